@@ -1,0 +1,184 @@
+"""Checkpoints: written so that a crash at any moment leaves a whole one, read without running code from them.
+
+A checkpoint is nanoGPT's dictionary (`model`, `optimizer`, `model_args`, `iter_num`, `best_val_loss`,
+`config`) and what else an exact resume needs. nanoGPT's own checkpoints and GPT-2 weights in Hugging Face's
+format are read too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME, BEST = "ckpt.pt", "ckpt_best.pt"
+KEYS = ("model", "optimizer", "model_args", "iter_num", "best_val_loss", "config")
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def save(checkpoint: dict[str, Any], out_dir: Path, best: bool) -> None:
+    """Writes out_dir/ckpt.pt; with `best`, keeps the same file as out_dir/ckpt_best.pt as well.
+
+    The earlier checkpoint stays until the new one is on the disk, so twice its size must be free. Raises
+    OSError, with the earlier one unharmed, where it cannot be written.
+    """
+    path = out_dir / NAME
+    tmp = out_dir / (NAME + ".tmp")
+    try:
+        with open(tmp, "wb") as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+        if best:
+            keep(path, out_dir / BEST)
+        sync_folder(out_dir)
+    except (OSError, RuntimeError) as e:  # torch wraps a failed write in a RuntimeError
+        tmp.unlink(missing_ok=True)
+        cause = e if isinstance(e, OSError) else e.__context__
+        reason = getattr(cause, "strerror", None) or str(e).splitlines()[0]
+        kept = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
+        raise OSError(
+            f"cannot write {path}: {reason}; free some disk space or choose another --out_dir{kept}"
+        ) from None
+
+
+def keep(path: Path, as_path: Path) -> None:
+    """Makes as_path the same content as path: by a hard link, which costs no space, else by a copy."""
+    tmp = as_path.with_name(as_path.name + ".tmp")
+    tmp.unlink(missing_ok=True)
+    try:
+        os.link(path, tmp)
+    except OSError:  # FAT and some network file systems have no hard links
+        shutil.copyfile(path, tmp)
+    os.replace(tmp, as_path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in folder durable; a no-op where folders cannot be opened (Windows)."""
+    if hasattr(os, "O_DIRECTORY"):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def load(out_dir: str | Path) -> dict[str, Any]:
+    """The checkpoint of out_dir (or at the path of a .pt file itself), tensors memory-mapped on the CPU.
+
+    Prefixes that torch.compile and DDP leave on parameter names are gone, and so are the mask buffers of
+    nanoGPT's attention without SDPA. Raises ValueError where it is missing, damaged or no checkpoint.
+    """
+    path = Path(out_dir)
+    path = path if path.suffix == ".pt" else path / NAME
+    if not path.is_file():
+        raise ValueError(f"{path}: no such checkpoint; is --out_dir right?")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # zip, pickle and storage errors all differ
+        best = path.with_name(BEST)
+        other = f"--out_dir={best} is another" if best.exists() and best != path else "restore it from a copy"
+        reason = str(e).strip().splitlines()[0]
+        raise ValueError(f"{path} is not a readable checkpoint ({type(e).__name__}: {reason[:120]}); {other}") from None
+    lacking = [k for k in KEYS if k not in checkpoint] if isinstance(checkpoint, dict) else list(KEYS)
+    if lacking:
+        raise ValueError(f"{path} is not a training checkpoint: it lacks {', '.join(lacking)}")
+    checkpoint["model"] = {
+        k.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod."): v
+        for k, v in checkpoint["model"].items()
+        if not k.endswith(".attn.bias")
+    }
+    checkpoint["best_val_loss"] = float(checkpoint["best_val_loss"])  # nanoGPT's is a tensor
+    return checkpoint
+
+
+def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
+    """Moves an earlier run's files into a new folder out_dir/previous-N; returns it, or None if there were none."""
+    found = [out_dir / name for name in names if (out_dir / name).exists()]
+    if not found:
+        return None
+    n = 1
+    while (out_dir / f"previous-{n}").exists():
+        n += 1
+    folder = out_dir / f"previous-{n}"
+    folder.mkdir()
+    for path in found:
+        os.replace(path, folder / path.name)
+    return folder
+
+
+# ---- GPT-2 weights -------------------------------------------------------------------------------------------
+
+
+def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
+
+    The folder holds config.json and model.safetensors as Hugging Face writes them. Raises ValueError where the
+    weights cannot be had or are not a GPT-2.
+    """
+    folder = Path(name)
+    if name in GPT2_NAMES and not folder.is_dir():
+        folder = download_gpt2(name)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        weights = load_file(folder / "model.safetensors")
+    except FileNotFoundError as e:
+        raise ValueError(
+            f"init_from={name}: {folder} has no {Path(e.filename).name}; "
+            "a GPT-2 folder holds config.json and model.safetensors"
+        ) from None
+    except (json.JSONDecodeError, SafetensorError) as e:
+        raise ValueError(f"init_from={name}: a damaged file in {folder} ({e}); fetch it again") from None
+    # What our GPT does not have. An absent key has the value that makes the model plain GPT-2.
+    plain = {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+        "add_cross_attention": False,
+    }
+    odd = {k: config[k] for k, v in plain.items() if config.get(k, v) != v}
+    if odd or config.get("n_inner") not in (None, 4 * config.get("n_embd", 0)):
+        raise ValueError(
+            f"init_from={name}: not a plain GPT-2: {odd or {'n_inner': config['n_inner']}} in {folder / 'config.json'}"
+        )
+    try:
+        args = {k: config[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
+        state = {}
+        for key, w in weights.items():
+            key = key.removeprefix("transformer.")
+            if key.endswith((".attn.bias", ".attn.masked_bias")) or key == "lm_head.weight":
+                continue  # masks, and the head that is tied to wte
+            # Hugging Face's Conv1D keeps its matrices as (in, out), nn.Linear as (out, in).
+            conv1d = key.startswith("h.") and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+            state["transformer." + key] = w.t().contiguous() if conv1d else w
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+    except KeyError as e:
+        raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None
+    return args, state
+
+
+def download_gpt2(name: str) -> Path:
+    """The local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or its cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
+    except Exception as e:  # the hub's, the HTTP client's and the network's errors share no class
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise ValueError(
+            f"init_from={name}: the weights are not cached and cannot be downloaded ({reason[:160]}); connect once, "
+            "or give a local folder with config.json and model.safetensors"
+        ) from None

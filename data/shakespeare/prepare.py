@@ -1,0 +1,17 @@
+"""Makes token files of Shakespeare's plays with GPT-2's byte-pair encoding, to finetune GPT-2 on.
+
+    python data/shakespeare/prepare.py [--input FILE]
+
+Reads the text as data/shakespeare_char/prepare.py does. Writes train.bin (301,966 tokens), val.bin (36,059) and
+meta.json beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
+
+from data.shakespeare_char.prepare import main
+
+if __name__ == "__main__":
+    main("shakespeare", "gpt2")

@@ -1,0 +1,77 @@
+"""Makes token files of Shakespeare's plays, one token per character (vocab_size 65).
+
+    python data/shakespeare_char/prepare.py [--input FILE]
+
+Reads FILE, else input.txt beside this file or in data/shakespeare, else downloads it to there. Writes
+train.bin (1,003,854 tokens), val.bin (111,540) and meta.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
+
+from configurator import one_line_errors  # noqa: E402
+from data.text.prepare import prepare, read_text  # noqa: E402
+from data.tokens import sha256, write_atomically  # noqa: E402
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+TIMEOUT_S = 20
+
+
+def download(url: str, path: Path, checksum: str) -> None:
+    """Fetches url to path, whole or not at all. Raises ValueError, one line, for any fault of network or content."""
+    content = bytearray()
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # raises on a status of 400 and more
+            size = int(response.headers.get("Content-Length") or 0) or None
+            with tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
+                while chunk := response.read(1 << 16):
+                    content += chunk
+                    bar.update(len(chunk))
+    except (OSError, http.client.HTTPException, ValueError) as e:  # URLError, time-outs and TLS faults are OSErrors
+        reason = getattr(e, "reason", None) or e
+        raise ValueError(
+            f"cannot download {url} ({reason}); save the text as {path} or give it with --input FILE"
+        ) from None
+    if sha256(content) != checksum:
+        raise ValueError(
+            f"{url} answered with something else than the expected text (sha256 {sha256(content)[:12]}...)"
+        )
+    write_atomically(path, content)
+
+
+def shakespeare(input_file: Path | None) -> str:
+    """The text: from input_file, from an input.txt that is already here, or downloaded. Raises ValueError, OSError."""
+    here = [ROOT / "data" / name / "input.txt" for name in ("shakespeare_char", "shakespeare")]
+    path = input_file or next((p for p in here if p.exists()), None)
+    if path is None:
+        path = here[0]
+        download(URL, path, SHA256)
+    text = read_text([path])
+    if sha256(text.encode()) != SHA256:
+        print(f"note: {path} is not the usual text of 1,115,394 characters; figures for it do not apply")
+    return text
+
+
+def main(name: str, tokenizer: str) -> None:
+    parser = argparse.ArgumentParser(description=f"Makes data/{name}/train.bin and val.bin, tokenizer {tokenizer}.")
+    parser.add_argument("--input", metavar="FILE", type=Path, help="the text, instead of downloading it")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=ROOT / "data" / name, help="where to write")
+    args = parser.parse_args()
+    with one_line_errors():
+        prepare(shakespeare(args.input), args.out, tokenizer, "tiny Shakespeare")
+
+
+if __name__ == "__main__":
+    main("shakespeare_char", "char")

@@ -1,0 +1,319 @@
+"""GPT-2 as one module: network, optimizer groups, FLOPs count and generation with a KV cache.
+
+Parameter names, order and shapes are those of nanoGPT's `GPT`, so its checkpoints (weights and AdamW state)
+load here as they are. Nothing in this file reads or writes files, prints, or picks a device.
+
+Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, V vocabulary, N = B * T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+# Logits of at most this many elements are made in one piece; more are made, used and dropped in chunks.
+# 2^24 float32 elements are 64 MB. Smaller chunks cost speed on a CPU: see bench/results/2026-11-21-loss.md.
+LOGITS_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    block_size: int = 1024  # longest context, in tokens
+    vocab_size: int = 50304  # GPT-2's 50257 rounded up to a multiple of 64: matmul tiles are whole
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # biases in Linear and LayerNorm, as GPT-2 has them
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if self.n_embd % self.n_head:
+            divisors = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
+            best = min(divisors, key=lambda h: abs(h - self.n_head))
+            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try --n_head={best}")
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, one (B, H, block_size, D) pair per layer."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        self.block_size = config.block_size
+        self.length = 0  # tokens held; the Transformer advances it once all layers have appended
+        self._kv: list[tuple[Tensor, Tensor] | None] = [None] * config.n_layer
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k and v (B, H, T, D) behind what the layer holds; returns all of it (B, H, length + T, D)."""
+        kv = self._kv[layer]
+        if kv is None:  # allocated on first use: only then are batch, device and autocast's dtype known
+            B, H, _, D = k.shape
+            kv = self._kv[layer] = (k.new_empty(B, H, self.block_size, D), v.new_empty(B, H, self.block_size, D))
+        end = self.length + k.size(2)
+        kv[0][:, :, self.length : end] = k
+        kv[1][:, :, self.length : end] = v
+        return kv[0][:, :, :end], kv[1][:, :, :end]
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v in one matmul
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.n_head, self.dropout, self.layer = config.n_head, config.dropout, layer
+
+    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        # A single new token may look at everything in the cache; a longer piece starts at position 0.
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # tanh GELU is the one GPT-2 was trained with; its weights give other logits with the exact one.
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Sum of the cross-entropy of `h @ weight.T` against `targets`, holding one chunk of logits at a time.
+
+    The gradients of a chunk are taken while its logits exist, so nothing of size (N, V) is kept for the
+    backward pass and no matmul runs twice. h (N, C) and weight (V, C) in any float dtype, targets (N,) with
+    -1 ignored; matmuls run in `dtype`, softmax and sums in float32. Own code because, as measured in
+    bench/results/2026-11-21-loss.md, torch 2.13's `linear_cross_entropy` is slower on CPUs and rounds a
+    bfloat16 loss to 3 digits (torch 2.11 has none), and recomputing with `torch.utils.checkpoint` pays for a
+    fourth matmul.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, dtype, chunk):
+        with torch.autocast(h.device.type, enabled=False):
+            needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+            w = weight.to(dtype)
+            grad_h, grad_w = (torch.zeros_like(t) if needs_grad else t for t in (h, weight))
+            loss = torch.zeros((), dtype=torch.float32, device=h.device)
+            for i in range(0, h.size(0), chunk):
+                h_i, t_i = h[i : i + chunk].to(dtype), targets[i : i + chunk, None]
+                kept = t_i >= 0
+                t_i = t_i.clamp(min=0)
+                logits = F.linear(h_i, w).float()  # (chunk, V)
+                log_z = logits.logsumexp(1, keepdim=True)
+                loss += ((log_z - logits.gather(1, t_i)) * kept).sum()
+                if needs_grad:
+                    # d loss / d logits = softmax - onehot(target), zero where the target is ignored
+                    p = logits.sub_(log_z).exp_()
+                    p.scatter_add_(1, t_i, torch.full_like(log_z, -1.0))
+                    g = p.mul_(kept).to(dtype)
+                    grad_h[i : i + chunk] = g @ w
+                    grad_w += g.t() @ h_i
+                    del p, g
+                del logits  # before the next chunk's exist, or two of them overlap
+        if needs_grad:
+            ctx.save_for_backward(grad_h, grad_w)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_h * grad_loss, grad_w * grad_loss, None, None, None
+
+
+class Transformer(nn.Module):
+    """Everything up to the final LayerNorm."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+    def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Final hidden states (B, T, C) of token ids (B, T); with a cache, idx continues what it holds."""
+        start = cache.length if cache is not None else 0
+        T, limit = idx.size(1), self.wpe.num_embeddings
+        if start + T > limit:
+            raise ValueError(f"{start + T} tokens do not fit into block_size={limit}")
+        pos = torch.arange(start, start + T, device=idx.device)
+        x = self.drop(self.wte(idx) + self.wpe(pos))
+        for block in self.h:
+            x = block(x, cache)
+        if cache is not None:
+            cache.length += T
+        return self.ln_f(x)
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight  # tied (GPT-2, after Press & Wolf 2017)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                # Each block adds to the residual stream twice: scaled so that its variance does not grow with
+                # depth (GPT-2 paper, section 2.3).
+                residual = name.endswith("c_proj.weight")
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    @classmethod
+    def from_state(cls, model_args: dict[str, Any], state: dict[str, Tensor]) -> GPT:
+        """A model with the weights `state`. Raises ValueError where they do not belong to model_args."""
+        try:
+            model = cls(GPTConfig(**model_args))
+            model.load_state_dict(state)
+        except (TypeError, RuntimeError) as e:  # arguments GPTConfig does not have; missing or misshapen tensors
+            reason = " ".join(str(e).split())
+            raise ValueError(f"these weights are not a GPT of {model_args}: {reason[:200]}") from None
+        return model
+
+    # ---- training ----------------------------------------------------------------------------------------
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, None) without targets, (None, loss) with them: the logits of a training batch are never kept.
+
+        idx, targets: (B, T) int64, targets of -1 are ignored; logits (B, T, V); loss: the mean, in float32.
+        """
+        h = self.transformer(idx)
+        if targets is None:
+            return self.lm_head(h), None
+        h, targets = h.flatten(0, 1), targets.flatten()  # (N, C), (N,)
+        if h.size(0) * self.config.vocab_size <= LOGITS_CHUNK:
+            return None, F.cross_entropy(self.lm_head(h).float(), targets, ignore_index=-1)
+        kind = h.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+        chunk = max(1, LOGITS_CHUNK // self.config.vocab_size)
+        total = LinearCrossEntropy.apply(h, self.lm_head.weight, targets, dtype, chunk)
+        return None, total / (targets >= 0).sum()
+
+    def configure_optimizers(
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str
+    ) -> torch.optim.AdamW:
+        """AdamW that decays matrices and embeddings only: biases and LayerNorm gains have nothing to regularise."""
+        params = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        fused = device_type in ("cuda", "cpu", "mps")  # one kernel for all tensors; all three have it in torch 2.11
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+
+    def crop_block_size(self, block_size: int) -> None:
+        """Shortens the context to block_size tokens by dropping the later position embeddings."""
+        if block_size > self.config.block_size:
+            longest = self.config.block_size
+            raise ValueError(
+                f"block_size={block_size} is longer than the model's {longest}; try --block_size={longest}"
+            )
+        self.config = replace(self.config, block_size=block_size)
+        self.transformer.wpe = nn.Embedding.from_pretrained(
+            self.transformer.wpe.weight[:block_size].clone(), freeze=False
+        )
+
+    # ---- counting ----------------------------------------------------------------------------------------
+
+    def num_params(self) -> int:
+        """Parameters without position embeddings; the tied token embedding counts once, as the head's matrix."""
+        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+
+    def estimate_flops(self) -> int:
+        """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B)."""
+        c = self.config
+        return 6 * self.num_params() + 12 * c.n_layer * c.n_head * (c.n_embd // c.n_head) * c.block_size
+
+    # ---- generation --------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        vocab_size: int | None = None,
+        use_cache: bool = True,
+    ) -> Iterator[Tensor]:
+        """Yields the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T), T >= 1.
+
+        Row i draws from a random stream of its own, seeded with seed + i: its text does not depend on how many
+        others are generated beside it. temperature 0 takes the likeliest token. vocab_size: ids from there on
+        are padding and are never drawn. The context is the last block_size tokens; once they are all taken,
+        learned positions shift with every token, nothing cached holds any longer, and each token costs a full
+        forward pass.
+        """
+        limit = self.config.block_size
+        streams = [torch.Generator().manual_seed(seed + i) for i in range(idx.size(0))]
+        cache = KVCache(self.config) if use_cache else None
+        new = idx[:, -limit:]
+        for _ in range(max_new_tokens):
+            if cache is not None and cache.length + new.size(1) > limit:
+                cache = None
+            h = self.transformer(new if cache is not None else idx[:, -limit:], cache)
+            logits = self.lm_head(h[:, -1]).float()[:, :vocab_size]  # (B, V)
+            u = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in streams])  # (B, 1)
+            new = sample_tokens(logits, u, temperature, top_k, top_p)
+            idx = torch.cat((idx, new), 1)
+            yield new[:, 0]
+
+
+def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+    """Token ids (B, 1) drawn from logits (B, V) by inverting the cumulative distribution at u (B, 1) in [0, 1).
+
+    top_k keeps the k likeliest tokens; of these top_p keeps the fewest that reach that probability together
+    (nucleus sampling, arXiv:1904.09751).
+    """
+    if temperature == 0:
+        return logits.argmax(1, keepdim=True)
+    # On the CPU in float64: cumulative sums over 50,000 tokens round noticeably in float32, and MPS has no float64.
+    logits = logits.cpu().double() / temperature
+    if top_k is not None and top_k < logits.size(1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    p = logits.softmax(1)
+    if top_p < 1:
+        p, order = p.sort(dim=1, descending=True, stable=True)
+        p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)  # the token that crosses top_p stays
+    cdf = p.cumsum(1)
+    pick = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=p.size(1) - 1)
+    return (order.gather(1, pick) if top_p < 1 else pick).to(u.device)

@@ -1,0 +1,65 @@
+"""What a run records beside its terminal lines: JSON lines in a file and, if asked, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+WANDB_NAMES = {k: k for k in ("iter", "loss", "lr", "mfu", "tokens_per_s", "grad_norm")}
+WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss"}
+
+
+class RunLog:
+    """Events as JSON lines, each flushed as it is written; a resumed run appends, beginning with a new "start".
+
+    path None records nothing there. wandb_run, where there is one, gets the metrics under nanoGPT's names.
+    """
+
+    def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
+        self.file = open(path, "a") if path else None  # noqa: SIM115: it stays open as long as the run
+        self.wandb_run = wandb_run
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self.file:
+            # JSON has no NaN and no infinity: null
+            known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+            self.file.write(json.dumps({"event": event, **known}) + "\n")
+            self.file.flush()
+        if self.wandb_run and event in ("iter", "eval"):
+            metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES}
+            if "mfu" in metrics:
+                metrics["mfu"] *= 100  # nanoGPT logs per cent
+            self.wandb_run.log(metrics, step=fields["iter"])
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+        if self.wandb_run:
+            self.wandb_run.finish()
+
+
+def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
+    """A new Weights & Biases run, or the one that run_id names. WANDB_MODE=offline needs neither account nor network.
+
+    Raises ValueError where the package is missing or wandb refuses.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False") from None
+    try:
+        return wandb.init(project=project, name=name, config=config, id=run_id, resume="allow")
+    except wandb.Error as e:
+        reason = " ".join(str(e).split())[:200]
+        raise ValueError(f"wandb cannot start: {reason}; WANDB_MODE=offline keeps the run on this disk") from None
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 42.0s, 3m07s or 5h02m."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"

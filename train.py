@@ -1,0 +1,436 @@
+"""Trains a GPT on a folder of token files, on one CPU or GPU or on several with torchrun.
+
+    python train.py config/train_shakespeare_char_cpu.py
+    python train.py config/train_shakespeare_char.py --batch_size=32 --compile=False
+    python train.py --init_from=resume --out_dir=out-shakespeare-char
+    torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
+
+Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds what the terminal shows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+import checkpoint
+import hardware
+from configurator import configure, one_line_errors
+from data.tokenizer import padded_vocab_size
+from data.tokens import Split, check_vocabulary, read_meta
+from model import GPT, GPTConfig
+from runlog import RunLog, clock, start_wandb
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    # input and output
+    out_dir: str = "out"  # checkpoints and log.jsonl
+    dataset: str = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
+    init_from: str = "scratch"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder in GPT-2's format
+    eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
+    eval_iters: int = 200  # batches per split and evaluation; a split with fewer is read whole
+    eval_only: bool = False  # evaluate once, write nothing
+    log_interval: int = 1  # steps per log line
+    always_save_checkpoint: bool = True  # False: only when the validation loss has improved
+    # model
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768  # width
+    dropout: float = 0.0  # 0 for pretraining; 0.1 and more for small data
+    bias: bool = False  # in Linear and LayerNorm layers
+    # batch
+    batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
+    block_size: int = 1024  # context length in tokens
+    gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all ranks
+    # optimizer
+    learning_rate: float = 6e-4  # its maximum
+    max_iters: int = 600000  # steps
+    weight_decay: float = 1e-1  # of matrices and embeddings
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
+    # learning rate schedule
+    decay_lr: bool = True  # linear warm-up, then cosine; False: constant
+    warmup_iters: int = 2000  # steps
+    lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
+    min_lr: float | None = None  # None = learning_rate / 10
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    compile: bool = True  # torch.compile: faster steps after a slow start
+    backend: str = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
+    seed: int = 1337  # of initial weights, batch order and dropout
+    # Weights & Biases
+    wandb_log: bool = False
+    wandb_project: str = "owt"
+    wandb_run_name: str = "gpt2"
+
+    def __post_init__(self) -> None:
+        least = {"eval_interval": 1, "eval_iters": 1, "log_interval": 1, "batch_size": 1, "block_size": 1}
+        least |= {"gradient_accumulation_steps": 1, "max_iters": 0, "warmup_iters": 0, "lr_decay_iters": 0}
+        least |= {"learning_rate": 0, "weight_decay": 0, "grad_clip": 0, "min_lr": 0, "beta1": 0, "beta2": 0}
+        for name, low in least.items():
+            if (value := getattr(self, name)) is not None and value < low:
+                raise ValueError(f"{name}={value} must be at least {low}")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be below 1")
+        GPTConfig(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, dropout=self.dropout)
+
+
+def main(c: TrainConfig) -> float:
+    """Trains as c says; returns the best validation loss (nats per token), math.inf where none was taken."""
+    # ---- ranks and device ------------------------------------------------------------------------------------
+    rank, world, local_rank = (
+        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    device = hardware.resolve_device(c.device, local_rank)
+    if c.gradient_accumulation_steps % world:
+        nearest = -(-c.gradient_accumulation_steps // world) * world
+        raise ValueError(
+            f"gradient_accumulation_steps={c.gradient_accumulation_steps} does not divide among {world} ranks; "
+            f"try --gradient_accumulation_steps={nearest}"
+        )
+    micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
+    global_batch = c.batch_size * c.gradient_accumulation_steps  # sequences per optimizer step
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, as nanoGPT has it
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group(
+            "nccl" if c.backend == "auto" and device.type == "cuda" else c.backend.replace("auto", "gloo")
+        )
+    say = print if rank == 0 else lambda *_: None
+    torch.manual_seed(c.seed)
+
+    # ---- data and model --------------------------------------------------------------------------------------
+    folder = DATA / c.dataset
+    meta = read_meta(folder)
+    saved: dict[str, Any] = {}
+    if c.init_from == "scratch":
+        vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
+        model = GPT(GPTConfig(c.block_size, vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias))
+    elif c.init_from == "resume":
+        saved = checkpoint.load(c.out_dir)
+        model = GPT.from_state(saved["model_args"] | {"dropout": c.dropout}, saved["model"])
+        if c.block_size < model.config.block_size:
+            raise ValueError(
+                f"block_size={c.block_size}, but the run to resume has {model.config.block_size} and keeps it"
+            )
+    else:
+        model_args, weights = checkpoint.load_gpt2(c.init_from)
+        model = GPT.from_state(model_args | {"dropout": c.dropout}, weights)
+        model.crop_block_size(c.block_size)
+        saved = {"tokenizer": {"name": "gpt2"}}
+    check_vocabulary(folder, meta, model.config.vocab_size, saved.get("tokenizer"))
+    T = model.config.block_size
+    train_split, val_split = (Split(folder, s, T, model.config.vocab_size, c.seed) for s in ("train", "val"))
+    start_iter: int = saved.get("iter_num", 0)
+    best_val_loss: float = saved.get("best_val_loss", math.inf)
+
+    # ---- optimizer, compile, DDP -----------------------------------------------------------------------------
+    model.to(device)
+    dtype = hardware.resolve_dtype(c.dtype, device, model.config.n_embd)
+    amp = hardware.autocast(device, dtype)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
+    if start_iter:
+        restore_optimizer(optimizer, saved["optimizer"])
+        scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
+    wandb_run_id = saved.get("wandb_run_id")
+    saved = {}  # frees what the memory-mapped file holds
+    batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
+    runner: torch.nn.Module = torch.compile(model) if c.compile else model  # type: ignore[assignment]
+    t0 = time.perf_counter()
+    try:
+        ddp = warm_up(runner, batch, amp, scaler, device, distributed)
+    except Exception as e:
+        if not c.compile or isinstance(e, torch.OutOfMemoryError):
+            raise
+        say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
+        runner = model
+        ddp = warm_up(runner, batch, amp, scaler, device, distributed)
+    optimizer.zero_grad()
+    warm_up_s = time.perf_counter() - t0
+
+    # ---- log -------------------------------------------------------------------------------------------------
+    out_dir = Path(c.out_dir)
+    if c.init_from != "resume" and rank == 0 and not c.eval_only:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if old := checkpoint.set_aside(out_dir, (checkpoint.NAME, checkpoint.BEST, "log.jsonl")):
+            say(f"{out_dir} held an earlier run; it is now in {old}")
+    records = rank == 0 and not c.eval_only
+    wandb_run = (
+        start_wandb(c.wandb_project, c.wandb_run_name, asdict(c), wandb_run_id) if c.wandb_log and records else None
+    )
+    log = RunLog(out_dir / "log.jsonl" if records else None, wandb_run)
+    tokens_per_step = global_batch * T
+    flops_per_token = model.estimate_flops()
+    peak, peak_source = hardware.peak_flops(device, dtype)
+    total_peak = all_sum(torch.tensor([peak], dtype=torch.float64), device).item()  # of all ranks
+    compiled = runner is not model
+    say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
+    say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
+    say(f"device: {world} x {hardware.device_name(device)}, {dtype}, {'compiled' if compiled else 'not compiled'}")
+    say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
+    say(f"tokens per iteration will be: {tokens_per_step:,}")
+    log.write(
+        "start",
+        settings=asdict(c),
+        iter=start_iter,
+        model_args=asdict(model.config),
+        parameters=model.num_params(),
+        flops_per_token=flops_per_token,
+        tokens_per_step=tokens_per_step,
+        tokenizer=meta["tokenizer"].get("name"),
+        train_tokens=train_split.tokens,
+        val_tokens=val_split.tokens,
+        device=hardware.device_name(device),
+        world_size=world,
+        dtype=dtype,
+        compiled=compiled,
+        peak_flops=total_peak,
+        peak_source=peak_source,
+        warm_up_s=warm_up_s,
+        versions=hardware.versions(),
+        git_commit=hardware.git_commit(),
+    )
+    # ---- train -----------------------------------------------------------------------------------------------
+    step = start_iter
+    window_steps, window_s = 0, 0.0  # since the last log line: steps, and seconds of these alone
+    train_s = eval_s = save_s = last_eval_s = 0.0
+    t0 = time.perf_counter()
+    while True:
+        lr = learning_rate(c, step)
+
+        # ---- evaluate and save -------------------------------------------------------------------------------
+        if step % c.eval_interval == 0 or step >= c.max_iters or c.eval_only:
+            hardware.synchronize(device)
+            t1 = time.perf_counter()
+            window_s += t1 - t0
+            train_loss, val_loss = (evaluate(runner, s, c, device, amp, rank, world) for s in (train_split, val_split))
+            t0 = time.perf_counter()
+            last_eval_s, eval_s = t0 - t1, eval_s + t0 - t1
+            say(f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s")
+            losses = {"train_loss": train_loss, "val_loss": val_loss}
+            log.write("eval", iter=step, **losses, lr=lr, tokens=step * tokens_per_step, eval_s=last_eval_s)
+            if not math.isfinite(val_loss):
+                raise ValueError(
+                    f"val loss is {val_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"
+                )
+            improved = val_loss < best_val_loss
+            best_val_loss = min(best_val_loss, val_loss)
+            if step > start_iter and rank == 0 and (improved or c.always_save_checkpoint):
+                say(f"saving checkpoint to {out_dir}")
+                state: dict[str, Any] = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "model_args": asdict(model.config),
+                    "iter_num": step,
+                    "best_val_loss": best_val_loss,
+                    "config": asdict(c),
+                    "scaler": scaler.state_dict(),
+                    "tokenizer": meta["tokenizer"],
+                    "wandb_run_id": wandb_run.id if wandb_run else wandb_run_id,
+                }
+                # With always_save_checkpoint off, ckpt.pt itself is the best one.
+                checkpoint.save(state, out_dir, best=improved and c.always_save_checkpoint)
+                last_save_s = time.perf_counter() - t0
+                save_s += last_save_s
+                log.write("save", iter=step, best=improved, save_s=last_save_s)
+            t0 = time.perf_counter()
+        if step >= c.max_iters or c.eval_only:
+            break
+
+        # ---- one optimizer step ------------------------------------------------------------------------------
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        # Dropout's random stream starts anew at each step: a resumed run needs no generator state.
+        torch.manual_seed(hash((c.seed, step, rank)) % 2**63)
+        step_loss = torch.zeros((), device=device)
+        for micro in range(micro_steps):
+            rows = np.arange(c.batch_size) + (micro * world + rank) * c.batch_size
+            x, y = to_device(train_split.train_batch(step, rows, global_batch), device)
+            # Gradients are averaged over the ranks once per step, in the last backward pass.
+            with nullcontext() if ddp is None or micro == micro_steps - 1 else ddp.no_sync():
+                with amp:
+                    loss = (ddp or runner)(x, y)[1] / micro_steps
+                scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        window_steps += 1
+
+        # ---- log ---------------------------------------------------------------------------------------------
+        if step % c.log_interval == 0 or step == c.max_iters - 1:
+            mean_loss = all_sum(step_loss, device).item() / world
+            hardware.synchronize(device)
+            t1 = time.perf_counter()
+            window_s, t0 = window_s + t1 - t0, t1
+            step_s = window_s / window_steps
+            train_s += window_s
+            window_steps, window_s = 0, 0.0
+            tokens_per_s = tokens_per_step / step_s
+            mfu = tokens_per_s * flops_per_token / total_peak
+            left = c.max_iters - step - 1
+            eta_s = left * step_s + (left // c.eval_interval + 1) * last_eval_s
+            say(
+                f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
+                f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm.item():.3f}, eta {clock(eta_s)}"
+            )
+            if not math.isfinite(mean_loss):
+                raise ValueError(
+                    f"loss is {mean_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"
+                )
+            fields = {
+                "iter": step,
+                "loss": mean_loss,
+                "time_ms": step_s * 1e3,
+                "mfu": mfu,
+                "tokens_per_s": tokens_per_s,
+            }
+            fields |= {
+                "lr": lr,
+                "grad_norm": grad_norm.item(),
+                "tokens": (step + 1) * tokens_per_step,
+                "train_s": train_s,
+            }
+            log.write("iter", **fields)
+        step += 1
+
+    # ---- end -------------------------------------------------------------------------------------------------
+    memory = hardware.peak_memory_bytes(device)
+    say(
+        f"{step - start_iter} steps: {clock(train_s)} of training, {clock(eval_s)} of evaluation, {clock(save_s)} of "
+        f"saving; peak memory {'n/a' if memory is None else f'{memory / 2**30:.2f} GiB'}; best val loss {best_val_loss:.4f}"
+    )
+    log.write(
+        "end",
+        iter=step,
+        train_s=train_s,
+        eval_s=eval_s,
+        save_s=save_s,
+        peak_memory_bytes=memory,
+        best_val_loss=best_val_loss,
+    )
+    log.close()
+    if distributed:
+        dist.destroy_process_group()
+    return best_val_loss
+
+
+def learning_rate(c: TrainConfig, step: int) -> float:
+    """Linear warm-up to c.learning_rate, then half a cosine to min_lr at lr_decay_iters, then min_lr."""
+    if not c.decay_lr:
+        return c.learning_rate
+    low = c.learning_rate / 10 if c.min_lr is None else c.min_lr
+    end = c.lr_decay_iters or c.max_iters
+    if step < c.warmup_iters:
+        return c.learning_rate * (step + 1) / (c.warmup_iters + 1)
+    if step >= end:
+        return low
+    done = (step - c.warmup_iters) / (end - c.warmup_iters)
+    return low + 0.5 * (1 + math.cos(math.pi * done)) * (c.learning_rate - low)
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module,
+    split: Split,
+    c: TrainConfig,
+    device: torch.device,
+    amp: AbstractContextManager,
+    rank: int,
+    world: int,
+) -> float:
+    """Mean loss (nats per token) over a fixed set of windows, the batches shared among the ranks."""
+    model.eval()
+    n, losses = split.n_eval_windows(c.eval_iters * c.batch_size), []
+    firsts = range(rank * c.batch_size, n, world * c.batch_size)  # first row of each batch of this rank
+    for first in tqdm(firsts, "evaluating", leave=False, disable=True if rank else None):  # None: only on a terminal
+        x, y = to_device(split.eval_batch(first + np.arange(c.batch_size), n), device)
+        with amp:
+            losses.append(model(x, y)[1] * min(c.batch_size, n - first))  # the last batch may hold fewer windows
+    model.train()
+    total = torch.stack(losses).double().sum().cpu() if losses else torch.zeros((), dtype=torch.float64)
+    return all_sum(total, device).item() / n
+
+
+def warm_up(
+    runner: torch.nn.Module,
+    batch: Any,
+    amp: AbstractContextManager,
+    scaler: Any,
+    device: torch.device,
+    distributed: bool,
+) -> DDP | None:
+    """One forward and backward pass, and one of evaluation, so that compiling is over before any clock starts.
+
+    Returns runner wrapped in DDP where there are several ranks. The gradients are the caller's to drop.
+    """
+    ddp = DDP(runner, device_ids=[device.index] if device.type == "cuda" else None) if distributed else None
+    with amp:
+        loss = (ddp or runner)(*batch)[1]
+    scaler.scale(loss).backward()
+    runner.eval()
+    with torch.no_grad(), amp:
+        runner(*batch)
+    runner.train()
+    hardware.synchronize(device)
+    return ddp
+
+
+def to_device(batch: tuple[np.ndarray, np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch as tensors on the device; on CUDA the copy runs beside the work queued there."""
+    x, y = (torch.from_numpy(a) for a in batch)
+    if device.type == "cuda":
+        x, y = x.pin_memory(), y.pin_memory()
+    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+def all_sum(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sum of x over all ranks."""
+    if dist.is_initialized():
+        x = x.to(device)  # nccl reduces what is on the GPU only
+        dist.all_reduce(x)
+    return x
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads AdamW's moments; hyperparameters stay those of the settings, not the checkpoint's."""
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as e:
+        raise ValueError(f"the checkpoint's optimizer state does not fit the model ({e})") from None
+    for group, keep in zip(optimizer.param_groups, options, strict=True):
+        group.update(keep)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        config = configure(TrainConfig, sys.argv[1:])
+        if config.init_from == "resume":  # what the command line leaves open stays as the run had it
+            earlier = checkpoint.load(config.out_dir)["config"]
+            known = {k: v for k, v in earlier.items() if k in TrainConfig.__dataclass_fields__ and k != "out_dir"}
+            config = configure(TrainConfig, sys.argv[1:], base=known | {"init_from": "resume", "eval_only": False})
+        main(config)
