@@ -19,7 +19,7 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
-        self.file = open(path, "a") if path else None  # noqa: SIM115: it stays open as long as the run
+        self.file = open(path, "a") if path else None  # noqa: SIM115 (it stays open as long as the run)
         self.wandb_run = wandb_run
 
     def write(self, event: str, **fields: Any) -> None:

@@ -319,9 +319,10 @@ def main(c: TrainConfig) -> float:
 
     # ---- end -------------------------------------------------------------------------------------------------
     memory = hardware.peak_memory_bytes(device)
+    memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
     say(
         f"{step - start_iter} steps: {clock(train_s)} of training, {clock(eval_s)} of evaluation, {clock(save_s)} of "
-        f"saving; peak memory {'n/a' if memory is None else f'{memory / 2**30:.2f} GiB'}; best val loss {best_val_loss:.4f}"
+        f"saving; peak memory {memory_gib}; best val loss {best_val_loss:.4f}"
     )
     log.write(
         "end",

@@ -158,7 +158,7 @@ def check_vocabulary(
         differ = "" if not same_size else ", and their characters differ"
         raise ValueError(
             f"{folder} has a vocabulary of {n} (tokenizer {names[0]}), the model one of {model_vocab} "
-            f"(tokenizer {names[1]}){differ}; prepare the data with the model's tokenizer, or train with --init_from=scratch"
+            f"(tokenizer {names[1]}){differ}; prepare the data with the model's tokenizer, or use --init_from=scratch"
         )
 
 

@@ -1,0 +1,51 @@
+# What people type often. `make train` and `make test` do all the set-up they need.
+#
+#   make train                  a first model in about a minute, and text from it
+#   make train TEXT=input.txt   the same on your own text
+#   make test                   the test suite
+#   make check                  lint and types
+#   make clean                  remove the environment and caches; data and runs stay
+
+PYTHON ?= python3
+VENV ?= .venv
+PY = $(VENV)/bin/python
+OUT ?= out-first
+TEXT ?=
+
+.PHONY: train test check clean
+
+# Whole only once everything is installed: an interrupted installation is begun again.
+$(VENV)/.run: requirements.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.run
+	$(PY) -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+train: $(VENV)/.run
+	@set -e; \
+	if [ -n "$(TEXT)" ]; then data=own_text; $(PY) data/text/prepare.py "$(TEXT)" --name $$data; \
+	elif [ -f data/shakespeare_char/val.bin ]; then data=shakespeare_char; \
+	elif [ -f data/python_char/val.bin ]; then data=python_char; \
+	elif $(PY) data/shakespeare_char/prepare.py; then data=shakespeare_char; \
+	else echo "No Shakespeare here: training on the source code of Python's standard library instead."; \
+		data=python_char; $(PY) data/python_char/prepare.py; fi; \
+	if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+	then config="config/train_shakespeare_char.py --max_iters=1000"; \
+	else config=config/train_shakespeare_char_cpu.py; fi; \
+	set -x; \
+	$(PY) train.py $$config --dataset=$$data --out_dir=$(OUT); \
+	$(PY) sample.py --out_dir=$(OUT) --num_samples=3 --max_new_tokens=300
+
+test: $(VENV)/.dev
+	$(PY) -m pytest
+
+check: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

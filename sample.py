@@ -1,0 +1,168 @@
+"""Writes text with a trained model.
+
+    python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=3
+    python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.7 --top_p=0.9 --stream
+
+Prints each sample, prompt included, and a line of dashes behind it; writes no files.
+"""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import checkpoint
+import hardware
+from configurator import configure, one_line_errors
+from data.tokenizer import Tokenizer, from_meta
+from data.tokens import read_meta
+from model import GPT
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleConfig:
+    # model
+    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder
+    out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
+    # text
+    start: str = "\n"  # the prompt; FILE:prompt.txt reads it from a file
+    num_samples: int = 10  # generated side by side
+    max_new_tokens: int = 500  # per sample
+    stop: str = ""  # a sample ends with the first of these texts behind the prompt; empty = none
+    stream: bool = False  # show the text as it is generated, one sample after another
+    # drawing
+    temperature: float = 0.8  # below 1 = more likely text, above = more surprising; 0 = always the likeliest token
+    top_k: int = 200  # draw from the k likeliest tokens; 0 = from all
+    top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
+    seed: int = 1337  # the text of sample i depends on seed + i, not on how many samples there are
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls
+    compile: bool = False  # torch.compile
+
+    def __post_init__(self) -> None:
+        least = {"num_samples": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+
+def main(c: SampleConfig) -> list[str]:
+    """Prints samples as c says; returns their texts, prompt included."""
+    # ---- model and tokenizer -------------------------------------------------------------------------------
+    device = hardware.resolve_device(c.device)
+    model, tokenizer = load(c)
+    model.eval().to(device)
+    # One row at a time the weights' way through memory is all that counts, and autocast would cast them anew for
+    # every token: float32 unless asked for on a CPU.
+    dtype = "float32" if c.dtype == "auto" and device.type == "cpu" else c.dtype
+    amp = hardware.autocast(device, hardware.resolve_dtype(dtype, device, model.config.n_embd))
+    if c.compile:
+        model.compile(dynamic=True)
+
+    # ---- prompt --------------------------------------------------------------------------------------------
+    prompt = Path(c.start[5:]).read_text(encoding="utf-8") if c.start.startswith("FILE:") else c.start
+    ids = tokenizer.encode_prompt(prompt).astype("int64")
+    if len(ids) == 0:
+        raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
+    if ids.max() >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {ids.max()}, the model only {model.config.vocab_size} tokens")
+
+    # ---- generate ------------------------------------------------------------------------------------------
+    texts = []
+    rows = 1 if c.stream else c.num_samples  # generated in one batch
+    for first in range(0, c.num_samples, rows):
+        samples = [Sample(tokenizer, prompt, c.stop) for _ in range(rows)]
+        if c.stream:
+            print(prompt, end="", flush=True)
+        with amp:
+            tokens = model.generate(
+                torch.from_numpy(ids).to(device).expand(rows, -1),
+                c.max_new_tokens,
+                temperature=c.temperature,
+                top_k=c.top_k or None,
+                top_p=c.top_p,
+                seed=c.seed + first,
+                vocab_size=tokenizer.vocab_size,
+            )
+            for new in tokens:
+                for sample, token in zip(samples, new.tolist(), strict=True):
+                    shown = sample.add(token)
+                    if c.stream:
+                        print(shown, end="", flush=True)
+                if all(sample.done for sample in samples):
+                    break
+        for sample in samples:
+            rest = sample.finish()
+            print(rest if c.stream else sample.text)
+            print("---------------")
+            texts.append(sample.text)
+    return texts
+
+
+def load(c: SampleConfig) -> tuple[GPT, Tokenizer]:
+    """The model and the tokenizer that it was trained with. Raises ValueError."""
+    if c.init_from != "resume":
+        return GPT.from_state(*checkpoint.load_gpt2(c.init_from)), from_meta({"name": "gpt2"})
+    saved = checkpoint.load(c.out_dir)
+    model = GPT.from_state(saved["model_args"], saved["model"])
+    meta = saved.get("tokenizer")
+    if not meta:  # nanoGPT's checkpoints name their data set instead
+        meta = read_meta(DATA / saved["config"].get("dataset", ""))["tokenizer"]
+    tokenizer = from_meta(meta)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        dataset = saved["config"].get("dataset")
+        raise ValueError(
+            f"the checkpoint has {model.config.vocab_size} tokens, its tokenizer ({meta.get('name')}) "
+            f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of dataset {dataset!r} missing in {DATA}?"
+        )
+    return model, tokenizer
+
+
+class Sample:
+    """One text as it grows: decodes tokens that are parts of characters, and ends at the stop text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: str) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.text, self.prompt_end, self.done = prompt, len(prompt), False
+        self.shown = len(prompt)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Appends a token; returns the text that can be shown now, which leaves out what may become the stop text."""
+        return self._append(self._decoder.decode(self.tokenizer.decode_bytes([token])))
+
+    def finish(self) -> str:
+        """Ends the text; returns what was held back."""
+        self._append(self._decoder.decode(b"", final=True))
+        shown, self.shown = self.shown, len(self.text)
+        return self.text[shown:]
+
+    def _append(self, new: str) -> str:
+        if self.done:
+            return ""
+        self.text += new
+        at = self.text.find(self.stop, self.prompt_end) if self.stop else -1
+        if at >= 0:
+            self.text, self.done = self.text[:at], True
+        tail = len(self.text)
+        if self.stop and not self.done:
+            # The longest end of the text with which the stop text begins.
+            tail -= next((n for n in range(len(self.stop) - 1, 0, -1) if self.text.endswith(self.stop[:n])), 0)
+        shown, self.shown = self.shown, max(self.shown, tail)
+        return self.text[shown : self.shown]
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(configure(SampleConfig, sys.argv[1:]))
