@@ -17,7 +17,7 @@ import runpy
 import sys
 import tokenize
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -183,9 +183,3 @@ def one_line_errors() -> Iterator[None]:
             raise
         print(f"error: {e}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
-
-
-def run(main: Callable[[Config], object], cls: type[Config]) -> None:
-    """Runs a script: main with the settings from the command line."""
-    with one_line_errors():
-        main(configure(cls, sys.argv[1:]))

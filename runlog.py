@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-
 WANDB_NAMES = {k: k for k in ("iter", "loss", "lr", "mfu", "tokens_per_s", "grad_norm")}
 WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss"}
 

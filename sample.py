@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
