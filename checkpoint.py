@@ -73,7 +73,7 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     """The checkpoint of out_dir (or at the path of a .pt file itself), tensors memory-mapped on the CPU.
 
     Prefixes that torch.compile and DDP leave on parameter names are gone, and so are the mask buffers of
-    nanoGPT's attention without SDPA. Raises ValueError where it is missing, damaged or no checkpoint.
+    nanoGPT's attention without SDPA and the machine that a nanoGPT run was set to. Raises ValueError where it is missing, damaged or no checkpoint.
     """
     path = Path(out_dir)
     path = path if path.suffix == ".pt" else path / NAME
@@ -95,6 +95,9 @@ def load(out_dir: str | Path) -> dict[str, Any]:
         if not k.endswith(".attn.bias")
     }
     checkpoint["best_val_loss"] = float(checkpoint["best_val_loss"])  # nanoGPT's is a tensor
+    if "tokenizer" not in checkpoint:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU
+        drop = ("device", "dtype", "compile", "backend")
+        checkpoint["config"] = {k: v for k, v in checkpoint["config"].items() if k not in drop}
     return checkpoint
 
 
@@ -128,15 +131,16 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        weights = load_file(folder / "model.safetensors")
-    except FileNotFoundError as e:
+    lacking = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if lacking:
         raise ValueError(
-            f"init_from={name}: {folder} has no {Path(e.filename).name}; "
-            "a GPT-2 folder holds config.json and model.safetensors"
-        ) from None
-    except (json.JSONDecodeError, SafetensorError) as e:
+            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; choose scratch, resume, "
+            f"{', '.join(GPT2_NAMES)} or a folder with config.json and model.safetensors"
+        )
+    try:
+        config = dict(json.loads((folder / "config.json").read_text()))
+        weights = load_file(folder / "model.safetensors")
+    except (ValueError, TypeError, SafetensorError) as e:
         raise ValueError(f"init_from={name}: a damaged file in {folder} ({e}); fetch it again") from None
     # What our GPT does not have. An absent key has the value that makes the model plain GPT-2.
     plain = {

@@ -1,0 +1,106 @@
+"""What several test files share: a small data set, the real scripts as functions, and what is skipped where."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.python_char.prepare import standard_library
+from data.text.prepare import prepare
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
+BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
+
+os.environ["WANDB_MODE"] = "offline"
+os.environ["HF_HUB_OFFLINE"] = "1"
+if BPE_CACHE.is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
+
+needs_bpe = pytest.mark.skipif(
+    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="no TIKTOKEN_CACHE_DIR with GPT-2's BPE files"
+)
+
+# A run of less than a second, as settings.
+TINY: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 16,
+    "batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-2,
+    "warmup_iters": 2,
+    "max_iters": 6,
+    "eval_interval": 3,
+    "eval_iters": 2,
+    "compile": False,
+    "device": "cpu",
+}
+
+
+def flags(**settings: Any) -> list[str]:
+    return [f"--{k}={v}" for k, v in settings.items()]
+
+
+@dataclass
+class Finished:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def script(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
+    """Runs a script of the repository as `python SCRIPT ARGS` does, in this process: torch is imported already."""
+
+    def run(path: str, *args: str | Path) -> Finished:
+        monkeypatch.setattr(sys, "argv", [path, *map(str, args)])
+        monkeypatch.chdir(ROOT)
+        capfd.readouterr()
+        code: Any = 0
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as e:
+            code = e.code or 0
+        return Finished(code, *capfd.readouterr())
+
+    return run
+
+
+def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command from the repository's root; its first word may be "python"."""
+    words = [sys.executable if w == "python" else str(w) for w in command]
+    return subprocess.run(words, **({"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240} | kwargs))
+
+
+TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
+
+
+def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in out_dir/log.jsonl."""
+    lines = (out_dir / "log.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    """Tiny Shakespeare where it is at hand, else as many characters of Python's standard library."""
+    return SHAKESPEARE.read_text() if SHAKESPEARE.exists() else standard_library(1_115_394)
+
+
+@pytest.fixture(scope="session")
+def chars(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of character token files."""
+    folder = tmp_path_factory.mktemp("data") / "chars"
+    prepare(text, folder, "char", "test text")
+    return folder

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import save_file
+
+import checkpoint
+from model import GPT, GPTConfig
+
+CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
+
+
+def state(iter_num: int = 1, **changes: Any) -> dict[str, Any]:
+    model = GPT(CONFIG)
+    whole = {
+        "model": model.state_dict(),
+        "optimizer": model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu").state_dict(),
+        "model_args": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 20, "bias": True},
+        "iter_num": iter_num,
+        "best_val_loss": 2.5,
+        "config": {"dataset": "x", "device": "cuda", "learning_rate": 0.1},
+        "tokenizer": {"name": "bytes"},
+    }
+    return whole | changes
+
+
+def test_checkpoints_come_back_as_they_were_saved(tmp_path):
+    saved = state(7)
+    checkpoint.save(saved, tmp_path, best=True)
+    for path in (tmp_path, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
+        loaded = checkpoint.load(path)
+        assert loaded.keys() == saved.keys()
+        assert loaded["iter_num"] == 7
+        assert loaded["config"] == saved["config"]
+        assert all(torch.equal(loaded["model"][k], v) for k, v in saved["model"].items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
+
+
+def test_best_checkpoint_outlives_later_ones(tmp_path):
+    checkpoint.save(state(1), tmp_path, best=True)
+    checkpoint.save(state(2), tmp_path, best=False)
+    assert checkpoint.load(tmp_path)["iter_num"] == 2
+    assert checkpoint.load(tmp_path / "ckpt_best.pt")["iter_num"] == 1
+    checkpoint.save(state(3), tmp_path, best=True)
+    assert checkpoint.load(tmp_path / "ckpt_best.pt")["iter_num"] == 3
+
+
+def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_path):
+    saved = state(best_val_loss=torch.tensor(2.5))
+    del saved["tokenizer"]
+    model = {f"_orig_mod.{k}": v for k, v in saved["model"].items()}
+    saved["model"] = model | {"_orig_mod.transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    torch.save(saved, tmp_path / "ckpt.pt")
+    loaded = checkpoint.load(tmp_path)
+    GPT.from_state(loaded["model_args"], loaded["model"])
+    assert loaded["best_val_loss"] == 2.5
+    assert loaded["config"] == {"dataset": "x", "learning_rate": 0.1}
+
+
+# ---- accidents -----------------------------------------------------------------------------------------------
+
+SAVE_FOREVER = """
+import sys, torch, checkpoint
+from pathlib import Path
+state = torch.load(sys.argv[1], weights_only=True) | {"padding": torch.zeros(2_000_000)}
+n = 0
+while True:
+    n += 1
+    checkpoint.save(state | {"iter_num": n}, Path(sys.argv[2]), best=n % 2 == 0)
+    print(n, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_kill_during_save_keeps_a_loadable_checkpoint(tmp_path):
+    torch.save(state(), tmp_path / "state.pt")
+    out = tmp_path / "out"
+    out.mkdir()
+    for attempt in range(4):
+        command = [sys.executable, "-c", SAVE_FOREVER, tmp_path / "state.pt", out]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            reported = [int(process.stdout.readline()) for _ in range(3)]
+            time.sleep(0.007 * attempt)  # into the middle of some later save
+            process.send_signal(signal.SIGKILL)
+            reported += [int(line) for line in process.stdout.read().split()]
+        # What was reported saved is there, or the one that was being saved after it.
+        assert checkpoint.load(out)["iter_num"] in (reported[-1], reported[-1] + 1)
+        best = checkpoint.load(out / "ckpt_best.pt")["iter_num"]
+        assert best % 2 == 0
+        assert best >= reported[-1] - 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
+def test_full_disk_keeps_the_checkpoint_before_and_says_so(tmp_path):
+    checkpoint.save(state(1), tmp_path, best=True)
+    code = """
+import resource, signal, sys, torch, checkpoint
+from pathlib import Path
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+state = torch.load(Path(sys.argv[1]) / "ckpt.pt", weights_only=True) | {"padding": torch.zeros(1_000_000)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    checkpoint.save(state | {"iter_num": 2}, Path(sys.argv[1]), best=True)
+except OSError as e:
+    print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    (line,) = done.stdout.splitlines()
+    assert "ckpt.pt: File too large; free some disk space or choose another --out_dir; the checkpoint before" in line
+    assert checkpoint.load(tmp_path)["iter_num"] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "text", "pickle", "list"])
+def test_damaged_checkpoint_is_named_with_what_else_there_is(tmp_path, damage):
+    checkpoint.save(state(), tmp_path, best=True)
+    path = tmp_path / "ckpt.pt"
+    size = path.stat().st_size
+    path.unlink()  # the best one is the same file
+    if damage == "cut":
+        path.write_bytes((tmp_path / "ckpt_best.pt").read_bytes()[: size // 2])
+    elif damage == "pickle":
+        torch.save(state(config=Path("code that pickle would run")), path)
+    elif damage == "list":
+        torch.save([1, 2], path)
+    else:
+        path.write_bytes(b"" if damage == "empty" else b"hello world")
+    with pytest.raises(ValueError, match=r"ckpt\.pt is not a (readable|training) checkpoint") as e:
+        checkpoint.load(tmp_path)
+    assert len(str(e.value).splitlines()) == 1
+    assert damage == "list" or f"--out_dir={tmp_path / 'ckpt_best.pt'} is another" in str(e.value)
+
+
+def test_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"ckpt\.pt: no such checkpoint; is --out_dir right\?"):
+        checkpoint.load(tmp_path)
+
+
+def test_earlier_run_is_set_aside_not_overwritten(tmp_path):
+    names = (checkpoint.NAME, "log.jsonl")
+    assert checkpoint.set_aside(tmp_path, names) is None
+    for n in (1, 2):
+        (tmp_path / "ckpt.pt").write_text(str(n))
+        assert checkpoint.set_aside(tmp_path, names) == tmp_path / f"previous-{n}"
+        assert (tmp_path / f"previous-{n}" / "ckpt.pt").read_text() == str(n)
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+# ---- GPT-2 folders -------------------------------------------------------------------------------------------
+
+PLAIN = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": 20}
+
+
+def gpt2_folder(folder: Path, **changes: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(PLAIN | changes))
+    weights = {k.removeprefix("transformer."): v.contiguous() for k, v in GPT(CONFIG).state_dict().items()}
+    del weights["lm_head.weight"]  # as in OpenAI's files on the hub, which also lack the prefix
+    conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    save_file(
+        {k: v.t().contiguous() if k.endswith(conv1d) else v for k, v in weights.items()}, folder / "model.safetensors"
+    )
+    return str(folder)
+
+
+def test_gpt2_folder_as_the_hub_has_it_loads(tmp_path):
+    args, weights = checkpoint.load_gpt2(gpt2_folder(tmp_path))
+    model = GPT.from_state(args, weights)
+    assert model.config == CONFIG
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_type": "llama"}, {"activation_function": "relu"}, {"layer_norm_epsilon": 1e-6}, {"n_inner": 12}],
+)
+def test_relatives_of_gpt2_that_compute_otherwise_are_refused(tmp_path, changes):
+    with pytest.raises(ValueError, match=f"not a plain GPT-2: .*{next(iter(changes))}"):
+        checkpoint.load_gpt2(gpt2_folder(tmp_path, **changes))
+
+
+def test_incomplete_gpt2_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json and no model\.safetensors; choose scratch, resume"):
+        checkpoint.load_gpt2(str(tmp_path))
+    gpt2_folder(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 300)
+    with pytest.raises(ValueError, match="a damaged file in .*fetch it again"):
+        checkpoint.load_gpt2(str(tmp_path))
+    gpt2_folder(tmp_path)
+    for content in ("{", "[3]", "7"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match="a damaged file in .*fetch it again"):
+            checkpoint.load_gpt2(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"n_layer": 1}')
+    with pytest.raises(ValueError, match="lacks 'n_head'"):
+        checkpoint.load_gpt2(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+        checkpoint.load_gpt2(str(tmp_path))
+
+
+def test_weights_that_cannot_be_downloaded_say_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="init_from=gpt2-xl: the weights are not cached.*or give a local folder"):
+        checkpoint.load_gpt2("gpt2-xl")

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configurator import ConfigError, configure
+from sample import SampleConfig
+from train import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    # numbers
+    count: int = 1  # how many
+    rate: float = 0.5  # per second
+    limit: float | None = None  # None = no limit
+    # others
+    on: bool = False
+    name: str = "x"  # of the thing
+    kind: Literal["a", "b"] = "a"
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise ValueError(f"count={self.count} must be at least 0")
+
+
+def write(folder: Path, content: str, name: str = "c.py") -> str:
+    (folder / name).write_text(content)
+    return str(folder / name)
+
+
+# ---- values --------------------------------------------------------------------------------------------------
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+values = st.one_of(
+    st.tuples(st.just("count"), st.integers(min_value=0)),
+    st.tuples(st.just("rate"), finite),
+    st.tuples(st.just("limit"), finite | st.none()),
+    st.tuples(st.just("on"), st.booleans()),
+    st.tuples(st.just("name"), st.text()),
+    st.tuples(st.just("kind"), st.sampled_from("ab")),
+)
+
+
+@given(values)
+def test_every_value_arrives_with_its_type(setting):
+    key, value = setting
+    got = getattr(configure(Settings, [f"--{key}={value}"]), key)
+    assert (type(got), got) == (type(value), value)
+
+
+@given(values, values)
+def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, in_file, given_too):
+    path = tmp_path_factory.mktemp("c") / "c.py"
+    path.write_text(f"{in_file[0]} = {in_file[1]!r}\n", encoding="utf-8")
+    # files count first, wherever they stand among the arguments
+    got = configure(Settings, [f"--{given_too[0]}={given_too[1]}", str(path)])
+    expected = {f.name: f.default for f in fields(Settings)} | dict([in_file]) | dict([given_too])
+    assert {f.name: getattr(got, f.name) for f in fields(Settings)} == expected
+
+
+@given(st.text())
+def test_any_text_is_a_value_or_a_one_line_error(text):
+    for key in ("count", "rate", "limit", "on", "kind"):
+        try:
+            configure(Settings, [f"--{key}={text}"])
+        except ConfigError as e:
+            assert key in str(e)
+            assert len(str(e).splitlines()) == 1
+
+
+def test_numbers_as_people_type_them():
+    c = configure(Settings, ["--count=1e3", "--rate=2", "--on", "--limit=none"])
+    assert (c.count, type(c.count), c.rate, type(c.rate), c.on, c.limit) == (1000, int, 2.0, float, True, None)
+    assert configure(Settings, ["--on=true"]).on is True
+
+
+def test_base_stands_in_for_the_defaults_only(tmp_path):
+    path = write(tmp_path, "count = 5\n")
+    c = configure(Settings, [path, "--name=z"], base={"count": 3, "rate": 2.0, "name": "y"})
+    assert (c.count, c.rate, c.name) == (5, 2.0, "z")
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+
+def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
+    a = write(tmp_path, "count = 2\nrate = 0.25\n", "a.py")
+    b = write(tmp_path, "count = count * 10\n", "b.py")
+    c = configure(Settings, [a, b])
+    assert (c.count, c.rate) == (20, 0.25)
+
+
+def test_modules_functions_classes_and_private_names_are_the_files_own_business(tmp_path):
+    content = "import time\nfrom pathlib import Path\n_n = 4\ndef f(x): return x + _n\nname = f'run-{f(1)}'\n"
+    assert configure(Settings, [write(tmp_path, content)]).name == "run-5"
+
+
+def test_nothing_of_a_config_file_reaches_this_process(tmp_path):
+    configure(Settings, [write(tmp_path, "_secret = 1\ncount = 3\n")])
+    assert configure(Settings, []).count == 1
+    assert "_secret" not in globals()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("count = 1\n\nrat = 2\n", "c.py:3: rat is not a setting; did you mean rate?"),
+        ("qqq = 2\n", "c.py:1: qqq is not a setting; --help lists the settings"),
+        ("count = 1.5\n", "c.py:1: count=1.5 is not int; write it like --count=8"),
+        ("on = 1\n", "c.py:1: on=1 is not bool; write it like --on=True"),
+        ("\nkind = 'c'\n", "c.py:2: kind='c' is none of a, b"),
+        ("x = \n", "c.py:1: SyntaxError"),
+        ("count = 1\nrate = 1 / 0\n", "c.py:2: ZeroDivisionError"),
+        ("import nonesuch\n", "c.py:1: ModuleNotFoundError"),
+    ],
+)
+def test_faults_of_a_config_file_come_with_file_and_line(tmp_path, content, message):
+    path = write(tmp_path, content)
+    with pytest.raises(ConfigError) as e:
+        configure(Settings, [path])
+    assert message in str(e.value)
+    assert str(tmp_path) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--cuont=3", "--cuont is not a setting; did you mean count?"),
+        ("--count=three", "--count='three' is not int; write it like --count=8"),
+        ("--count=", "--count='' is not int"),
+        ("--count", "--count needs a value: --count=8"),
+        ("--rate=nan", "--rate='nan' is not float"),
+        ("--rate=1e999", "--rate=inf is not float"),
+        ("--on=1", "--on=1 is not bool"),
+        ("--kind=c", "--kind='c' is none of a, b"),
+        ("--count=-1", "count=-1 must be at least 0"),
+        ("-count=3", "settings are written --key=value"),
+        ("nowhere.py", "nowhere.py: no such config file"),
+    ],
+)
+def test_faults_of_the_command_line_are_named(argument, message):
+    with pytest.raises(ConfigError) as e:
+        configure(Settings, [argument])
+    assert message in str(e.value)
+
+
+def test_misspelt_file_is_guessed(tmp_path):
+    write(tmp_path, "", "train_small.py")
+    with pytest.raises(ConfigError, match="did you mean .*train_small.py"):
+        configure(Settings, [str(tmp_path / "train_smal.py")])
+
+
+# ---- the scripts' own settings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)
+def test_ready_made_runs_parse(path):
+    c = configure(TrainConfig, [str(path), "--batch_size=2"])
+    assert c.batch_size == 2
+    assert c != TrainConfig(batch_size=2)
+
+
+def test_laptop_run_is_the_well_known_one():
+    c = configure(TrainConfig, [str(ROOT / "config" / "train_shakespeare_char_cpu.py")])
+    assert (c.n_layer, c.n_embd, c.block_size, c.batch_size, c.max_iters) == (4, 128, 64, 12, 2000)
+
+
+def test_config_file_as_nanogpts_users_write_them_runs_unchanged(tmp_path):
+    content = """
+import time
+
+out_dir = 'out-mine'
+eval_interval = 5
+eval_iters = 40
+wandb_log = False # feel free to turn on
+wandb_project = 'mine'
+wandb_run_name = 'ft-' + str(time.time())
+dataset = 'shakespeare'
+init_from = 'gpt2-xl'
+always_save_checkpoint = False
+batch_size = 1
+gradient_accumulation_steps = 4 * 8
+max_iters = 20
+learning_rate = 3e-5
+decay_lr = False
+device = 'cuda'
+dtype = 'bfloat16'
+backend = 'nccl'
+compile = True
+min_lr = 6e-5
+lr_decay_iters = 600000
+"""
+    c = configure(TrainConfig, [write(tmp_path, content), "--device=cpu"])
+    assert (c.gradient_accumulation_steps, c.device, c.dtype, c.min_lr) == (32, "cpu", "bfloat16", 6e-5)
+    assert c.wandb_run_name.startswith("ft-")
+
+
+@pytest.mark.parametrize(("path", "cls"), [("train.py", TrainConfig), ("sample.py", SampleConfig)])
+def test_help_shows_every_setting_with_type_default_and_comment(script, path, cls):
+    done = script(path, "--help")
+    assert done.code == 0
+    lines = [line.split() for line in done.out.splitlines()]
+    for f in fields(cls):
+        (line,) = [words for words in lines if words[:1] == [f"--{f.name}"]]
+        assert repr(f.default).split()[0] in line
+    assert "micro-batch" in done.out or "prompt" in done.out

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import checkpoint
+import model as model_module
+from model import GPT, GPTConfig, sample_tokens
+
+SMALL = GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32, bias=True)
+
+
+def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
+    """A model whose biases and gains are random too, so that a test notices where they are left out."""
+    torch.manual_seed(seed)
+    model = GPT(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def tokens(*shape: int, vocab: int = 100) -> torch.Tensor:
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("vocab", [65, 50304])
+def test_initial_loss_is_near_ln_of_the_vocabulary(vocab):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=64, vocab_size=vocab, n_layer=2, n_head=2, n_embd=64))
+    _, loss = model(tokens(8, 64, vocab=vocab), tokens(8, 64, vocab=vocab).flip(0))
+    assert abs(loss.item() - math.log(vocab)) < 0.05
+
+
+def test_causality_later_tokens_leave_earlier_logits_alone():
+    model, idx = make(), tokens(2, 32)
+    changed = idx.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 100
+    a, b = model(idx)[0], model(changed)[0]
+    torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
+    assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
+
+
+# ---- GPT-2 as transformers has it ----------------------------------------------------------------------------
+
+
+def hugging_face() -> GPT2LMHeadModel:
+    torch.manual_seed(2)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=100,
+            n_positions=32,
+            n_layer=2,
+            n_head=4,
+            n_embd=32,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return theirs
+
+
+def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel) -> None:
+    """Logits, loss and every gradient agree within 1e-5."""
+    idx = tokens(3, 32)
+    targets = torch.cat((idx[:, 1:], torch.full((3, 1), -1)), 1)  # transformers shifts the labels itself
+    theirs.zero_grad(set_to_none=True)
+    out = theirs(input_ids=idx, labels=idx)
+    out.loss.backward()
+    _, loss = ours(idx, targets)
+    loss.backward()
+    torch.testing.assert_close(ours(idx)[0], out.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
+    their_gradients = gradients(theirs)
+    our_gradients = gradients(ours)
+    assert len(our_gradients) == len(their_gradients)
+    for name, g in our_gradients.items():
+        other = their_gradients.get(name)
+        if other is None:  # the tied matrix has the other of its two names
+            assert name == "lm_head.weight" or name == "transformer.wte.weight"
+            other = theirs.transformer.wte.weight.grad
+        torch.testing.assert_close(g, other.t() if is_conv1d(name) else other, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def is_conv1d(name: str) -> bool:
+    return ".h." in name and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+
+
+def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(tmp_path):
+    theirs = hugging_face()
+    theirs.save_pretrained(tmp_path)
+    assert_same_model(GPT.from_state(*checkpoint.load_gpt2(str(tmp_path))), theirs)
+
+
+def test_our_weights_give_our_logits_loss_and_gradients_in_transformers():
+    ours, theirs = make(), hugging_face()
+    state = {k: v.t() if is_conv1d(k) else v for k, v in ours.state_dict().items()}
+    theirs.load_state_dict(state, strict=True)
+    assert_same_model(ours, theirs)
+
+
+# ---- loss ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 96])
+def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypatch):
+    model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
+    targets[0, :10] = -1
+    logits = model(idx)[0]
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    plain.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * 100)
+    loss = model(idx, targets)[1]
+    loss.backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+    for name, g in gradients(model).items():
+        torch.testing.assert_close(g, expected[name], rtol=1e-5, atol=1e-7, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx, targets)[1], loss, rtol=1e-6, atol=1e-6)
+
+
+def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypatch):
+    model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
+    exact = model(idx, targets)[1]
+    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 1600)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(idx, targets)[1]
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
+
+
+def test_large_vocabulary_never_holds_all_logits():
+    # 4096 tokens x 50304 ids are 824 MB in float32: forward and backward must stay below that together.
+    code = """
+import resource, torch
+from model import GPT, GPTConfig
+rss = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+torch.manual_seed(0)
+model = GPT(GPTConfig(block_size=512, vocab_size=50304, n_layer=1, n_head=1, n_embd=32))
+x = torch.randint(0, 50304, (8, 512))
+model(x[:, :1], x[:, :1])[1].backward()
+before = rss()
+model(x, x)[1].backward()
+print(rss() - before)
+"""
+    pytest.importorskip("resource", reason="no getrusage on this system")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4096 * 50304 * 4 * 0.75
+
+
+# ---- parameters ----------------------------------------------------------------------------------------------
+
+
+def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50257, bias=True))
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    assert model.num_params() == 124_439_808 - 1024 * 768
+    assert model.estimate_flops() == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
+
+
+def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=128))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    block = model.transformer.h[0]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for projection in (block.mlp.c_proj, block.attn.c_proj):
+        assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
+
+
+def test_only_matrices_decay():
+    model = make()
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    decayed, others = (group["params"] for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert {p.dim() for p in decayed} == {2}
+    assert {p.dim() for p in others} == {1}
+    assert len(decayed) + len(others) == len(list(model.parameters()))
+
+
+def test_biases_are_optional():
+    names = [name for name, _ in GPT(GPTConfig(8, 10, 1, 1, 8, 0.0, bias=False)).named_parameters()]
+    assert not [name for name in names if name.endswith("bias")]
+
+
+def test_cropped_model_computes_the_same_on_short_contexts():
+    model, idx = make(), tokens(2, 12)
+    before = model(idx)[0]
+    model.crop_block_size(12)
+    assert torch.equal(model(idx)[0], before)
+    assert model.config.block_size == 12
+    with pytest.raises(ValueError, match="13 tokens do not fit into block_size=12"):
+        model(tokens(2, 13))
+    with pytest.raises(ValueError, match="--block_size=12"):
+        model.crop_block_size(13)
+
+
+def test_dropout_acts_in_training_only():
+    model = make(GPTConfig(32, 100, 2, 4, 32, dropout=0.5))
+    idx = tokens(2, 32)
+    assert not torch.equal(model(idx)[0], model(idx)[0])
+    model.eval()
+    assert torch.equal(model(idx)[0], model(idx)[0])
+
+
+# ---- generation ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("prompt", [1, 9, 40])
+def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, temperature):
+    model, idx = make().eval(), tokens(3, prompt)
+    drawn = [
+        torch.stack(list(model.generate(idx, 45, temperature=temperature, seed=5, use_cache=use_cache)))
+        for use_cache in (True, False)
+    ]  # 45 new tokens: past block_size=32 from every prompt
+    assert torch.equal(*drawn)
+    if temperature == 0:  # and both are what the whole model says
+        whole = torch.cat((idx, drawn[0].t()), 1)
+        for t in range(prompt, prompt + 45):
+            context = whole[:, max(0, t - 32) : t]
+            assert torch.equal(model(context)[0][:, -1].argmax(1), whole[:, t])
+
+
+def test_a_sample_does_not_depend_on_how_many_are_drawn_beside_it():
+    model, idx = make().eval(), tokens(1, 4)
+    many = torch.stack(list(model.generate(idx.expand(5, -1), 20, seed=7)), 1)
+    for i in range(5):
+        alone = torch.stack(list(model.generate(idx, 20, seed=7 + i)), 1)
+        assert torch.equal(many[i : i + 1], alone)
+    assert len({tuple(row.tolist()) for row in many}) == 5
+
+
+def test_padding_of_the_vocabulary_is_never_drawn():
+    model = make().eval()
+    drawn = torch.stack(list(model.generate(tokens(4, 4), 60, temperature=5.0, vocab_size=7)))
+    assert drawn.max() == 6
+
+
+def counts(p: torch.Tensor, n: int = 10_000, **kwargs: object) -> torch.Tensor:
+    """How often each token is drawn from probabilities p over n evenly spaced u."""
+    u = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n
+    options: dict = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | kwargs
+    picked = sample_tokens(p.log().expand(n, -1), u, **options)
+    return torch.bincount(picked[:, 0], minlength=len(p))
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    torch.testing.assert_close(counts(p).double(), p.double() * 10_000, rtol=0, atol=1.5)
+    sharper = (p**2 / (p**2).sum()).double()
+    torch.testing.assert_close(counts(p, temperature=0.5).double(), sharper * 10_000, rtol=0, atol=1.5)
+    assert counts(p, temperature=0).tolist() == [0, 10_000, 0, 0]
+
+
+def test_top_k_keeps_the_likeliest_and_top_p_the_fewest_that_reach_it():
+    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    assert (counts(p, top_k=2) > 0).tolist() == [False, True, False, True]
+    assert (counts(p, top_p=0.69) > 0).tolist() == [False, True, False, True]
+    assert (counts(p, top_p=0.71) > 0).tolist() == [False, True, True, True]
+    assert (counts(p, top_p=1e-9) > 0).tolist() == [False, True, False, False]
+    assert (counts(p, top_k=3, top_p=0.5) > 0).tolist() == [False, True, False, True]
+    assert (counts(p, top_k=99) > 0).all()
+
+
+# ---- bad arguments -------------------------------------------------------------------------------------------
+
+
+def test_heads_that_do_not_divide_the_width_name_the_nearest_that_do():
+    with pytest.raises(ValueError, match="n_embd=30 is not a multiple of n_head=4; try --n_head=3"):
+        GPTConfig(n_embd=30, n_head=4)
+
+
+@pytest.mark.parametrize(("name", "value"), [("n_layer", 0), ("vocab_size", -1), ("dropout", 1.0), ("dropout", -0.1)])
+def test_impossible_sizes_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        GPTConfig(**{name: value})
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="not a GPT of"):
+        GPT.from_state({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 9}, make().state_dict())

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import needs_bpe
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size, pieces
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(texts.filter(bool))
+def test_characters_come_back(text):
+    tokenizer = from_meta(CharTokenizer.of(text).meta())
+    ids = tokenizer.encode(text)
+    assert ids.max() < tokenizer.vocab_size == len(set(text))
+    assert tokenizer.decode_bytes(ids.tolist()).decode() == text
+
+
+@given(texts)
+def test_bytes_come_back(text):
+    tokenizer = from_meta(BytesTokenizer().meta())
+    assert tokenizer.decode_bytes(tokenizer.encode(text).tolist()).decode() == text
+
+
+@needs_bpe
+@given(texts)
+def test_gpt2_comes_back(text):
+    tokenizer = from_meta({"name": "gpt2"})
+    assert tokenizer.decode_bytes(tokenizer.encode(text).tolist()).decode() == text
+
+
+@needs_bpe
+@given(st.text(st.sampled_from("ab ,.'\n\r\t1é\u00a0\u2003"), max_size=200), st.integers(1, 30))
+def test_encoding_in_pieces_equals_encoding_the_whole(text, size):
+    tokenizer = from_meta({"name": "gpt2"})
+    cut = pieces(text, size)
+    assert "".join(cut) == text
+    joined = [i for piece in cut for i in tokenizer.encode(piece).tolist()]
+    assert joined == tokenizer.encode(text).tolist()
+
+
+@needs_bpe
+def test_special_tokens_are_spelt_out_in_data_and_meant_in_prompts():
+    tokenizer = from_meta({"name": "gpt2"})
+    assert tokenizer.encode_prompt("<|endoftext|>").tolist() == [50256]
+    assert 50256 not in tokenizer.encode("<|endoftext|>")
+
+
+def test_unknown_characters_are_named():
+    with pytest.raises(ValueError, match=r"does not know 'x', 'é'; its 3 characters: 'abc'"):
+        CharTokenizer("abc").encode("aéxb")
+
+
+def test_characters_keep_the_order_they_are_given():
+    tokenizer = CharTokenizer("zya")
+    assert tokenizer.encode("ayz").tolist() == [2, 1, 0]
+    assert tokenizer.encode("").tolist() == []
+
+
+@pytest.mark.parametrize("meta", [{}, {"name": "char"}, {"name": "char", "chars": ""}, {"name": 3}])
+def test_description_of_nothing_is_refused(meta):
+    with pytest.raises(ValueError, match="describes no tokenizer"):
+        from_meta(meta)
+
+
+@needs_bpe
+def test_encodings_that_do_not_exist_or_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="'nope'"):
+        from_meta({"name": "nope"})
+
+
+def test_only_bpe_vocabularies_are_padded():
+    assert padded_vocab_size({"name": "gpt2"}, 50257) == 50304
+    assert padded_vocab_size({"name": "char", "chars": "abc"}, 65) == 65
+    assert padded_vocab_size({"name": "bytes"}, 256) == 256
+    assert padded_vocab_size({}, 65) == 65
+
+
+def test_ids_are_uint16():
+    assert CharTokenizer("ab").encode("ab").dtype == BytesTokenizer().encode("é").dtype == np.uint16
