@@ -72,8 +72,9 @@ def sync_folder(folder: Path) -> None:
 def load(out_dir: str | Path) -> dict[str, Any]:
     """The checkpoint of out_dir (or at the path of a .pt file itself), tensors memory-mapped on the CPU.
 
-    Prefixes that torch.compile and DDP leave on parameter names are gone, and so are the mask buffers of
-    nanoGPT's attention without SDPA and the machine that a nanoGPT run was set to. Raises ValueError where it is missing, damaged or no checkpoint.
+    Gone are the prefixes that torch.compile and DDP leave on parameter names and, from nanoGPT's, the mask
+    buffers of its attention without SDPA and the machine the run was set to. Raises ValueError where the file
+    is missing, damaged or no checkpoint.
     """
     path = Path(out_dir)
     path = path if path.suffix == ".pt" else path / NAME

@@ -68,11 +68,12 @@ def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, 
 @given(st.text())
 def test_any_text_is_a_value_or_a_one_line_error(text):
     for key in ("count", "rate", "limit", "on", "kind"):
+        error = ""
         try:
             configure(Settings, [f"--{key}={text}"])
         except ConfigError as e:
-            assert key in str(e)
-            assert len(str(e).splitlines()) == 1
+            error = str(e)
+        assert not error or (key in error and len(error.splitlines()) == 1)
 
 
 def test_numbers_as_people_type_them():

@@ -40,9 +40,8 @@ def download(url: str, path: Path, checksum: str) -> None:
                     content += chunk
                     bar.update(len(chunk))
     except (OSError, http.client.HTTPException, ValueError) as e:  # URLError, time-outs and TLS faults are OSErrors
-        reason = getattr(e, "reason", None) or e
         raise ValueError(
-            f"cannot download {url} ({reason}); save the text as {path} or give it with --input FILE"
+            f"cannot download {url} ({e}); save the text as {path} or give it with --input FILE"
         ) from None
     if sha256(content) != checksum:
         raise ValueError(

@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, TORCHRUN, events, flags, shell
+
+import checkpoint
+import train
+from data.tokenizer import BytesTokenizer
+from data.tokens import write_dataset
+from model import GPT
+from train import TrainConfig, main
+
+
+def tiny(data: Path, out_dir: Path, **settings: Any) -> TrainConfig:
+    return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
+
+
+def weights(out_dir: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(out_dir)["model"]
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Nested containers with the very same numbers in them."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for k in a:
+            assert_equal(a[k], b[k])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """What a run computed, by event and step; times left out, steps computed twice must agree."""
+    out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
+    for kind, names in (("iter", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("train_loss", "val_loss", "lr"))):
+        for e in events(out_dir, kind):
+            values = {name: e[name] for name in names}
+            assert out[kind].setdefault(e["iter"], values) == values
+    return out
+
+
+def vector(out_dir: Path) -> torch.Tensor:
+    """All weights in one."""
+    return torch.cat([w.flatten() for w in weights(out_dir).values()])
+
+
+# ---- resume --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"dtype": "bfloat16"}, {"gradient_accumulation_steps": 3}])
+def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp_path, options):
+    options = {"lr_decay_iters": 6} | options
+    main(tiny(chars, tmp_path / "whole", **options))
+    main(tiny(chars, tmp_path / "halves", max_iters=3, **options))
+    main(tiny(chars, tmp_path / "halves", init_from="resume", **options))
+    assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
+    assert list(trajectory(tmp_path / "whole")["iter"]) == list(range(6))
+    a, b = (checkpoint.load(tmp_path / run) for run in ("whole", "halves"))
+    for key in ("model", "optimizer", "scaler", "iter_num", "best_val_loss"):
+        assert_equal(a[key], b[key])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
+    settings = TINY | {"dataset": chars, "max_iters": 60, "eval_interval": 5, "dropout": 0.1}
+    main(TrainConfig(**(settings | {"dataset": str(chars), "out_dir": str(tmp_path / "whole")})))
+    out_dir = tmp_path / "killed"
+    command = [sys.executable, "train.py", *flags(**settings, out_dir=out_dir)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while not (out_dir / "ckpt.pt").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert 0 < checkpoint.load(out_dir)["iter_num"] < 60
+    # The settings of the run are the checkpoint's: nothing has to be typed again.
+    assert script("train.py", "--init_from=resume", f"--out_dir={out_dir}").code == 0
+    assert trajectory(tmp_path / "whole") == trajectory(out_dir)
+    assert_equal(weights(tmp_path / "whole"), weights(out_dir))
+
+
+def test_float16_scaler_is_saved_and_restored(chars, tmp_path):
+    main(tiny(chars, tmp_path, dtype="float16", max_iters=3))
+    saved = checkpoint.load(tmp_path)
+    assert saved["scaler"]["scale"] > 0
+    changed = dict(saved, scaler=saved["scaler"] | {"scale": 128.0})
+    checkpoint.save(changed, tmp_path, best=False)
+    main(tiny(chars, tmp_path, dtype="float16", init_from="resume"))
+    assert checkpoint.load(tmp_path)["scaler"]["scale"] == 128.0
+    assert checkpoint.load(tmp_path)["scaler"]["_growth_tracker"] == 6
+
+
+def test_run_that_is_over_only_evaluates_when_resumed(chars, tmp_path):
+    main(tiny(chars, tmp_path))
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    main(tiny(chars, tmp_path, init_from="resume"))
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6]
+
+
+def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, script):
+    main(tiny(chars, tmp_path))
+    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=1e-4")
+    assert done.code == 0, done.err
+    assert [e["lr"] for e in events(tmp_path, "iter")][-1] < 1e-4
+    group = checkpoint.load(tmp_path)["optimizer"]["param_groups"][0]
+    assert group["betas"] == (0.9, 0.95)
+    assert events(tmp_path, "start")[1]["settings"]["n_embd"] == TINY["n_embd"]
+
+
+# ---- the global batch ----------------------------------------------------------------------------------------
+
+
+def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp_path):
+    settings = {"max_iters": 3, "eval_interval": 3, "learning_rate": 1e-3}
+    for name, batch_size, accumulation in (("1x12", 12, 1), ("3x4", 4, 3), ("12x1", 1, 12)):
+        main(tiny(chars, tmp_path / name, batch_size=batch_size, gradient_accumulation_steps=accumulation, **settings))
+    ranks = flags(**(TINY | settings | {"batch_size": 3, "gradient_accumulation_steps": 4}))
+    done = shell(*TORCHRUN, *ranks, f"--dataset={chars}", f"--out_dir={tmp_path / 'ranks'}")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^iter 0:", done.stdout, re.M)) == 1  # rank 0 alone prints
+    assert events(tmp_path / "ranks", "start")[0]["world_size"] == 2
+    main(tiny(chars, tmp_path / "lr0", **(settings | {"learning_rate": 0.0})))
+    whole, initial = trajectory(tmp_path / "1x12"), vector(tmp_path / "lr0")
+    update = vector(tmp_path / "1x12") - initial
+    assert update.norm() > 0.1
+    for name in ("3x4", "12x1", "ranks"):
+        other = trajectory(tmp_path / name)
+        for step in range(3):
+            for value in ("loss", "grad_norm"):
+                assert other["iter"][step][value] == pytest.approx(whole["iter"][step][value], rel=2e-6), (name, step)
+        # Adam divides by the gradient's size: a few entries that are nearly 0 turn rounding into whole steps.
+        difference = vector(tmp_path / name) - initial - update
+        assert difference.norm() < 1e-4 * update.norm(), name
+
+
+def test_evaluation_shared_among_ranks_covers_the_windows_of_one(chars, tmp_path):
+    settings = TINY | {"max_iters": 0, "eval_iters": 5, "dataset": chars}
+    done = shell(*TORCHRUN, *flags(**settings, out_dir=tmp_path / "two"), "--gradient_accumulation_steps=2")
+    assert done.returncode == 0, done.stderr
+    main(tiny(chars, tmp_path / "one", max_iters=0, eval_iters=5))
+    one, two = (events(tmp_path / run, "eval")[0] for run in ("one", "two"))
+    for name in ("train_loss", "val_loss"):
+        assert two[name] == pytest.approx(one[name], rel=1e-6)
+
+
+def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_path):
+    settings = TINY | {"gradient_accumulation_steps": 3, "dataset": chars, "out_dir": tmp_path}
+    done = shell(*TORCHRUN, *flags(**settings))
+    assert done.returncode != 0
+    line = "error: gradient_accumulation_steps=3 does not divide among 2 ranks; try --gradient_accumulation_steps=4"
+    assert line in done.stderr.splitlines()
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what a run prints and writes ----------------------------------------------------------------------------
+
+
+def test_log_lines_are_nanogpts_with_more_behind_and_the_same_as_json(chars, tmp_path, script):
+    done = script("train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path))
+    assert done.code == 0, done.err
+    assert done.err == ""  # no progress bar into a pipe
+    iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (\d+\.\d\d)%, (.*)$", done.out, re.M)
+    evals = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})\b", done.out, re.M)
+    assert [int(n) for n, *_ in iters] == list(range(6))
+    assert [int(n) for n, *_ in evals] == [0, 3, 6]
+    for printed, event in zip(iters, events(tmp_path, "iter"), strict=True):
+        assert f"{event['loss']:.4f}" == printed[1]
+        assert f"{event['time_ms']:.2f}" == printed[2]
+        assert re.fullmatch(r"tok/s [\d,]+, lr \S+, grad_norm \d+\.\d{3}, eta \S+", printed[4])
+    for printed, event in zip(evals, events(tmp_path, "eval"), strict=True):
+        assert (f"{event['train_loss']:.4f}", f"{event['val_loss']:.4f}") == printed[1:]
+    assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", done.out)
+
+
+def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
+    main(tiny(chars, tmp_path))
+    first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert first["event"] == "start"
+    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
+    model = GPT.from_state(checkpoint.load(tmp_path)["model_args"], weights(tmp_path))
+    assert first["parameters"] == model.num_params()
+    assert first["flops_per_token"] == model.estimate_flops()
+    assert first["peak_flops"] > 1e9
+    assert first["peak_source"] == "measured float32 matmul"
+    assert first["versions"]["torch"] == torch.__version__
+    assert first["device"]
+    assert "git_commit" in first
+    for e in events(tmp_path, "iter"):
+        tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
+        assert e["tokens_per_s"] == pytest.approx(tokens_per_s)
+        assert e["mfu"] == pytest.approx(tokens_per_s * first["flops_per_token"] / first["peak_flops"])
+    assert events(tmp_path, "end")[0]["peak_memory_bytes"] > 1e6
+
+
+def test_time_of_steps_leaves_evaluation_and_saving_out(chars, tmp_path, monkeypatch):
+    def slow(original):
+        def call(*args, **kwargs):
+            time.sleep(0.5)
+            return original(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(train, "evaluate", slow(train.evaluate))
+    monkeypatch.setattr(checkpoint, "save", slow(checkpoint.save))
+    main(tiny(chars, tmp_path, log_interval=2))
+    assert sum(e["time_ms"] for e in events(tmp_path, "iter")) < 500
+    assert all(e["eval_s"] >= 1.0 for e in events(tmp_path, "eval"))  # two splits
+    assert all(e["save_s"] >= 0.5 for e in events(tmp_path, "save"))
+
+
+def test_loss_of_a_step_is_the_mean_over_its_micro_batches(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=1, gradient_accumulation_steps=3, always_save_checkpoint=True))
+    c = tiny(chars, tmp_path)
+    torch.manual_seed(c.seed)
+    meta = checkpoint.load(tmp_path)["model_args"]
+    model = GPT(train.GPTConfig(**meta))
+    split = train.Split(chars, "train", c.block_size, meta["vocab_size"], c.seed)
+    x, y = (torch.from_numpy(a) for a in split.train_batch(0, np.arange(12), 12))
+    assert events(tmp_path, "iter")[0]["loss"] == pytest.approx(model(x, y)[1].item(), rel=1e-6)
+
+
+def test_run_makes_exactly_max_iters_updates_and_saves_the_last(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=4, eval_interval=3))
+    saved = checkpoint.load(tmp_path)
+    assert saved["iter_num"] == 4
+    assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {4}
+    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 4]
+
+
+def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=30, eval_interval=10))
+    best = checkpoint.load(tmp_path)["best_val_loss"]
+    main(tiny(chars, tmp_path, init_from="resume", max_iters=36, eval_interval=3, learning_rate=3.0, decay_lr=False))
+    assert min(e["val_loss"] for e in events(tmp_path, "eval") if e["iter"] > 30) > best
+    assert checkpoint.load(tmp_path)["iter_num"] == 36
+    kept = checkpoint.load(tmp_path / "ckpt_best.pt")
+    assert (kept["iter_num"], kept["best_val_loss"]) == (30, best)
+    # and where only improvements are saved, ckpt.pt itself stays
+    out = tmp_path / "only-better"
+    main(tiny(chars, out, max_iters=30, eval_interval=10, always_save_checkpoint=False))
+    c = tiny(chars, out, init_from="resume", max_iters=36, eval_interval=3, learning_rate=3.0, decay_lr=False)
+    main(replace(c, always_save_checkpoint=False))
+    assert checkpoint.load(out)["iter_num"] == 30
+
+
+def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path))
+    old = (tmp_path / "ckpt.pt").read_bytes()
+    main(tiny(chars, tmp_path, seed=2, max_iters=0))
+    assert (tmp_path / "previous-1" / "ckpt.pt").read_bytes() == old
+    assert len(events(tmp_path / "previous-1", "iter")) == 6
+    assert f"held an earlier run; it is now in {tmp_path / 'previous-1'}" in capsys.readouterr().out
+
+
+def test_eval_only_writes_nothing(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path / "out", eval_only=True))
+    assert not (tmp_path / "out").exists()
+    assert "step 0: train loss" in capsys.readouterr().out
+
+
+def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_path, script):
+    main(tiny(chars, tmp_path))
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=30", "--learning_rate=1e30")
+    assert done.code == 1
+    assert re.fullmatch(r"error: (val )?loss is (nan|inf) at step \d+; .*try a lower --learning_rate\n", done.err)
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_learning_rate_warms_up_and_falls_along_half_a_cosine():
+    c = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, lr_decay_iters=109, max_iters=200)
+    assert [train.learning_rate(c, s) for s in (0, 4, 8)] == pytest.approx([0.1, 0.5, 0.9])
+    assert [train.learning_rate(c, s) for s in (9, 59, 109, 150)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    derived = replace(c, lr_decay_iters=0, min_lr=None)
+    assert train.learning_rate(derived, 200) == pytest.approx(0.1)
+    assert 0.1 < train.learning_rate(derived, 199) < 0.101
+    assert train.learning_rate(replace(c, decay_lr=False), 3) == 1.0
+
+
+def test_importing_the_scripts_does_nothing():
+    code = "import train, sample, model, checkpoint, hardware, runlog, configurator, data.tokens, data.tokenizer, sys;"
+    code += "sys.exit(any(m in sys.modules for m in ('wandb', 'datasets', 'tiktoken', 'transformers', 'safetensors')))"
+    done = shell("python", "-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- Weights & Biases ----------------------------------------------------------------------------------------
+
+
+def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    main(tiny(chars, tmp_path / "out", wandb_log=True, max_iters=3))
+    run_id = checkpoint.load(tmp_path / "out")["wandb_run_id"]
+    assert run_id
+    main(tiny(chars, tmp_path / "out", wandb_log=True, init_from="resume"))
+    assert checkpoint.load(tmp_path / "out")["wandb_run_id"] == run_id
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert all(run.name.endswith(run_id) and list(run.glob("*.wandb")) for run in runs)
+
+
+# ---- from nanoGPT --------------------------------------------------------------------------------------------
+
+
+def nanogpt_run(folder: Path) -> None:
+    """A checkpoint as nanoGPT writes it after three steps of a compiled model, and the meta.pkl it was trained on."""
+    import pickle
+
+    torch.manual_seed(0)
+    args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "bias": False, "vocab_size": 4, "dropout": 0.0}
+    model = GPT(train.GPTConfig(**args))
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+    for _ in range(3):
+        x = torch.randint(0, 4, (2, 16))
+        model(x, x)[1].backward()
+        optimizer.step()
+    settings = {"out_dir": "out", "dataset": str(folder), "batch_size": 4, "max_iters": 5, "eval_interval": 10}
+    settings |= {"eval_iters": 2, "learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
+    settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl", "init_from": "scratch"}
+    settings |= {"gradient_accumulation_steps": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+    saved = {
+        "model": {f"_orig_mod.{k}": v for k, v in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "model_args": args,
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(9.0),
+        "config": settings,
+    }
+    folder.mkdir()
+    torch.save(saved, folder / "ckpt.pt")
+    chars = "\nabc"
+    meta = {"vocab_size": 4, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    for split in ("train", "val"):
+        np.random.default_rng(0).integers(0, 4, 400).astype(np.uint16).tofile(folder / f"{split}.bin")
+
+
+def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
+    folder = tmp_path / "nanogpt"
+    nanogpt_run(folder)
+    done = script("train.py", "--init_from=resume", f"--out_dir={folder}", "--compile=False", "--device=cpu")
+    assert done.code == 0, done.err
+    saved = checkpoint.load(folder)
+    assert saved["iter_num"] == 5
+    assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {5}
+    assert saved["best_val_loss"] < 9
+    assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
+    done = script("sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30")
+    assert done.code == 0, done.err
+    samples = done.out.split("\n---------------\n")[:-1]
+    assert len(samples) == 2
+    assert all(s.startswith("ab") and len(s) == 32 and set(s) <= set("\nabc") for s in samples)
+
+
+def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=3))
+    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= saved.keys()
+    assert saved["model_args"].keys() == {
+        "n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"
+    }  # fmt: skip
+    assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
+    assert saved["config"]["dataset"] == str(chars)
+
+
+# ---- learning ------------------------------------------------------------------------------------------------
+
+
+def test_laptop_run_gets_below_2_5_in_300_steps(chars, tmp_path, script):
+    config = "config/train_shakespeare_char_cpu.py"
+    done = script("train.py", config, f"--dataset={chars}", f"--out_dir={tmp_path}", "--max_iters=300")
+    assert done.code == 0, done.err
+    evals = events(tmp_path, "eval")
+    assert evals[0]["val_loss"] == pytest.approx(
+        math.log(events(tmp_path, "start")[0]["model_args"]["vocab_size"]), abs=0.1
+    )
+    assert evals[-1]["iter"] == 300
+    assert evals[-1]["val_loss"] < 2.5
+
+
+def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
+    for compiled in (False, True):
+        settings = TINY | {"compile": compiled, "dataset": chars, "out_dir": tmp_path / str(compiled)}
+        assert script("train.py", *flags(**settings)).code == 0
+    if not events(tmp_path / "True", "start")[0]["compiled"]:
+        pytest.skip("no working C++ compiler here")
+    plain, compiled = (trajectory(tmp_path / str(c))["iter"] for c in (False, True))
+    for step in plain:
+        assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
+
+
+def test_without_a_compiler_the_run_says_so_and_goes_on(chars, tmp_path):
+    env = os.environ | {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    settings = TINY | {"compile": True, "dataset": chars, "out_dir": tmp_path / "out", "max_iters": 2}
+    done = shell("python", "train.py", *flags(**settings), env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^compile=True does not work here \(.+\); training without it, slower$", done.stdout, re.M)
+    assert "not compiled" in done.stdout
+    assert checkpoint.load(tmp_path / "out")["iter_num"] == 2
+
+
+def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):
+    ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
+    write_dataset(tmp_path / "data", {"train": ids, "val": ids[:500]}, BytesTokenizer(), "noise")
+    main(tiny(tmp_path / "data", tmp_path / "plain"))
+    monkeypatch.setattr("model.LOGITS_CHUNK", 256 * 7)
+    main(tiny(tmp_path / "data", tmp_path / "chunks"))
+    plain, chunks = (trajectory(tmp_path / run)["iter"] for run in ("plain", "chunks"))
+    for step in plain:
+        assert chunks[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
+        assert chunks[step]["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-4)
