@@ -80,7 +80,8 @@ def script(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command from the repository's root; its first word may be "python"."""
     words = [sys.executable if w == "python" else str(w) for w in command]
-    return subprocess.run(words, **({"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240} | kwargs))
+    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
+    return subprocess.run(words, **(options | kwargs))
 
 
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")

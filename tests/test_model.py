@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel) -> None:
     our_gradients = gradients(ours)
     assert len(our_gradients) == len(their_gradients)
     for name, g in our_gradients.items():
-        other = their_gradients.get(name)
+        other: Any = their_gradients.get(name)
         if other is None:  # the tied matrix has the other of its two names
             assert name == "lm_head.weight" or name == "transformer.wte.weight"
             other = theirs.transformer.wte.weight.grad
@@ -182,7 +183,7 @@ def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=128))
     assert model.lm_head.weight is model.transformer.wte.weight
-    block = model.transformer.h[0]
+    block: Any = model.transformer.h[0]
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for projection in (block.mlp.c_proj, block.attn.c_proj):
         assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)

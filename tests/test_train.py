@@ -329,14 +329,28 @@ def nanogpt_run(folder: Path) -> None:
     import pickle
 
     torch.manual_seed(0)
-    args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "bias": False, "vocab_size": 4, "dropout": 0.0}
+    args: dict[str, Any] = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "block_size": 16,
+        "bias": False,
+        "vocab_size": 4,
+        "dropout": 0.0,
+    }
     model = GPT(train.GPTConfig(**args))
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
     for _ in range(3):
         x = torch.randint(0, 4, (2, 16))
         model(x, x)[1].backward()
         optimizer.step()
-    settings = {"out_dir": "out", "dataset": str(folder), "batch_size": 4, "max_iters": 5, "eval_interval": 10}
+    settings: dict[str, Any] = {
+        "out_dir": "out",
+        "dataset": str(folder),
+        "batch_size": 4,
+        "max_iters": 5,
+        "eval_interval": 10,
+    }
     settings |= {"eval_iters": 2, "learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
     settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl", "init_from": "scratch"}
     settings |= {"gradient_accumulation_steps": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
@@ -401,8 +415,8 @@ def test_laptop_run_gets_below_2_5_in_300_steps(chars, tmp_path, script):
 
 
 def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
-    for compiled in (False, True):
-        settings = TINY | {"compile": compiled, "dataset": chars, "out_dir": tmp_path / str(compiled)}
+    for on in (False, True):
+        settings = TINY | {"compile": on, "dataset": chars, "out_dir": tmp_path / str(on)}
         assert script("train.py", *flags(**settings)).code == 0
     if not events(tmp_path / "True", "start")[0]["compiled"]:
         pytest.skip("no working C++ compiler here")

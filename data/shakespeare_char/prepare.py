@@ -40,12 +40,11 @@ def download(url: str, path: Path, checksum: str) -> None:
                     content += chunk
                     bar.update(len(chunk))
     except (OSError, http.client.HTTPException, ValueError) as e:  # URLError, time-outs and TLS faults are OSErrors
-        raise ValueError(
-            f"cannot download {url} ({e}); save the text as {path} or give it with --input FILE"
-        ) from None
+        raise ValueError(f"cannot download {url} ({e}); save the text as {path} or give it with --input FILE") from None
     if sha256(content) != checksum:
         raise ValueError(
-            f"{url} answered with something else than the expected text (sha256 {sha256(content)[:12]}...)"
+            f"{url} answered with something else than the expected text (checksum {sha256(content)[:12]}...); "
+            f"save the text as {path} or give it with --input FILE"
         )
     write_atomically(path, content)
 
