@@ -1,0 +1,177 @@
+"""What a user can get wrong, each through the real script: one line that names value and remedy, and no harm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, flags
+
+from data.tokenizer import BytesTokenizer
+from data.tokens import write_dataset, write_tokens
+from train import TrainConfig, main
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def run(chars, tmp_path) -> Path:
+    """The out_dir of a finished run."""
+    out_dir = tmp_path / "run"
+    main(TrainConfig(**(TINY | {"dataset": str(chars), "out_dir": str(out_dir)})))
+    return out_dir
+
+
+def assert_fails(script, run: Path, message: str, *args: str | Path, code: int = 1, path: str = "train.py") -> None:
+    before = snapshot(run)
+    done = script(path, *args)
+    assert done.code == code, done.err
+    (line,) = done.err.splitlines()
+    assert line.startswith("error: ")
+    assert re.search(message, line), line
+    assert snapshot(run) == before
+
+
+SETTINGS = [
+    ("--batchsize=3", "--batchsize is not a setting; did you mean batch_size"),
+    ("--batch_size=three", "--batch_size='three' is not int"),
+    ("--batch_size=0", "batch_size=0 must be at least 1"),
+    ("--n_head=3", "n_embd=16 is not a multiple of n_head=3; try --n_head=2"),
+    ("--dropout=1.5", "dropout=1.5 must be"),
+    ("--dtype=float8", "--dtype='float8' is none of auto, float32, bfloat16, float16"),
+    ("--learning_rate=-1", "learning_rate=-1.0 must be at least 0"),
+    ("--beta2=1", "beta2=1.0 must be below 1"),
+    ("--max_iters=1.5", "--max_iters=1.5 is not int"),
+    ("config/train_shakespeare.py", "no such config file; did you mean config/"),
+]
+
+
+@pytest.mark.parametrize(("argument", "message"), SETTINGS, ids=[a for a, _ in SETTINGS])
+def test_settings(chars, run, script, argument, message):
+    settings = [*flags(**TINY, dataset=chars, out_dir=run), argument]
+    assert_fails(script, run, re.escape(message), *settings, code=2)
+
+
+def test_mistyped_setting_in_a_config_file(run, tmp_path, script):
+    (tmp_path / "mine.py").write_text("batch_size = 3\nlearning_rat = 1\n")
+    message = r"mine\.py:2: learning_rat is not a setting; did you mean learning_rate\?"
+    assert_fails(script, run, message, tmp_path / "mine.py", code=2)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "gpu", "meta"])
+def test_no_such_device(chars, run, script, device):
+    settings = TINY | {"dataset": chars, "out_dir": run, "device": device}
+    assert_fails(script, run, f"device='?{device}'?.*try --device=", *flags(**settings))
+
+
+def damaged(folder: Path, kind: str) -> None:
+    ids = np.zeros(1000, np.uint16)
+    write_dataset(folder, {"train": ids, "val": ids}, BytesTokenizer(), "test")
+    train = folder / "train.bin"
+    if kind == "empty":
+        train.write_bytes(b"")
+    elif kind == "odd":
+        train.write_bytes(b"abc")
+    elif kind == "short":
+        os.truncate(train, 20)
+    elif kind == "no val":
+        (folder / "val.bin").unlink()
+    elif kind == "id":
+        ids[:] = 300
+        write_tokens(train, ids)
+    elif kind == "meta":
+        (folder / "meta.json").write_text("{")
+
+
+DATA = [
+    ("empty", r"train\.bin is empty; prepare the data again"),
+    ("odd", r"train\.bin has 3 bytes, an odd number"),
+    ("short", r"block_size=16 needs 17 tokens in a row, .*train\*\.bin has 10; try --block_size=9"),
+    ("no val", r"has no val\*\.bin"),
+    ("id", r"train\.bin: token [\d,]+ is 300, and the vocabulary ends at 255"),
+    ("meta", r"meta\.json does not describe token files"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), DATA, ids=[k for k, _ in DATA])
+def test_data(tmp_path, run, script, kind, message):
+    damaged(tmp_path / "data", kind)
+    settings = TINY | {"dataset": tmp_path / "data", "out_dir": run}
+    assert_fails(script, run, message, *flags(**settings))
+
+
+def test_no_data(tmp_path, run, script):
+    settings = TINY | {"out_dir": run}
+    assert_fails(script, run, "nowhere does not exist", *flags(**settings, dataset=tmp_path / "nowhere"))
+    assert_fails(script, run, "run: python data/text/prepare.py", *flags(**settings, dataset="text"))
+
+
+def test_data_of_another_vocabulary_than_the_checkpoints(tmp_path, run, script):
+    damaged(tmp_path / "data", "none")
+    message = r"vocabulary of 256 \(tokenizer bytes\), the model one of \d+ \(tokenizer char\).*prepare the data with"
+    resume = ["--init_from=resume", f"--out_dir={run}", f"--dataset={tmp_path / 'data'}"]
+    assert_fails(script, run, message, *resume)
+
+
+CHECKPOINTS = ["missing", "empty", "cut", "noise"]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("path", ["train.py", "sample.py"])
+def test_checkpoints(run, script, path, kind):
+    file, content = run / "ckpt.pt", (run / "ckpt.pt").read_bytes()
+    file.unlink()
+    if kind != "missing":
+        file.write_bytes({"empty": b"", "cut": content[:5000], "noise": os.urandom(5000)}[kind])
+    message = {"missing": r"ckpt\.pt: no such checkpoint; is --out_dir right\?"}.get(
+        kind, rf"ckpt\.pt is not a readable checkpoint .*; --out_dir={run}/ckpt_best\.pt is another"
+    )
+    assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}", path=path)
+
+
+def test_resume_keeps_the_models_own_size(run, script):
+    resume = ["--init_from=resume", f"--out_dir={run}"]
+    assert_fails(script, run, "block_size=8.* has 16", *resume, "--block_size=8")
+
+
+def test_no_network(tmp_path, run, script, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for path in ("train.py", "sample.py"):
+        assert_fails(
+            script, run, "init_from=gpt2: .* cannot be downloaded .*connect once", "--init_from=gpt2", path=path
+        )
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    text = tmp_path / "text.txt"
+    text.write_text("some text " * 100)
+    prepare = [text, "--name", tmp_path / "own", "--tokenizer", "r50k_base"]
+    assert_fails(script, run, "'r50k_base' are not cached.*connect once", *prepare, path="data/text/prepare.py")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
+def test_full_disk_while_training(chars, tmp_path, run):
+    before = snapshot(run)
+    settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
+    # Room for log.jsonl, not for a checkpoint.
+    limited = f"trap '' XFSZ; ulimit -f 20; exec {sys.executable} train.py {' '.join(flags(**settings))}"
+    done = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"error: cannot write .*ckpt\.pt: .*; free some disk space .*; the checkpoint before it", line)
+    after = snapshot(run)
+    assert after.keys() == before.keys()
+    assert after["ckpt.pt"] == before["ckpt.pt"]
+
+
+def test_folder_that_cannot_be_written(chars, tmp_path, run, script):
+    (tmp_path / "file").write_text("")
+    settings = TINY | {"dataset": chars, "out_dir": tmp_path / "file"}
+    assert_fails(script, run, str(tmp_path / "file"), *flags(**settings))
