@@ -1,0 +1,127 @@
+"""Times ways to compute the head's loss and its gradients: what model.py's choice rests on.
+
+    python bench/loss.py --dtype=bfloat16
+    python bench/loss.py --device=cuda --dtype=bfloat16 --tokens=12288
+
+Prints, for each way, the median time of a forward and backward pass (the ways take turns), the memory at its
+peak beyond inputs and weights, and how far loss and gradient are from float32's. Writes no files.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+
+import hardware
+from configurator import configure, one_line_errors
+from model import LinearCrossEntropy
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of the matmuls
+    tokens: int = 2048  # N = B * T
+    n_embd: int = 768  # C
+    vocab_size: int = 50304  # V
+    rounds: int = 5  # timed passes of each way, after one that is not
+    only: str = ""  # the name of one way: run it once and print its memory
+
+
+def ways(dtype: torch.dtype) -> dict[str, Loss]:
+    """Functions of h (N, C), weight (V, C) and targets (N,) that return the mean loss."""
+
+    def plain(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, w).float(), t)
+
+    def recomputed(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        pieces = zip(h.split(512), t.split(512), strict=True)
+        losses = [checkpoint(plain, h_i, w, t_i, use_reentrant=False) * len(t_i) for h_i, t_i in pieces]
+        return torch.stack(losses).sum() / len(t)
+
+    def in_forward(chunk: int) -> Loss:
+        return lambda h, w, t: LinearCrossEntropy.apply(h, w, t, dtype, chunk) / len(t)
+
+    out: dict[str, Loss] = {"plain": plain, "recomputed, chunks of 512": recomputed}
+    out |= {f"LinearCrossEntropy, chunks of {n}": in_forward(n) for n in (128, 256, 512, 1024)}
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # since torch 2.13
+        Options = torch.nn.LinearCrossEntropyOptions
+        for name, options in {
+            "defaults": Options(),
+            "chunks of 512": Options(batch_chunk_size=512),
+            "chunks of 512, accurate": Options(batch_chunk_size=512, acc_policy="accurate"),
+        }.items():
+            out[f"F.linear_cross_entropy, {name}"] = lambda h, w, t, options=options: F.linear_cross_entropy(
+                h.to(dtype), w.to(dtype), t, options=options
+            )
+    return out
+
+
+def main(c: LossConfig) -> None:
+    device = hardware.resolve_device(c.device)
+    torch.manual_seed(0)
+    h = torch.randn(c.tokens, c.n_embd, device=device).requires_grad_()
+    w = torch.randn(c.vocab_size, c.n_embd, device=device).mul_(0.02).requires_grad_()
+    t = torch.randint(0, c.vocab_size, (c.tokens,), device=device)
+    functions = ways(hardware.DTYPES[c.dtype])
+    amp = hardware.autocast(device, c.dtype)
+
+    def once(f: Loss) -> Tensor:
+        h.grad = w.grad = None
+        with amp:
+            loss = f(h, w, t)
+        loss.backward()
+        hardware.synchronize(device)
+        return loss.detach()
+
+    if c.only:
+        h.grad, w.grad = torch.zeros_like(h), torch.zeros_like(w)  # counted with the weights, not the way
+        before = hardware.peak_memory_bytes(device)
+        once(functions[c.only])
+        after = hardware.peak_memory_bytes(device)
+        print((after or 0) - (before or 0))
+        return
+
+    with hardware.autocast(device, "float32"):
+        exact = functions["plain"](h, w, t)
+    exact.backward()
+    assert w.grad is not None
+    exact_grad = w.grad.clone()
+    print(f"{hardware.device_name(device)}, {c.dtype}, N={c.tokens} C={c.n_embd} V={c.vocab_size}")
+    print(f"{hardware.versions()}, commit {hardware.git_commit()}")
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    errors = {}
+    for _ in range(1 + c.rounds):
+        for name, f in functions.items():
+            t0 = time.perf_counter()
+            loss = once(f)
+            times[name].append(time.perf_counter() - t0)
+            grad_error = (w.grad - exact_grad).norm() / exact_grad.norm()
+            errors[name] = (abs(loss.float() - exact).item(), grad_error.item())
+    print(f"{'way':<48} {'ms':>6} {'MB':>6} {'loss error':>11} {'grad error':>11}")
+    for name, seconds in times.items():
+        flags = [f"--{k}={v}" for k, v in (asdict(c) | {"only": name}).items()]
+        # In a process of its own: on a CPU only the peak of a whole process is known.
+        child = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
+        ms, mb = statistics.median(seconds[1:]) * 1e3, int(child.stdout) / 1e6
+        print(f"{name:<48} {ms:6.0f} {mb:6.0f} {errors[name][0]:11.1e} {errors[name][1]:11.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(configure(LossConfig, sys.argv[1:]))
