@@ -92,12 +92,15 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """Most memory held so far: by torch's allocator on CUDA, by the whole process (peak RSS) elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return None  # no getrusage there
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux, where getrusage would begin at what the process was that started this one
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+    if sys.platform != "darwin":
+        return None
     import resource
 
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return rss if sys.platform == "darwin" else rss * 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes, on macOS
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:

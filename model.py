@@ -114,35 +114,36 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The gradients of a chunk are taken while its logits exist, so nothing of size (N, V) is kept for the
     backward pass and no matmul runs twice. h (N, C) and weight (V, C) in any float dtype, targets (N,) with
-    -1 ignored; matmuls run in `dtype`, softmax and sums in float32. Own code because, as measured in
-    bench/results/2026-11-21-loss.md, torch 2.13's `linear_cross_entropy` is slower on CPUs and rounds a
-    bfloat16 loss to 3 digits (torch 2.11 has none), and recomputing with `torch.utils.checkpoint` pays for a
-    fourth matmul.
+    -1 ignored; matmuls run in `dtype`, softmax and sums in float32. Own code because torch 2.13's
+    `linear_cross_entropy`, no faster, rounds a bfloat16 loss to 3 digits (torch 2.11 has none), and recomputing
+    with `torch.utils.checkpoint` pays for a fourth matmul: bench/results/2026-11-21-loss.md.
     """
 
     @staticmethod
     def forward(ctx, h, weight, targets, dtype, chunk):
         with torch.autocast(h.device.type, enabled=False):
             needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-            w = weight.to(dtype)
-            grad_h, grad_w = (torch.zeros_like(t) if needs_grad else t for t in (h, weight))
+            N, V, w = h.size(0), weight.size(0), weight.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=h.device)
-            for i in range(0, h.size(0), chunk):
+            # Every chunk writes into the same tensors: on a CPU fresh pages cost as much time as the softmax.
+            logits_buffer = h.new_empty(min(chunk, N), V, dtype=dtype)
+            log_p_buffer = torch.empty_like(logits_buffer, dtype=torch.float32)
+            if needs_grad:
+                grad_h, grad_w, grad_w_i = torch.empty_like(h), torch.zeros_like(weight), torch.empty_like(w)
+            for i in range(0, N, chunk):
                 h_i, t_i = h[i : i + chunk].to(dtype), targets[i : i + chunk, None]
-                kept = t_i >= 0
+                kept = t_i >= 0  # (chunk, 1)
                 t_i = t_i.clamp(min=0)
-                logits = F.linear(h_i, w).float()  # (chunk, V)
-                log_z = logits.logsumexp(1, keepdim=True)
-                loss += ((log_z - logits.gather(1, t_i)) * kept).sum()
+                n = len(h_i)
+                logits = torch.mm(h_i, w.t(), out=logits_buffer[:n])  # (chunk, V)
+                log_p = torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p_buffer[:n])
+                loss -= (log_p.gather(1, t_i) * kept).sum()
                 if needs_grad:
-                    # d loss / d logits = softmax - onehot(target), zero where the target is ignored
-                    p = logits.sub_(log_z).exp_()
-                    p.scatter_add_(1, t_i, torch.full_like(log_z, -1.0))
-                    g = p.mul_(kept).to(dtype)
-                    grad_h[i : i + chunk] = g @ w
-                    grad_w += g.t() @ h_i
-                    del p, g
-                del logits  # before the next chunk's exist, or two of them overlap
+                    # d loss / d logits = softmax - onehot(target); ignored rows drop out of the narrow factors
+                    p = log_p.exp_().scatter_add_(1, t_i, torch.full_like(t_i, -1, dtype=torch.float32))
+                    g = logits.copy_(p)
+                    grad_h[i : i + chunk] = (g @ w) * kept
+                    grad_w += torch.mm(g.t(), h_i * kept, out=grad_w_i)
         if needs_grad:
             ctx.save_for_backward(grad_h, grad_w)
         return loss
@@ -150,7 +151,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h * grad_loss, grad_w * grad_loss, None, None, None
+        return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None
 
 
 class Transformer(nn.Module):
