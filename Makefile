@@ -2,6 +2,7 @@
 #
 #   make train                  a first model in about a minute, and text from it
 #   make train TEXT=input.txt   the same on your own text
+#   make train ARGS="--max_iters=5000 --n_embd=256"   with other settings
 #   make test                   the test suite
 #   make check                  lint and types
 #   make clean                  remove the environment and caches; data and runs stay
@@ -11,6 +12,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 OUT ?= out-first
 TEXT ?=
+ARGS ?=
 
 .PHONY: train test check clean
 
@@ -28,7 +30,7 @@ train: $(VENV)/.run
 	@set -e; \
 	if [ -n "$(TEXT)" ]; then data=own_text; $(PY) data/text/prepare.py "$(TEXT)" --name $$data; \
 	elif [ -f data/shakespeare_char/val.bin ]; then data=shakespeare_char; \
-	elif [ -f data/python_char/val.bin ]; then data=python_char; \
+	elif [ -f data/python_char/val.bin ] && [ ! -f data/shakespeare_char/input.txt ]; then data=python_char; \
 	elif $(PY) data/shakespeare_char/prepare.py; then data=shakespeare_char; \
 	else echo "No Shakespeare here: training on the source code of Python's standard library instead."; \
 		data=python_char; $(PY) data/python_char/prepare.py; fi; \
@@ -36,7 +38,7 @@ train: $(VENV)/.run
 	then config="config/train_shakespeare_char.py --max_iters=1000"; \
 	else config=config/train_shakespeare_char_cpu.py; fi; \
 	set -x; \
-	$(PY) train.py $$config --dataset=$$data --out_dir=$(OUT); \
+	$(PY) train.py $$config --dataset=$$data --out_dir=$(OUT) $(ARGS); \
 	$(PY) sample.py --out_dir=$(OUT) --num_samples=3 --max_new_tokens=300
 
 test: $(VENV)/.dev

@@ -69,6 +69,12 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def folder_of(out_dir: str | Path) -> Path:
+    """The folder that a run writes to; out_dir may also name the checkpoint in it that the run starts from."""
+    path = Path(out_dir)
+    return path.parent if path.suffix == ".pt" else path
+
+
 def load(out_dir: str | Path) -> dict[str, Any]:
     """The checkpoint of out_dir (or at the path of a .pt file itself), tensors memory-mapped on the CPU.
 
@@ -76,8 +82,7 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     buffers of its attention without SDPA and the machine the run was set to. Raises ValueError where the file
     is missing, damaged or no checkpoint.
     """
-    path = Path(out_dir)
-    path = path if path.suffix == ".pt" else path / NAME
+    path = Path(out_dir) if folder_of(out_dir) != Path(out_dir) else Path(out_dir) / NAME
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint; is --out_dir right?")
     try:

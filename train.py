@@ -39,7 +39,7 @@ DATA = Path(__file__).parent / "data"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     # input and output
-    out_dir: str = "out"  # checkpoints and log.jsonl
+    out_dir: str = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
     dataset: str = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
     init_from: str = "scratch"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder in GPT-2's format
     eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
@@ -170,7 +170,7 @@ def main(c: TrainConfig) -> float:
     warm_up_s = time.perf_counter() - t0
 
     # ---- log -------------------------------------------------------------------------------------------------
-    out_dir = Path(c.out_dir)
+    out_dir = checkpoint.folder_of(c.out_dir)
     if c.init_from != "resume" and rank == 0 and not c.eval_only:
         out_dir.mkdir(parents=True, exist_ok=True)
         if old := checkpoint.set_aside(out_dir, (checkpoint.NAME, checkpoint.BEST, "log.jsonl")):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -61,14 +61,14 @@ def ways(dtype: torch.dtype) -> dict[str, Loss]:
     out |= {f"LinearCrossEntropy, chunks of {n}": in_forward(n) for n in (128, 256, 512, 1024)}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # since torch 2.13
         Options = torch.nn.LinearCrossEntropyOptions
-        for name, options in {
-            "defaults": Options(),
-            "chunks of 512": Options(batch_chunk_size=512),
-            "chunks of 512, accurate": Options(batch_chunk_size=512, acc_policy="accurate"),
-        }.items():
-            out[f"F.linear_cross_entropy, {name}"] = lambda h, w, t, options=options: F.linear_cross_entropy(
-                h.to(dtype), w.to(dtype), t, options=options
-            )
+
+        def native(**options: Any) -> Loss:
+            return lambda h, w, t: F.linear_cross_entropy(h.to(dtype), w.to(dtype), t, options=Options(**options))
+
+        out["F.linear_cross_entropy, defaults"] = native()
+        out["F.linear_cross_entropy, chunks of 512"] = native(batch_chunk_size=512)
+        accurate = native(batch_chunk_size=512, acc_policy="accurate")
+        out["F.linear_cross_entropy, chunks of 512, accurate"] = accurate
     return out
 
 

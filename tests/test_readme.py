@@ -1,0 +1,121 @@
+"""Every command of README.md, as a user types it, in a copy of the repository, on models that take a moment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import BPE_CACHE, ROOT, SHAKESPEARE
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINES = [line for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in block.splitlines() if line]
+SHORT = (
+    "--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 --eval_iters=1"
+)
+SHORT += " --compile=False --device=cpu"
+NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
+WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, text) -> Path:
+    """The repository without what git ignores, a text to train on, and a .venv that runs this very Python."""
+    folder = tmp_path_factory.mktemp("clone") / "deskgpt"
+    ignored = shutil.ignore_patterns(".*", "out*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    corpus = SHAKESPEARE.read_text() if SHAKESPEARE.exists() else text
+    (folder / "data" / "shakespeare_char" / "input.txt").write_text(corpus)
+    for name in ("novel.txt", "notes.txt", "prompt.txt"):
+        (folder / name).write_text(corpus[:20_000] if name != "prompt.txt" else "the ")
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    for stamp in (".run", ".dev"):
+        (folder / ".venv" / stamp).touch()
+    return folder
+
+
+def run(clone: Path, command: str) -> str:
+    path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
+    torchrun = clone / ".venv" / "bin" / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    env = os.environ | {"PATH": path, "COLUMNS": "80"}
+    done = subprocess.run(["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def gpt2_weights(clone: Path) -> Path:
+    """A tiny GPT-2 in Hugging Face's format, where OpenAI's would have to be downloaded."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = clone / "tiny-gpt2"
+    if not folder.exists():
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.skipif(os.name == "nt", reason="README's commands are for a POSIX shell")
+def test_commands_of_the_readme(clone):
+    assert LINES[:2] == ["make train", "make test"]
+    skipped = []
+    for line in LINES:
+        command = line.split("  #")[0].strip()
+        if command == "make test":
+            continue  # what is running now
+        if WITHOUT_BPE and any(word in command for word in NEEDS_BPE):
+            skipped.append(command)
+            continue
+        if command.startswith("make train"):
+            command += f' ARGS="{SHORT}"'
+        elif "train.py" in command and "--help" not in command:
+            short = SHORT
+            if "init_from=resume" in command or "finetune" in command or "eval_gpt2" in command:  # the model is given
+                short = "--max_iters=4 --eval_iters=1 --compile=False --device=cpu"
+            if "torchrun" in command:
+                short += " --gradient_accumulation_steps=2"
+            if "finetune" in command or "eval_gpt2" in command:
+                short += f" --init_from={gpt2_weights(clone)} --block_size=32 --gradient_accumulation_steps=1"
+            if "train_gpt2" in command:
+                short += " --dataset=shakespeare --gradient_accumulation_steps=2"
+            command += " " + short
+        elif "sample.py" in command:
+            command += " --max_new_tokens=20 --num_samples=1 --device=cpu"
+            if "init_from=gpt2" in command:
+                command += f" --init_from={gpt2_weights(clone)}"
+        out = run(clone, command)
+        if "train.py" in command and "--help" not in command:
+            assert re.search(r"^step \d+: train loss", out, re.M), command
+    if skipped:
+        pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(LINES)} commands; the others passed")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="make is for POSIX")
+def test_make_train_without_a_network_or_shakespeare_takes_pythons_sources(clone, tmp_path):
+    shutil.copytree(clone, tmp_path / "c", ignore=shutil.ignore_patterns("out*", "*.bin", "meta.json", "input.txt"))
+    for stamp in (".run", ".dev"):
+        (tmp_path / "c" / ".venv" / stamp).touch()
+    command = f'https_proxy=http://127.0.0.1:9 make train ARGS="{SHORT}"'
+    out = run(tmp_path / "c", command)
+    assert "training on the source code of Python's standard library instead" in out
+    assert re.search(r"^step 2: train loss", out, re.M)
+    assert out.count("---------------") == 3
+    again = run(tmp_path / "c", command)  # neither asks the network again nor prepares again
+    assert "instead" not in again
+    assert "train.bin has" not in again
+    assert (tmp_path / "c" / "out-first" / "previous-1" / "ckpt.pt").exists()
+
+
+def test_files_that_the_readme_names_exist():
+    for name in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"^\| `([^`]+)`", README, re.M):
+        assert (ROOT / name).exists(), name
