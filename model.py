@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Logits of at most this many elements are made in one piece; more are made, used and dropped in chunks.
-# 2^24 float32 elements are 64 MB. Smaller chunks cost speed on a CPU: see bench/results/2026-11-21-loss.md.
-LOGITS_CHUNK = 1 << 24
+# 2^25 are 667 tokens of GPT-2's vocabulary, 134 MB in float32; smaller chunks cost speed, larger ones only memory
+# (bench/results/2026-11-21-loss.md).
+LOGITS_CHUNK = 1 << 25
 
 
 @dataclass(frozen=True)
