@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 NAME, BEST = "ckpt.pt", "ckpt_best.pt"
-KEYS = ("model", "optimizer", "model_args", "iter_num", "best_val_loss", "config")
+KEYS: dict[str, Any] = {"model": dict, "optimizer": dict, "model_args": dict, "iter_num": int, "config": dict}
+KEYS |= {"best_val_loss": (float, Tensor)}
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -92,9 +93,10 @@ def load(out_dir: str | Path) -> dict[str, Any]:
         other = f"--out_dir={best} is another" if best.exists() and best != path else "restore it from a copy"
         reason = str(e).strip().splitlines()[0]
         raise ValueError(f"{path} is not a readable checkpoint ({type(e).__name__}: {reason[:120]}); {other}") from None
-    lacking = [k for k in KEYS if k not in checkpoint] if isinstance(checkpoint, dict) else list(KEYS)
+    found = checkpoint if isinstance(checkpoint, dict) else {}
+    lacking = [name for name, kind in KEYS.items() if not isinstance(found.get(name), kind)]
     if lacking:
-        raise ValueError(f"{path} is not a training checkpoint: it lacks {', '.join(lacking)}")
+        raise ValueError(f"{path} is not a training checkpoint: no {', '.join(lacking)} as one has them")
     checkpoint["model"] = {
         k.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod."): v
         for k, v in checkpoint["model"].items()
@@ -107,18 +109,36 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads AdamW's moments; hyperparameters stay those of the settings, not the checkpoint's."""
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as e:
+        raise ValueError(f"the checkpoint's optimizer state does not fit the model ({e})") from None
+    for group, keep in zip(optimizer.param_groups, options, strict=True):
+        group.update(keep)
+
+
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
-    """Moves an earlier run's files into a new folder out_dir/previous-N; returns it, or None if there were none."""
-    found = [out_dir / name for name in names if (out_dir / name).exists()]
-    if not found:
-        return None
-    n = 1
-    while (out_dir / f"previous-{n}").exists():
-        n += 1
-    folder = out_dir / f"previous-{n}"
-    folder.mkdir()
-    for path in found:
-        os.replace(path, folder / path.name)
+    """Makes out_dir for a new run; moves files of an earlier one into a new folder out_dir/previous-N.
+
+    Returns that folder, or None where there was no earlier run. Raises OSError where out_dir cannot be written.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        found = [out_dir / name for name in names if (out_dir / name).exists()]
+        if not found:
+            return None
+        n = 1
+        while (out_dir / f"previous-{n}").exists():
+            n += 1
+        folder = out_dir / f"previous-{n}"
+        folder.mkdir()
+        for path in found:
+            os.replace(path, folder / path.name)
+    except OSError as e:
+        raise OSError(f"out_dir={out_dir} cannot be written: {e.strerror}; choose another --out_dir") from None
     return folder
 
 

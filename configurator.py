@@ -39,11 +39,21 @@ def configure(cls: type[Config], argv: list[str], base: Mapping[str, Any] | None
     `base` holds values that stand in for the defaults, such as a checkpoint's settings. Raises ConfigError,
     one line, for unknown names, wrong types and unreadable files. Exits after printing the settings on --help.
     """
+    try:
+        return cls(**read_settings(cls, argv, base))
+    except ConfigError:
+        raise
+    except ValueError as e:  # raised by the dataclass's own checks of ranges
+        raise ConfigError(str(e)) from None
+
+
+def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What `configure` makes its instance from, by name, before `cls` has checked ranges. Raises ConfigError."""
     if "--help" in argv or "-h" in argv:
         print(help_text(cls))
         raise SystemExit(0)
     types = get_type_hints(cls)
-    values = {f.name: f.default for f in fields(cls)} | dict(base or {})  # type: ignore[arg-type]
+    values = {f.name: f.default for f in fields(cls)} | dict(base or {})
     overrides: dict[str, Any] = {}
     for arg in argv:
         if not arg.startswith("-"):
@@ -56,10 +66,7 @@ def configure(cls: type[Config], argv: list[str], base: Mapping[str, Any] | None
         if not equals and types[key] is not bool:
             raise ConfigError(f"--{key} needs a value: --{key}={example(types[key])}")
         overrides[key] = parse(text if equals else "True", types[key], f"--{key}")
-    try:
-        return cls(**(values | overrides))
-    except ValueError as e:  # raised by the dataclass's own checks of ranges
-        raise ConfigError(str(e)) from None
+    return values | overrides
 
 
 def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,15 +18,23 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
-        self.file = open(path, "a") if path else None  # noqa: SIM115 (it stays open as long as the run)
+        try:
+            self.file = open(path, "a") if path else None  # noqa: SIM115 (it stays open as long as the run)
+        except OSError as e:
+            raise OSError(f"cannot write {path}: {e.strerror}; choose another --out_dir") from None
         self.wandb_run = wandb_run
 
     def write(self, event: str, **fields: Any) -> None:
         if self.file:
             # JSON has no NaN and no infinity: null
             known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-            self.file.write(json.dumps({"event": event, **known}) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps({"event": event, **known}) + "\n")
+                self.file.flush()
+            except OSError as e:
+                raise OSError(
+                    f"cannot write {self.file.name}: {e.strerror}; free some disk space, then --init_from=resume"
+                ) from None
         if self.wandb_run and event in ("iter", "eval"):
             metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES}
             if "mfu" in metrics:

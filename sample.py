@@ -48,10 +48,12 @@ class SampleConfig:
     compile: bool = False  # torch.compile
 
     def __post_init__(self) -> None:
-        least = {"num_samples": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0}
+        least = {"num_samples": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        if self.seed + self.num_samples >= 2**63:
+            raise ValueError(f"seed={self.seed} must be below 2^63")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 

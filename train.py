@@ -27,13 +27,14 @@ from tqdm import tqdm
 
 import checkpoint
 import hardware
-from configurator import configure, one_line_errors
+from configurator import configure, one_line_errors, read_settings
 from data.tokenizer import padded_vocab_size
 from data.tokens import Split, check_vocabulary, read_meta
 from model import GPT, GPTConfig
 from runlog import RunLog, clock, start_wandb
 
 DATA = Path(__file__).parent / "data"
+MODEL_SETTINGS = ("n_layer", "n_head", "n_embd", "bias", "block_size")  # a resumed run has its checkpoint's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class TrainConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
     compile: bool = True  # torch.compile: faster steps after a slow start
-    backend: str = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
     seed: int = 1337  # of initial weights, batch order and dropout
     # Weights & Biases
     wandb_log: bool = False
@@ -83,13 +84,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         least = {"eval_interval": 1, "eval_iters": 1, "log_interval": 1, "batch_size": 1, "block_size": 1}
         least |= {"gradient_accumulation_steps": 1, "max_iters": 0, "warmup_iters": 0, "lr_decay_iters": 0}
-        least |= {"learning_rate": 0, "weight_decay": 0, "grad_clip": 0, "min_lr": 0, "beta1": 0, "beta2": 0}
+        least |= {"learning_rate": 0, "weight_decay": 0, "grad_clip": 0, "min_lr": 0, "beta1": 0, "beta2": 0, "seed": 0}
         for name, low in least.items():
             if (value := getattr(self, name)) is not None and value < low:
                 raise ValueError(f"{name}={value} must be at least {low}")
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) >= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be below 1")
+        for name, limit in {"beta1": 1, "beta2": 1, "seed": 2**63}.items():
+            if getattr(self, name) >= limit:
+                raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
         GPTConfig(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, dropout=self.dropout)
 
 
@@ -111,6 +112,8 @@ def main(c: TrainConfig) -> float:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, as nanoGPT has it
+    if c.backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend=nccl is for CUDA, the device is {device}; try --backend=auto")
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group(
@@ -125,22 +128,24 @@ def main(c: TrainConfig) -> float:
     saved: dict[str, Any] = {}
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
-        model = GPT(GPTConfig(c.block_size, vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias))
+        args = GPTConfig(c.block_size, vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias)
     elif c.init_from == "resume":
         saved = checkpoint.load(c.out_dir)
-        model = GPT.from_state(saved["model_args"] | {"dropout": c.dropout}, saved["model"])
-        if c.block_size < model.config.block_size:
-            raise ValueError(
-                f"block_size={c.block_size}, but the run to resume has {model.config.block_size} and keeps it"
-            )
+        args = GPTConfig(**saved["model_args"] | {"dropout": c.dropout})
+        for name in MODEL_SETTINGS:
+            if getattr(c, name) != getattr(args, name):
+                raise ValueError(
+                    f"{name}={getattr(c, name)}, but the run to resume has {name}={getattr(args, name)}: leave it out"
+                )
     else:
         model_args, weights = checkpoint.load_gpt2(c.init_from)
-        model = GPT.from_state(model_args | {"dropout": c.dropout}, weights)
-        model.crop_block_size(c.block_size)
-        saved = {"tokenizer": {"name": "gpt2"}}
-    check_vocabulary(folder, meta, model.config.vocab_size, saved.get("tokenizer"))
-    T = model.config.block_size
-    train_split, val_split = (Split(folder, s, T, model.config.vocab_size, c.seed) for s in ("train", "val"))
+        args = GPTConfig(**model_args | {"dropout": c.dropout})
+        saved = {"model": weights, "tokenizer": {"name": "gpt2"}}
+    check_vocabulary(folder, meta, args.vocab_size, saved.get("tokenizer"))
+    T = c.block_size
+    train_split, val_split = (Split(folder, s, T, args.vocab_size, c.seed) for s in ("train", "val"))
+    model = GPT.from_state(asdict(args), saved["model"]) if saved else GPT(args)
+    model.crop_block_size(T)
     start_iter: int = saved.get("iter_num", 0)
     best_val_loss: float = saved.get("best_val_loss", math.inf)
 
@@ -151,7 +156,7 @@ def main(c: TrainConfig) -> float:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
     if start_iter:
-        restore_optimizer(optimizer, saved["optimizer"])
+        checkpoint.restore_optimizer(optimizer, saved["optimizer"])
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
     saved = {}  # frees what the memory-mapped file holds
@@ -171,11 +176,10 @@ def main(c: TrainConfig) -> float:
 
     # ---- log -------------------------------------------------------------------------------------------------
     out_dir = checkpoint.folder_of(c.out_dir)
-    if c.init_from != "resume" and rank == 0 and not c.eval_only:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        if old := checkpoint.set_aside(out_dir, (checkpoint.NAME, checkpoint.BEST, "log.jsonl")):
-            say(f"{out_dir} held an earlier run; it is now in {old}")
     records = rank == 0 and not c.eval_only
+    files = (checkpoint.NAME, checkpoint.BEST, "log.jsonl")
+    if records and c.init_from != "resume" and (old := checkpoint.set_aside(out_dir, files)):
+        say(f"{out_dir} held an earlier run; it is now in {old}")
     wandb_run = (
         start_wandb(c.wandb_project, c.wandb_run_name, asdict(c), wandb_run_id) if c.wandb_log and records else None
     )
@@ -416,22 +420,25 @@ def all_sum(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads AdamW's moments; hyperparameters stay those of the settings, not the checkpoint's."""
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(state)
-    except ValueError as e:
-        raise ValueError(f"the checkpoint's optimizer state does not fit the model ({e})") from None
-    for group, keep in zip(optimizer.param_groups, options, strict=True):
-        group.update(keep)
+def resumed_settings(out_dir: str) -> dict[str, Any]:
+    """The settings of the run in out_dir: what the command line leaves open when it is resumed."""
+    saved = checkpoint.load(out_dir)
+    of_model = {k: v for k, v in saved["model_args"].items() if k in MODEL_SETTINGS}
+    known = {k: v for k, v in (saved["config"] | of_model).items() if k in TrainConfig.__dataclass_fields__}
+    return known | {"out_dir": out_dir, "init_from": "resume", "eval_only": False}
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        config = configure(TrainConfig, sys.argv[1:])
-        if config.init_from == "resume":  # what the command line leaves open stays as the run had it
-            earlier = checkpoint.load(config.out_dir)["config"]
-            known = {k: v for k, v in earlier.items() if k in TrainConfig.__dataclass_fields__ and k != "out_dir"}
-            config = configure(TrainConfig, sys.argv[1:], base=known | {"init_from": "resume", "eval_only": False})
-        main(config)
+        given = read_settings(TrainConfig, sys.argv[1:])
+        resume = given["init_from"] == "resume"
+        config = configure(TrainConfig, sys.argv[1:], resumed_settings(given["out_dir"]) if resume else {})
+        try:
+            main(config)
+        except RuntimeError as e:
+            if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
+                raise
+            raise ValueError(
+                f"out of memory with batch_size={config.batch_size}, block_size={config.block_size}; halve "
+                f"--batch_size and double --gradient_accumulation_steps: the training stays the same"
+            ) from None

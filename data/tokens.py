@@ -274,8 +274,8 @@ def missing(folder: Path, split: str) -> str:
     script = folder / "prepare.py"
     if script.exists():
         return f"{folder} has no {split}*.bin; run: python {os.path.relpath(script)}"
-    others = sorted(p.parent.name for p in folder.parent.glob("*/train*.bin"))
-    scripts = sorted(p.parent.name for p in folder.parent.glob("*/prepare.py"))
+    others = sorted({p.parent.name for p in folder.parent.glob("*/train*.bin")})
+    scripts = sorted(p.parent.name for p in Path(__file__).parent.glob("*/prepare.py"))
     have = f"prepared: {', '.join(others)}" if others else f"python data/{{{','.join(scripts)}}}/prepare.py makes some"
     state = f"has no {split}*.bin" if folder.is_dir() else "does not exist"
     return f"dataset folder {folder} {state}; {have}"

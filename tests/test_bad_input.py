@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, TINY, flags
 
 from data.tokenizer import BytesTokenizer
@@ -49,6 +50,9 @@ SETTINGS = [
     ("--dtype=float8", "--dtype='float8' is none of auto, float32, bfloat16, float16"),
     ("--learning_rate=-1", "learning_rate=-1.0 must be at least 0"),
     ("--beta2=1", "beta2=1.0 must be below 1"),
+    ("--seed=-1", "seed=-1 must be at least 0"),
+    ("--seed=99999999999999999999", "seed=99999999999999999999 must be below"),
+    ("--backend=mpi", "--backend='mpi' is none of auto, nccl, gloo"),
     ("--max_iters=1.5", "--max_iters=1.5 is not int"),
     ("config/train_shakespeare.py", "no such config file; did you mean config/"),
 ]
@@ -137,9 +141,47 @@ def test_checkpoints(run, script, path, kind):
     assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}", path=path)
 
 
-def test_resume_keeps_the_models_own_size(run, script):
-    resume = ["--init_from=resume", f"--out_dir={run}"]
-    assert_fails(script, run, "block_size=8.* has 16", *resume, "--block_size=8")
+@pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("block_size", 64), ("n_layer", 5), ("n_embd", 64)])
+def test_resumed_run_has_the_size_that_it_had(run, script, name, value):
+    message = f"{name}={value}, but the run to resume has {name}={TINY[name]}: leave it out"
+    assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("iter_num", "x", "not a training checkpoint: no iter_num"),
+        ("config", [], "not a training checkpoint: no config"),
+        ("optimizer", {}, "optimizer state does not fit the model"),
+        ("model", {}, "these weights are not a GPT of"),
+    ],
+)
+def test_checkpoint_with_odd_content(run, script, name, value, message):
+    torch.save(torch.load(run / "ckpt.pt") | {name: value}, run / "ckpt.pt")
+    assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}")
+
+
+def test_more_than_the_memory_holds(chars, run, script):
+    settings = TINY | {"dataset": chars, "out_dir": run, "n_embd": 1 << 40}
+    message = r"out of memory with batch_size=4, block_size=16; halve --batch_size"
+    assert_fails(script, run, message, *flags(**settings))
+
+
+def test_block_larger_than_the_data(chars, run, script):
+    settings = TINY | {"dataset": chars, "out_dir": run, "block_size": 10**12}
+    assert_fails(script, run, "block_size=10+ needs 10+1 tokens in a row.*try --block_size=", *flags(**settings))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
+def test_full_disk_while_logging(chars, tmp_path):
+    settings = TINY | {"dataset": chars, "out_dir": tmp_path / "run", "max_iters": 100, "eval_interval": 100}
+    limited = f"trap '' XFSZ; ulimit -f 8; exec {sys.executable} train.py {' '.join(flags(**settings))}"
+    done = subprocess.run(
+        ["bash", "-c", limited], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"error: cannot write .*log\.jsonl: .*; free some disk space", line)
 
 
 def test_no_network(tmp_path, run, script, monkeypatch):
@@ -174,4 +216,5 @@ def test_full_disk_while_training(chars, tmp_path, run):
 def test_folder_that_cannot_be_written(chars, tmp_path, run, script):
     (tmp_path / "file").write_text("")
     settings = TINY | {"dataset": chars, "out_dir": tmp_path / "file"}
-    assert_fails(script, run, str(tmp_path / "file"), *flags(**settings))
+    message = f"out_dir={tmp_path}/file cannot be written: .*; choose another --out_dir"
+    assert_fails(script, run, message, *flags(**settings))

@@ -118,6 +118,15 @@ def test_run_that_is_over_only_evaluates_when_resumed(chars, tmp_path):
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6]
 
 
+def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(chars, tmp_path, script):
+    main(tiny(chars, tmp_path))
+    (tmp_path / "ckpt.pt").unlink()
+    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path / 'ckpt_best.pt'}", "--max_iters=8")
+    assert done.code == 0, done.err
+    assert checkpoint.load(tmp_path)["iter_num"] == 8
+    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6, 8]
+
+
 def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, script):
     main(tiny(chars, tmp_path))
     done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=1e-4")
