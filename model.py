@@ -45,6 +45,14 @@ class GPTConfig:
             best = min(divisors, key=lambda h: abs(h - self.n_head))
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try --n_head={best}")
 
+    @classmethod
+    def of(cls, model_args: dict[str, Any]) -> GPTConfig:
+        """The configuration that a checkpoint holds. Raises ValueError where it is not one of ours."""
+        try:
+            return cls(**model_args)
+        except TypeError as e:  # a name that is not ours, or a value of another type
+            raise ValueError(f"model_args={model_args} are not those of a GPT-2 ({e})") from None
+
 
 class KVCache:
     """Keys and values of the tokens seen so far, one (B, H, block_size, D) pair per layer."""
@@ -200,10 +208,10 @@ class GPT(nn.Module):
     @classmethod
     def from_state(cls, model_args: dict[str, Any], state: dict[str, Tensor]) -> GPT:
         """A model with the weights `state`. Raises ValueError where they do not belong to model_args."""
+        model = cls(GPTConfig.of(model_args))
         try:
-            model = cls(GPTConfig(**model_args))
             model.load_state_dict(state)
-        except (TypeError, RuntimeError) as e:  # arguments GPTConfig does not have; missing or misshapen tensors
+        except RuntimeError as e:  # missing or misshapen tensors
             reason = " ".join(str(e).split())
             raise ValueError(f"these weights are not a GPT of {model_args}: {reason[:200]}") from None
         return model

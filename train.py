@@ -112,10 +112,10 @@ def main(c: TrainConfig) -> float:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, as nanoGPT has it
-    if c.backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"backend=nccl is for CUDA, the device is {device}; try --backend=auto")
     distributed = "RANK" in os.environ
     if distributed:
+        if c.backend == "nccl" and device.type != "cuda":
+            raise ValueError(f"backend=nccl is for CUDA, the device is {device}; try --backend=auto")
         dist.init_process_group(
             "nccl" if c.backend == "auto" and device.type == "cuda" else c.backend.replace("auto", "gloo")
         )
@@ -131,7 +131,7 @@ def main(c: TrainConfig) -> float:
         args = GPTConfig(c.block_size, vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias)
     elif c.init_from == "resume":
         saved = checkpoint.load(c.out_dir)
-        args = GPTConfig(**saved["model_args"] | {"dropout": c.dropout})
+        args = GPTConfig.of(saved["model_args"] | {"dropout": c.dropout})
         for name in MODEL_SETTINGS:
             if getattr(c, name) != getattr(args, name):
                 raise ValueError(
@@ -139,7 +139,7 @@ def main(c: TrainConfig) -> float:
                 )
     else:
         model_args, weights = checkpoint.load_gpt2(c.init_from)
-        args = GPTConfig(**model_args | {"dropout": c.dropout})
+        args = GPTConfig.of(model_args | {"dropout": c.dropout})
         saved = {"model": weights, "tokenizer": {"name": "gpt2"}}
     check_vocabulary(folder, meta, args.vocab_size, saved.get("tokenizer"))
     T = c.block_size

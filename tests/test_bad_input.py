@@ -154,6 +154,7 @@ def test_resumed_run_has_the_size_that_it_had(run, script, name, value):
         ("config", [], "not a training checkpoint: no config"),
         ("optimizer", {}, "optimizer state does not fit the model"),
         ("model", {}, "these weights are not a GPT of"),
+        ("model_args", {"n_kv_head": 2}, "model_args=.*n_kv_head.* are not those of a GPT-2"),
     ],
 )
 def test_checkpoint_with_odd_content(run, script, name, value, message):

@@ -202,6 +202,24 @@ def test_log_lines_are_nanogpts_with_more_behind_and_the_same_as_json(chars, tmp
     assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", done.out)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+def test_evaluation_shows_its_progress_on_a_terminal(chars, tmp_path):
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))  # tqdm is silent in a width of 0
+    os.set_blocking(ours, False)  # where nothing was shown, reading fails instead of waiting
+    command = [sys.executable, "train.py", *flags(**TINY | {"max_iters": 0, "dataset": chars, "out_dir": tmp_path})]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0
+    assert "evaluating" not in done.stdout
+    assert re.search(r"evaluating: .*/2", shown)
+
+
 def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     main(tiny(chars, tmp_path))
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
