@@ -87,9 +87,11 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        # A single new token may look at everything in the cache; a longer piece starts at position 0.
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+        if T > 1:  # starts at position 0 (an `if`, since torch.compile takes no symbolic is_causal)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:  # a single token may look at everything in the cache
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
@@ -317,7 +319,7 @@ def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | No
     if temperature == 0:
         return logits.argmax(1, keepdim=True)
     # On the CPU in float64: cumulative sums over 50,000 tokens round noticeably in float32, and MPS has no float64.
-    logits = logits.cpu().double() / temperature
+    device, logits = logits.device, logits.cpu().double() / temperature
     if top_k is not None and top_k < logits.size(1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     p = logits.softmax(1)
@@ -326,4 +328,4 @@ def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | No
         p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)  # the token that crosses top_p stays
     cdf = p.cumsum(1)
     pick = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=p.size(1) - 1)
-    return (order.gather(1, pick) if top_p < 1 else pick).to(u.device)
+    return (order.gather(1, pick) if top_p < 1 else pick).to(device)

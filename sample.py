@@ -45,7 +45,7 @@ class SampleConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls
-    compile: bool = False  # torch.compile
+    compile: bool = False  # torch.compile: takes a while to start
 
     def __post_init__(self) -> None:
         least = {"num_samples": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
@@ -68,8 +68,6 @@ def main(c: SampleConfig) -> list[str]:
     # every token: float32 unless asked for on a CPU.
     dtype = "float32" if c.dtype == "auto" and device.type == "cpu" else c.dtype
     amp = hardware.autocast(device, hardware.resolve_dtype(dtype, device, model.config.n_embd))
-    if c.compile:
-        model.compile(dynamic=True)
 
     # ---- prompt --------------------------------------------------------------------------------------------
     prompt = Path(c.start[5:]).read_text(encoding="utf-8") if c.start.startswith("FILE:") else c.start
@@ -78,17 +76,27 @@ def main(c: SampleConfig) -> list[str]:
         raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
     if ids.max() >= model.config.vocab_size:
         raise ValueError(f"the prompt has token {ids.max()}, the model only {model.config.vocab_size} tokens")
+    rows = 1 if c.stream else c.num_samples  # generated in one batch
+    prompts = torch.from_numpy(ids).to(device).expand(rows, -1)
+    if c.compile:
+        model.transformer.compile(dynamic=True)  # the part that generation calls
+        try:
+            with amp:
+                list(model.generate(prompts, 2))  # one graph for the prompt, one for what follows
+        except Exception as e:
+            reason = " ".join(str(e).split())[:200]
+            print(f"compile=True does not work here ({reason}); sampling without it", file=sys.stderr)
+            torch.compiler.set_stance("force_eager")
 
     # ---- generate ------------------------------------------------------------------------------------------
     texts = []
-    rows = 1 if c.stream else c.num_samples  # generated in one batch
     for first in range(0, c.num_samples, rows):
         samples = [Sample(tokenizer, prompt, c.stop) for _ in range(rows)]
         if c.stream:
             print(prompt, end="", flush=True)
         with amp:
             tokens = model.generate(
-                torch.from_numpy(ids).to(device).expand(rows, -1),
+                prompts,
                 c.max_new_tokens,
                 temperature=c.temperature,
                 top_k=c.top_k or None,

@@ -376,7 +376,7 @@ def evaluate(
         with amp:
             losses.append(model(x, y)[1] * min(c.batch_size, n - first))  # the last batch may hold fewer windows
     model.train()
-    total = torch.stack(losses).double().sum().cpu() if losses else torch.zeros((), dtype=torch.float64)
+    total = torch.stack(losses).cpu().double().sum() if losses else torch.zeros((), dtype=torch.float64)
     return all_sum(total, device).item() / n
 
 

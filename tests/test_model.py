@@ -304,3 +304,39 @@ def test_impossible_sizes_are_named(name, value):
 def test_weights_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="not a GPT of"):
         GPT.from_state({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 9}, make().state_dict())
+
+
+OTHER_DEVICE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration
+from model import GPT, GPTConfig
+
+class Backend(backend_registration._DummyBackendModule):
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16]
+
+backend_registration._setup_privateuseone_for_python_backend("gpu", Backend())
+with FakeTensorMode():
+    for vocab_size in (65, 50304):
+        with torch.device("gpu"):
+            model = GPT(GPTConfig(block_size=1024, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16))
+            x = torch.zeros(2, 1024, dtype=torch.long)
+        loss = model(x, x)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "gpu").step()
+        drawn = [t for T in (1, 1024) for kind in (0.0, 0.8) for t in model.generate(x[:, :T], 2, temperature=kind)]
+        drawn += model.generate(x[:, :4], 2, top_k=3, top_p=0.9)
+        print({str(t.device) for t in [loss, *drawn]})
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no devices made in Python",
+)
+def test_everything_stays_on_the_models_device():
+    # Without a GPU: tensors without content on a device of torch's that exists by name only, and is as strict.
+    done = subprocess.run([sys.executable, "-c", OTHER_DEVICE], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "{'gpu:0'}\n" * 2, done.stderr
