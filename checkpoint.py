@@ -109,15 +109,17 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads AdamW's moments; hyperparameters stay those of the settings, not the checkpoint's."""
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
+    """Loads AdamW's moments; hyperparameters stay those of the settings, not the checkpoint's.
+
+    Raises ValueError, naming `source`, where the moments do not belong to the model.
+    """
+    ours = optimizer.state_dict()["param_groups"]
     try:
-        optimizer.load_state_dict(state)
+        groups = [mine | {"params": saved["params"]} for mine, saved in zip(ours, state["param_groups"], strict=True)]
+        optimizer.load_state_dict(state | {"param_groups": groups})
     except (ValueError, KeyError) as e:
-        raise ValueError(f"the checkpoint's optimizer state does not fit the model ({e})") from None
-    for group, keep in zip(optimizer.param_groups, options, strict=True):
-        group.update(keep)
+        raise ValueError(f"{source}: the optimizer state does not fit the model ({e})") from None
 
 
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:

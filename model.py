@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -46,12 +46,12 @@ class GPTConfig:
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try --n_head={best}")
 
     @classmethod
-    def of(cls, model_args: dict[str, Any]) -> GPTConfig:
-        """The configuration that a checkpoint holds. Raises ValueError where it is not one of ours."""
+    def of(cls, model_args: dict[str, Any], source: str) -> GPTConfig:
+        """The configuration that a checkpoint holds. Raises ValueError, naming `source`, where it is none of ours."""
         try:
             return cls(**model_args)
-        except TypeError as e:  # a name that is not ours, or a value of another type
-            raise ValueError(f"model_args={model_args} are not those of a GPT-2 ({e})") from None
+        except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
+            raise ValueError(f"{source}: model_args={model_args} are not those of a GPT-2 ({e})") from None
 
 
 class KVCache:
@@ -208,14 +208,14 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     @classmethod
-    def from_state(cls, model_args: dict[str, Any], state: dict[str, Tensor]) -> GPT:
-        """A model with the weights `state`. Raises ValueError where they do not belong to model_args."""
-        model = cls(GPTConfig.of(model_args))
+    def from_state(cls, config: GPTConfig, state: dict[str, Tensor], source: str) -> GPT:
+        """A model with the weights `state`. Raises ValueError, naming `source`, where they do not fit the config."""
+        model = cls(config)
         try:
             model.load_state_dict(state)
         except RuntimeError as e:  # missing or misshapen tensors
             reason = " ".join(str(e).split())
-            raise ValueError(f"these weights are not a GPT of {model_args}: {reason[:200]}") from None
+            raise ValueError(f"{source}: these weights are not a GPT of {asdict(config)}: {reason[:200]}") from None
         return model
 
     # ---- training ----------------------------------------------------------------------------------------

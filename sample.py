@@ -21,7 +21,7 @@ import hardware
 from configurator import configure, one_line_errors
 from data.tokenizer import Tokenizer, from_meta
 from data.tokens import read_meta
-from model import GPT
+from model import GPT, GPTConfig
 
 DATA = Path(__file__).parent / "data"
 
@@ -122,9 +122,11 @@ def main(c: SampleConfig) -> list[str]:
 def load(c: SampleConfig) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer that it was trained with. Raises ValueError."""
     if c.init_from != "resume":
-        return GPT.from_state(*checkpoint.load_gpt2(c.init_from)), from_meta({"name": "gpt2"})
+        model_args, weights = checkpoint.load_gpt2(c.init_from)
+        model = GPT.from_state(GPTConfig.of(model_args, c.init_from), weights, c.init_from)
+        return model, from_meta({"name": "gpt2"})
     saved = checkpoint.load(c.out_dir)
-    model = GPT.from_state(saved["model_args"], saved["model"])
+    model = GPT.from_state(GPTConfig.of(saved["model_args"], c.out_dir), saved["model"], c.out_dir)
     meta = saved.get("tokenizer")
     if not meta:  # nanoGPT's checkpoints name their data set instead
         meta = read_meta(DATA / saved["config"].get("dataset", ""))["tokenizer"]

@@ -126,12 +126,13 @@ def main(c: TrainConfig) -> float:
     folder = DATA / c.dataset
     meta = read_meta(folder)
     saved: dict[str, Any] = {}
+    source = c.out_dir if c.init_from == "resume" else c.init_from
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
         args = GPTConfig(c.block_size, vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias)
     elif c.init_from == "resume":
         saved = checkpoint.load(c.out_dir)
-        args = GPTConfig.of(saved["model_args"] | {"dropout": c.dropout})
+        args = GPTConfig.of(saved["model_args"] | {"dropout": c.dropout}, source)
         for name in MODEL_SETTINGS:
             if getattr(c, name) != getattr(args, name):
                 raise ValueError(
@@ -139,12 +140,12 @@ def main(c: TrainConfig) -> float:
                 )
     else:
         model_args, weights = checkpoint.load_gpt2(c.init_from)
-        args = GPTConfig.of(model_args | {"dropout": c.dropout})
+        args = GPTConfig.of(model_args | {"dropout": c.dropout}, source)
         saved = {"model": weights, "tokenizer": {"name": "gpt2"}}
     check_vocabulary(folder, meta, args.vocab_size, saved.get("tokenizer"))
     T = c.block_size
     train_split, val_split = (Split(folder, s, T, args.vocab_size, c.seed) for s in ("train", "val"))
-    model = GPT.from_state(asdict(args), saved["model"]) if saved else GPT(args)
+    model = GPT.from_state(args, saved["model"], source) if saved else GPT(args)
     model.crop_block_size(T)
     start_iter: int = saved.get("iter_num", 0)
     best_val_loss: float = saved.get("best_val_loss", math.inf)
@@ -156,7 +157,7 @@ def main(c: TrainConfig) -> float:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
     if start_iter:
-        checkpoint.restore_optimizer(optimizer, saved["optimizer"])
+        checkpoint.restore_optimizer(optimizer, saved["optimizer"], source)
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
     saved = {}  # frees what the memory-mapped file holds

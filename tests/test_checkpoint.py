@@ -62,7 +62,7 @@ def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_
     saved["model"] = model | {"_orig_mod.transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)}
     torch.save(saved, tmp_path / "ckpt.pt")
     loaded = checkpoint.load(tmp_path)
-    GPT.from_state(loaded["model_args"], loaded["model"])
+    GPT.from_state(GPTConfig(**loaded["model_args"]), loaded["model"], "out")
     assert loaded["best_val_loss"] == 2.5
     assert loaded["config"] == {"dataset": "x", "learning_rate": 0.1}
 
@@ -175,7 +175,7 @@ def gpt2_folder(folder: Path, **changes: Any) -> str:
 
 def test_gpt2_folder_as_the_hub_has_it_loads(tmp_path):
     args, weights = checkpoint.load_gpt2(gpt2_folder(tmp_path))
-    model = GPT.from_state(args, weights)
+    model = GPT.from_state(GPTConfig(**args), weights, "gpt2")
     assert model.config == CONFIG
     assert model.lm_head.weight is model.transformer.wte.weight
 

@@ -108,7 +108,8 @@ def is_conv1d(name: str) -> bool:
 def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(tmp_path):
     theirs = hugging_face()
     theirs.save_pretrained(tmp_path)
-    assert_same_model(GPT.from_state(*checkpoint.load_gpt2(str(tmp_path))), theirs)
+    model_args, weights = checkpoint.load_gpt2(str(tmp_path))
+    assert_same_model(GPT.from_state(GPTConfig(**model_args), weights, "gpt2"), theirs)
 
 
 def test_our_weights_give_our_logits_loss_and_gradients_in_transformers():
@@ -303,7 +304,7 @@ def test_impossible_sizes_are_named(name, value):
 
 def test_weights_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="not a GPT of"):
-        GPT.from_state({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 9}, make().state_dict())
+        GPT.from_state(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=9), make().state_dict(), "out")
 
 
 OTHER_DEVICE = """

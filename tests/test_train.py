@@ -21,7 +21,7 @@ import checkpoint
 import train
 from data.tokenizer import BytesTokenizer
 from data.tokens import write_dataset
-from model import GPT
+from model import GPT, GPTConfig
 from train import TrainConfig, main
 
 
@@ -225,7 +225,7 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
     assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
-    model = GPT.from_state(checkpoint.load(tmp_path)["model_args"], weights(tmp_path))
+    model = GPT.from_state(GPTConfig(**checkpoint.load(tmp_path)["model_args"]), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["peak_flops"] > 1e9
