@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+import zipfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +30,21 @@ GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 def save(checkpoint: dict[str, Any], out_dir: Path, best: bool) -> None:
     """Writes out_dir/ckpt.pt; with `best`, keeps the same file as out_dir/ckpt_best.pt as well.
 
-    The earlier checkpoint stays until the new one is on the disk, so twice its size must be free. Raises
+    The earlier checkpoint stays until the new one is on the disk, so its size must be free once more. Raises
     OSError, with the earlier one unharmed, where it cannot be written.
     """
-    path = out_dir / NAME
+    path, best_path = out_dir / NAME, out_dir / BEST
     tmp = out_dir / (NAME + ".tmp")
     try:
         with open(tmp, "wb") as f:
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
+        if path.exists() and not best and not best_path.exists():  # nanoGPT's, which has no other file
+            keep(path, best_path)
         os.replace(tmp, path)
         if best:
-            keep(path, out_dir / BEST)
+            keep(path, best_path)
         sync_folder(out_dir)
     except (OSError, RuntimeError) as e:  # torch wraps a failed write in a RuntimeError
         tmp.unlink(missing_ok=True)
@@ -87,12 +92,16 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint; is --out_dir right?")
     try:
+        if damaged := damaged_part(path, path.stat().st_mtime_ns):
+            raise ValueError(f"the checksum of {damaged} does not match")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # zip, pickle and storage errors all differ
         best = path.with_name(BEST)
         other = f"--out_dir={best} is another" if best.exists() and best != path else "restore it from a copy"
-        reason = str(e).strip().splitlines()[0]
-        raise ValueError(f"{path} is not a readable checkpoint ({type(e).__name__}: {reason[:120]}); {other}") from None
+        reason = str(e).strip().splitlines()[0][:120]
+        if isinstance(e, pickle.UnpicklingError):
+            reason = "it holds more than tensors and plain values, which only its maker's code can read"
+        raise ValueError(f"{path} is not a readable checkpoint ({reason}); {other}") from None
     found = checkpoint if isinstance(checkpoint, dict) else {}
     lacking = [name for name, kind in KEYS.items() if not isinstance(found.get(name), kind)]
     if lacking:
@@ -109,6 +118,13 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+@lru_cache(1)  # a resumed run reads its checkpoint twice: for the settings, then for the weights
+def damaged_part(path: Path, mtime_ns: int) -> str | None:
+    """The first part of a checkpoint whose checksum does not match; torch.load does not look."""
+    with zipfile.ZipFile(path) as file:
+        return file.testzip()
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
     """Loads AdamW's moments; hyperparameters stay those of the settings, not the checkpoint's.
 
@@ -120,6 +136,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], s
         optimizer.load_state_dict(state | {"param_groups": groups})
     except (ValueError, KeyError) as e:
         raise ValueError(f"{source}: the optimizer state does not fit the model ({e})") from None
+    for moments in optimizer.state.values():
+        # On a CPU they are still the file's, which this run is going to replace and others may.
+        moments.update({k: v.clone() for k, v in moments.items() if isinstance(v, Tensor)})
 
 
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
@@ -162,8 +181,8 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     lacking = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
     if lacking:
         raise ValueError(
-            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; choose scratch, resume, "
-            f"{', '.join(GPT2_NAMES)} or a folder with config.json and model.safetensors"
+            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
+            f"{', '.join(GPT2_NAMES)}, or a folder with config.json and model.safetensors"
         )
     try:
         config = dict(json.loads((folder / "config.json").read_text()))

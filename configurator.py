@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import io
 import math
 import os
 import runpy
@@ -39,11 +40,16 @@ def configure(cls: type[Config], argv: list[str], base: Mapping[str, Any] | None
     `base` holds values that stand in for the defaults, such as a checkpoint's settings. Raises ConfigError,
     one line, for unknown names, wrong types and unreadable files. Exits after printing the settings on --help.
     """
+    return build(cls, read_settings(cls, argv, base))
+
+
+def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
+    """An instance of `cls`; ConfigError where the dataclass's own checks refuse the values."""
     try:
-        return cls(**read_settings(cls, argv, base))
+        return cls(**values)
     except ConfigError:
         raise
-    except ValueError as e:  # raised by the dataclass's own checks of ranges
+    except ValueError as e:
         raise ConfigError(str(e)) from None
 
 
@@ -53,7 +59,8 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
         print(help_text(cls))
         raise SystemExit(0)
     types = get_type_hints(cls)
-    values = {f.name: f.default for f in fields(cls)} | dict(base or {})
+    values = {f.name: f.default for f in fields(cls)}
+    values |= {name: check(value, types[name], f"what is resumed has {name}") for name, value in (base or {}).items()}
     overrides: dict[str, Any] = {}
     for arg in argv:
         if not arg.startswith("-"):
@@ -72,14 +79,15 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
 def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a Python config file assigns, starting from `values`. Raises ConfigError with file:line."""
     if not Path(path).is_file():
-        near = difflib.get_close_matches(path, (p.as_posix() for p in Path(path).parent.glob("*.py")), n=1)
-        raise ConfigError(f"{path}: no such config file" + (f"; did you mean {near[0]}?" if near else ""))
+        near = difflib.get_close_matches(Path(path).stem, (p.stem for p in Path(path).parent.glob("*.py")), n=1)
+        hint = f"; did you mean {Path(path).with_name(near[0]).as_posix()}.py?" if near else ""
+        raise ConfigError(f"{path}: no such config file{hint}")
     try:
         result = runpy.run_path(path, init_globals=dict(values), run_name="config")
         tree = ast.parse(Path(path).read_bytes())
     except Exception as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else 1
+        line = (e.lineno or 1) if isinstance(e, SyntaxError) else lines[-1] if lines else 1
         raise ConfigError(f"{path}:{line}: {type(e).__name__}: {e}") from None
     lineno = {n.id: n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     out: dict[str, Any] = {}
@@ -168,13 +176,22 @@ def help_text(cls: type) -> str:
     return "\n".join(out)
 
 
+def is_out_of_memory(e: BaseException) -> bool:
+    """Whether e says so: a MemoryError, or torch's RuntimeError in the words of CUDA, MPS, Linux or Windows."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and any(w in str(e) for w in words))
+
+
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[None]:
     """Turns what a user can cause into one line on stderr and an exit status: 2 for settings, 1 otherwise.
 
-    That is any OSError, and a ValueError that our own code raised; one that comes out of a library is a defect
-    of ours and keeps its traceback, as all do with DESKGPT_TRACEBACK=1.
+    That is any OSError, running out of memory (the line then tells the remedy given), and a ValueError that our
+    own code raised; one that comes out of a library is a defect of ours and keeps its traceback, as all do with
+    DESKGPT_TRACEBACK=1. Text that the terminal's encoding lacks is shown as "?".
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
     except KeyboardInterrupt:
@@ -182,11 +199,19 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    except (ValueError, OSError) as e:
+        raise SystemExit(1) from None
+    except (ValueError, OSError, RuntimeError, MemoryError) as e:
         raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename).resolve()
         inside = raised_in.is_relative_to(Path(__file__).resolve().parent) and "site-packages" not in raised_in.parts
-        if not (inside or isinstance(e, OSError)) or os.environ.get("DESKGPT_TRACEBACK"):
+        if is_out_of_memory(e):
+            message = f"out of memory; {if_out_of_memory}"
+        elif isinstance(e, OSError):
+            message = f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
+        elif isinstance(e, ValueError) and inside:
+            message = str(e)
+        else:
             raise
-        print(f"error: {e}", file=sys.stderr)
+        if os.environ.get("DESKGPT_TRACEBACK"):
+            raise
+        print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None

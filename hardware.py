@@ -36,8 +36,11 @@ NVIDIA_PEAKS = {
 }
 
 
-def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The torch device for auto, cpu, cuda, cuda:N or mps. Raises ValueError where it is not there."""
+def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
+    """The torch device for auto, cpu, cuda, cuda:N or mps, of one of so many ranks on this machine.
+
+    Raises ValueError where it is not there, or where several ranks would share one GPU.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -47,9 +50,14 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device={name}: torch {torch.__version__} sees no CUDA device; try --device=auto")
+        if local_ranks > 1 and device.index is not None:
+            raise ValueError(f"device={device} is one GPU for {local_ranks} ranks; try --device=cuda")
+        n = torch.cuda.device_count()
+        if local_ranks > n:
+            raise ValueError(f"{local_ranks} ranks need as many GPUs, this machine has {n}; try --nproc_per_node={n}")
         device = torch.device("cuda", local_rank if device.index is None else device.index)
-        if device.index >= torch.cuda.device_count():
-            there = ", ".join(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+        if device.index >= n:
+            there = ", ".join(f"cuda:{i}" for i in range(n))
             raise ValueError(f"device={device}: this machine has {there}; try --device=cuda:0")
     elif device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError("device=mps: torch sees no Apple GPU here; try --device=auto")
@@ -127,7 +135,7 @@ def measured_matmul_flops(device: torch.device, dtype: str) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as its vendor calls it, such as "NVIDIA GeForce RTX 4070"; on CPUs with the threads torch uses."""
+    """The device as it calls itself, such as "NVIDIA GeForce RTX 4070"; on CPUs with the threads torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()

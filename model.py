@@ -36,8 +36,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value} must be a whole number of at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.n_embd % self.n_head:
@@ -125,15 +126,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The gradients of a chunk are taken while its logits exist, so nothing of size (N, V) is kept for the
     backward pass and no matmul runs twice. h (N, C) and weight (V, C) in any float dtype, targets (N,) with
-    -1 ignored; matmuls run in `dtype`, softmax and sums in float32. Own code because torch 2.13's
-    `linear_cross_entropy`, no faster, rounds a bfloat16 loss to 3 digits (torch 2.11 has none), and recomputing
-    with `torch.utils.checkpoint` pays for a fourth matmul: bench/results/2026-11-21-loss.md.
+    -1 ignored; matmuls run in `dtype`, softmax and sums in float32. needs_grad says whether a backward pass is to
+    come: in here, gradients are always off. Own code because torch 2.13's `linear_cross_entropy`, no faster, rounds
+    a bfloat16 loss to 3 digits (torch 2.11 has none), and recomputing with `torch.utils.checkpoint` pays for a
+    fourth matmul: bench/results/2026-11-21-loss.md.
     """
 
     @staticmethod
-    def forward(ctx, h, weight, targets, dtype, chunk):
+    def forward(ctx, h, weight, targets, dtype, chunk, needs_grad):
         with torch.autocast(h.device.type, enabled=False):
-            needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
             N, V, w = h.size(0), weight.size(0), weight.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=h.device)
             # Every chunk writes into the same tensors: fresh ones took a quarter longer on a CPU.
@@ -162,7 +163,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None
+        return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None, None
 
 
 class Transformer(nn.Module):
@@ -177,9 +178,10 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of token ids (B, T); with a cache, idx continues what it holds."""
+        """Final hidden states (B, T, C) of token ids (B, T); a cache that holds something takes one token more."""
         start = cache.length if cache is not None else 0
         T, limit = idx.size(1), self.wpe.num_embeddings
+        assert start == 0 or T == 1
         if start + T > limit:
             raise ValueError(f"{start + T} tokens do not fit into block_size={limit}")
         pos = torch.arange(start, start + T, device=idx.device)
@@ -234,7 +236,7 @@ class GPT(nn.Module):
         kind = h.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
         chunk = max(1, LOGITS_CHUNK // self.config.vocab_size)
-        total = LinearCrossEntropy.apply(h, self.lm_head.weight, targets, dtype, chunk)
+        total = LinearCrossEntropy.apply(h, self.lm_head.weight, targets, dtype, chunk, torch.is_grad_enabled())
         return None, total / (targets >= 0).sum()
 
     def configure_optimizers(
@@ -318,8 +320,10 @@ def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | No
     """
     if temperature == 0:
         return logits.argmax(1, keepdim=True)
-    # On the CPU in float64: cumulative sums over 50,000 tokens round noticeably in float32, and MPS has no float64.
-    device, logits = logits.device, logits.cpu().double() / temperature
+    # In float64: cumulative sums over 50,000 tokens round noticeably in float32. MPS has none: there on the CPU.
+    device = logits.device
+    logits = (logits.cpu() if device.type == "mps" else logits).double()
+    logits = (logits - logits.amax(1, keepdim=True)) / temperature  # at most 0: no temperature overflows
     if top_k is not None and top_k < logits.size(1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     p = logits.softmax(1)
@@ -327,5 +331,5 @@ def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | No
         p, order = p.sort(dim=1, descending=True, stable=True)
         p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)  # the token that crosses top_p stays
     cdf = p.cumsum(1)
-    pick = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=p.size(1) - 1)
+    pick = torch.searchsorted(cdf, u.to(cdf.device) * cdf[:, -1:], right=True).clamp_(max=p.size(1) - 1)
     return (order.gather(1, pick) if top_p < 1 else pick).to(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ class RunLog:
 
     def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
         try:
-            self.file = open(path, "a") if path else None  # noqa: SIM115 (it stays open as long as the run)
+            self.file = open(path, "a+") if path else None  # noqa: SIM115 (it stays open as long as the run)
+            if self.file and self.file.tell() and not Path(self.file.name).read_bytes().endswith(b"\n"):
+                self.file.write("\n")  # a crash or a full disk left the last line torn
         except OSError as e:
             raise OSError(f"cannot write {path}: {e.strerror}; choose another --out_dir") from None
         self.wandb_run = wandb_run
@@ -33,19 +37,28 @@ class RunLog:
                 self.file.flush()
             except OSError as e:
                 raise OSError(
-                    f"cannot write {self.file.name}: {e.strerror}; free some disk space, then --init_from=resume"
+                    f"cannot write {self.file.name}: {e.strerror}; free some disk space and start again, "
+                    "with --init_from=resume where there is a checkpoint"
                 ) from None
         if self.wandb_run and event in ("iter", "eval"):
             metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES}
             if "mfu" in metrics:
                 metrics["mfu"] *= 100  # nanoGPT logs per cent
-            self.wandb_run.log(metrics, step=fields["iter"])
+            self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
 
     def close(self) -> None:
         if self.file:
             self.file.close()
+        self._wandb(lambda run: run.finish())
+
+    def _wandb(self, call: Callable[[Any], None]) -> None:
+        """Calls wandb where it is used; what fails there ends its part of the log and not the run."""
         if self.wandb_run:
-            self.wandb_run.finish()
+            try:
+                call(self.wandb_run)
+            except Exception as e:
+                print(f"wandb failed ({' '.join(str(e).split())[:200]}); the run goes on without it", file=sys.stderr)
+                self.wandb_run = None
 
 
 def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:

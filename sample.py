@@ -19,6 +19,7 @@ import torch
 import checkpoint
 import hardware
 from configurator import configure, one_line_errors
+from data.text.prepare import read_text
 from data.tokenizer import Tokenizer, from_meta
 from data.tokens import read_meta
 from model import GPT, GPTConfig
@@ -52,8 +53,8 @@ class SampleConfig:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
-        if self.seed + self.num_samples >= 2**63:
-            raise ValueError(f"seed={self.seed} must be below 2^63")
+        if self.seed + self.num_samples > 2**63:
+            raise ValueError(f"seed={self.seed} must be at most 2^63 - num_samples")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 
@@ -63,6 +64,9 @@ def main(c: SampleConfig) -> list[str]:
     # ---- model and tokenizer -------------------------------------------------------------------------------
     device = hardware.resolve_device(c.device)
     model, tokenizer = load(c)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        source = c.out_dir if c.init_from == "resume" else c.init_from
+        raise ValueError(f"{source}: the weights hold NaN or infinity, of which no text comes; take another checkpoint")
     model.eval().to(device)
     # One row at a time the weights' way through memory is all that counts, and autocast would cast them anew for
     # every token: float32 unless asked for on a CPU.
@@ -70,7 +74,9 @@ def main(c: SampleConfig) -> list[str]:
     amp = hardware.autocast(device, hardware.resolve_dtype(dtype, device, model.config.n_embd))
 
     # ---- prompt --------------------------------------------------------------------------------------------
-    prompt = Path(c.start[5:]).read_text(encoding="utf-8") if c.start.startswith("FILE:") else c.start
+    prompt = read_text([Path(c.start[5:])]) if c.start.startswith("FILE:") else c.start
+    if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of other bytes than UTF-8
+        raise ValueError(f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv")
     ids = tokenizer.encode_prompt(prompt).astype("int64")
     if len(ids) == 0:
         raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
@@ -129,7 +135,10 @@ def load(c: SampleConfig) -> tuple[GPT, Tokenizer]:
     model = GPT.from_state(GPTConfig.of(saved["model_args"], c.out_dir), saved["model"], c.out_dir)
     meta = saved.get("tokenizer")
     if not meta:  # nanoGPT's checkpoints name their data set instead
-        meta = read_meta(DATA / saved["config"].get("dataset", ""))["tokenizer"]
+        folder = DATA / saved["config"].get("dataset", "")
+        meta = read_meta(folder)["tokenizer"]
+        if not meta:
+            raise ValueError(f"{folder / 'meta.pkl'} does not hold the characters (stoi, itos) to read and write text")
     tokenizer = from_meta(meta)
     if tokenizer.vocab_size > model.config.vocab_size:
         dataset = saved["config"].get("dataset")
@@ -175,5 +184,5 @@ class Sample:
 
 
 if __name__ == "__main__":
-    with one_line_errors():
+    with one_line_errors("lower --num_samples or --max_new_tokens, or take --stream"):
         main(configure(SampleConfig, sys.argv[1:]))

@@ -10,6 +10,7 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -27,9 +28,9 @@ from tqdm import tqdm
 
 import checkpoint
 import hardware
-from configurator import configure, one_line_errors, read_settings
+from configurator import build, is_out_of_memory, one_line_errors, read_settings
 from data.tokenizer import padded_vocab_size
-from data.tokens import Split, check_vocabulary, read_meta
+from data.tokens import Split, check_vocabulary, read_meta, token_files
 from model import GPT, GPTConfig
 from runlog import RunLog, clock, start_wandb
 
@@ -100,7 +101,7 @@ def main(c: TrainConfig) -> float:
     rank, world, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    device = hardware.resolve_device(c.device, local_rank)
+    device = hardware.resolve_device(c.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if c.gradient_accumulation_steps % world:
         nearest = -(-c.gradient_accumulation_steps // world) * world
         raise ValueError(
@@ -119,11 +120,13 @@ def main(c: TrainConfig) -> float:
         dist.init_process_group(
             "nccl" if c.backend == "auto" and device.type == "cuda" else c.backend.replace("auto", "gloo")
         )
-    say = print if rank == 0 else lambda *_: None
+    say = functools.partial(print, flush=True) if rank == 0 else lambda *_: None  # flushed: for files, tee and tail
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
     folder = DATA / c.dataset
+    for split in ("train", "val"):
+        token_files(folder, split)  # raises where there are none: sooner than a vocabulary is found wanting
     meta = read_meta(folder)
     saved: dict[str, Any] = {}
     source = c.out_dir if c.init_from == "resume" else c.init_from
@@ -156,7 +159,7 @@ def main(c: TrainConfig) -> float:
     amp = hardware.autocast(device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
-    if start_iter:
+    if start_iter and not c.eval_only:
         checkpoint.restore_optimizer(optimizer, saved["optimizer"], source)
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
@@ -165,13 +168,13 @@ def main(c: TrainConfig) -> float:
     runner: torch.nn.Module = torch.compile(model) if c.compile else model  # type: ignore[assignment]
     t0 = time.perf_counter()
     try:
-        ddp = warm_up(runner, batch, amp, scaler, device, distributed)
+        ddp = warm_up(runner, batch, amp, scaler, device, distributed, c.eval_only)
     except Exception as e:
-        if not c.compile or isinstance(e, torch.OutOfMemoryError):
+        if not c.compile or is_out_of_memory(e):
             raise
         say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
         runner = model
-        ddp = warm_up(runner, batch, amp, scaler, device, distributed)
+        ddp = warm_up(runner, batch, amp, scaler, device, distributed, c.eval_only)
     optimizer.zero_grad()
     warm_up_s = time.perf_counter() - t0
 
@@ -179,11 +182,11 @@ def main(c: TrainConfig) -> float:
     out_dir = checkpoint.folder_of(c.out_dir)
     records = rank == 0 and not c.eval_only
     files = (checkpoint.NAME, checkpoint.BEST, "log.jsonl")
-    if records and c.init_from != "resume" and (old := checkpoint.set_aside(out_dir, files)):
-        say(f"{out_dir} held an earlier run; it is now in {old}")
     wandb_run = (
         start_wandb(c.wandb_project, c.wandb_run_name, asdict(c), wandb_run_id) if c.wandb_log and records else None
     )
+    if records and c.init_from != "resume" and (old := checkpoint.set_aside(out_dir, files)):
+        say(f"{out_dir} held an earlier run; it is now in {old}")
     log = RunLog(out_dir / "log.jsonl" if records else None, wandb_run)
     tokens_per_step = global_batch * T
     flops_per_token = model.estimate_flops()
@@ -219,7 +222,7 @@ def main(c: TrainConfig) -> float:
     # ---- train -----------------------------------------------------------------------------------------------
     step = start_iter
     window_steps, window_s = 0, 0.0  # since the last log line: steps, and seconds of these alone
-    train_s = eval_s = save_s = last_eval_s = 0.0
+    train_s = eval_s = save_s = last_eval_s = last_save_s = 0.0
     t0 = time.perf_counter()
     while True:
         lr = learning_rate(c, step)
@@ -254,8 +257,7 @@ def main(c: TrainConfig) -> float:
                     "tokenizer": meta["tokenizer"],
                     "wandb_run_id": wandb_run.id if wandb_run else wandb_run_id,
                 }
-                # With always_save_checkpoint off, ckpt.pt itself is the best one.
-                checkpoint.save(state, out_dir, best=improved and c.always_save_checkpoint)
+                checkpoint.save(state, out_dir, best=improved)
                 last_save_s = time.perf_counter() - t0
                 save_s += last_save_s
                 log.write("save", iter=step, best=improved, save_s=last_save_s)
@@ -296,8 +298,8 @@ def main(c: TrainConfig) -> float:
             window_steps, window_s = 0, 0.0
             tokens_per_s = tokens_per_step / step_s
             mfu = tokens_per_s * flops_per_token / total_peak
-            left = c.max_iters - step - 1
-            eta_s = left * step_s + (left // c.eval_interval + 1) * last_eval_s
+            evals_left = math.ceil(c.max_iters / c.eval_interval) - step // c.eval_interval
+            eta_s = (c.max_iters - step - 1) * step_s + evals_left * (last_eval_s + last_save_s)
             say(
                 f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
                 f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm.item():.3f}, eta {clock(eta_s)}"
@@ -340,6 +342,7 @@ def main(c: TrainConfig) -> float:
     )
     log.close()
     if distributed:
+        dist.barrier()  # no rank leaves while rank 0 saves: torchrun would take a fault of one for the end of all
         dist.destroy_process_group()
     return best_val_loss
 
@@ -388,15 +391,20 @@ def warm_up(
     scaler: Any,
     device: torch.device,
     distributed: bool,
+    eval_only: bool,
 ) -> DDP | None:
     """One forward and backward pass, and one of evaluation, so that compiling is over before any clock starts.
 
-    Returns runner wrapped in DDP where there are several ranks. The gradients are the caller's to drop.
+    Returns runner wrapped in DDP where there are several ranks. The gradients are the caller's to drop; with
+    eval_only there are none, and no DDP.
     """
-    ddp = DDP(runner, device_ids=[device.index] if device.type == "cuda" else None) if distributed else None
-    with amp:
-        loss = (ddp or runner)(*batch)[1]
-    scaler.scale(loss).backward()
+    ddp = None
+    if not eval_only:
+        if distributed:
+            ddp = DDP(runner, device_ids=[device.index] if device.type == "cuda" else None)
+        with amp:
+            loss = (ddp or runner)(*batch)[1]
+        scaler.scale(loss).backward()
     runner.eval()
     with torch.no_grad(), amp:
         runner(*batch)
@@ -406,7 +414,7 @@ def warm_up(
 
 
 def to_device(batch: tuple[np.ndarray, np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch as tensors on the device; on CUDA the copy runs beside the work queued there."""
+    """A batch as tensors on the device; on CUDA without waiting for the work queued there."""
     x, y = (torch.from_numpy(a) for a in batch)
     if device.type == "cuda":
         x, y = x.pin_memory(), y.pin_memory()
@@ -421,25 +429,20 @@ def all_sum(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x
 
 
-def resumed_settings(out_dir: str) -> dict[str, Any]:
-    """The settings of the run in out_dir: what the command line leaves open when it is resumed."""
+def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
+    """The settings of the run in out_dir, overridden by config files (but for the model's size) and command line."""
     saved = checkpoint.load(out_dir)
-    of_model = {k: v for k, v in saved["model_args"].items() if k in MODEL_SETTINGS}
-    known = {k: v for k, v in (saved["config"] | of_model).items() if k in TrainConfig.__dataclass_fields__}
-    return known | {"out_dir": out_dir, "init_from": "resume", "eval_only": False}
+    args = GPTConfig.of(saved["model_args"], out_dir)
+    sizes = [f"--{name}={getattr(args, name)}" for name in MODEL_SETTINGS]
+    known = {k: v for k, v in saved["config"].items() if k in TrainConfig.__dataclass_fields__}
+    return read_settings(
+        TrainConfig, [*sizes, *argv], known | {"out_dir": out_dir, "init_from": "resume", "eval_only": False}
+    )
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        given = read_settings(TrainConfig, sys.argv[1:])
-        resume = given["init_from"] == "resume"
-        config = configure(TrainConfig, sys.argv[1:], resumed_settings(given["out_dir"]) if resume else {})
-        try:
-            main(config)
-        except RuntimeError as e:
-            if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
-                raise
-            raise ValueError(
-                f"out of memory with batch_size={config.batch_size}, block_size={config.block_size}; halve "
-                f"--batch_size and double --gradient_accumulation_steps: the training stays the same"
-            ) from None
+    with one_line_errors("halve --batch_size and double --gradient_accumulation_steps: the training stays the same"):
+        settings = read_settings(TrainConfig, sys.argv[1:])
+        if settings["init_from"] == "resume":
+            settings = resumed_settings(sys.argv[1:], settings["out_dir"])
+        main(build(TrainConfig, settings))

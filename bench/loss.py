@@ -55,7 +55,7 @@ def ways(dtype: torch.dtype) -> dict[str, Loss]:
         return torch.stack(losses).sum() / len(t)
 
     def in_forward(chunk: int) -> Loss:
-        return lambda h, w, t: LinearCrossEntropy.apply(h, w, t, dtype, chunk) / len(t)
+        return lambda h, w, t: LinearCrossEntropy.apply(h, w, t, dtype, chunk, True) / len(t)
 
     out: dict[str, Loss] = {"plain": plain, "recomputed, chunks of 512": recomputed}
     out |= {f"LinearCrossEntropy, chunks of {n}": in_forward(n) for n in (128, 256, 512, 1024)}

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+SCANNED = 1 << 28  # a split of at most so many tokens is checked at the start, within a second; others as they are read
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -31,16 +33,17 @@ U64 = npt.NDArray[np.uint64]
 
 def write_atomically(path: Path, content: bytes | bytearray) -> None:
     """Writes path through a temporary file, so that it holds the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(path.name + ".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except OSError as e:
-        tmp.unlink(missing_ok=True)
+        with suppress(OSError):  # where the folder itself is none
+            tmp.unlink(missing_ok=True)
         raise OSError(
             f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder"
         ) from None
@@ -62,10 +65,11 @@ def read_tokens(path: Path) -> Ids:
         magic, version, count = np.fromfile(path, "<i4", 3)
         # Both must match: bare tokens can begin with the magic's two halves, hardly with the version behind it.
         if magic == MAGIC and version == VERSION:
-            if size != HEADER_BYTES + 2 * int(count):
-                held = (size - HEADER_BYTES) / 2
+            needed = HEADER_BYTES + 2 * int(count)
+            if size != needed:
                 raise ValueError(
-                    f"{path}: the header says {count:,} tokens, the file holds {held:,g}; prepare the data again"
+                    f"{path}: a header of {count:,} tokens makes {needed:,} bytes, the file has {size:,}; "
+                    "prepare the data again"
                 )
             return np.memmap(path, "<u2", "r", HEADER_BYTES, (int(count),))
     if size % 2:
@@ -98,7 +102,8 @@ def write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, so
         os.replace(new["val.bin"], folder / "val.bin")
     finally:
         for path in new.values():
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
     return meta
 
 
@@ -133,7 +138,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         if path.exists():
             meta = json.loads(path.read_text())
-            return {"tokenizer": dict(meta["tokenizer"]), "vocab_size": int(meta["vocab_size"])}
+            tokenizer, vocab_size = dict(meta["tokenizer"]), int(meta["vocab_size"])
+            if vocab_size < 1 or (tokenizer["name"] == "char" and len(tokenizer["chars"]) != vocab_size):
+                raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
+            return {"tokenizer": tokenizer, "vocab_size": vocab_size}
         path = folder / "meta.pkl"
         if path.exists():
             meta = BuiltinsOnly(io.BytesIO(path.read_bytes())).load()
@@ -210,21 +218,22 @@ class Split:
     """
 
     def __init__(self, folder: Path, split: str, block_size: int, vocab_size: int, seed: int = 0) -> None:
-        paths = sorted(folder.glob(f"{split}*.bin"))
-        if not paths:
-            raise ValueError(missing(folder, split))
-        shards = [(path, read_tokens(path)) for path in paths]
+        shards = [(path, read_tokens(path)) for path in token_files(folder, split)]
         long_enough = [(path, ids) for path, ids in shards if len(ids) > block_size]
         if not long_enough:
             longest = max(len(ids) for _, ids in shards)
+            shorter = f"try --block_size={longest - 1} or more data" if longest > 1 else "it needs more data"
             raise ValueError(
                 f"block_size={block_size} needs {block_size + 1} tokens in a row, {folder}/{split}*.bin has "
-                f"{longest:,}; try --block_size={max(1, longest - 1)} or more data"
+                f"{longest:,}; {shorter}"
             )
         self.paths, self.shards = [p for p, _ in long_enough], [ids for _, ids in long_enough]
         self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
         self.lengths = np.array([len(ids) for ids in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
+        if self.tokens <= SCANNED:
+            for shard, ids in enumerate(self.shards):
+                self._check(np.array([shard]), np.array([0]), ids[None])
         # One window fewer than could fit, except in a shard with room for one only: so every offset below
         # block_size leaves room for them all.
         counts = np.maximum(1, (self.lengths - block_size) // block_size)
@@ -260,13 +269,25 @@ class Split:
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
         T = self.block_size
         block = np.stack([self.shards[s][o : o + T + 1] for s, o in zip(shard, start, strict=True)]).astype(np.int64)
+        self._check(shard, start, block)
+        return block[:, :-1].copy(), block[:, 1:].copy()
+
+    def _check(self, shard: I64, start: I64, block: npt.NDArray[Any]) -> None:
+        """Raises ValueError where a row of block (rows, tokens), from `start` of its shard, has an id too large."""
         if block.max() >= self.vocab_size:
             row, column = np.argwhere(block >= self.vocab_size)[0]
             raise ValueError(
                 f"{self.paths[shard[row]]}: token {start[row] + column:,} is {block[row, column]}, and the vocabulary "
                 f"ends at {self.vocab_size - 1}; the file does not belong to this tokenizer or model"
             )
-        return block[:, :-1].copy(), block[:, 1:].copy()
+
+
+def token_files(folder: Path, split: str) -> list[Path]:
+    """The shards of a split, in order. Raises ValueError where there is none."""
+    paths = sorted(folder.glob(f"{split}*.bin"))
+    if not paths:
+        raise ValueError(missing(folder, split))
+    return paths
 
 
 def missing(folder: Path, split: str) -> str:

@@ -123,9 +123,11 @@ def test_data_of_another_vocabulary_than_the_checkpoints(tmp_path, run, script):
     message = r"vocabulary of 256 \(tokenizer bytes\), the model one of \d+ \(tokenizer char\).*prepare the data with"
     resume = ["--init_from=resume", f"--out_dir={run}", f"--dataset={tmp_path / 'data'}"]
     assert_fails(script, run, message, *resume)
+    resume[2] = f"--dataset={tmp_path / 'gone'}"
+    assert_fails(script, run, "dataset folder .*/gone does not exist", *resume)
 
 
-CHECKPOINTS = ["missing", "empty", "cut", "noise"]
+CHECKPOINTS = ["missing", "empty", "cut", "noise", "one bit"]
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
@@ -134,7 +136,9 @@ def test_checkpoints(run, script, path, kind):
     file, content = run / "ckpt.pt", (run / "ckpt.pt").read_bytes()
     file.unlink()
     if kind != "missing":
-        file.write_bytes({"empty": b"", "cut": content[:5000], "noise": os.urandom(5000)}[kind])
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        file.write_bytes({"empty": b"", "cut": content[:5000], "noise": os.urandom(5000), "one bit": flipped}[kind])
     message = {"missing": r"ckpt\.pt: no such checkpoint; is --out_dir right\?"}.get(
         kind, rf"ckpt\.pt is not a readable checkpoint .*; --out_dir={run}/ckpt_best\.pt is another"
     )
@@ -155,6 +159,8 @@ def test_resumed_run_has_the_size_that_it_had(run, script, name, value):
         ("optimizer", {}, "optimizer state does not fit the model"),
         ("model", {}, "these weights are not a GPT of"),
         ("model_args", {"n_kv_head": 2}, "model_args=.*n_kv_head.* are not those of a GPT-2"),
+        ("model_args", {"n_head": 3, "n_embd": 16}, "n_embd=16 is not a multiple of n_head=3"),
+        ("model_args", {"n_head": 2.0}, "n_head=2.0 must be a whole number"),
     ],
 )
 def test_checkpoint_with_odd_content(run, script, name, value, message):
@@ -165,7 +171,9 @@ def test_checkpoint_with_odd_content(run, script, name, value, message):
 
 def test_more_than_the_memory_holds(chars, run, script):
     settings = TINY | {"dataset": chars, "out_dir": run, "n_embd": 1 << 40}
-    message = r"out of memory with batch_size=4, block_size=16; halve --batch_size"
+    message = r"out of memory; halve --batch_size"
+    assert_fails(script, run, message, *flags(**settings))
+    settings |= {"n_embd": 16, "batch_size": 10**12}
     assert_fails(script, run, message, *flags(**settings))
 
 
@@ -186,12 +194,11 @@ def test_full_disk_while_logging(chars, tmp_path):
     assert re.match(r"error: cannot write .*log\.jsonl: .*; free some disk space", line)
 
 
-def test_no_network(tmp_path, run, script, monkeypatch):
+def test_no_network(chars, tmp_path, run, script, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    for path in ("train.py", "sample.py"):
-        assert_fails(
-            script, run, "init_from=gpt2: .* cannot be downloaded .*connect once", "--init_from=gpt2", path=path
-        )
+    message = "init_from=gpt2: .* cannot be downloaded .*connect once"
+    assert_fails(script, run, message, "--init_from=gpt2", f"--dataset={chars}")
+    assert_fails(script, run, message, "--init_from=gpt2", path="sample.py")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     text = tmp_path / "text.txt"

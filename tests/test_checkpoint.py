@@ -190,7 +190,7 @@ def test_relatives_of_gpt2_that_compute_otherwise_are_refused(tmp_path, changes)
 
 
 def test_incomplete_gpt2_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config\.json and no model\.safetensors; choose scratch, resume"):
+    with pytest.raises(ValueError, match=r"has no config\.json and no model\.safetensors; name one of gpt2"):
         checkpoint.load_gpt2(str(tmp_path))
     gpt2_folder(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 300)

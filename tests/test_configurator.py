@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import ConfigError, configure
+from configurator import ConfigError, configure, one_line_errors
 from sample import SampleConfig
 from train import TrainConfig
 
@@ -104,9 +105,9 @@ def test_modules_functions_classes_and_private_names_are_the_files_own_business(
 
 
 def test_nothing_of_a_config_file_reaches_this_process(tmp_path):
-    configure(Settings, [write(tmp_path, "_secret = 1\ncount = 3\n")])
+    configure(Settings, [write(tmp_path, "_of_a_config_file = 1\ncount = 3\n")])
     assert configure(Settings, []).count == 1
-    assert "_secret" not in globals()
+    assert not any("_of_a_config_file" in vars(module) for module in list(sys.modules.values()))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,21 @@ def test_faults_of_the_command_line_are_named(argument, message):
     with pytest.raises(ConfigError) as e:
         configure(Settings, [argument])
     assert message in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried"), RuntimeError("can't allocate memory: you")]
+)
+def test_running_out_of_memory_is_one_line_with_the_remedy(error, capsys):
+    with pytest.raises(SystemExit) as exit, one_line_errors("take less"):
+        raise error
+    assert (exit.value.code, capsys.readouterr().err) == (1, "error: out of memory; take less\n")
+
+
+def test_values_of_a_resumed_run_are_checked_as_others_are():
+    assert configure(Settings, [], {"count": 2.0}).count == 2
+    with pytest.raises(ConfigError, match="what is resumed has count='x' is not int"):
+        configure(Settings, [], {"count": "x"})
 
 
 def test_misspelt_file_is_guessed(tmp_path):

@@ -80,6 +80,9 @@ def test_two_gpus_share_a_run(chars, tmp_path):
     done = shell(*TORCHRUN, *flags(**settings))
     assert done.returncode == 0, done.stderr
     assert events(tmp_path, "start")[0]["world_size"] == 2
+    main(tiny(chars, tmp_path / "one", gradient_accumulation_steps=2))
+    for a, b in zip(events(tmp_path / "one", "iter"), events(tmp_path, "iter"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
 
 
 def test_one_rank_under_torchrun_uses_nccl(chars, tmp_path):
@@ -88,3 +91,17 @@ def test_one_rank_under_torchrun_uses_nccl(chars, tmp_path):
     done = shell(*words, *flags(**settings))
     assert done.returncode == 0, done.stderr
     assert checkpoint.load(tmp_path)["iter_num"] == 6
+
+
+def test_backend_of_gpus_is_nccl(chars, tmp_path, monkeypatch):
+    asked = []
+
+    def init_process_group(name):
+        asked.append(name)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("train.dist.init_process_group", init_process_group)
+    with pytest.raises(RuntimeError, match="far enough"):
+        main(tiny(chars, tmp_path))
+    assert asked == ["nccl"]

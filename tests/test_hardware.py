@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 import torch
+from torch.utils.benchmark import Timer
 
 import hardware
 
@@ -16,6 +17,16 @@ def test_auto_takes_what_is_there():
     assert hardware.resolve_device("auto").type == expected
 
 
+def test_ranks_never_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert hardware.resolve_device("auto", 1, 2) == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="3 ranks need as many GPUs, this machine has 2; try --nproc_per_node=2"):
+        hardware.resolve_device("auto", 1, 3)
+    with pytest.raises(ValueError, match="cuda:1 is one GPU for 2 ranks; try --device=cuda"):
+        hardware.resolve_device("cuda:1", 0, 2)
+
+
 def test_dtype_auto_on_a_cpu_is_bfloat16_only_where_it_pays(monkeypatch):
     for has, n_embd, expected in ((True, 768, "bfloat16"), (True, 64, "float32"), (False, 768, "float32")):
         monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda has=has: has)
@@ -26,7 +37,10 @@ def test_dtype_auto_on_a_cpu_is_bfloat16_only_where_it_pays(monkeypatch):
 def test_measured_peak_is_one_that_a_matmul_reaches():
     peak, source = hardware.peak_flops(CPU, "float32")
     assert source == "measured float32 matmul"
-    assert 1e8 < peak < 1e15
+    a = torch.randn(1024, 1024)
+    times = [Timer("a @ a", globals={"a": a}).timeit(1).median for _ in range(10)]
+    assert peak > 0.5 * 2 * 1024**3 / min(times)
+    assert peak < 50 * 2 * 1024**3 / min(times)
 
 
 def test_peak_of_a_gpu_in_the_table_names_its_source_and_another_is_measured(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import checkpoint
@@ -149,6 +150,18 @@ def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypat
         loss = model(idx, targets)[1]
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
+
+
+def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 1000)
+    model, x = make(), tokens(2, 32)
+    flops = {}
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counter:
+            model(x, x)
+        flops[grad] = counter.get_total_flops()
+    head = 2 * 64 * 32 * 100  # one of the three matmuls of the head
+    assert flops[True] - flops[False] == 2 * head
 
 
 def test_large_vocabulary_never_holds_all_logits():

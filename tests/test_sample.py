@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+import checkpoint
 from data.tokenizer import BytesTokenizer
 from data.tokens import write_dataset
 from model import GPT, GPTConfig
@@ -75,6 +76,23 @@ def test_stop_text_ends_a_sample_before_it(run):
 def test_prompt_from_a_file(run, tmp_path):
     (tmp_path / "prompt.txt").write_text("and\nso ")
     assert samples(run, start=f"FILE:{tmp_path / 'prompt.txt'}") == samples(run, start="and\nso ")
+    (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"and\nso ")
+    assert samples(run, start=f"FILE:{tmp_path / 'marked.txt'}") == samples(run, start="and\nso ")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
+        samples(run, start=f"FILE:{tmp_path / 'latin.txt'}")
+
+
+def test_smallest_temperature_is_greedy(run):
+    assert samples(run, temperature=1e-320) == samples(run, temperature=0.0)
+
+
+def test_weights_that_are_no_numbers_write_no_text(run, tmp_path):
+    saved = checkpoint.load(run)
+    saved["model"]["lm_head.weight"] = saved["model"]["lm_head.weight"] * float("nan")
+    checkpoint.save(saved, tmp_path, best=False)
+    with pytest.raises(ValueError, match="the weights hold NaN"):
+        samples(tmp_path)
 
 
 def test_compiled_model_writes_the_same(run, capsys):
@@ -89,13 +107,13 @@ def test_compiled_model_writes_the_same(run, capsys):
     assert not counters["graph_break"]
 
 
-def test_without_a_compiler_sampling_says_so_and_goes_on(run, tmp_path):
+def test_without_a_compiler_sampling_says_so_and_goes_on(run, tmp_path, script):
     env = os.environ | {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    settings = {"out_dir": run, "start": "the ", "num_samples": 2, "max_new_tokens": 5}
-    plain, done = (shell("python", "sample.py", *flags(**settings, compile=on), env=env) for on in (False, True))
+    settings = flags(out_dir=run, start="the ", num_samples=2, max_new_tokens=5)
+    done = shell("python", "sample.py", *settings, "--compile=True", env=env)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^compile=True does not work here \(.+\); sampling without it$", done.stderr, re.M)
-    assert done.stdout == plain.stdout
+    assert done.stdout == script("sample.py", *settings).out
 
 
 def test_dtypes_are_honoured(run):
@@ -107,7 +125,8 @@ def test_dtypes_are_honoured(run):
     [
         ("--start=thé ☃", "does not know 'é', '☃'; its"),
         ("--start=", "start='' holds no text to continue"),
-        ("--start=FILE:/no/such.txt", "/no/such.txt"),
+        ("--start=FILE:/no/such.txt", "cannot read /no/such.txt: No such file or directory; is its name right?"),
+        ("--start=\udcff", "is not UTF-8 text; convert it first"),
         ("--top_p=0", "top_p=0.0 must be above 0"),
         ("--num_samples=0", "num_samples=0 must be at least 1"),
         ("--temperature=-1", "temperature=-1.0 must be at least 0"),
@@ -155,7 +174,6 @@ def test_nothing_is_shown_that_would_have_to_be_taken_back():
     assert [sample.add(b) for b in b"aEENxEND"] == ["a", "", "E", "", "ENx", "", "", ""]
     assert sample.done
     assert sample.finish() == ""
-    assert codecs.lookup("utf-8")
 
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------------------

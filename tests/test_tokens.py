@@ -62,7 +62,7 @@ def test_file_cut_short_behind_its_header_is_named(tmp_path):
     path = tmp_path / "train.bin"
     write_tokens(path, np.arange(100, dtype=np.uint16), header=True)
     os.truncate(path, HEADER_BYTES + 40)
-    with pytest.raises(ValueError, match="the header says 100 tokens, the file holds 20"):
+    with pytest.raises(ValueError, match="a header of 100 tokens makes 1,224 bytes, the file has 1,064"):
         read_tokens(path)
 
 
@@ -265,13 +265,32 @@ def test_too_short_data_names_the_block_size_that_fits(tmp_path):
     assert Split(tmp_path, "train", 9, 100).n_windows == 1
 
 
-def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path):
+def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
     ids = np.zeros(50, np.uint16)
     ids[17] = 99
     write_tokens(tmp_path / "train.bin", ids)
+    message = r"train\.bin: token 17 is 99, and the vocabulary ends at 98"
+    with pytest.raises(ValueError, match=message):
+        Split(tmp_path, "train", 4, 99)
+    monkeypatch.setattr("data.tokens.SCANNED", 49)  # a larger split is checked as it is read
     split = Split(tmp_path, "train", 49, 99)
-    with pytest.raises(ValueError, match=r"train\.bin: token 17 is 99, and the vocabulary ends at 98"):
+    with pytest.raises(ValueError, match=message):
         split.train_batch(0, np.arange(1), 1)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"tokenizer": {"name": "bytes"}, "vocab_size": 0},
+        {"tokenizer": {"name": "char", "chars": "ab"}, "vocab_size": 3},
+        {"tokenizer": {"name": "char"}, "vocab_size": 3},
+        {"tokenizer": "char", "vocab_size": 3},
+    ],
+)
+def test_description_that_contradicts_itself_is_named(tmp_path, meta):
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"meta\.json does not describe token files"):
+        read_meta(tmp_path)
 
 
 def test_missing_data_says_how_to_make_it(tmp_path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import train
 from data.tokenizer import BytesTokenizer
 from data.tokens import write_dataset
 from model import GPT, GPTConfig
+from runlog import RunLog
 from train import TrainConfig, main
 
 
@@ -87,12 +89,14 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
     main(TrainConfig(**(settings | {"dataset": str(chars), "out_dir": str(tmp_path / "whole")})))
     out_dir = tmp_path / "killed"
     command = [sys.executable, "train.py", *flags(**settings, out_dir=out_dir)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with open(tmp_path / "terminal", "w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, env=env) as process:
         while not (out_dir / "ckpt.pt").exists():
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
     assert 0 < checkpoint.load(out_dir)["iter_num"] < 60
+    assert "iter 4: loss" in (tmp_path / "terminal").read_text()  # nothing printed waits in a buffer
     # The settings of the run are the checkpoint's: nothing has to be typed again.
     assert script("train.py", "--init_from=resume", f"--out_dir={out_dir}").code == 0
     assert trajectory(tmp_path / "whole") == trajectory(out_dir)
@@ -127,6 +131,16 @@ def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(chars, tmp_path
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6, 8]
 
 
+def test_config_file_of_another_size_resumes_a_run_of_this_size_as_in_nanogpt(chars, tmp_path, script):
+    main(tiny(chars, tmp_path, bias=True))
+    (tmp_path / "config.py").write_text("n_layer = 5\nbias = False\neval_interval = 4\n")
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8"]
+    done = script("train.py", tmp_path / "config.py", *resume)
+    assert done.code == 0, done.err
+    settings = events(tmp_path, "start")[1]["settings"]
+    assert (settings["n_layer"], settings["bias"], settings["eval_interval"]) == (2, True, 4)
+
+
 def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, script):
     main(tiny(chars, tmp_path))
     done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=1e-4")
@@ -141,8 +155,8 @@ def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, scri
 
 
 def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp_path):
-    settings = {"max_iters": 3, "eval_interval": 3, "learning_rate": 1e-3}
-    for name, batch_size, accumulation in (("1x12", 12, 1), ("3x4", 4, 3), ("12x1", 1, 12)):
+    settings = {"max_iters": 3, "eval_interval": 3, "learning_rate": 1e-3, "eval_iters": 5}
+    for name, batch_size, accumulation in (("1x12", 12, 1), ("3x4", 4, 3), ("4x3", 3, 4), ("12x1", 1, 12)):
         main(tiny(chars, tmp_path / name, batch_size=batch_size, gradient_accumulation_steps=accumulation, **settings))
     ranks = flags(**(TINY | settings | {"batch_size": 3, "gradient_accumulation_steps": 4}))
     done = shell(*TORCHRUN, *ranks, f"--dataset={chars}", f"--out_dir={tmp_path / 'ranks'}")
@@ -153,7 +167,7 @@ def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp
     whole, initial = trajectory(tmp_path / "1x12"), vector(tmp_path / "lr0")
     update = vector(tmp_path / "1x12") - initial
     assert update.norm() > 0.1
-    for name in ("3x4", "12x1", "ranks"):
+    for name in ("3x4", "4x3", "12x1", "ranks"):
         other = trajectory(tmp_path / name)
         for step in range(3):
             for value in ("loss", "grad_norm"):
@@ -161,24 +175,16 @@ def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp
         # Adam divides by the gradient's size: a few entries that are nearly 0 turn rounding into whole steps.
         difference = vector(tmp_path / name) - initial - update
         assert difference.norm() < 1e-4 * update.norm(), name
+    # The ranks share the five batches that one rank evaluates on.
+    for step, losses in trajectory(tmp_path / "4x3")["eval"].items():
+        assert trajectory(tmp_path / "ranks")["eval"][step] == pytest.approx(losses, rel=2e-6)
 
 
-def test_evaluation_shared_among_ranks_covers_the_windows_of_one(chars, tmp_path):
-    settings = TINY | {"max_iters": 0, "eval_iters": 5, "dataset": chars}
-    done = shell(*TORCHRUN, *flags(**settings, out_dir=tmp_path / "two"), "--gradient_accumulation_steps=2")
-    assert done.returncode == 0, done.stderr
-    main(tiny(chars, tmp_path / "one", max_iters=0, eval_iters=5))
-    one, two = (events(tmp_path / run, "eval")[0] for run in ("one", "two"))
-    for name in ("train_loss", "val_loss"):
-        assert two[name] == pytest.approx(one[name], rel=1e-6)
-
-
-def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_path):
-    settings = TINY | {"gradient_accumulation_steps": 3, "dataset": chars, "out_dir": tmp_path}
-    done = shell(*TORCHRUN, *flags(**settings))
-    assert done.returncode != 0
-    line = "error: gradient_accumulation_steps=3 does not divide among 2 ranks; try --gradient_accumulation_steps=4"
-    assert line in done.stderr.splitlines()
+def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "gradient_accumulation_steps=3 does not divide among 2 ranks; try --gradient_accumulation_steps=4"
+    with pytest.raises(ValueError, match=message):
+        main(tiny(chars, tmp_path, gradient_accumulation_steps=3))
     assert not list(tmp_path.iterdir())
 
 
@@ -240,20 +246,57 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     assert events(tmp_path, "end")[0]["peak_memory_bytes"] > 1e6
 
 
-def test_time_of_steps_leaves_evaluation_and_saving_out(chars, tmp_path, monkeypatch):
-    def slow(original):
+def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(chars, tmp_path, monkeypatch):
+    now = 0.0  # on a clock that only these move
+
+    def takes(seconds, original):
         def call(*args, **kwargs):
-            time.sleep(0.5)
+            nonlocal now
+            now += seconds
             return original(*args, **kwargs)
 
         return call
 
-    monkeypatch.setattr(train, "evaluate", slow(train.evaluate))
-    monkeypatch.setattr(checkpoint, "save", slow(checkpoint.save))
-    main(tiny(chars, tmp_path, log_interval=2))
-    assert sum(e["time_ms"] for e in events(tmp_path, "iter")) < 500
-    assert all(e["eval_s"] >= 1.0 for e in events(tmp_path, "eval"))  # two splits
-    assert all(e["save_s"] >= 0.5 for e in events(tmp_path, "save"))
+    monkeypatch.setattr(train, "evaluate", takes(100, train.evaluate))
+    monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
+    monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(train.hardware, "peak_flops", lambda *_: (1e12, "assumed"))
+    main(tiny(chars, tmp_path, max_iters=10, log_interval=4))  # evaluates at 0, 3, 6, 9, 10; logs at 0, 4, 8, 9
+    assert [e["time_ms"] for e in events(tmp_path, "iter")] == [250.0] * 4
+    assert [e["train_s"] for e in events(tmp_path, "iter")] == [0.25, 1.25, 2.25, 2.5]
+    assert {e["eval_s"] for e in events(tmp_path, "eval")} == {200.0}  # two splits
+    assert {e["save_s"] for e in events(tmp_path, "save")} == {1000.0}
+    end = events(tmp_path, "end")[0]
+    assert (end["train_s"], end["eval_s"], end["save_s"]) == (2.5, 5 * 200.0, 4 * 1000.0)
+
+
+def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_path):
+    """Seven windows in batches of three."""
+    c = tiny(chars, tmp_path, batch_size=3)
+    model = GPT(GPTConfig(c.block_size, 100, c.n_layer, c.n_head, c.n_embd)).train()
+    split = train.Split(chars, "val", c.block_size, 100)
+    split.n_eval_windows = lambda at_most: 7  # type: ignore[method-assign]
+    x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
+    mean = train.evaluate(model, split, c, torch.device("cpu"), nullcontext(), 0, 1)
+    assert mean == pytest.approx(model(x, y)[1].item(), rel=1e-6)
+    shares = [train.evaluate(model, split, c, torch.device("cpu"), nullcontext(), rank, 2) for rank in (0, 1)]
+    assert sum(shares) == pytest.approx(mean, rel=1e-6)
+    assert model.training
+
+
+def test_ranks_and_steps_drop_out_differently(chars, tmp_path, monkeypatch):
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    main(tiny(chars, tmp_path / "0"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(train.dist, "init_process_group", lambda _: None)
+    monkeypatch.setattr(train.dist, "barrier", lambda: None)
+    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(train, "DDP", lambda model, device_ids: None)
+    main(tiny(chars, tmp_path / "1"))
+    assert seeds[0] == seeds[7] == 1337  # initial weights are the same
+    assert len(set(seeds)) == 1 + 2 * 6
 
 
 def test_loss_of_a_step_is_the_mean_over_its_micro_batches(chars, tmp_path):
@@ -289,6 +332,11 @@ def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     c = tiny(chars, out, init_from="resume", max_iters=36, eval_interval=3, learning_rate=3.0, decay_lr=False)
     main(replace(c, always_save_checkpoint=False))
     assert checkpoint.load(out)["iter_num"] == 30
+    # nor does it help to change one's mind, or to come from nanoGPT, which has no other file
+    (out / "ckpt_best.pt").unlink()
+    main(c)
+    assert checkpoint.load(out)["iter_num"] == 36
+    assert checkpoint.load(out / "ckpt_best.pt")["iter_num"] == 30
 
 
 def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, capsys):
@@ -304,6 +352,33 @@ def test_eval_only_writes_nothing(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path / "out", eval_only=True))
     assert not (tmp_path / "out").exists()
     assert "step 0: train loss" in capsys.readouterr().out
+
+
+def test_eval_only_makes_no_gradients(chars, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *_: pytest.fail("a backward pass"))
+    main(tiny(chars, tmp_path, eval_only=True))
+
+
+def test_run_that_cannot_start_leaves_the_earlier_one_where_it_is(chars, tmp_path, monkeypatch):
+    main(tiny(chars, tmp_path))
+    before = sorted(p.name for p in tmp_path.iterdir())
+
+    def refuse(*_):
+        raise ValueError("wandb cannot start")
+
+    monkeypatch.setattr(train, "start_wandb", refuse)
+    with pytest.raises(ValueError, match="wandb cannot start"):
+        main(tiny(chars, tmp_path, wandb_log=True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_log_goes_on_behind_a_torn_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"event": "iter"}\n{"event": "it')
+    log = RunLog(path)
+    log.write("start", iter=3)
+    log.close()
+    assert path.read_text().splitlines() == ['{"event": "iter"}', '{"event": "it', '{"event": "start", "iter": 3}']
 
 
 def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_path, script):
@@ -346,6 +421,22 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     assert all(run.name.endswith(run_id) and list(run.glob("*.wandb")) for run in runs)
+
+
+def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
+    class Broken:
+        def log(self, *_, **__):
+            raise OSError("no space left")
+
+        def finish(self):
+            raise AssertionError("called after it failed")
+
+    log = RunLog(tmp_path / "log.jsonl", Broken())
+    for step in range(2):
+        log.write("iter", iter=step, loss=1.0)
+    log.close()
+    assert [e["iter"] for e in events(tmp_path, "iter")] == [0, 1]
+    assert capsys.readouterr().err == "wandb failed (no space left); the run goes on without it\n"
 
 
 # ---- from nanoGPT --------------------------------------------------------------------------------------------

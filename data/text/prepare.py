@@ -28,13 +28,13 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str) -> None:
 
     Does nothing where folder already holds them whole. Raises ValueError for an unknown tokenizer or no text.
     """
+    cut = int(len(text) * 0.9)
+    if len(text) - cut < 2:
+        raise ValueError(f"{source} has {len(text)} characters, too few to train on; give more text")
     source = f"{source} (sha256 {sha256(text.encode('utf-8', 'surrogatepass'))}), {tokenizer_name}"
     if is_prepared(folder, source):
         print(f"{folder.name}: already prepared")
         return
-    cut = int(len(text) * 0.9)
-    if cut == 0:
-        raise ValueError(f"{source}: {len(text)} characters are too few to train on")
     tokenizer: Tokenizer = CharTokenizer.of(text) if tokenizer_name == "char" else from_meta({"name": tokenizer_name})
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
@@ -60,6 +60,8 @@ def read_text(paths: list[Path]) -> str:
             raise ValueError(
                 f"{path} is not UTF-8 text (byte {e.start:,}); convert it first, for instance with iconv"
             ) from None
+        except OSError as e:
+            raise OSError(f"cannot read {path}: {e.strerror}; is its name right?") from None
         texts.append(text if len(paths) == 1 or text.endswith("\n") else text + "\n")
     return "".join(texts)
 
