@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -119,6 +120,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     return measured_matmul_flops(device, dtype), f"measured {dtype} matmul"
 
 
+@functools.cache  # of a process: what runs one after the other in it share
 def measured_matmul_flops(device: torch.device, dtype: str) -> float:
     """The best FLOP/s of a few square matmuls in `dtype`: what the device reaches at most in practice."""
     best = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +24,17 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.fixture
-def run(chars, tmp_path) -> Path:
-    """The out_dir of a finished run."""
-    out_dir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def finished(chars, tmp_path_factory) -> Path:
+    out_dir = tmp_path_factory.mktemp("finished")
     main(TrainConfig(**(TINY | {"dataset": str(chars), "out_dir": str(out_dir)})))
     return out_dir
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """The out_dir of a finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def assert_fails(script, run: Path, message: str, *args: str | Path, code: int = 1, path: str = "train.py") -> None:
