@@ -31,8 +31,8 @@ train: $(VENV)/.run
 	if [ -n "$(TEXT)" ]; then data=own_text; $(PY) data/text/prepare.py "$(TEXT)" --name $$data; \
 	elif [ -f data/shakespeare_char/val.bin ]; then data=shakespeare_char; \
 	elif [ -f data/python_char/val.bin ] && [ ! -f data/shakespeare_char/input.txt ]; then data=python_char; \
-	elif $(PY) data/shakespeare_char/prepare.py; then data=shakespeare_char; \
-	else echo "No Shakespeare here: training on the source code of Python's standard library instead."; \
+	elif said=$$($(PY) data/shakespeare_char/prepare.py 2>&1); then data=shakespeare_char; echo "$$said"; \
+	else echo "No Shakespeare ($$said): training on the source code of Python's standard library instead."; \
 		data=python_char; $(PY) data/python_char/prepare.py; fi; \
 	if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 	then config="config/train_shakespeare_char.py --max_iters=1000"; \
