@@ -441,7 +441,9 @@ def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with one_line_errors("halve --batch_size and double --gradient_accumulation_steps: the training stays the same"):
+    with one_line_errors(
+        "halve --batch_size and double --gradient_accumulation_steps, the same training, or take a smaller model"
+    ):
         settings = read_settings(TrainConfig, sys.argv[1:])
         if settings["init_from"] == "resume":
             settings = resumed_settings(sys.argv[1:], settings["out_dir"])
