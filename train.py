@@ -308,20 +308,18 @@ def main(c: TrainConfig) -> float:
                 raise ValueError(
                     f"loss is {mean_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"
                 )
-            fields = {
-                "iter": step,
-                "loss": mean_loss,
-                "time_ms": step_s * 1e3,
-                "mfu": mfu,
-                "tokens_per_s": tokens_per_s,
-            }
-            fields |= {
-                "lr": lr,
-                "grad_norm": grad_norm.item(),
-                "tokens": (step + 1) * tokens_per_step,
-                "train_s": train_s,
-            }
-            log.write("iter", **fields)
+            log.write(
+                "iter",
+                iter=step,
+                loss=mean_loss,
+                time_ms=step_s * 1e3,
+                mfu=mfu,
+                tokens_per_s=tokens_per_s,
+                lr=lr,
+                grad_norm=grad_norm.item(),
+                tokens=(step + 1) * tokens_per_step,
+                train_s=train_s,
+            )
         step += 1
 
     # ---- end -------------------------------------------------------------------------------------------------
