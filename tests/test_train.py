@@ -420,7 +420,8 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     assert checkpoint.load(tmp_path / "out")["wandb_run_id"] == run_id
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
-    assert all(run.name.endswith(run_id) and list(run.glob("*.wandb")) for run in runs)
+    # A folder's name is run-TIME-ID, and behind it -1 where both began in the same second.
+    assert all(f"-{run_id}" in run.name and list(run.glob("*.wandb")) for run in runs)
 
 
 def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
