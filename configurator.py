@@ -34,13 +34,13 @@ class ConfigError(ValueError):
     """Something in the settings that the user can put right. Scripts end with exit status 2 on it."""
 
 
-def configure(cls: type[Config], argv: list[str], base: Mapping[str, Any] | None = None) -> Config:
-    """An instance of dataclass `cls` from its defaults, `base`, the config files in argv and its --key=value.
+def configure(cls: type[Config], argv: list[str]) -> Config:
+    """An instance of dataclass `cls` from its defaults, the config files in argv and its --key=value.
 
-    `base` holds values that stand in for the defaults, such as a checkpoint's settings. Raises ConfigError,
-    one line, for unknown names, wrong types and unreadable files. Exits after printing the settings on --help.
+    Raises ConfigError, one line, for unknown names, wrong types and unreadable files. Exits after printing the
+    settings on --help.
     """
-    return build(cls, read_settings(cls, argv, base))
+    return build(cls, read_settings(cls, argv))
 
 
 def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
@@ -54,7 +54,10 @@ def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
 
 
 def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `configure` makes its instance from, by name, before `cls` has checked ranges. Raises ConfigError."""
+    """What `configure` makes its instance from, by name, before `cls` has checked ranges. Raises ConfigError.
+
+    `base` holds values that stand in for the defaults, such as a checkpoint's settings.
+    """
     if "--help" in argv or "-h" in argv:
         print(help_text(cls))
         raise SystemExit(0)

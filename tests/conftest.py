@@ -16,6 +16,7 @@ import pytest
 
 from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
+from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
@@ -46,6 +47,10 @@ TINY: dict[str, Any] = {
     "compile": False,
     "device": "cpu",
 }
+
+
+def tiny(data: Path, out_dir: Path, **settings: Any) -> TrainConfig:
+    return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
 
 
 def flags(**settings: Any) -> list[str]:

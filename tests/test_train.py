@@ -16,19 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, events, flags, shell
+from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny
 
 import checkpoint
 import train
 from data.tokenizer import BytesTokenizer
 from data.tokens import write_dataset
 from model import GPT, GPTConfig
-from runlog import RunLog
 from train import TrainConfig, main
-
-
-def tiny(data: Path, out_dir: Path, **settings: Any) -> TrainConfig:
-    return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
@@ -372,15 +367,6 @@ def test_run_that_cannot_start_leaves_the_earlier_one_where_it_is(chars, tmp_pat
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-def test_log_goes_on_behind_a_torn_line(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"event": "iter"}\n{"event": "it')
-    log = RunLog(path)
-    log.write("start", iter=3)
-    log.close()
-    assert path.read_text().splitlines() == ['{"event": "iter"}', '{"event": "it', '{"event": "start", "iter": 3}']
-
-
 def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_path, script):
     main(tiny(chars, tmp_path))
     before = (tmp_path / "ckpt.pt").read_bytes()
@@ -405,117 +391,6 @@ def test_importing_the_scripts_does_nothing():
     code += "sys.exit(any(m in sys.modules for m in ('wandb', 'datasets', 'tiktoken', 'transformers', 'safetensors')))"
     done = shell("python", "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# ---- Weights & Biases ----------------------------------------------------------------------------------------
-
-
-def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    main(tiny(chars, tmp_path / "out", wandb_log=True, max_iters=3))
-    run_id = checkpoint.load(tmp_path / "out")["wandb_run_id"]
-    assert run_id
-    main(tiny(chars, tmp_path / "out", wandb_log=True, init_from="resume"))
-    assert checkpoint.load(tmp_path / "out")["wandb_run_id"] == run_id
-    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2
-    # A folder's name is run-TIME-ID, and behind it -1 where both began in the same second.
-    assert all(f"-{run_id}" in run.name and list(run.glob("*.wandb")) for run in runs)
-
-
-def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
-    class Broken:
-        def log(self, *_, **__):
-            raise OSError("no space left")
-
-        def finish(self):
-            raise AssertionError("called after it failed")
-
-    log = RunLog(tmp_path / "log.jsonl", Broken())
-    for step in range(2):
-        log.write("iter", iter=step, loss=1.0)
-    log.close()
-    assert [e["iter"] for e in events(tmp_path, "iter")] == [0, 1]
-    assert capsys.readouterr().err == "wandb failed (no space left); the run goes on without it\n"
-
-
-# ---- from nanoGPT --------------------------------------------------------------------------------------------
-
-
-def nanogpt_run(folder: Path) -> None:
-    """A checkpoint as nanoGPT writes it after three steps of a compiled model, and the meta.pkl it was trained on."""
-    import pickle
-
-    torch.manual_seed(0)
-    args: dict[str, Any] = {
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 16,
-        "block_size": 16,
-        "bias": False,
-        "vocab_size": 4,
-        "dropout": 0.0,
-    }
-    model = GPT(train.GPTConfig(**args))
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
-    for _ in range(3):
-        x = torch.randint(0, 4, (2, 16))
-        model(x, x)[1].backward()
-        optimizer.step()
-    settings: dict[str, Any] = {
-        "out_dir": "out",
-        "dataset": str(folder),
-        "batch_size": 4,
-        "max_iters": 5,
-        "eval_interval": 10,
-    }
-    settings |= {"eval_iters": 2, "learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
-    settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl", "init_from": "scratch"}
-    settings |= {"gradient_accumulation_steps": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
-    saved = {
-        "model": {f"_orig_mod.{k}": v for k, v in model.state_dict().items()},
-        "optimizer": optimizer.state_dict(),
-        "model_args": args,
-        "iter_num": 3,
-        "best_val_loss": torch.tensor(9.0),
-        "config": settings,
-    }
-    folder.mkdir()
-    torch.save(saved, folder / "ckpt.pt")
-    chars = "\nabc"
-    meta = {"vocab_size": 4, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    for split in ("train", "val"):
-        np.random.default_rng(0).integers(0, 4, 400).astype(np.uint16).tofile(folder / f"{split}.bin")
-
-
-def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
-    folder = tmp_path / "nanogpt"
-    nanogpt_run(folder)
-    done = script("train.py", "--init_from=resume", f"--out_dir={folder}", "--compile=False", "--device=cpu")
-    assert done.code == 0, done.err
-    saved = checkpoint.load(folder)
-    assert saved["iter_num"] == 5
-    assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {5}
-    assert saved["best_val_loss"] < 9
-    assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
-    done = script("sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30")
-    assert done.code == 0, done.err
-    samples = done.out.split("\n---------------\n")[:-1]
-    assert len(samples) == 2
-    assert all(s.startswith("ab") and len(s) == 32 and set(s) <= set("\nabc") for s in samples)
-
-
-def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
-    main(tiny(chars, tmp_path, max_iters=3))
-    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
-    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= saved.keys()
-    assert saved["model_args"].keys() == {
-        "n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"
-    }  # fmt: skip
-    assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
-    assert saved["config"]["dataset"] == str(chars)
 
 
 # ---- learning ------------------------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""A nanoGPT user moves in: what nanoGPT wrote is read, and what is written nanoGPT reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import events, tiny
+
+import checkpoint
+from model import GPT, GPTConfig
+from train import main
+
+
+def nanogpt_run(folder: Path) -> None:
+    """A checkpoint as nanoGPT writes it after three steps of a compiled model, and the meta.pkl it was trained on."""
+    import pickle
+
+    torch.manual_seed(0)
+    args: dict[str, Any] = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "block_size": 16,
+        "bias": False,
+        "vocab_size": 4,
+        "dropout": 0.0,
+    }
+    model = GPT(GPTConfig(**args))
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+    for _ in range(3):
+        x = torch.randint(0, 4, (2, 16))
+        model(x, x)[1].backward()
+        optimizer.step()
+    settings: dict[str, Any] = {
+        "out_dir": "out",
+        "dataset": str(folder),
+        "batch_size": 4,
+        "max_iters": 5,
+        "eval_interval": 10,
+    }
+    settings |= {"eval_iters": 2, "learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
+    settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl", "init_from": "scratch"}
+    settings |= {"gradient_accumulation_steps": 1, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+    saved = {
+        "model": {f"_orig_mod.{k}": v for k, v in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "model_args": args,
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(9.0),
+        "config": settings,
+    }
+    folder.mkdir()
+    torch.save(saved, folder / "ckpt.pt")
+    chars = "\nabc"
+    meta = {"vocab_size": 4, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    for split in ("train", "val"):
+        np.random.default_rng(0).integers(0, 4, 400).astype(np.uint16).tofile(folder / f"{split}.bin")
+
+
+def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
+    folder = tmp_path / "nanogpt"
+    nanogpt_run(folder)
+    done = script("train.py", "--init_from=resume", f"--out_dir={folder}", "--compile=False", "--device=cpu")
+    assert done.code == 0, done.err
+    saved = checkpoint.load(folder)
+    assert saved["iter_num"] == 5
+    assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {5}
+    assert saved["best_val_loss"] < 9
+    assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
+    done = script("sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30")
+    assert done.code == 0, done.err
+    samples = done.out.split("\n---------------\n")[:-1]
+    assert len(samples) == 2
+    assert all(s.startswith("ab") and len(s) == 32 and set(s) <= set("\nabc") for s in samples)
+
+
+def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=3))
+    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= saved.keys()
+    assert saved["model_args"].keys() == {
+        "n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"
+    }  # fmt: skip
+    assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
+    assert saved["config"]["dataset"] == str(chars)

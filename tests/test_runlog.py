@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from conftest import events, tiny
+
+import checkpoint
+from runlog import RunLog
+from train import main
+
+
+def test_log_goes_on_behind_a_torn_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"event": "iter"}\n{"event": "it')
+    log = RunLog(path)
+    log.write("start", iter=3)
+    log.close()
+    assert path.read_text().splitlines() == ['{"event": "iter"}', '{"event": "it', '{"event": "start", "iter": 3}']
+
+
+def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    main(tiny(chars, tmp_path / "out", wandb_log=True, max_iters=3))
+    run_id = checkpoint.load(tmp_path / "out")["wandb_run_id"]
+    assert run_id
+    main(tiny(chars, tmp_path / "out", wandb_log=True, init_from="resume"))
+    assert checkpoint.load(tmp_path / "out")["wandb_run_id"] == run_id
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    # A folder's name is run-TIME-ID, and behind it -1 where both began in the same second.
+    assert all(f"-{run_id}" in run.name and list(run.glob("*.wandb")) for run in runs)
+
+
+def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
+    class Broken:
+        def log(self, *_, **__):
+            raise OSError("no space left")
+
+        def finish(self):
+            raise AssertionError("called after it failed")
+
+    log = RunLog(tmp_path / "log.jsonl", Broken())
+    for step in range(2):
+        log.write("iter", iter=step, loss=1.0)
+    log.close()
+    assert [e["iter"] for e in events(tmp_path, "iter")] == [0, 1]
+    assert capsys.readouterr().err == "wandb failed (no space left); the run goes on without it\n"
