@@ -29,6 +29,7 @@ from tqdm import tqdm
 import checkpoint
 import hardware
 from configurator import build, is_out_of_memory, one_line_errors, read_settings
+from data.loader import Loader, to_device
 from data.tokenizer import padded_vocab_size
 from data.tokens import Split, check_vocabulary, read_meta, token_files
 from model import GPT, GPTConfig
@@ -221,8 +222,9 @@ def main(c: TrainConfig) -> float:
     )
     # ---- train -----------------------------------------------------------------------------------------------
     step = start_iter
+    loader = Loader(train_split, device, c.batch_size, micro_steps, step, rank, world)
     window_steps, window_s = 0, 0.0  # since the last log line: steps, and seconds of these alone
-    train_s = eval_s = save_s = last_eval_s = last_save_s = 0.0
+    train_s = wait_s = eval_s = save_s = last_eval_s = last_save_s = 0.0
     t0 = time.perf_counter()
     while True:
         lr = learning_rate(c, step)
@@ -272,8 +274,7 @@ def main(c: TrainConfig) -> float:
         torch.manual_seed(hash((c.seed, step, rank)) % 2**63)
         step_loss = torch.zeros((), device=device)
         for micro in range(micro_steps):
-            rows = np.arange(c.batch_size) + (micro * world + rank) * c.batch_size
-            x, y = to_device(train_split.train_batch(step, rows, global_batch), device)
+            x, y = loader.next()
             # Gradients are averaged over the ranks once per step, in the last backward pass.
             with nullcontext() if ddp is None or micro == micro_steps - 1 else ddp.no_sync():
                 with amp:
@@ -295,6 +296,7 @@ def main(c: TrainConfig) -> float:
             window_s, t0 = window_s + t1 - t0, t1
             step_s = window_s / window_steps
             train_s += window_s
+            data_wait, wait_s, loader.wait_s = loader.wait_s / window_s, wait_s + loader.wait_s, 0.0
             window_steps, window_s = 0, 0.0
             tokens_per_s = tokens_per_step / step_s
             mfu = tokens_per_s * flops_per_token / total_peak
@@ -302,7 +304,8 @@ def main(c: TrainConfig) -> float:
             eta_s = (c.max_iters - step - 1) * step_s + evals_left * (last_eval_s + last_save_s)
             say(
                 f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-                f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm.item():.3f}, eta {clock(eta_s)}"
+                f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm.item():.3f}, "
+                f"data wait {data_wait * 100:.1f}%, eta {clock(eta_s)}"
             )
             if not math.isfinite(mean_loss):
                 raise ValueError(
@@ -315,6 +318,7 @@ def main(c: TrainConfig) -> float:
                 time_ms=step_s * 1e3,
                 mfu=mfu,
                 tokens_per_s=tokens_per_s,
+                data_wait=data_wait,
                 lr=lr,
                 grad_norm=grad_norm.item(),
                 tokens=(step + 1) * tokens_per_step,
@@ -326,18 +330,21 @@ def main(c: TrainConfig) -> float:
     memory = hardware.peak_memory_bytes(device)
     memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
     say(
-        f"{step - start_iter} steps: {clock(train_s)} of training, {clock(eval_s)} of evaluation, {clock(save_s)} of "
-        f"saving; peak memory {memory_gib}; best val loss {best_val_loss:.4f}"
+        f"{step - start_iter} steps: {clock(train_s)} of training ({clock(wait_s)} waiting for data), "
+        f"{clock(eval_s)} of evaluation, {clock(save_s)} of saving; peak memory {memory_gib}; "
+        f"best val loss {best_val_loss:.4f}"
     )
     log.write(
         "end",
         iter=step,
         train_s=train_s,
+        data_wait_s=wait_s,
         eval_s=eval_s,
         save_s=save_s,
         peak_memory_bytes=memory,
         best_val_loss=best_val_loss,
     )
+    loader.close()
     log.close()
     if distributed:
         dist.barrier()  # no rank leaves while rank 0 saves: torchrun would take a fault of one for the end of all
@@ -409,14 +416,6 @@ def warm_up(
     runner.train()
     hardware.synchronize(device)
     return ddp
-
-
-def to_device(batch: tuple[np.ndarray, np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch as tensors on the device; on CUDA without waiting for the work queued there."""
-    x, y = (torch.from_numpy(a) for a in batch)
-    if device.type == "cuda":
-        x, y = x.pin_memory(), y.pin_memory()
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
 def all_sum(x: torch.Tensor, device: torch.device) -> torch.Tensor:

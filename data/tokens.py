@@ -51,9 +51,14 @@ def write_atomically(path: Path, content: bytes | bytearray) -> None:
 
 def write_tokens(path: Path, ids: Ids, header: bool = False) -> None:
     """Writes token ids (n,) as a token file, with llm.c's header if asked."""
+    write_atomically(path, (llmc_header(len(ids)) if header else b"") + ids.astype("<u2").tobytes())
+
+
+def llmc_header(tokens: int) -> bytes:
+    """What precedes so many tokens in a file of llm.c's format."""
     head = np.zeros(HEADER_BYTES // 4, "<i4")
-    head[:3] = MAGIC, VERSION, len(ids)
-    write_atomically(path, (head.tobytes() if header else b"") + ids.astype("<u2").tobytes())
+    head[:3] = MAGIC, VERSION, tokens
+    return head.tobytes()
 
 
 def read_tokens(path: Path) -> Ids:
@@ -111,11 +116,16 @@ def sha256(content: Any) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
 def is_prepared(folder: Path, source: str) -> bool:
     """Whether folder holds what was prepared from `source`, unharmed: every file has its size and checksum."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        sums = {name: sha256((folder / name).read_bytes()) for name in meta["files"]}
+        sums = {name: file_sha256(folder / name) for name in meta["files"]}
         return meta["source"] == source and all(sums[n] == f["sha256"] for n, f in meta["files"].items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -214,10 +224,21 @@ class Split:
     (seed, step, row of the global batch): there is no state to save, and nothing depends on how the global
     batch is split into micro-batches and ranks.
 
+    With document_start, the token that documents begin with, a window of train_batch moves on to the first such
+    token within its block_size; it stays where there is none. Then some tokens are in two windows, some in none.
+
     Raises ValueError where files are missing, damaged or too short, or hold ids of vocab_size and more.
     """
 
-    def __init__(self, folder: Path, split: str, block_size: int, vocab_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        block_size: int,
+        vocab_size: int,
+        seed: int = 0,
+        document_start: int | None = None,
+    ) -> None:
         shards = [(path, read_tokens(path)) for path in token_files(folder, split)]
         long_enough = [(path, ids) for path, ids in shards if len(ids) > block_size]
         if not long_enough:
@@ -229,6 +250,7 @@ class Split:
             )
         self.paths, self.shards = [p for p, _ in long_enough], [ids for _, ids in long_enough]
         self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
+        self.document_start = document_start
         self.lengths = np.array([len(ids) for ids in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
         if self.tokens <= SCANNED:
@@ -250,7 +272,10 @@ class Split:
         shard = np.searchsorted(self.ends, window, side="right")
         first = window - (self.ends - np.diff(self.ends, prepend=0))[shard]
         offset = (mix(key + shard.astype(np.uint64)) % self.offsets.astype(np.uint64)[shard]).astype(np.int64)
-        return self._read(shard, first * self.block_size + offset)
+        start = first * self.block_size + offset
+        if self.document_start is not None:
+            start = np.array([self._aligned(*at) for at in zip(shard, start, strict=True)])
+        return self._read(shard, start)
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
         """As train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
@@ -265,6 +290,12 @@ class Split:
     def n_eval_windows(self, at_most: int) -> int:
         """Size of the evaluation set: every window without overlap that the split has, or at_most of them."""
         return min(at_most, int(((self.lengths - 1) // self.block_size).sum()))
+
+    def _aligned(self, shard: int, start: int) -> int:
+        """The first document's start from `start` on, within a window's length and not too near the shard's end."""
+        ids, T = self.shards[shard], self.block_size
+        begins = np.flatnonzero(ids[start : min(start + T, len(ids) - T)] == self.document_start)
+        return start + int(begins[0]) if len(begins) else start
 
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
         T = self.block_size

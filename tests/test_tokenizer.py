@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from conftest import needs_bpe
@@ -47,6 +49,62 @@ def test_special_tokens_are_spelt_out_in_data_and_meant_in_prompts():
     tokenizer = from_meta({"name": "gpt2"})
     assert tokenizer.encode_prompt("<|endoftext|>").tolist() == [50256]
     assert 50256 not in tokenizer.encode("<|endoftext|>")
+
+
+HARD = [
+    *("a" * 30_000, " " * 5000 + "x", "\n" * 3000, "\t \n\r\n x", "don't I'LL we'd 'S 'ſ", "<|endoftext|>", "\0\x01"),
+    *(
+        "١٢٣ 4567 Ⅷ ½",
+        "日本語の文章。",
+        "ไทย",
+        "हिन्दी",
+        "العربية",
+        "e\u0301\u0301",
+        "👩‍👩‍👧🏽 🧀",
+        "\u200b\ufeff\u2028\u3000x",
+    ),
+    *("https://example.org/?a=1&b=%20", "x = {'a': [1, 2]}  # \u00a0", "\U00010000\U0010ffff", "ǅ\u1c80\u0870"),
+]
+
+
+def check_against_tiktoken(many: list[str]) -> None:
+    import tiktoken
+
+    ours = from_meta({"name": "gpt2"}).encode_batch(many)
+    assert [ids.tolist() for ids in ours] == [tiktoken.get_encoding("gpt2").encode_ordinary(text) for text in many]
+    assert all(ids.dtype == np.uint16 for ids in ours)
+
+
+@needs_bpe
+@given(st.lists(texts, max_size=8))
+def test_many_texts_at_once_are_tiktokens_ids(many):
+    check_against_tiktoken(many)
+
+
+@needs_bpe
+def test_difficult_texts_are_tiktokens_ids(text):
+    check_against_tiktoken(HARD)
+    check_against_tiktoken([a[-40:] + b[:40] for a in HARD for b in HARD])
+    check_against_tiktoken([text])
+
+
+@needs_bpe
+def test_fast_encoder_that_strays_from_tiktoken_is_found_out(monkeypatch):
+    def wrong(texts: list[str]) -> tuple[bytes, bytes]:
+        return bytes(4 * len(texts)), np.arange(len(texts) + 1, dtype="<u8").tobytes()
+
+    monkeypatch.setattr("data.tokenizer.fast_gpt2", lambda: SimpleNamespace(encode_batch_flat=wrong))
+    tokenizer = from_meta({"name": "gpt2"})
+    with pytest.raises(ValueError, match="encode a text differently"):
+        [tokenizer.encode_batch(["some text", "another"]) for _ in range(40)]
+
+
+@needs_bpe
+def test_without_the_fast_encoder_the_ids_are_the_same(monkeypatch):
+    tokenizer = from_meta({"name": "gpt2"})
+    fast = tokenizer.encode_batch(HARD)
+    monkeypatch.setattr("data.tokenizer.fast_gpt2", lambda: None)
+    assert [ids.tolist() for ids in tokenizer.encode_batch(HARD)] == [ids.tolist() for ids in fast]
 
 
 def test_unknown_characters_are_named():

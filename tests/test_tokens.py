@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from data.tokens import (
     check_vocabulary,
     is_prepared,
     keys,
+    llmc_header,
     permute,
     read_meta,
     read_tokens,
@@ -253,6 +255,43 @@ def test_evaluation_windows_are_fixed_apart_and_all_counted(tmp_path_factory, pa
         assert (y[~kept] == -1).all()
         seen += x[kept].flatten().tolist()
     assert len(seen) == len(set(seen)) == n * split.block_size
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 30), min_size=5, max_size=60), st.integers(2, 12))
+def test_aligned_windows_begin_where_a_document_does(tmp_path_factory, seed, lengths, block):
+    ids = np.concatenate([[0, *range(1, n)] for n in lengths]).astype(np.uint16)  # a document begins with token 0
+    if len(ids) <= block:
+        return
+    folder = tmp_path_factory.mktemp("s")
+    write_tokens(folder / "train.bin", ids)
+    plain, aligned = (Split(folder, "train", block, 100, seed, start) for start in (None, 0))
+    rows = np.arange(plain.n_windows)
+    (x, _), (xa, ya) = (split.train_batch(1, rows, len(rows)) for split in (plain, aligned))
+    places = {tuple(ids[i : i + block + 1]): i for i in reversed(range(len(ids) - block))}
+    for before, after, target in zip(x.tolist(), xa.tolist(), ya.tolist(), strict=True):
+        assert (*after, target[-1]) in places  # a window of the file still
+        assert after[0] == 0 or after == before
+        assert after == before if before[0] == 0 else True
+        if after[0] != 0:  # no document begins in the window, or so late that the file ends before the window would
+            assert 0 not in before or ids[len(ids) - block :].tolist().count(0) > 0
+    halves = [aligned.train_batch(1, part, len(rows))[0] for part in np.array_split(rows, 2) if len(part)]
+    assert np.array_equal(np.concatenate(halves), xa)
+
+
+def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
+    for n in range(100):
+        with open(tmp_path / f"train_{n:06}.bin", "wb") as f:  # with holes: they take no space
+            f.write(llmc_header(100_000_000))
+            f.truncate(HEADER_BYTES + 200_000_000)
+    tracemalloc.start()
+    split = Split(tmp_path, "train", 1024, 2)
+    assert split.tokens == 10_000_000_000
+    batches = [split.train_batch(step, np.arange(64), 512)[0] for step in (0, 5_000, 19_000, 10**9)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16e6  # an index of the windows would be 80 MB
+    assert split.n_windows > 9_760_000
+    assert all(batch.shape == (64, 1024) for batch in batches)
 
 
 # ---- bad data ------------------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""A Hugging Face hub on this machine: a folder as data sets, as far as reading them needs, with faults to order."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import re
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SHA = "0123456789abcdef0123456789abcdef01234567"  # the one revision of everything
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.root = root  # root/OWNER/NAME/...
+        self.faults: list[str] = []  # what becomes of the next reads of file contents: "503" or "cut"
+        self.down = False  # every request is answered with 503
+        self.requests: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        try:
+            paths = json.loads(body)["paths"]
+        except ValueError:
+            paths = urllib.parse.parse_qs(body.decode())["paths"]
+        folder, _ = self.repo("paths-info")
+        self.send_json([self.entry(folder, folder / p) for p in paths if (folder / p).exists()])
+
+    def do_GET(self) -> None:
+        url = urllib.parse.urlsplit(self.path)
+        self.server.requests.append(f"{self.command} {url.path}")
+        if self.server.down:
+            self.send(503, b"", {})
+        elif "/datasets/" not in url.path:
+            self.send(404, b"", {})
+        elif "/resolve/" in url.path:
+            self.send_file(*self.repo("resolve"))
+        elif "/tree/" in url.path:
+            folder, inside = self.repo("tree")
+            if not (folder / inside).is_dir():
+                self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
+            found = (
+                (folder / inside).rglob("*") if "recursive=true" in url.query.lower() else (folder / inside).iterdir()
+            )
+            self.send_json([self.entry(folder, p) for p in sorted(found)])
+        else:
+            folder, _ = self.repo("revision")
+            if not folder.is_dir():
+                self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
+                return
+            files = [self.entry(folder, p) for p in sorted(folder.rglob("*")) if p.is_file()]
+            siblings = [{"rfilename": f["path"], "size": f["size"], "lfs": f["lfs"]} for f in files]
+            for file in siblings:
+                file["lfs"] = {"sha256": file["lfs"]["oid"], "size": file["size"], "pointerSize": 130}
+            self.send_json({"id": "/".join(folder.parts[-2:]), "sha": SHA, "siblings": siblings, "private": False})
+
+    def repo(self, verb: str) -> tuple[Path, str]:
+        """(folder of the data set, path inside it) that the request is about."""
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        match = re.fullmatch(rf"(?:/api)?/datasets/([^/]+/[^/]+)(?:/{verb}/[^/]+/?(.*))?", path)
+        assert match, path
+        return self.server.root / match[1], match[2] or ""
+
+    def entry(self, folder: Path, path: Path) -> dict[str, Any]:
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir():
+            return {"type": "directory", "path": name, "oid": "0" * 40}
+        content = path.read_bytes()
+        lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        return {"type": "file", "path": name, "oid": "0" * 40, "size": len(content), "lfs": lfs}
+
+    def send_file(self, folder: Path, inside: str) -> None:
+        path = folder / inside
+        if not path.is_file():
+            self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
+            return
+        content = path.read_bytes()
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        if self.command == "GET" and self.server.faults and path.suffix != ".md":
+            if self.server.faults.pop(0) == "503":
+                self.send(503, b"", {})
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+            return
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            self.send(206, content[first : last + 1], headers)
+        else:
+            self.send(200, content, headers)
+
+    def send_json(self, value: Any) -> None:
+        self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def serve(root: Path) -> Iterator[Hub]:
+    hub = Hub(root)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
