@@ -213,11 +213,11 @@ def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, docu
     subprocess.run([*command, tmp_path / "whole"], cwd=ROOT, check=True, capture_output=True)
     n_shards = len(list((tmp_path / "whole").glob("*.bin")))
     draw, kills = random.Random(os.getpid()), 0
+    meta = tmp_path / "killed" / "meta.json"
     while True:
-        before = {p: p.stat().st_mtime_ns for p in (tmp_path / "killed").glob("*.bin")}
-        process = subprocess.Popen(
-            [*command, tmp_path / "killed"], cwd=ROOT, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+        finished = json.loads(meta.read_text())["files"] if meta.exists() else {}
+        before = {name: (meta.parent / name).stat().st_mtime_ns for name in finished}
+        process = subprocess.Popen([*command, meta.parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout
         for _ in range(draw.randint(0, n_shards // 10)):
             process.stdout.readline()
@@ -226,14 +226,10 @@ def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, docu
             process.send_signal(signal.SIGKILL)
             kills += 1
         process.stdout.read()
-        code = process.wait()
-        listed = (tmp_path / "killed" / "meta.json").exists() and json.loads(
-            (tmp_path / "killed" / "meta.json").read_text()
-        )["files"]
-        assert all(p.stat().st_mtime_ns == at for p, at in before.items() if listed and p.name in listed)
-        if code == 0:
+        assert {name: (meta.parent / name).stat().st_mtime_ns for name in before} == before
+        if process.wait() == 0:
             break
-        assert code == -signal.SIGKILL
+        assert process.returncode == -signal.SIGKILL
     assert kills == 6
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
