@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import platform
 import subprocess
@@ -110,6 +111,24 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes, on macOS
+
+
+def release_memory(device: torch.device) -> None:
+    """Frees what torch keeps in reserve, and what was compiled, after memory has run out."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Memory of the GPU, or of the machine; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, others not these names
+        return None
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:

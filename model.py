@@ -166,6 +166,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None, None
 
 
+# Compiled, the chunks would be unrolled into one graph, which keeps the gradients of all their logits until its end.
+chunked_loss = torch.compiler.disable(LinearCrossEntropy.apply)
+
+
 class Transformer(nn.Module):
     """Everything up to the final LayerNorm."""
 
@@ -236,7 +240,7 @@ class GPT(nn.Module):
         kind = h.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
         chunk = max(1, LOGITS_CHUNK // self.config.vocab_size)
-        total = LinearCrossEntropy.apply(h, self.lm_head.weight, targets, dtype, chunk, torch.is_grad_enabled())
+        total = chunked_loss(h, self.lm_head.weight, targets, dtype, chunk, torch.is_grad_enabled())
         return None, total / (targets >= 0).sum()
 
     def configure_optimizers(

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 import checkpoint
+import estimate
 import hardware
-from configurator import build, is_out_of_memory, one_line_errors, read_settings
+from configurator import build, one_line_errors, read_settings
 from data.loader import Loader, to_device
 from data.tokenizer import padded_vocab_size
 from data.tokens import Split, check_vocabulary, read_meta, token_files
@@ -46,8 +47,10 @@ class TrainConfig:
     dataset: str = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
     init_from: str = "scratch"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder in GPT-2's format
     eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
-    eval_iters: int = 200  # batches per split and evaluation; a split with fewer is read whole
+    eval_iters: int = 200  # micro-batches per split and evaluation; a split with fewer is read whole
+    eval_tokens: int = 0  # in place of eval_iters: tokens, the same ones whatever the micro-batch; 0 = eval_iters
     eval_only: bool = False  # evaluate once, write nothing
+    dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     log_interval: int = 1  # steps per log line
     always_save_checkpoint: bool = True  # False: only when the validation loss has improved
     # model
@@ -60,6 +63,8 @@ class TrainConfig:
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
     block_size: int = 1024  # context length in tokens
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all ranks
+    auto_batch: bool = False  # where memory runs out at the start: halve batch_size, double the accumulation
+    align_documents: bool = False  # begin training windows where a document begins, if one does within them
     # optimizer
     learning_rate: float = 6e-4  # its maximum
     max_iters: int = 600000  # steps
@@ -85,7 +90,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         least = {"eval_interval": 1, "eval_iters": 1, "log_interval": 1, "batch_size": 1, "block_size": 1}
-        least |= {"gradient_accumulation_steps": 1, "max_iters": 0, "warmup_iters": 0, "lr_decay_iters": 0}
+        least |= {
+            "eval_tokens": 0,
+            "gradient_accumulation_steps": 1,
+            "max_iters": 0,
+            "warmup_iters": 0,
+            "lr_decay_iters": 0,
+        }
         least |= {"learning_rate": 0, "weight_decay": 0, "grad_clip": 0, "min_lr": 0, "beta1": 0, "beta2": 0, "seed": 0}
         for name, low in least.items():
             if (value := getattr(self, name)) is not None and value < low:
@@ -109,7 +120,6 @@ def main(c: TrainConfig) -> float:
             f"gradient_accumulation_steps={c.gradient_accumulation_steps} does not divide among {world} ranks; "
             f"try --gradient_accumulation_steps={nearest}"
         )
-    micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
     global_batch = c.batch_size * c.gradient_accumulation_steps  # sequences per optimizer step
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -126,7 +136,7 @@ def main(c: TrainConfig) -> float:
 
     # ---- data and model --------------------------------------------------------------------------------------
     folder = DATA / c.dataset
-    for split in ("train", "val"):
+    for split in ("train", "val") if not c.dry_run else ():
         token_files(folder, split)  # raises where there are none: sooner than a vocabulary is found wanting
     meta = read_meta(folder)
     saved: dict[str, Any] = {}
@@ -146,9 +156,17 @@ def main(c: TrainConfig) -> float:
         model_args, weights = checkpoint.load_gpt2(c.init_from)
         args = GPTConfig.of(model_args | {"dropout": c.dropout}, source)
         saved = {"model": weights, "tokenizer": {"name": "gpt2"}}
-    check_vocabulary(folder, meta, args.vocab_size, saved.get("tokenizer"))
+    dtype = hardware.resolve_dtype(c.dtype, device, args.n_embd)
     T = c.block_size
-    train_split, val_split = (Split(folder, s, T, args.vocab_size, c.seed) for s in ("train", "val"))
+    if c.dry_run:
+        shape = (c.batch_size, c.gradient_accumulation_steps, world)
+        estimate.report(replace(args, block_size=T), device, dtype, c.compile, *shape, c.max_iters, say)
+        return math.inf
+    check_vocabulary(folder, meta, args.vocab_size, saved.get("tokenizer"))
+    start = meta["end_of_text"] if c.align_documents else None
+    if c.align_documents and start is None:
+        raise ValueError(f"align_documents=True: {folder} does not say which token documents begin with; leave it out")
+    train_split, val_split = (Split(folder, s, T, args.vocab_size, c.seed, start) for s in ("train", "val"))
     model = GPT.from_state(args, saved["model"], source) if saved else GPT(args)
     model.crop_block_size(T)
     start_iter: int = saved.get("iter_num", 0)
@@ -156,7 +174,6 @@ def main(c: TrainConfig) -> float:
 
     # ---- optimizer, compile, DDP -----------------------------------------------------------------------------
     model.to(device)
-    dtype = hardware.resolve_dtype(c.dtype, device, model.config.n_embd)
     amp = hardware.autocast(device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
@@ -165,18 +182,28 @@ def main(c: TrainConfig) -> float:
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
     saved = {}  # frees what the memory-mapped file holds
-    batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
     runner: torch.nn.Module = torch.compile(model) if c.compile else model  # type: ignore[assignment]
     t0 = time.perf_counter()
-    try:
-        ddp = warm_up(runner, batch, amp, scaler, device, distributed, c.eval_only)
-    except Exception as e:
-        if not c.compile or is_out_of_memory(e):
-            raise
-        say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
-        runner = model
-        ddp = warm_up(runner, batch, amp, scaler, device, distributed, c.eval_only)
-    optimizer.zero_grad()
+    while True:  # until compiled, and with a micro-batch that fits
+        batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
+        try:
+            fits = estimate.try_out(runner, optimizer, batch, amp, scaler, c.eval_only)
+        except Exception as e:
+            if runner is model:
+                raise
+            say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
+            runner = model
+            continue
+        optimizer.zero_grad()
+        if all_sum(torch.tensor(float(fits)), device) == world:
+            break
+        shape = (c.batch_size, c.gradient_accumulation_steps, 0 if c.eval_tokens else c.eval_iters)
+        same: dict[str, Any] = estimate.smaller_batch(*shape, model.config, dtype, device, c.auto_batch)
+        c = replace(c, **same)
+        say(f"out of memory: going on with {same}, which is the same training")
+        hardware.release_memory(device)
+    ddp = DDP(runner, device_ids=[device.index] if device.type == "cuda" else None) if distributed else None
+    micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
     warm_up_s = time.perf_counter() - t0
 
     # ---- log -------------------------------------------------------------------------------------------------
@@ -378,7 +405,7 @@ def evaluate(
 ) -> float:
     """Mean loss (nats per token) over a fixed set of windows, the batches shared among the ranks."""
     model.eval()
-    n, losses = split.n_eval_windows(c.eval_iters * c.batch_size), []
+    n, losses = split.n_eval_windows(-(-c.eval_tokens // c.block_size) or c.eval_iters * c.batch_size), []
     firsts = range(rank * c.batch_size, n, world * c.batch_size)  # first row of each batch of this rank
     for first in tqdm(firsts, "evaluating", leave=False, disable=True if rank else None):  # None: only on a terminal
         x, y = to_device(split.eval_batch(first + np.arange(c.batch_size), n), device)
@@ -387,35 +414,6 @@ def evaluate(
     model.train()
     total = torch.stack(losses).cpu().double().sum() if losses else torch.zeros((), dtype=torch.float64)
     return all_sum(total, device).item() / n
-
-
-def warm_up(
-    runner: torch.nn.Module,
-    batch: Any,
-    amp: AbstractContextManager,
-    scaler: Any,
-    device: torch.device,
-    distributed: bool,
-    eval_only: bool,
-) -> DDP | None:
-    """One forward and backward pass, and one of evaluation, so that compiling is over before any clock starts.
-
-    Returns runner wrapped in DDP where there are several ranks. The gradients are the caller's to drop; with
-    eval_only there are none, and no DDP.
-    """
-    ddp = None
-    if not eval_only:
-        if distributed:
-            ddp = DDP(runner, device_ids=[device.index] if device.type == "cuda" else None)
-        with amp:
-            loss = (ddp or runner)(*batch)[1]
-        scaler.scale(loss).backward()
-    runner.eval()
-    with torch.no_grad(), amp:
-        runner(*batch)
-    runner.train()
-    hardware.synchronize(device)
-    return ddp
 
 
 def all_sum(x: torch.Tensor, device: torch.device) -> torch.Tensor:

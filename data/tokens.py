@@ -139,7 +139,9 @@ class BuiltinsOnly(pickle.Unpickler):
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What tokenizer made a folder's token files: {"tokenizer": its meta(), "vocab_size": ...}.
+    """What tokenizer made a folder's token files: {"tokenizer": its meta(), "vocab_size": ..., "end_of_text": ...}.
+
+    end_of_text: the token between documents, None where there is none or it is not known.
 
     From meta.json, else nanoGPT's meta.pkl, else GPT-2's as nanoGPT assumes. Raises ValueError where the
     description cannot be read.
@@ -151,18 +153,18 @@ def read_meta(folder: Path) -> dict[str, Any]:
             tokenizer, vocab_size = dict(meta["tokenizer"]), int(meta["vocab_size"])
             if vocab_size < 1 or (tokenizer["name"] == "char" and len(tokenizer["chars"]) != vocab_size):
                 raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
-            return {"tokenizer": tokenizer, "vocab_size": vocab_size}
+            return {"tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": meta.get("end_of_text")}
         path = folder / "meta.pkl"
         if path.exists():
             meta = BuiltinsOnly(io.BytesIO(path.read_bytes())).load()
             itos = meta.get("itos")  # some folders of nanoGPT users have a vocab_size only: enough to train on
             chars = {"name": "char", "chars": "".join(itos[i] for i in range(len(itos)))} if itos else {}
-            return {"tokenizer": chars, "vocab_size": int(meta["vocab_size"])}
+            return {"tokenizer": chars, "vocab_size": int(meta["vocab_size"]), "end_of_text": None}
     except Exception as e:  # a damaged pickle can raise nearly anything
         raise ValueError(
             f"{path} does not describe token files ({type(e).__name__}: {e}); prepare the data again"
         ) from None
-    return {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
+    return {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 
 
 def check_vocabulary(

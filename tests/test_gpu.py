@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, TORCHRUN, events, flags, shell
@@ -9,6 +12,9 @@ from conftest import TINY, TORCHRUN, events, flags, shell
 import checkpoint
 import hardware
 import model as model_module
+from data.loader import Loader
+from data.tokens import Split
+from estimate import memory
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -105,3 +111,61 @@ def test_backend_of_gpus_is_nccl(chars, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="far enough"):
         main(tiny(chars, tmp_path))
     assert asked == ["nccl"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_predicted_total_is_within_15_percent_of_what_cuda_allocates(compiled, dtype):
+    config = GPTConfig(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, bias=False)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = GPT(config).to("cuda")
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cuda")
+    runner: Any = torch.compile(model) if compiled else model
+    x, y = (torch.randint(0, config.vocab_size, (4, config.block_size), device="cuda") for _ in "xy")
+    for _ in range(2):  # the second step has AdamW's moments, and nothing of the compiling
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            with hardware.autocast(torch.device("cuda"), dtype):
+                loss = runner(x, y)[1]
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    predicted = sum(memory(config, 4, dtype, "cuda", compiled).values())
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.15)
+
+
+def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
+    """With most of the memory forbidden; the losses are those of a run that began with the smaller micro-batch."""
+    settings = {"n_embd": 256, "block_size": 256, "dtype": "float32", "gradient_accumulation_steps": 1, "max_iters": 3}
+    model = GPTConfig(block_size=256, vocab_size=65, n_layer=2, n_head=2, n_embd=256, bias=False)
+    limit = sum(memory(model, 64, "float32", "cuda", compiled=False).values()) + 200 * 2**20
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(ValueError, match="--batch_size=.* --gradient_accumulation_steps=.* the same training"):
+            main(tiny(chars, tmp_path / "a", batch_size=1024, **settings))
+        main(tiny(chars, tmp_path / "a", batch_size=1024, auto_batch=True, **settings))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    taken = events(tmp_path / "a", "start")[0]["settings"]
+    assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 1024
+    assert taken["batch_size"] <= 128
+    again = settings | {k: taken[k] for k in ("batch_size", "gradient_accumulation_steps", "eval_iters")}
+    main(tiny(chars, tmp_path / "b", **again))
+    for a, b in zip(events(tmp_path / "a", "iter"), events(tmp_path / "b", "iter"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+
+
+def test_batches_made_ahead_are_those_made_on_the_spot(chars):
+    split = Split(chars, "train", 64, 256)
+    device = torch.device("cuda")
+    loader = Loader(split, device, batch_size=8, micro_steps=2)
+    for step in range(50):
+        whole = split.train_batch(step, np.arange(16), 16)
+        for micro in range(2):
+            for ours, rows in zip(loader.next(), whole, strict=True):
+                assert ours.device.type == "cuda"
+                assert torch.equal(ours.cpu(), torch.from_numpy(rows[micro * 8 : micro * 8 + 8]))
+    loader.close()

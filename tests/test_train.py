@@ -197,7 +197,7 @@ def test_log_lines_are_nanogpts_with_more_behind_and_the_same_as_json(chars, tmp
     for printed, event in zip(iters, events(tmp_path, "iter"), strict=True):
         assert f"{event['loss']:.4f}" == printed[1]
         assert f"{event['time_ms']:.2f}" == printed[2]
-        assert re.fullmatch(r"tok/s [\d,]+, lr \S+, grad_norm \d+\.\d{3}, eta \S+", printed[4])
+        assert re.fullmatch(r"tok/s [\d,]+, lr \S+, grad_norm \d+\.\d{3}, data wait \d+\.\d%, eta \S+", printed[4])
     for printed, event in zip(evals, events(tmp_path, "eval"), strict=True):
         assert (f"{event['train_loss']:.4f}", f"{event['val_loss']:.4f}") == printed[1:]
     assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", done.out)
@@ -439,3 +439,18 @@ def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):
     for step in plain:
         assert chunks[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
         assert chunks[step]["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-4)
+
+
+# ---- data ---------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_by_tokens_does_not_depend_on_the_micro_batch(chars, tmp_path):
+    for size in (2, 3, 8):
+        main(tiny(chars, tmp_path / str(size), batch_size=size, eval_tokens=300, max_iters=0))
+    losses = [events(tmp_path / str(size), "eval")[0]["val_loss"] for size in (2, 3, 8)]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_documents_that_no_token_begins_cannot_be_aligned(chars, tmp_path):
+    with pytest.raises(ValueError, match="align_documents=True: .* does not say which token"):
+        main(tiny(chars, tmp_path, align_documents=True))

@@ -72,6 +72,7 @@ def prepare(args: argparse.Namespace) -> None:
     identity = {
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
         "source": local.name if local else PRETOKENIZED if args.pretokenized else f"{REPO}, {args.subset}",
         "text_column": args.text_column,
         "shard_tokens": args.shard_tokens,
@@ -255,7 +256,6 @@ def fetch(folder: Path, meta: dict[str, Any], shards: Shards) -> None:
     info = retried(lambda: HfApi().dataset_info(PRETOKENIZED, revision=meta["revision"], files_metadata=True))
     meta["revision"] = info.sha
     checksums = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or []}
-    end_of_text, vocab_size = from_meta(meta["tokenizer"]).end_of_text, meta["vocab_size"]
     for name, _ in shards:
         remote, there = f"finewebedu_{name}", list(meta["files"])
         if is_whole(folder / name, meta["files"].get(name, {})):
@@ -268,10 +268,10 @@ def fetch(folder: Path, meta: dict[str, Any], shards: Shards) -> None:
             options: dict[str, Any] = {"repo_type": "dataset", "revision": info.sha, "local_dir": folder / ".download"}
             path = Path(retried(lambda: hf_hub_download(PRETOKENIZED, remote, **options)))  # noqa: B023
             ids, sha256 = read_tokens(path), file_sha256(path)
-            if sha256 != (checksums[remote] or sha256) or ids.max() >= vocab_size:
+            if sha256 != (checksums[remote] or sha256) or ids.max() >= meta["vocab_size"]:
                 path.unlink()
                 raise ValueError(f"{remote} arrived damaged; finished shards are kept: run the same command again")
-            documents = int(np.count_nonzero(ids == end_of_text))
+            documents = int(np.count_nonzero(ids == meta["end_of_text"]))
             meta["files"][name] = {"tokens": len(ids), "documents": documents, "sha256": sha256}
             os.replace(path, folder / name)
             print(f"{name}: {len(ids):,} tokens, {documents:,} documents, {free_gb(folder)} free", flush=True)

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, events, flags, tiny
+from torch.profiler import ProfilerActivity, profile
+
+import estimate
+import hardware
+import model as model_module
+from configurator import read_settings
+from estimate import memory
+from model import GPT, GPTConfig
+from train import TrainConfig, main
+
+CPU = torch.device("cpu")
+SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64, bias=False)
+
+
+class Real:
+    """A model on the CPU that takes steps, and the bytes that torch's allocator then holds, by its profiler."""
+
+    def __init__(self, config: GPTConfig, batch_size: int, dtype: str) -> None:
+        self.model = GPT(config)
+        self.optimizer = self.model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+        self.x, self.y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
+        self.amp: AbstractContextManager = hardware.autocast(CPU, dtype)
+
+    def step(self, micro_steps: int) -> None:
+        for _ in range(micro_steps):
+            with self.amp:
+                loss = self.model(self.x, self.y)[1]
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def peak_of_step(self, micro_steps: int) -> int:
+        self.step(micro_steps)  # makes AdamW's moments
+        weights = sum(p.nbytes for p in self.model.parameters())
+        there = 3 * weights + self.x.nbytes + self.y.nbytes
+        return there + peak_of(lambda: self.step(micro_steps))
+
+
+def peak_of(f: Callable[[], Any]) -> int:
+    """Most bytes that f has allocated and not freed at any time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        f()
+    assert profiler.profiler is not None
+    live = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def kept_by(real: Real) -> int:
+    """Bytes that autograd really keeps for the transformer's backward pass, with the token ids and the result."""
+    kept = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with real.amp, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        h = real.model.transformer(real.x)
+    for t in (real.x, real.y, h):
+        keep(t)
+    weights = {p.data_ptr() for p in real.model.parameters()}
+    return sum(size for address, size in kept.items() if address not in weights)
+
+
+CASES = [  # model, batch, dtype, tokens in a chunk of the loss: some make it in one piece
+    (SMALL, 4, "float32", 64),
+    (SMALL, 4, "bfloat16", 100),
+    (SMALL, 16, "float16", 256),
+    (replace(SMALL, vocab_size=64), 4, "bfloat16", 256),
+    (replace(SMALL, n_layer=1, n_embd=96, n_head=3), 8, "bfloat16", 512),
+    (replace(SMALL, dropout=0.1, block_size=48), 8, "float32", 128),
+    (replace(SMALL, n_layer=4, block_size=128), 2, "float32", 256),
+]
+
+
+@pytest.mark.parametrize(("config", "batch_size", "dtype", "chunk"), CASES)
+def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * config.vocab_size)
+    predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False)["activations"]
+    assert predicted == pytest.approx(kept_by(Real(config, batch_size, dtype)), rel=0.005)
+
+
+@pytest.mark.parametrize(("config", "batch_size", "dtype", "chunk"), CASES)
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, chunk, micro_steps, monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * config.vocab_size)
+    predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, accumulates=micro_steps > 1)
+    assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.02)
+
+
+def test_predicted_activations_are_what_a_compiled_model_keeps():
+    config = replace(SMALL, n_layer=3)
+    real = Real(config, 8, "bfloat16")
+    # Dynamo, AOTAutograd and the partitioner, as for inductor, and its kernels left out: they need a compiler.
+    real.model.transformer.compile(backend="aot_eager_decomp_partition")
+    predicted = estimate.memory(config, 8, "bfloat16", "cpu", compiled=True)
+    assert predicted["activations"] == pytest.approx(kept_by(real), rel=0.03)
+
+
+def test_static_parts_are_the_bytes_of_a_real_model():
+    real = Real(SMALL, 2, "float32")
+    real.model(real.x, real.y)[1].backward()
+    real.optimizer.step()
+    parts = estimate.memory(SMALL, 2, "float32", "cpu", compiled=False)
+    assert parts["weights"] == sum(p.nbytes for p in real.model.parameters())
+    assert parts["gradients"] == sum(p.grad.nbytes for p in real.model.parameters() if p.grad is not None)
+    moments = [s[k] for s in real.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    assert parts["optimizer"] == sum(m.nbytes for m in moments)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 64 * SMALL.vocab_size)
+    one, two, three = (estimate.memory(SMALL, b, dtype, device_type, compiled=False) for b in (4, 6, 8))
+    for part in ("weights", "gradients", "optimizer"):
+        assert one[part] == two[part]
+    assert three["activations"] - two["activations"] == two["activations"] - one["activations"] > 0
+
+
+def test_dropout_on_cuda_keeps_masks_of_one_byte_and_no_matrix_of_attention_weights():
+    plain, dropped = (
+        estimate.memory(replace(SMALL, dropout=p), 4, "bfloat16", "cuda", compiled=False)["activations"]
+        for p in (0.0, 0.1)
+    )
+    masks = (1 + 2 * SMALL.n_layer) * 4 * SMALL.block_size * SMALL.n_embd  # of the embeddings, two in each layer
+    assert masks <= dropped - plain < 2.5 * masks
+
+
+def test_loss_in_chunks_holds_a_chunk_of_logits_not_all():
+    config = replace(SMALL, block_size=1024, vocab_size=50304)
+    parts = estimate.memory(config, 16, "bfloat16", "cuda", compiled=False)
+    assert parts["logits"] < 12 * model_module.LOGITS_CHUNK + 12 * config.vocab_size * config.n_embd
+
+
+@pytest.mark.parametrize(("batch_size", "candidates"), [(1, [1]), (12, [3, 6, 12]), (16, [1, 2, 4, 8, 16])])
+def test_largest_batch_is_the_largest_that_fits(batch_size, candidates):
+    config = replace(SMALL, n_layer=1, block_size=16)
+    totals = {b: sum(estimate.memory(config, b, "bfloat16", "cuda", compiled=True).values()) for b in candidates}
+    for limit in {t - d for t in totals.values() for d in (0, 1)}:
+        fitting = [b for b, total in totals.items() if total <= limit]
+        largest = estimate.largest_batch(config, batch_size, "bfloat16", "cuda", limit)
+        assert largest == max(fitting, default=0)
+
+
+def test_estimate_leaves_no_fakes_behind_and_the_random_stream_alone():
+    state = torch.get_rng_state()
+    estimate.memory(replace(SMALL, dropout=0.1), 2, "bfloat16", "cuda", compiled=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    real = Real(replace(SMALL, dropout=0.1), 2, "float32")
+    assert torch.isfinite(real.model(real.x, real.y)[1])
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
+    cpu = torch.device("cpu")
+    same = estimate.smaller_batch(12, 40, 200, SMALL, "float32", cpu, goes_on=True)
+    assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_iters": 400}
+    same = estimate.smaller_batch(3, 40, 0, SMALL, "float32", cpu, goes_on=True)
+    assert same == {"batch_size": 1, "gradient_accumulation_steps": 120}
+    with pytest.raises(ValueError, match="try --batch_size=4 --gradient_accumulation_steps=128, which is the same"):
+        estimate.smaller_batch(8, 64, 0, SMALL, "float32", cpu, goes_on=False)
+    with pytest.raises(ValueError, match="not even batch_size=1 fits .*try --block_size=32"):
+        estimate.smaller_batch(1, 64, 0, SMALL, "float32", cpu, goes_on=True)
+
+
+# ---- in a run ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory_for_five_sequences(monkeypatch):
+    """A machine on which a pass of more than 5 sequences runs out of memory, as CUDA says it."""
+    forward = GPT.forward
+
+    def limited(self, idx, targets=None):
+        if idx.size(0) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, idx, targets)
+
+    monkeypatch.setattr(GPT, "forward", limited)
+
+
+def test_batch_that_does_not_fit_is_halved_and_the_training_is_the_same(
+    chars, tmp_path, capsys, memory_for_five_sequences
+):
+    main(tiny(chars, tmp_path / "auto", batch_size=16, auto_batch=True))
+    assert "out of memory: going on with" in capsys.readouterr().out
+    main(tiny(chars, tmp_path / "by_hand", batch_size=4, gradient_accumulation_steps=4, eval_iters=8))
+    taken = events(tmp_path / "auto", "start")[0]["settings"]
+    assert (taken["batch_size"], taken["gradient_accumulation_steps"], taken["eval_iters"]) == (4, 4, 8)
+    for kind in ("iter", "eval"):
+        a, b = (events(tmp_path / name, kind) for name in ("auto", "by_hand"))
+        assert [e.get("loss") or e["val_loss"] for e in a] == [e.get("loss") or e["val_loss"] for e in b]
+
+
+def test_batch_that_does_not_fit_names_the_settings_that_keep_the_training(
+    chars, tmp_path, script, memory_for_five_sequences
+):
+    done = script("train.py", *flags(**TINY | {"batch_size": 8}, dataset=chars, out_dir=tmp_path))
+    assert done.code == 1
+    (line,) = done.err.splitlines()
+    assert "batch_size=8 does not fit into " in line
+    assert "try --batch_size=4 --gradient_accumulation_steps=2 --eval_iters=4, which is the same training" in line
+    assert "--auto_batch=True" in line
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
+    out = tmp_path / "out"
+    options = flags(dry_run=True, device="cpu", dtype="bfloat16", out_dir=out, dataset=tmp_path / "none")
+    done = script("train.py", "config/train_fineweb_125m.py", *options)
+    assert (done.code, done.err) == (0, "")
+    assert "number of parameters: 123.59M" in done.out
+    assert "tokens per step: 524,288 = 8 x 64 x 1024" in done.out
+    assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
+    parts = re.search(r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB", done.out)
+    total = re.search(r"predicted peak memory .*: (\S+) of \S+ GiB", done.out)
+    assert parts
+    assert total
+    assert sum(map(float, parts.groups())) == pytest.approx(float(total[1]), abs=0.03)
+    assert "assumed 40% of 1 x" in done.out
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("card", [8, 12, 16, 24, 80])
+def test_card_presets_keep_the_tokens_of_a_step_and_fit(card):
+    files = ["config/train_fineweb_125m.py", f"config/gpu_{card}gb.py"]
+    for run in (files, ["config/train_gpt2.py", files[1]], ["config/train_fineweb_40m.py", files[1]]):
+        plain, preset = (TrainConfig(**read_settings(TrainConfig, names)) for names in (run[:1], run))
+        changed = {k for k, v in asdict(preset).items() if v != getattr(plain, k)}
+        assert changed <= {"batch_size", "gradient_accumulation_steps"}
+        assert preset.batch_size * preset.gradient_accumulation_steps == (
+            plain.batch_size * plain.gradient_accumulation_steps
+        )
+        config = GPTConfig(vocab_size=50304, n_head=preset.n_head, n_embd=preset.n_embd, bias=False)
+        needed = sum(memory(config, preset.batch_size, "bfloat16", "cuda", compiled=True).values())
+        assert needed < 0.9 * card * 2**30
