@@ -1,0 +1,176 @@
+"""Times ways to turn documents into token files: what data/fineweb_edu/prepare.py does, beside the plain way.
+
+    python bench/tokenizing.py                                  # on the modules of Python's standard library
+    python bench/tokenizing.py --source=folder/ --copies=10
+
+Every way runs in a process of its own on the same files, each read as often as --copies says; the ways take turns.
+Prints medians of MB/s of text and of tokens/s, without the imports, and the peak memory of the process. (Its name is
+not tokenize.py: beside that file, no script could import Python's own module of this name.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+
+from configurator import configure, one_line_errors
+from data import tokenizer
+from data.fineweb_edu.prepare import arguments, local_source, prepare
+from data.python_char.prepare import standard_library
+
+Way = Callable[[list[str], Path], tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizingConfig:
+    source: str = ""  # a file or folder of documents; empty = Python's standard library, 20 kB each
+    copies: int = 10  # how often the files are read: some seconds of work for the fastest way
+    rounds: int = 5
+    only: str = ""  # the name of one way: run it once and print its figures
+
+
+def texts(files: list[str]) -> list[str]:
+    return [text for *_, text in local_source([Path(f) for f in files], "text").rows(0, 0)]
+
+
+def reading(files: list[str], out: Path) -> tuple[int, float]:
+    t0 = time.perf_counter()
+    for _ in local_source([Path(f) for f in files], "text").rows(0, 0):
+        pass
+    return 0, time.perf_counter() - t0
+
+
+def plain(files: list[str], out: Path) -> tuple[int, float]:
+    """A document at a time through tiktoken, all token ids in memory, written at the end."""
+    import tiktoken
+
+    t0 = time.perf_counter()
+    encoding = tiktoken.get_encoding("gpt2")
+    rows = local_source([Path(f) for f in files], "text").rows(0, 0)
+    ids = np.concatenate(
+        [np.array([encoding.eot_token, *encoding.encode_ordinary(text)], np.uint16) for *_, text in rows]
+    )
+    ids.tofile(out / "train.bin")
+    return len(ids), time.perf_counter() - t0
+
+
+def ours(threads: int | None, fast: bool = True) -> Way:
+    def run(files: list[str], out: Path) -> tuple[int, float]:
+        if not fast:
+            tokenizer.fast_gpt2 = lambda: None  # type: ignore[assignment]
+        t0 = time.perf_counter()
+        options = ["--source", *files, "--out", str(out)] + (["--num_proc", str(threads)] if threads else [])
+        with redirect_stdout(sys.stderr):
+            prepare(arguments(options))
+        seconds = time.perf_counter() - t0
+        return sum(entry["tokens"] for entry in json.loads((out / "meta.json").read_text())["files"].values()), seconds
+
+    return run
+
+
+def encoder(encode: str) -> Way:
+    """An encoder alone, in one thread, on texts in memory: tiktoken's encode_ordinary, our encode or encode_batch."""
+
+    def run(files: list[str], out: Path) -> tuple[int, float]:
+        import tiktoken
+
+        documents, gpt2, n = texts(files), tokenizer.from_meta({"name": "gpt2"}), 0
+        gpt2.encode_batch(["builds what it needs"])
+        encode_ordinary = tiktoken.get_encoding("gpt2").encode_ordinary
+        t0 = time.perf_counter()
+        for i in range(0, len(documents), 100):
+            part = documents[i : i + 100]
+            if encode == "encode_batch":
+                n += sum(map(len, gpt2.encode_batch(part)))
+            else:
+                f = encode_ordinary if encode == "encode_ordinary" else gpt2.encode
+                n += sum(len(f(text)) for text in part)
+        return n, time.perf_counter() - t0
+
+    return run
+
+
+WAYS: dict[str, Way] = {
+    "plain: encode_ordinary, one process": plain,
+    "prepare.py, tiktoken, one thread": ours(1, fast=False),
+    "prepare.py, one thread": ours(1),
+    "prepare.py, all cores": ours(None),
+    "only reading the files": reading,
+    "only tiktoken's encode_ordinary": encoder("encode_ordinary"),
+    "only our encode (tiktoken to numpy)": encoder("encode"),
+    "only our encode_batch (fastokens)": encoder("encode_batch"),
+}
+
+
+def corpus(c: TokenizingConfig, folder: Path) -> list[str]:
+    """The files that are read, a parquet or jsonl file or several, as often as c.copies says."""
+    if c.source:
+        return local_source([Path(c.source)], "text").files * c.copies
+    text, path = standard_library(20_000_000), folder / "modules.jsonl"
+    path.write_text("".join(json.dumps({"text": text[i : i + 20_000]}) + "\n" for i in range(0, len(text), 20_000)))
+    return [str(path)] * c.copies
+
+
+def peak_rss_bytes() -> int | None:
+    """Peak memory of this process so far; hardware.py's would import torch, which is larger than what is measured."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
+def main(c: TokenizingConfig) -> None:
+    if c.only:
+        for name in ("datasets", "fastokens", "tiktoken"):
+            import_module(name)
+        with tempfile.TemporaryDirectory() as out:
+            tokens, seconds = WAYS[c.only](json.load(sys.stdin), Path(out))
+        print(json.dumps({"tokens": tokens, "seconds": seconds, "peak": peak_rss_bytes()}))
+        return
+
+    import torch
+
+    import hardware
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = corpus(c, Path(folder))
+        megabytes = sum(len(text.encode()) for text in texts(files)) / 1e6
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+        for _ in range(c.rounds):
+            for name, of_way in results.items():
+                command = [sys.executable, __file__, *(f"--{k}={v}" for k, v in (asdict(c) | {"only": name}).items())]
+                child = subprocess.run(command, input=json.dumps(files), capture_output=True, text=True, check=True)
+                of_way.append(json.loads(child.stdout))
+    print(f"{hardware.device_name(torch.device('cpu'))}; {megabytes:.0f} MB of text, {c.rounds} rounds")
+    versions = hardware.versions() | {p: version(p) for p in ("tiktoken", "fastokens", "datasets")}
+    print(f"{versions}, commit {hardware.git_commit()}")
+    print(f"{'way':<40} {'MB/s':>7} {'from':>6} {'to':>6} {'tok/s':>12} {'x plain':>8} {'peak MB':>8}")
+    plain_s = statistics.median(r["seconds"] for r in next(iter(results.values())))
+    for name, of_way in results.items():
+        times = sorted(r["seconds"] for r in of_way)
+        median_s = statistics.median(times)
+        peak = "n/a" if of_way[0]["peak"] is None else f"{max(r['peak'] for r in of_way) / 1e6:.0f}"
+        print(
+            f"{name:<40} {megabytes / median_s:7.1f} {megabytes / times[-1]:6.1f} {megabytes / times[0]:6.1f} "
+            f"{of_way[0]['tokens'] / median_s:12,.0f} {plain_s / median_s:8.2f} {peak:>8}"
+        )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(configure(TokenizingConfig, sys.argv[1:]))
