@@ -170,6 +170,9 @@ def main(c: TrainConfig) -> float:
     model = GPT.from_state(args, saved["model"], source) if saved else GPT(args)
     model.crop_block_size(T)
     start_iter: int = saved.get("iter_num", 0)
+    if saved.get("train_tokens", train_split.tokens) != train_split.tokens:
+        before = f"{saved['train_tokens']:,} train tokens before, {train_split.tokens:,} now"
+        say(f"the data has changed ({before}): the run goes on, with batches in another order than without a stop")
     best_val_loss: float = saved.get("best_val_loss", math.inf)
 
     # ---- optimizer, compile, DDP -----------------------------------------------------------------------------
@@ -284,6 +287,7 @@ def main(c: TrainConfig) -> float:
                     "config": asdict(c),
                     "scaler": scaler.state_dict(),
                     "tokenizer": meta["tokenizer"],
+                    "train_tokens": train_split.tokens,
                     "wandb_run_id": wandb_run.id if wandb_run else wandb_run_id,
                 }
                 checkpoint.save(state, out_dir, best=improved)

@@ -1,4 +1,4 @@
-"""Batches of a split as tensors on a device, made ahead of the training loop by a thread."""
+"""Batches of a split as tensors on a device, made ahead of the training loop by threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.tokens import I64, Split
 
-AHEAD = 4  # micro-batches: enough to ride out a slow disk access, and little memory
+THREADS, AHEAD = 4, 8  # ahead: micro-batches; several at once, since a disk answers several as fast as one
 
 
 def to_device(batch: tuple[I64, I64], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -28,8 +28,8 @@ def to_device(batch: tuple[I64, I64], device: torch.device) -> tuple[Tensor, Ten
 class Loader:
     """The micro-batches of one rank, from optimizer step `step` on, in the order of `Split.train_batch`.
 
-    The thread reads the token files, pins and, on CUDA, copies in a stream of its own, so that neither the disk
-    nor the copy is waited for, as long as they keep up. What it raises is raised by `next`.
+    The threads read the token files, pin and, on CUDA, copy in a stream of their own, so that neither the disk nor
+    the copy is waited for, as long as they keep up. What they raise is raised by `next`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Loader:
         self._global_batch = batch_size * micro_steps * world
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._order = self._rows(batch_size, micro_steps, step, rank, world)
-        self._pool = ThreadPoolExecutor(1, "loader")
+        self._pool = ThreadPoolExecutor(THREADS, "loader")
         self._ahead: deque[Future[tuple[Tensor, Tensor]]] = deque()
         for _ in range(AHEAD):
             self._submit()

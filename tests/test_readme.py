@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -33,6 +34,8 @@ def clone(tmp_path_factory, text) -> Path:
     (folder / "data" / "shakespeare_char" / "input.txt").write_text(corpus)
     for name in ("novel.txt", "notes.txt", "prompt.txt"):
         (folder / name).write_text(corpus[:20_000] if name != "prompt.txt" else "the ")
+    documents = [{"text": corpus[i : i + 2000], "body": "x"} for i in range(0, 100_000, 2000)]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
     python = folder / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
@@ -76,6 +79,9 @@ def test_commands_of_the_readme(clone):
         if WITHOUT_BPE and any(word in command for word in NEEDS_BPE):
             skipped.append(command)
             continue
+        if "fineweb_edu/prepare.py" in command:  # documents that are here, where they would come from the hub
+            command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
+            command += " --source documents.jsonl --encoding bytes --shard_tokens 5000"
         if command.startswith("make train"):
             command += f' ARGS="{SHORT}"'
         elif "train.py" in command and "--help" not in command:
@@ -88,13 +94,17 @@ def test_commands_of_the_readme(clone):
                 short += f" --init_from={gpt2_weights(clone)} --block_size=32 --gradient_accumulation_steps=1"
             if "train_gpt2" in command:
                 short += " --dataset=shakespeare --gradient_accumulation_steps=2"
+            if "train_fineweb" in command:
+                short += " --eval_tokens=64 --gradient_accumulation_steps=2"
             command += " " + short
         elif "sample.py" in command:
             command += " --max_new_tokens=20 --num_samples=1 --device=cpu"
             if "init_from=gpt2" in command:
                 command += f" --init_from={gpt2_weights(clone)}"
         out = run(clone, command)
-        if "train.py" in command and "--help" not in command:
+        if "--dry_run" in command:
+            assert "predicted peak memory" in out
+        elif "train.py" in command and "--help" not in command:
             assert re.search(r"^step \d+: train loss", out, re.M), command
     if skipped:
         pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(LINES)} commands; the others passed")
