@@ -11,6 +11,7 @@ not tokenize.py: beside that file, no script could import Python's own module of
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -31,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Pyt
 
 from configurator import configure, one_line_errors
 from data import tokenizer
-from data.fineweb_edu.prepare import arguments, local_source, prepare
+from data.fineweb_edu.prepare import arguments, local_source
+from data.fineweb_edu.prepare import main as prepare
 from data.python_char.prepare import standard_library
 
 Way = Callable[[list[str], Path], tuple[int, float]]
@@ -136,6 +138,7 @@ def peak_rss_bytes() -> int | None:
 
 def main(c: TokenizingConfig) -> None:
     if c.only:
+        os.environ |= {"USE_TORCH": "0", "RAYON_NUM_THREADS": "1"}  # as prepare.py does when it is run
         for name in ("datasets", "fastokens", "tiktoken"):
             import_module(name)
         with tempfile.TemporaryDirectory() as out:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +24,10 @@ import zstandard
 from conftest import BPE_CACHE, ROOT, Finished, events, flags, needs_bpe
 from fake_hub import SHA, Hub, serve
 
-import data.shards as shards_module
+import data.documents
 from data.describe import describe
-from data.shards import retried
+from data.documents import Source, retried
+from data.tokenizer import BytesTokenizer
 from data.tokens import Split, read_tokens, write_tokens
 
 PREPARE = "data/fineweb_edu/prepare.py"
@@ -198,9 +201,66 @@ def test_harmed_shard_is_made_again_and_no_other(tmp_path, script: Script, prepa
     done = script(PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     assert done.code == 0, done.err
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in before} == before
-    assert {n: c for n, c in contents(tmp_path).items() if n != "meta.json"} == {
-        n: c for n, c in contents(out).items() if n != "meta.json"
-    }
+    assert contents(tmp_path) == contents(out)
+
+
+def copied(prepared: tuple[Path, Path], to: Path) -> list[str]:
+    """A copy of the prepared folder in `to`; the command that prepares it."""
+    for name, content in contents(prepared[1]).items():
+        (to / name).write_bytes(content)
+    return [PREPARE, "--source", str(prepared[0]), *SMALL, "--out", str(to)]
+
+
+def harm(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2] + b"xx")
+
+
+def test_source_that_has_changed_is_noticed_and_nothing_overwritten(tmp_path, script: Script, documents):
+    source = write_documents(tmp_path / "a.jsonl", documents)
+    prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path / "out")
+    assert script(*prepare).code == 0
+    size = source.stat().st_size
+    write_documents(source, documents[::-1])
+    assert source.stat().st_size == size
+    for worse in (Path.unlink, harm):
+        worse(tmp_path / "out" / "train_000003.bin")
+        before = contents(tmp_path / "out")
+        for _ in range(2):
+            assert "train_000003.bin would come out unlike before" in fails(script(*prepare))
+            assert contents(tmp_path / "out") == before
+        (tmp_path / "out" / "train_000003.bin").touch()
+
+
+def test_fewer_tokens_than_before_leave_the_shards_that_are_there_alone(tmp_path, script: Script, prepared):
+    prepare = copied(prepared, tmp_path)
+    assert "already prepared" in script(*prepare, "--tokens=250_000").out
+    for n in (2, 3):  # one that is planned and one behind: both are read by a training
+        harm(tmp_path / f"train_00000{n}.bin")
+    done = script(*prepare, "--tokens=300_000")
+    assert done.code == 0, done.err
+    assert contents(tmp_path) == contents(prepared[1])
+    (tmp_path / "train_000003.bin").unlink()  # no longer wanted
+    (tmp_path / "train_000002.bin").unlink()
+    assert script(*prepare, "--tokens=300_000").code == 0
+    assert (tmp_path / "train_000002.bin").read_bytes() == contents(prepared[1])["train_000002.bin"]
+    assert not (tmp_path / "train_000003.bin").exists()
+
+
+def test_encoder_that_fails_leaves_no_hole(tmp_path, script: Script, prepared, monkeypatch):
+    encode_batch, calls = BytesTokenizer.encode_batch, itertools.count()
+
+    def failing(self, texts):
+        if next(calls) == 3:
+            raise ValueError("out of luck")
+        return encode_batch(self, texts)
+
+    prepare = (PREPARE, "--source", prepared[0], *SMALL, "--out", tmp_path)
+    monkeypatch.setattr(BytesTokenizer, "encode_batch", failing)
+    assert "out of luck" in fails(script(*prepare))
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT)
+    assert script(*prepare).code == 0
+    assert contents(tmp_path) == contents(prepared[1])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
@@ -245,9 +305,7 @@ def test_full_disk_keeps_finished_shards_and_the_run_goes_on_later(tmp_path, pre
     (line,) = done.stderr.splitlines()
     assert "cannot write" in line
     assert "run the same command again" in line
-    assert [p.name for p in tmp_path.glob("[!.]*")] == ["val_000000.bin", "meta.json"] or {
-        p.name for p in tmp_path.glob("[!.]*")
-    } == {"val_000000.bin", "meta.json"}
+    assert {p.name for p in tmp_path.glob("[!.]*")} == {"val_000000.bin", "meta.json"}
     subprocess.run(command, shell=True, cwd=ROOT, check=True, capture_output=True)
     assert contents(tmp_path) == contents(out)
 
@@ -296,13 +354,14 @@ def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
     def prepare(*source: str | Path, **options: Any) -> str:
         return fails(script(PREPARE, "--source", *source, *SMALL, *flags(**options), "--out", tmp_path / "out"))
 
+    out = tmp_path / "out"
     good = write_documents(tmp_path / "good.parquet", documents)
     for name in ("good.parquet", "good.jsonl"):
         write_documents(tmp_path / name, documents)
         line = prepare(tmp_path / name, text_column="body")
         assert f"{name} has no column 'body'" in line
         assert "--text_column" in line
-        assert "holds int64, not text" in prepare(tmp_path / name, text_column="id")
+        assert re.search("holds int(64)?, not", prepare(tmp_path / name, text_column="id"))
     (tmp_path / "none.parquet").write_bytes(b"hello" * 100)
     assert "none.parquet cannot be read as parquet" in prepare(tmp_path / "none.parquet")
     (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"text"')
@@ -317,12 +376,35 @@ def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
     write_documents(tmp_path / "empty.parquet", ["", None, ""])
     assert "has 0 tokens" in prepare(tmp_path / "empty.parquet")
     assert "'nope'" in fails(script(PREPARE, "--source", good, "--encoding=nope", "--out", tmp_path / "out"))
-    assert (
-        "no token to begin documents"
-        in fails(script(PREPARE, "--source", good, "--encoding=char", "--out", tmp_path / "out"))
-        or True
-    )
+    assert "describes no tokenizer" in fails(script(PREPARE, "--source", good, "--encoding=char", "--out", out))
+    pq.write_table(pa.table({"tags": [["a"], ["b"]]}), tmp_path / "lists.parquet")
+    assert "tags holds list" in prepare(tmp_path / "lists.parquet", text_column="tags")
+    (tmp_path / "array.jsonl").write_text('["a", "b"]\n')
+    assert "array.jsonl cannot be read as json (a line holds list" in prepare(tmp_path / "array.jsonl")
     assert not list((tmp_path / "out").glob("[!.]*"))
+
+
+def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Script):
+    """Names that would be patterns, files that are none of ours beside, and columns that change their type."""
+    folder = tmp_path / "a [1] * x"
+    write_documents(folder / "b[ab]?.parquet", ["one"])
+    table = pa.table({"text": pa.array(["two", "two"]).dictionary_encode(), "meta": [None, None]})
+    pq.write_table(table, folder / "c #.parquet")
+    lines = [
+        '\ufeff{"text": "three", "meta": null}',
+        "",
+        '{"meta": {"x": [1]}, "text": "four \\ud800"}',
+        '{"text": null}',
+    ]
+    (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "e.txt").write_bytes(b"five\r\nsix")
+    for other in ("d.jsonl.bak", ".hidden.txt", "f.csv", "g.parquet.gz"):
+        (folder / other).write_text("no")
+    done = script(PREPARE, "--source", folder, "--encoding=bytes", "--val_tokens=4", "--out", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(
+        ["one", "two", "two", "three", "four ?", "five\nsix"]
+    )
 
 
 def test_source_that_all_goes_into_val_names_a_smaller_val(tmp_path, script: Script):
@@ -360,10 +442,11 @@ def test_folder_prepared_otherwise_is_not_touched(tmp_path, script: Script, prep
         assert "was prepared with tokenizer bytes, not gpt2" in line
     assert contents(out) == before
     write_tokens(tmp_path / "train.bin", np.arange(9, dtype=np.uint16))
-    assert "holds other token files (train.bin)" in fails(
-        script(PREPARE, "--source", source, *SMALL, "--out", tmp_path)
-    )
-    (tmp_path / "train.bin").unlink()
+    prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
+    assert "holds token files that no meta.json lists (train.bin)" in fails(script(*prepare))
+    (tmp_path / "train.bin").rename(tmp_path / "train_000002.bin")
+    assert "holds token files that no meta.json lists (train_000002.bin)" in fails(script(*prepare))
+    (tmp_path / "train_000002.bin").unlink()
     (tmp_path / "meta.json").write_text("{}")
     assert "meta.json is not one of this script's" in fails(
         script(PREPARE, "--source", source, *SMALL, "--out", tmp_path)
@@ -375,6 +458,40 @@ def test_numbers_that_are_none_are_usage_errors(tmp_path, script: Script, option
     done = script(PREPARE, "--source", tmp_path, option)
     assert done.code == 2
     assert option.partition("=")[0] in done.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pretokenized", "--encoding=bytes"),
+        ("--pretokenized", "--subset=sample-100BT"),
+        ("--pretokenized", "--source", "a.txt"),
+        ("--source", "a.txt", "--subset=sample-100BT"),
+    ],
+)
+def test_options_that_mean_nothing_beside_each_other_are_refused(tmp_path, script: Script, options):
+    done = script(PREPARE, *options, "--out", tmp_path / "out")
+    assert done.code == 2
+    assert "means nothing beside" in done.err
+
+
+def test_rows_come_once_each_through_faults_of_the_network(monkeypatch):
+    faults = [0, 1, 1, 7, 9]  # rows before which the connection breaks
+
+    def texts(self, path, first):
+        for row in range(first, 10):
+            if faults and faults[0] == row:
+                faults.pop(0)
+                raise ConnectionResetError("gone")
+            yield f"{path} {row}"
+
+    monkeypatch.setattr(Source, "_texts", texts)
+    monkeypatch.setattr(data.documents.time, "sleep", lambda seconds: None)
+    rows = list(Source("x", ["a.parquet", "b.parquet"]).rows(0, 0))
+    assert [row.text for row in rows] == [f"{name}.parquet {i}" for name in "ab" for i in range(10)]
+    faults = [4] * 9
+    with pytest.raises(ValueError, match="failed 9 times"):
+        list(Source("x", ["a.parquet"]).rows(0, 2))
 
 
 # ---- the hub -------------------------------------------------------------------------------------------------
@@ -442,7 +559,7 @@ def test_other_subsets_and_one_that_is_none(tmp_path, hub, documents):
 
 def test_network_that_stays_away_says_what_to_run_next(tmp_path, hub):
     hub.down = True
-    quick = "import data.shards; data.shards.LONGEST_PAUSE_S = 0.01"
+    quick = "import data.documents; data.documents.LONGEST_PAUSE_S = 0.01"
     done = online(hub, tmp_path, *SMALL, setup=quick)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
@@ -454,7 +571,7 @@ def test_network_that_stays_away_says_what_to_run_next(tmp_path, hub):
 
 def test_pauses_between_attempts_grow(monkeypatch):
     pauses: list[float] = []
-    monkeypatch.setattr(shards_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(data.documents.time, "sleep", pauses.append)
 
     def call() -> None:
         raise ConnectionResetError("gone")
@@ -468,7 +585,7 @@ def test_pauses_between_attempts_grow(monkeypatch):
 
 @needs_bpe
 def test_pretokenized_shards_are_fetched_as_many_as_needed(tmp_path, hub):
-    small = "p.PRETOKENIZED_SHARD = 5000"
+    small = "p.PRETOKENIZED_SHARD, p.PRETOKENIZED_TOKENS = 5000, 11234"
     done = online(hub, tmp_path, "--pretokenized", "--tokens=4000", setup=small)
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "out").glob("[!.]*")) == [
@@ -489,8 +606,12 @@ def test_pretokenized_shards_are_fetched_as_many_as_needed(tmp_path, hub):
     hub.requests.clear()
     assert "already prepared" in online(hub, tmp_path, "--pretokenized", setup=small).stdout
     assert hub.requests == []
-    done = online(hub, tmp_path, "--pretokenized", "--encoding=bytes")
-    assert "--encoding does not go with --pretokenized" in done.stderr
+    assert "already prepared" in online(hub, tmp_path, "--pretokenized", "--tokens=6200", setup=small).stdout
+    path = tmp_path / "out" / "train_000001.bin"
+    harm(path)
+    done = online(hub, tmp_path, "--pretokenized", setup=small)
+    assert "train_000001.bin is damaged" in done.stdout
+    assert path.read_bytes() == (ready / f"finewebedu_{path.name}").read_bytes()
 
 
 # ---- used ----------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ Stopped at any point and started again, it goes on behind the last finished shar
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
-os.environ.setdefault("USE_TORCH", "0")  # `datasets` would import it, for nothing
-os.environ.setdefault("RAYON_NUM_THREADS", "1")  # fastokens need not start threads: --num_proc does
 
-from configurator import one_line_errors  # noqa: E402
-from data.shards import FORMATS, PACKED, Source, format_of, free_gb, is_whole, plan, retried, write_shards  # noqa: E402
+from configurator import ConfigError, one_line_errors  # noqa: E402
+from data.documents import FORMATS, PACKED, Source, format_of, retried  # noqa: E402
+from data.shards import free_gb, is_there, plan, write_shards  # noqa: E402
 from data.tokenizer import from_meta  # noqa: E402
 from data.tokens import file_sha256, read_tokens, write_atomically  # noqa: E402
 
@@ -40,10 +40,18 @@ SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350
 PRETOKENIZED = "kjj0/finewebedu10B-gpt2"  # finewebedu_val_000000.bin and 99 files of train, the last one shorter
 PRETOKENIZED_SHARD, PRETOKENIZED_TOKENS = 100_000_000, 9_953_989_344
 HASHED = 1 << 32  # bytes: a finished folder of at most so many is checked by its checksums too, within seconds
-Shards = list[tuple[str, int]] | Iterator[tuple[str, int]]
+# What options are where they are not given, and which of them mean nothing beside another.
+DEFAULTS = {"subset": "sample-10BT", "text_column": "text", "encoding": "gpt2", "shard_tokens": 100_000_000}
+EXCLUDED = {"source": ["subset"], "pretokenized": ["source", "val_tokens", *DEFAULTS]}
+
+Entries = dict[str, dict[str, Any]]  # of meta.json: file name to tokens, documents, sha256 ...
 
 
 def main(args: argparse.Namespace) -> None:
+    for option, others in EXCLUDED.items():
+        if getattr(args, option) and (given := [o for o in others if getattr(args, o)]):
+            raise ConfigError(f"--{given[0]} means nothing beside --{option}; leave one of them out")
+    vars(args).update({k: v for k, v in DEFAULTS.items() if not getattr(args, k)})
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(args.out / ".lock", timeout=0):  # let go of by the system, however this process ends
@@ -55,61 +63,68 @@ def main(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace) -> None:
     """Makes what args ask for and args.out lacks. Raises ValueError, OSError."""
     folder, tokenizer = args.out, from_meta({"name": args.encoding})
-    if tokenizer.end_of_text is None:
-        raise ValueError(f"--encoding={args.encoding} has no token to begin documents with; try gpt2 or bytes")
-    if args.pretokenized:
-        given = {"--source": args.source, "--val_tokens": args.val_tokens, "--encoding": args.encoding != "gpt2"}
-        for flag in (flag for flag, is_given in given.items() if is_given):
-            raise ValueError(f"{flag} does not go with --pretokenized, which fetches GPT-2 tokens as they are")
-        args.shard_tokens = PRETOKENIZED_SHARD
     local = local_source(args.source, args.text_column) if args.source else None
-    if local:  # a text's tokens are not known before, only its bytes
+    shard_tokens = PRETOKENIZED_SHARD if args.pretokenized else args.shard_tokens
+    train_tokens = args.tokens
+    if local:  # only the bytes of a text are known before, not its tokens
         available: float = text_bytes(local) // (1 if args.encoding == "bytes" else 4)
-        val_tokens = args.val_tokens or max(1, int(min(args.shard_tokens, available // 10)))
+        val_tokens = args.val_tokens or max(1, int(min(shard_tokens, available // 10)))
+        source_name = local.name
+    elif args.pretokenized:
+        available, val_tokens, source_name = PRETOKENIZED_TOKENS, shard_tokens, PRETOKENIZED
+        train_tokens = min(train_tokens, PRETOKENIZED_TOKENS - shard_tokens)
     else:
-        available = PRETOKENIZED_TOKENS if args.pretokenized else SUBSET_TOKENS.get(args.subset, math.inf)
-        val_tokens = args.val_tokens or args.shard_tokens
+        available, val_tokens = SUBSET_TOKENS.get(args.subset, math.inf), args.val_tokens or shard_tokens
+        source_name = f"{REPO}, {args.subset}"
     identity = {
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
-        "source": local.name if local else PRETOKENIZED if args.pretokenized else f"{REPO}, {args.subset}",
+        "source": source_name,
         "text_column": args.text_column,
-        "shard_tokens": args.shard_tokens,
+        "shard_tokens": shard_tokens,
         "val_tokens": val_tokens,
     }
     meta = earlier_meta(folder, identity) or identity | {"revision": None, "files": {}}
-    if finished(folder, meta, plan(val_tokens, args.tokens, args.shard_tokens)) and not damaged(folder, meta):
+    entries: Entries = meta["files"]
+    planned = functools.partial(plan, val_tokens, train_tokens, shard_tokens)
+    refuse_foreign(folder, next((name for name, _ in planned() if name not in entries), None), entries)
+    # Shards of an earlier start with more --tokens stay, and are read: they are looked after like the planned ones.
+    beyond = [] if train_tokens == math.inf else later_shards(folder, [name for name, _ in planned()], entries)
+    there = finished(folder, [*planned(), *beyond] if train_tokens < math.inf else planned(), entries)
+    bad = damaged(folder, entries) if there else []
+    if there and not bad:
         print(f"{folder}: already prepared")
-        describe(folder, meta)
+        summarize(folder, meta)
         return
 
-    total = min(available, val_tokens + args.tokens)
-    there = sum(entry["tokens"] for name, entry in meta["files"].items() if is_whole(folder / name, entry))
-    check_disk(folder, 2 * (total - there) if total < math.inf else 2 * args.shard_tokens, there - val_tokens)
-    shards = plan(val_tokens, args.tokens, args.shard_tokens)
+    total = min(available, val_tokens + train_tokens)
+    present = sum(e["tokens"] for name, e in entries.items() if is_there(folder / name, 0, e) and name not in bad)
+    check_disk(folder, 2 * (total - present if total < math.inf else shard_tokens), present - val_tokens)
+    shards = (shard for part in (planned(), beyond) for shard in part)
     if args.pretokenized:
-        fetch(folder, meta, shards)
+        fetch(folder, meta, shards, bad)
     else:
         source = local or hub_source(args.subset, args.text_column, meta["revision"])
         meta["revision"] = source.revision
-        write_shards(folder, meta, source, tokenizer, shards, args.num_proc, None if total == math.inf else int(total))
-    if not any(name.startswith("train") for name in meta["files"]):
-        tokens = sum(entry["tokens"] for entry in meta["files"].values())
-        for name in [*meta["files"], "meta.json"]:
+        expected = None if total == math.inf else int(total)
+        write_shards(folder, meta, source, tokenizer, shards, bad, args.num_proc, expected)
+    if not any(name.startswith("train") for name in entries):
+        tokens = sum(entry["tokens"] for entry in entries.values())
+        for name in [*entries, "meta.json"]:
             (folder / name).unlink()
         raise ValueError(
             f"{meta['source']} has {tokens:,} tokens, all of which went into val; "
             + (f"try --val_tokens={tokens // 10}" if tokens >= 10 else "is --text_column right?")
         )
-    describe(folder, meta)
+    summarize(folder, meta)
 
 
-def describe(folder: Path, meta: dict[str, Any]) -> None:
+def summarize(folder: Path, meta: dict[str, Any]) -> None:
     for split in ("train", "val"):
         entries = [entry for name, entry in meta["files"].items() if name.startswith(split)]
         tokens, documents = (sum(entry[k] for entry in entries) for k in ("tokens", "documents"))
-        print(f"{split}: {tokens:,} tokens, {documents:,} documents, {len(entries)} shards")
+        print(f"{split}: {tokens:,} tokens, {documents:,} documents, shards: {len(entries)}")
     print(f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}")
 
 
@@ -119,28 +134,22 @@ def describe(folder: Path, meta: dict[str, Any]) -> None:
 def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """What meta.json of an earlier start says, None where there was none.
 
-    Raises ValueError where the folder holds something else than what is to be made.
+    Raises ValueError where that start was to make something else.
     """
-    path, meta = folder / "meta.json", None
-    if path.exists():
-        try:
-            meta = json.loads(path.read_text())
-            found = {key: meta[key] for key in [*identity, "revision", "files"]}
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is not one of this script's; choose another --out, or delete it") from None
-        for key, value in identity.items():
-            if found[key] != value:
-                raise ValueError(
-                    f"{folder} was prepared with {key} {show(found[key])}, not {show(value)}; "
-                    "choose another --out, or delete the folder"
-                )
-    foreign = {p.name for split in ("train", "val") for p in folder.glob(f"{split}*.bin")}
-    foreign -= {p.name for p in folder.glob("*_[0-9][0-9][0-9][0-9][0-9][0-9].bin")}
-    if foreign:
-        raise ValueError(
-            f"{folder} holds other token files ({', '.join(sorted(foreign)[:3])}), which would be read too; "
-            "choose another --out"
-        )
+    path = folder / "meta.json"
+    if not path.exists():
+        return None
+    try:
+        meta = json.loads(path.read_text())
+        found = {key: meta[key] for key in [*identity, "revision", "files"]}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not one of this script's; choose another --out, or delete the folder") from None
+    for key, value in identity.items():
+        if found[key] != value:
+            raise ValueError(
+                f"{folder} was prepared with {key} {show(found[key])}, not {show(value)}; "
+                "choose another --out, or delete the folder"
+            )
     return meta
 
 
@@ -148,32 +157,50 @@ def show(value: Any) -> str:
     return value["name"] if isinstance(value, dict) and "name" in value else str(value)
 
 
-def finished(folder: Path, meta: dict[str, Any], shards: Shards) -> bool:
+def refuse_foreign(folder: Path, following: str | None, entries: Entries) -> None:
+    """Raises ValueError where folder holds token files that are not ours, which would be read with them.
+
+    `following` is the one that an earlier start may have finished, and been stopped before it was listed.
+    """
+    found = {p.name for split in ("train", "val") for p in folder.glob(f"{split}*.bin")}
+    if foreign := sorted(found - set(entries) - {following}):
+        raise ValueError(
+            f"{folder} holds token files that no meta.json lists ({', '.join(foreign[:3])}), which would be read too; "
+            "delete them, or choose another --out"
+        )
+
+
+def later_shards(folder: Path, planned: list[str], entries: Entries) -> list[tuple[str, int]]:
+    """Names and sizes of listed shards behind the planned ones; forgets those of them that have been deleted."""
+    for name in [name for name in entries if name not in planned and not (folder / name).exists()]:
+        del entries[name]
+    return sorted((name, entry["tokens"]) for name, entry in entries.items() if name not in planned)
+
+
+def finished(folder: Path, shards: Iterable[tuple[str, int]], entries: Entries) -> bool:
     """Whether folder holds every one of the shards, or as many as its source has."""
     for name, size in shards:
-        entry = meta["files"].get(name, {})
-        if not is_whole(folder / name, entry) or not (entry["tokens"] >= size or "last" in entry):
+        if not is_there(folder / name, size, entries.get(name, {})):
             return False
-        if "last" in entry:
+        if "last" in entries[name]:
             break
     return True
 
 
-def damaged(folder: Path, meta: dict[str, Any]) -> list[str]:
-    """Names of the shards whose checksum is not that of meta.json, which it then forgets."""
-    total = sum((folder / name).stat().st_size for name in meta["files"])
+def damaged(folder: Path, entries: Entries) -> list[str]:
+    """Names of the shards whose checksum is not that of meta.json."""
+    total = sum((folder / name).stat().st_size for name in entries)
     if total > HASHED:
-        print(f"sizes are right; checksums of {total / 1e9:.0f} GB: python -m data.describe {folder}")
+        print(f"sizes are right; for the checksums of {total / 1e9:.0f} GB: python -m data.describe {folder}")
         return []
-    names = [name for name, entry in meta["files"].items() if file_sha256(folder / name) != entry["sha256"]]
+    names = [name for name, entry in entries.items() if file_sha256(folder / name) != entry["sha256"]]
     for name in names:
         print(f"{name} is damaged (its checksum does not match) and is made again")
-        del meta["files"][name]
     return names
 
 
 def check_disk(folder: Path, needed: float, there: int) -> None:
-    """Raises ValueError where the disk has not the bytes needed."""
+    """Raises ValueError where the disk has not the bytes needed; `there` are the tokens of train that are made."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         fitting = (free // 2 + there) // 10_000_000 * 10_000_000
@@ -209,18 +236,23 @@ def local_source(paths: list[Path], text_column: str) -> Source:
     for path in paths:
         if not path.exists():
             raise ValueError(f"--source {path} does not exist")
-        found = (
-            [p for p in path.rglob("*") if p.is_file() and set(p.suffixes) & set(FORMATS)] if path.is_dir() else [path]
-        )
+        found = [p for p in path.rglob("*") if p.is_file() and is_documents(p)] if path.is_dir() else [path]
         if not found:
             raise ValueError(f"--source {path} holds no *{', *'.join(FORMATS)} (or these packed: {', '.join(PACKED)})")
         files += sorted(found)
     for file in files:
         format_of(str(file))
     names = ", ".join(p.name for p in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-    return Source(
-        f"{names} ({sum(p.stat().st_size for p in files):,} bytes)", [str(p.resolve()) for p in files], text_column
-    )
+    size = sum(p.stat().st_size for p in files)
+    return Source(f"{names} ({size:,} bytes)", [str(p.resolve()) for p in files], text_column)
+
+
+def is_documents(path: Path) -> bool:
+    """Whether a file found in a folder is one to read: not hidden, and of a known format."""
+    try:
+        return not path.name.startswith(".") and bool(format_of(str(path)))
+    except ValueError:
+        return False
 
 
 def text_bytes(source: Source) -> int:
@@ -246,8 +278,8 @@ def text_bytes(source: Source) -> int:
 # ---- ready-made token files ----------------------------------------------------------------------------------
 
 
-def fetch(folder: Path, meta: dict[str, Any], shards: Shards) -> None:
-    """Downloads those of the shards that folder lacks, and writes meta.json anew after each.
+def fetch(folder: Path, meta: dict[str, Any], shards: Iterable[tuple[str, int]], bad: list[str]) -> None:
+    """Downloads those of the shards that folder lacks or that are bad, and writes meta.json anew after each.
 
     Raises ValueError where the network stays away or a file arrives damaged.
     """
@@ -256,28 +288,25 @@ def fetch(folder: Path, meta: dict[str, Any], shards: Shards) -> None:
     info = retried(lambda: HfApi().dataset_info(PRETOKENIZED, revision=meta["revision"], files_metadata=True))
     meta["revision"] = info.sha
     checksums = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or []}
-    for name, _ in shards:
-        remote, there = f"finewebedu_{name}", list(meta["files"])
-        if is_whole(folder / name, meta["files"].get(name, {})):
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": info.sha, "local_dir": folder / ".download"}
+    for name, size in shards:
+        remote = f"finewebedu_{name}"
+        if is_there(folder / name, size, meta["files"].get(name, {})) and name not in bad:
             continue
         if remote not in checksums:
-            if not there:
-                raise ValueError(f"{PRETOKENIZED} has no {remote} any more; leave --pretokenized out")
-            meta["files"][max(there, key=lambda name: name.split("_")[1])]["last"] = True
-        else:
-            options: dict[str, Any] = {"repo_type": "dataset", "revision": info.sha, "local_dir": folder / ".download"}
-            path = Path(retried(lambda: hf_hub_download(PRETOKENIZED, remote, **options)))  # noqa: B023
-            ids, sha256 = read_tokens(path), file_sha256(path)
-            if sha256 != (checksums[remote] or sha256) or ids.max() >= meta["vocab_size"]:
-                path.unlink()
-                raise ValueError(f"{remote} arrived damaged; finished shards are kept: run the same command again")
-            documents = int(np.count_nonzero(ids == meta["end_of_text"]))
-            meta["files"][name] = {"tokens": len(ids), "documents": documents, "sha256": sha256}
-            os.replace(path, folder / name)
-            print(f"{name}: {len(ids):,} tokens, {documents:,} documents, {free_gb(folder)} free", flush=True)
+            raise ValueError(f"{PRETOKENIZED} has no {remote}; leave --pretokenized out, or ask for fewer --tokens")
+        path = Path(retried(functools.partial(hf_hub_download, PRETOKENIZED, remote, **options)))
+        sha256, ids = file_sha256(path), read_tokens(path)
+        tokens, documents = len(ids), int(np.count_nonzero(ids == meta["end_of_text"]))
+        fits = ids.max() < meta["vocab_size"] and tokens >= size
+        del ids  # Windows renames and deletes only what is not mapped
+        if not fits or sha256 != (checksums[remote] or sha256):
+            path.unlink()
+            raise ValueError(f"{remote} arrived damaged; finished shards are kept: run the same command again")
+        os.replace(path, folder / name)
+        meta["files"][name] = {"tokens": tokens, "documents": documents, "sha256": sha256}
         write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
-        if remote not in checksums:
-            break
+        print(f"{name}: {tokens:,} tokens, {documents:,} documents, {free_gb(folder)} free", flush=True)
     shutil.rmtree(folder / ".download", ignore_errors=True)
 
 
@@ -295,20 +324,23 @@ def count(text: str) -> int:
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--subset", default="sample-10BT", help="or sample-100BT, sample-350BT, default (all), CC-MAIN-2024-10 ...")
+    add("--subset", help="sample-10BT (default), sample-100BT, sample-350BT, default or CC-MAIN-2024-10 ...")
     add("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl[.gz|.zst], .txt files or folders")
     add("--pretokenized", action="store_true", help=f"fetch token files of {PRETOKENIZED} instead")
-    add("--text_column", default="text", help="column, or key of a jsonl line, with a document's text: text")
-    add("--encoding", default="gpt2", help="gpt2, another tiktoken encoding below 65,537 ids, or bytes")
-    add("--tokens", type=count, default=math.inf, help="of train to make, such as 3e9: all there are")
-    add("--val_tokens", type=count, default=0, help="of val, made first: one shard; of --source a tenth at most")
-    add("--shard_tokens", type=count, default=100_000_000, help="per file: 1e8")
+    add("--text_column", help="column, or key of a jsonl line, with the text (default: text)")
+    add("--encoding", help="gpt2 (default), another tiktoken encoding below 65,537 ids, or bytes")
+    add("--tokens", type=count, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
+    add("--val_tokens", type=count, help="made first (default: a shard; of --source a tenth at most)")
+    add("--shard_tokens", type=count, help="per file (default: 1e8)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--num_proc", type=count, default=cores, help=f"threads that tokenize: {cores}, all cores")
-    add("--out", type=Path, default=ROOT / "data" / "fineweb_edu", metavar="FOLDER", help="data/fineweb_edu")
+    add("--num_proc", type=count, default=cores, help="threads that tokenize (default: all cores, %(default)s)")
+    add("--out", type=Path, default=ROOT / "data" / "fineweb_edu", metavar="FOLDER", help="(default: data/fineweb_edu)")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("USE_TORCH", "0")  # `datasets` would import it, for nothing
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # threads of fastokens' own bring nothing
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # of its faults, those of the network cannot be told apart
     with one_line_errors():
         main(arguments(sys.argv[1:]))
