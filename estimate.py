@@ -149,16 +149,18 @@ def try_out(
     amp: AbstractContextManager,
     scaler: Any,
     eval_only: bool,
+    copies: int,
 ) -> bool:
     """A training pass (unless eval_only) and one of evaluation, which also compile; False where memory runs out.
 
-    Leaves gradients behind where it succeeds. Raises what compiling raises.
+    Takes room, as a step will, for AdamW's moments and for so many more copies of the weights: earlier micro-batches'
+    gradients, DDP's buckets. Leaves gradients behind where it succeeds. Raises what compiling raises.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    copies += 0 if optimizer.state else 2
     try:
         if not eval_only:
-            # AdamW makes its moments in the first step: their room is taken here, so that it does not lack there.
-            room = [torch.empty_like(p) for p in parameters * 2 if not optimizer.state]
+            room = [torch.empty_like(p) for p in parameters * copies]
             with amp:
                 loss = runner(*batch)[1]
             scaler.scale(loss).backward()

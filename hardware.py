@@ -114,11 +114,12 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Frees what torch keeps in reserve, and what was compiled, after memory has run out."""
+    """Frees what torch keeps in reserve, and what was compiled, after memory has run out; forgets that peak."""
     gc.collect()
     torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_bytes(device: torch.device) -> int | None:

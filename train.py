@@ -171,8 +171,7 @@ def main(c: TrainConfig) -> float:
     model.crop_block_size(T)
     start_iter: int = saved.get("iter_num", 0)
     if saved.get("train_tokens", train_split.tokens) != train_split.tokens:
-        before = f"{saved['train_tokens']:,} train tokens before, {train_split.tokens:,} now"
-        say(f"the data has changed ({before}): the run goes on, with batches in another order than without a stop")
+        say(f"the data had {saved['train_tokens']:,} train tokens before: from here on, batches come in another order")
     best_val_loss: float = saved.get("best_val_loss", math.inf)
 
     # ---- optimizer, compile, DDP -----------------------------------------------------------------------------
@@ -190,7 +189,8 @@ def main(c: TrainConfig) -> float:
     while True:  # until compiled, and with a micro-batch that fits
         batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
         try:
-            fits = estimate.try_out(runner, optimizer, batch, amp, scaler, c.eval_only)
+            copies = (c.gradient_accumulation_steps > world) + distributed
+            fits = estimate.try_out(runner, optimizer, batch, amp, scaler, c.eval_only, copies)
         except Exception as e:
             if runner is model:
                 raise

@@ -3,7 +3,8 @@
 #     python train.py config/train_fineweb_125m.py config/gpu_24gb.py
 #
 # Sets the micro-batch, and the accumulation such that the tokens per step stay those of the run. 32 sequences of
-# 1024 tokens need 13.0 GiB with 124M parameters in bfloat16, as --dry_run=True predicts; 64 would need 23.5.
+# 1024 tokens need 13.0 GiB with 124M parameters in bfloat16, as --dry_run=True predicts; 64 would need 23.5, so these
+# are the settings of gpu_16gb.py.
 
 from math import gcd
 

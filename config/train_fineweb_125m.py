@@ -4,9 +4,10 @@
 #     python train.py config/train_fineweb_125m.py           # other cards: put config/gpu_8gb.py ... behind it
 #     python train.py config/train_fineweb_125m.py --dry_run=True
 #
-# What to expect: nanoGPT with this model, batch and learning rate took 9.34 s per step on an RTX 4070, and reached a
-# val loss of 4.385 at step 1000, 3.596 at step 4000 and 3.358 at step 10,000, on its own validation windows. Its
-# schedule is not known; the loss at a given step is lower the earlier the learning rate decays.
+# What to expect: a known run with these sizes, batch and learning rate took 9.34 s per step on an RTX 4070, and reached
+# a val loss of 4.385 at step 1000, 3.596 at step 4000 and 3.358 at step 10,000. Its schedule and its validation
+# windows are not known: take the figures as about right. The earlier the learning rate decays, the lower the loss is
+# at a given step.
 
 out_dir = "out-fineweb-125m"
 dataset = "fineweb_edu"
@@ -17,21 +18,21 @@ log_interval = 10
 
 n_layer = 12
 n_head = 12  # of 64 channels
-n_embd = 768  # 123.6M parameters with the token embedding, which is also the head
-block_size = 1024
+n_embd = 768  # GPT-2's smallest: 123.6M parameters with the token embedding, which is also the head
+block_size = 1024  # tokens of context, GPT-2's
 dropout = 0.0  # every token is seen once: nothing to overfit
-bias = False
+bias = False  # as nanoGPT: a little faster, no worse
 
 batch_size = 8  # sequences per micro-batch
 gradient_accumulation_steps = 64  # x 8 x 1024 = 524,288 tokens per step
 
-learning_rate = 3e-4  # half of GPT-3's for this size: safe without tuning
-max_iters = 19000  # 9.96B tokens: the sample once
-warmup_iters = 700  # 0.37B tokens
-weight_decay = 1e-1
+learning_rate = 3e-4  # half of what GPT-3 took for this size: safe without tuning
+max_iters = 18750  # 9.83B tokens: the sample's, once
+warmup_iters = 700  # 0.37B tokens; AdamW's second moment is a poor estimate before
+weight_decay = 1e-1  # of matrices and embeddings
 beta1 = 0.9
-beta2 = 0.95
-grad_clip = 1.0
+beta2 = 0.95  # GPT-3's; 0.999 forgets too slowly for gradients that change
+grad_clip = 1.0  # longest gradient norm, against single bad batches
 
 wandb_project = "fineweb-edu"
 wandb_run_name = "gpt2-124M"

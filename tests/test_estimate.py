@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, events, flags, tiny
+from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny
 from torch.profiler import ProfilerActivity, profile
 
 import estimate
@@ -17,7 +17,7 @@ import model as model_module
 from configurator import read_settings
 from estimate import memory
 from model import GPT, GPTConfig
-from train import TrainConfig, main
+from train import TrainConfig, main, resumed_settings
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64, bias=False)
@@ -206,6 +206,42 @@ def test_batch_that_does_not_fit_is_halved_and_the_training_is_the_same(
     for kind in ("iter", "eval"):
         a, b = (events(tmp_path / name, kind) for name in ("auto", "by_hand"))
         assert [e.get("loss") or e["val_loss"] for e in a] == [e.get("loss") or e["val_loss"] for e in b]
+
+
+def test_run_that_found_its_batch_resumes_with_it(chars, tmp_path, memory_for_five_sequences):
+    main(tiny(chars, tmp_path / "whole", batch_size=16, auto_batch=True, lr_decay_iters=6))
+    main(tiny(chars, tmp_path / "halves", batch_size=16, auto_batch=True, lr_decay_iters=6, max_iters=3))
+    argv = [f"--out_dir={tmp_path / 'halves'}", "--init_from=resume", "--max_iters=6"]
+    c = TrainConfig(**resumed_settings(argv, str(tmp_path / "halves")))
+    assert (c.batch_size, c.gradient_accumulation_steps) == (4, 4)
+    main(c)
+    whole, halves = (events(tmp_path / name, "iter") for name in ("whole", "halves"))
+    assert [e["loss"] for e in whole] == [e["loss"] for e in halves]
+
+
+def test_ranks_halve_together_though_memory_runs_out_on_one(chars, tmp_path):
+    (tmp_path / "limited.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, train
+from configurator import configure
+forward = train.GPT.forward
+def limited(self, idx, targets=None):
+    if os.environ["RANK"] == "1" and idx.size(0) > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return forward(self, idx, targets)
+train.GPT.forward = limited
+train.main(configure(train.TrainConfig, sys.argv[1:]))
+""")
+    settings = TINY | {"batch_size": 4, "gradient_accumulation_steps": 2, "auto_batch": True}
+    settings |= {"dataset": chars, "out_dir": tmp_path / "out"}
+    done = shell(*TORCHRUN[:-1], tmp_path / "limited.py", *flags(**settings))
+    assert done.returncode == 0, done.stderr
+    taken = events(tmp_path / "out", "start")[0]["settings"]
+    assert (taken["batch_size"], taken["gradient_accumulation_steps"]) == (2, 4)
+    main(tiny(chars, tmp_path / "one", batch_size=2, gradient_accumulation_steps=4, eval_iters=4))
+    for a, b in zip(events(tmp_path / "out", "iter"), events(tmp_path / "one", "iter"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
 def test_batch_that_does_not_fit_names_the_settings_that_keep_the_training(

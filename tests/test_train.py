@@ -454,3 +454,14 @@ def test_evaluation_by_tokens_does_not_depend_on_the_micro_batch(chars, tmp_path
 def test_documents_that_no_token_begins_cannot_be_aligned(chars, tmp_path):
     with pytest.raises(ValueError, match="align_documents=True: .* does not say which token"):
         main(tiny(chars, tmp_path, align_documents=True))
+
+
+def test_data_that_grew_before_a_resume_is_said(tmp_path, capsys):
+    for n in (4000, 5000):
+        splits = {"train": np.arange(n).astype(np.uint8).astype(np.uint16), "val": np.arange(200, dtype=np.uint16)}
+        write_dataset(tmp_path / "d", splits, BytesTokenizer(), "x")
+        resumed = {"init_from": "resume", "max_iters": 4} if n == 5000 else {"max_iters": 2}
+        main(tiny(tmp_path / "d", tmp_path / "out", **resumed))
+    assert (
+        "the data had 4,000 train tokens before: from here on, batches come in another order" in capsys.readouterr().out
+    )
