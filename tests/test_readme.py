@@ -34,7 +34,7 @@ def clone(tmp_path_factory, text) -> Path:
     (folder / "data" / "shakespeare_char" / "input.txt").write_text(corpus)
     for name in ("novel.txt", "notes.txt", "prompt.txt"):
         (folder / name).write_text(corpus[:20_000] if name != "prompt.txt" else "the ")
-    documents = [{"text": corpus[i : i + 2000], "body": "x"} for i in range(0, 100_000, 2000)]
+    documents = [dict.fromkeys(("text", "body"), corpus[i : i + 2000]) for i in range(0, 100_000, 2000)]
     (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
     python = folder / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)

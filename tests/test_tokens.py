@@ -111,13 +111,13 @@ def test_foreign_shards_are_not_mixed_with_new_data(tmp_path):
 
 
 def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2(tmp_path):
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
     chars = ["b", "a"]
     nanogpt = {"vocab_size": 2, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt))
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "char", "chars": "ba"}, "vocab_size": 2}
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "char", "chars": "ba"}, "vocab_size": 2, "end_of_text": None}
     dataset(tmp_path, [1], [1])
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256}
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
 
 
 class Evil:
