@@ -30,6 +30,7 @@ from model import GPT, GPTConfig
 from runlog import clock
 
 USABLE = 0.9  # of a GPU's memory: the rest is CUDA's context and the allocator's gaps
+REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 ASSUMED_MFU = 0.4  # of a run that has not been measured yet
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -44,6 +45,10 @@ def memory(
     gradients are alive in a forward pass. activations: what the forward pass keeps until the loss begins, token ids
     included. logits: all that the loss adds to it, or, where that needs more, what the backward pass does.
     """
+    n = REHEARSED // config.block_size or 1
+    if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
+        small, large = (memory(config, b, dtype, device_type, compiled, accumulates) for b in (n, 2 * n))
+        return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with fake_tensors(device_type), Live(device_type) as live:
         model = GPT(config)
@@ -226,7 +231,9 @@ def report(
     steps: int,
     say: Callable[[str], None],
 ) -> None:
-    """Says what a run of so many steps needs; accumulation counts the micro-batches of all ranks."""
+    """Says what a run of so many steps needs; accumulation counts the micro-batches of all ranks. Raises ValueError."""
+    if config.block_size > 1 << 22:
+        raise ValueError(f"block_size={config.block_size} is too long to rehearse; try --block_size={1 << 22} or less")
     with torch.device("meta"):
         model = GPT(config)
     tokens = batch_size * accumulation * config.block_size

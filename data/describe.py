@@ -28,6 +28,8 @@ def describe(folder: Path) -> bool:
     meta, path = read_meta(folder), folder / "meta.json"
     recorded: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     entries: dict[str, dict[str, Any]] = recorded.get("files", {})
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ValueError(f"{path}: its list of files is damaged; prepare the data again")
     paths = {split: token_files(folder, split) for split in ("train", "val")}
     revision = f", revision {recorded['revision']}" if recorded.get("revision") else ""
     print(f"{folder}: {recorded.get('source', 'no meta.json')}{revision}")
@@ -45,8 +47,9 @@ def describe(folder: Path) -> bool:
     for p in tqdm(listed, "checksums", leave=False, disable=None):
         if file_sha256(p) != entries[p.name]["sha256"]:
             faults.append(f"{p.name} is not what was written")
-    unlisted = f", {len(there) - len(listed)} not listed there" if len(listed) < len(there) else ""
-    print(f"checksums: {len(listed)} files compared with meta.json{unlisted}; {len(faults)} faults")
+    if entries:
+        faults += [f"{p.name} is not listed in meta.json, and is read all the same" for p in there if p not in listed]
+    print(f"checksums: {len(listed)} files compared with meta.json; faults: {len(faults)}")
     for fault in faults:
         print(f"  {fault}; prepare the data again")
     try:

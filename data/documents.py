@@ -102,12 +102,14 @@ class Source:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0][:160]
         if isinstance(e, KeyError) or "No match for FieldRef" in reason:
             return ValueError(f"{path} has no column {self.text_column!r}; name the one with the text: --text_column")
-        return ValueError(f"{path} cannot be read as {format_of(path)} ({reason}); finished shards are kept")
+        return ValueError(
+            f"{path} cannot be read as {format_of(path)} ({reason}); repair it or leave it out: what is finished stays"
+        )
 
 
 def format_of(path: str) -> str:
     """parquet, json or text, by suffix. Raises ValueError."""
-    name = Path(path).name
+    name = Path(path).name.lower()
     packed = name.endswith(PACKED)
     suffix = Path(Path(name).stem if packed else name).suffix
     if suffix not in FORMATS or (packed and suffix == ".parquet"):
@@ -148,13 +150,19 @@ def is_network_fault(e: BaseException) -> bool:
 
 
 def retried(call: Callable[[], Result]) -> Result:
-    """What call returns, tried again where the network fails."""
+    """What call returns, tried again where the network fails. Raises ValueError where that or the hub's no stays."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # it tells of each attempt of its own, over many lines
     for failures in itertools.count(1):
         try:
             return call()
         except Exception as e:
             if not is_network_fault(e):
-                raise
+                if not hasattr(e, "response"):
+                    raise
+                reason = " ".join(str(e).split())[:160]
+                raise ValueError(f"the hub refuses ({reason}...); does it ask for an account? hf auth login") from None
             wait_or_give_up(e, failures)
     raise AssertionError
 

@@ -160,13 +160,17 @@ class Progress(tqdm):
         elapsed_s = time.perf_counter() - self.t0
         if elapsed_s > 2:
             mb_per_s = self.bytes_read / 1e6 / elapsed_s
-            self.set_postfix_str(f"{mb_per_s:.1f} MB/s, {free_gb(self.folder)} free", refresh=False)
+            self.set_postfix_str(f"{mb_per_s:.1f} MB/s, {free_space(self.folder)}", refresh=False)
             self.t0, self.bytes_read = time.perf_counter(), 0
         self.update(tokens)
 
 
-def free_gb(folder: Path) -> str:
-    return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def free_space(folder: Path) -> str:
+    return f"{gigabytes(shutil.disk_usage(folder).free)} free"
 
 
 def write_shard(path: Path, size: int, stream: TokenStream, bar: Progress, sha256: str | None) -> dict[str, Any]:
@@ -251,7 +255,7 @@ def write_shards(
                     entries[name], before = new, name
                     tqdm.write(
                         f"{name}: {new['tokens']:,} tokens, {new['documents']:,} documents, {mb_per_s:.1f} MB/s, "
-                        f"{free_gb(folder)} free"
+                        f"{free_space(folder)}"
                     )
                 if ended and before:
                     entries[before]["last"] = True

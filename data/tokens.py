@@ -242,6 +242,7 @@ class Split:
         document_start: int | None = None,
     ) -> None:
         shards = [(path, read_tokens(path)) for path in token_files(folder, split)]
+        check_listed(folder, split, {path.name: len(ids) for path, ids in shards})
         long_enough = [(path, ids) for path, ids in shards if len(ids) > block_size]
         if not long_enough:
             longest = max(len(ids) for _, ids in shards)
@@ -321,6 +322,22 @@ def token_files(folder: Path, split: str) -> list[Path]:
     if not paths:
         raise ValueError(missing(folder, split))
     return paths
+
+
+def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
+    """Raises ValueError where meta.json lists files of a split that are not there, or with other numbers of tokens."""
+    path = folder / "meta.json"
+    try:
+        listed = {k: v["tokens"] for k, v in json.loads(path.read_text())["files"].items() if k.startswith(split)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # nanoGPT's folders have no such list
+    for name, tokens in listed.items():
+        if found.get(name) != tokens:
+            there = f"has {found[name]:,}" if name in found else "is not there"
+            raise ValueError(
+                f"{folder / name} {there}, and meta.json lists it with {tokens:,} tokens; prepare the data again: only "
+                "what is missing is made"
+            )
 
 
 def missing(folder: Path, split: str) -> str:

@@ -133,6 +133,14 @@ def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypat
     assert three["activations"] - two["activations"] == two["activations"] - one["activations"] > 0
 
 
+def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
+    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 64 * SMALL.vocab_size)
+    whole = estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True)
+    monkeypatch.setattr(estimate, "REHEARSED", 8 * SMALL.block_size)
+    assert estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True) == whole
+    assert sum(estimate.memory(SMALL, 10**12, "bfloat16", "cuda", compiled=True).values()) > 10**16
+
+
 def test_dropout_on_cuda_keeps_masks_of_one_byte_and_no_matrix_of_attention_weights():
     plain, dropped = (
         estimate.memory(replace(SMALL, dropout=p), 4, "bfloat16", "cuda", compiled=False)["activations"]

@@ -314,7 +314,7 @@ def test_disk_is_looked_at_before_anything_is_written(tmp_path, script: Script, 
     usage = type("Usage", (), {"free": 500_000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     line = fails(script(PREPARE, "--source", prepared[0], "--encoding=bytes", "--out", tmp_path / "out"))
-    assert "GB more, and 0.0 GB are free" in line
+    assert "more, and 0.5 MB are free" in line
     assert not list((tmp_path / "out").glob("[!.]*"))
     monkeypatch.setattr(usage, "free", 10_000_000_000)
     line = fails(script(PREPARE, "--out", tmp_path / "out"))
@@ -398,12 +398,16 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
     ]
     (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (folder / "e.txt").write_bytes(b"five\r\nsix")
-    for other in ("d.jsonl.bak", ".hidden.txt", "f.csv", "g.parquet.gz"):
+    (folder / ".git").mkdir()
+    for other in ("d.jsonl.bak", ".hidden.txt", "f.csv", "g.parquet.gz", ".git/h.txt"):
         (folder / other).write_text("no")
+    (tmp_path / "blob").write_bytes(b"seven")
+    (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
+    (folder / "twice.txt").symlink_to(folder / "e.txt")
     done = script(PREPARE, "--source", folder, "--encoding=bytes", "--val_tokens=4", "--out", tmp_path / "out")
     assert (done.code, done.err) == (0, "")
     assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(
-        ["one", "two", "two", "three", "four ?", "five\nsix"]
+        ["one", "two", "two", "three", "four ?", "five\nsix", "seven"]
     )
 
 
@@ -428,7 +432,7 @@ def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, doc
     if name == "b.parquet":  # seen at the start: its length is in its last bytes
         assert not list((tmp_path / "out").glob("*.bin"))
     else:
-        assert "finished shards are kept" in line
+        assert "what is finished stays" in line
         assert len(list((tmp_path / "out").glob("*.bin"))) > 3
 
 
@@ -451,6 +455,29 @@ def test_folder_prepared_otherwise_is_not_touched(tmp_path, script: Script, prep
     assert "meta.json is not one of this script's" in fails(
         script(PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     )
+
+
+def test_damaged_meta_json_is_named(tmp_path, script: Script, prepared):
+    prepare = copied(prepared, tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    for files in ([1], {"train_000001.bin": 5}, {"train_000001.bin": {"tokens": 3, "documents": 1}}):
+        (tmp_path / "meta.json").write_text(json.dumps(meta | {"files": files}))
+        assert "meta.json is not one of this script's" in fails(script(*prepare))
+        if not isinstance(files, dict) or 5 in files.values():
+            with pytest.raises(ValueError, match="its list of files is damaged"):
+                describe(tmp_path)
+
+
+def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):
+    copied(prepared, tmp_path)
+    (tmp_path / "train_000002.bin").unlink()
+    with pytest.raises(
+        ValueError, match=r"train_000002\.bin is not there, and meta\.json lists it with 250,000 tokens"
+    ):
+        Split(tmp_path, "train", 64, 256)
+    write_tokens(tmp_path / "train_000002.bin", np.arange(99, dtype=np.uint16), header=True)
+    with pytest.raises(ValueError, match=r"train_000002\.bin has 99, and meta\.json lists it"):
+        Split(tmp_path, "train", 64, 256)
 
 
 @pytest.mark.parametrize("option", ["--tokens=0", "--tokens=many", "--tokens=1.5", "--tokens=inf", "--num_proc=-1"])
@@ -547,6 +574,14 @@ def test_subset_streams_from_the_hub_through_faults_of_the_network(tmp_path, hub
     assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(documents)
 
 
+def test_hub_that_refuses_is_one_line(tmp_path, hub):
+    (hub.root / "HuggingFaceFW").rename(hub.root / "gone")
+    done = online(hub, tmp_path, *SMALL)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "the hub refuses (404" in line
+
+
 def test_other_subsets_and_one_that_is_none(tmp_path, hub, documents):
     done = online(hub, tmp_path, *SMALL, "--subset=nope")
     assert done.returncode == 1
@@ -624,7 +659,7 @@ def test_description_of_a_folder(tmp_path, prepared, capsys):
     files = list(out.glob("*.bin"))
     assert f"a.parquet ({source.stat().st_size:,} bytes)" in said
     assert "tokenizer: bytes, vocabulary of 256" in said
-    assert f"checksums: {len(files)} files compared with meta.json; 0 faults" in said
+    assert f"checksums: {len(files)} files compared with meta.json; faults: 0" in said
     assert f"{len(files) - 1} files of" in said
     assert "val begins: '" in said
     for name, content in contents(out).items():

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules besid
 
 from configurator import ConfigError, one_line_errors  # noqa: E402
 from data.documents import FORMATS, PACKED, Source, format_of, retried  # noqa: E402
-from data.shards import free_gb, is_there, plan, write_shards  # noqa: E402
+from data.shards import gigabytes, is_there, plan, write_shards  # noqa: E402
 from data.tokenizer import from_meta  # noqa: E402
 from data.tokens import file_sha256, read_tokens, write_atomically  # noqa: E402
 
@@ -52,12 +52,20 @@ def main(args: argparse.Namespace) -> None:
         if getattr(args, option) and (given := [o for o in others if getattr(args, o)]):
             raise ConfigError(f"--{given[0]} means nothing beside --{option}; leave one of them out")
     vars(args).update({k: v for k, v in DEFAULTS.items() if not getattr(args, k)})
-    args.out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(args.out / ".lock")  # let go of by the system, however this process ends
     try:
-        with FileLock(args.out / ".lock", timeout=0):  # let go of by the system, however this process ends
-            prepare(args)
+        args.out.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(f"another prepare.py is at work in {args.out}; wait, or choose another --out") from None
+    except OSError as e:
+        raise OSError(f"--out {args.out} cannot be written: {e.strerror}; choose another folder") from None
+    try:
+        for left in (*args.out.glob("*.bin.tmp"), *args.out.glob("meta.json.tmp")):  # by a start that was killed
+            left.unlink()
+        prepare(args)
+    finally:
+        lock.release()
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -142,7 +150,9 @@ def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | Non
     try:
         meta = json.loads(path.read_text())
         found = {key: meta[key] for key in [*identity, "revision", "files"]}
-    except (ValueError, KeyError, TypeError):
+        whole = [entry["tokens"] + entry["documents"] and entry["sha256"] for entry in found["files"].values()]
+        whole += [sum(entry["end"]) for entry in found["files"].values() if identity["source"] != PRETOKENIZED]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is not one of this script's; choose another --out, or delete the folder") from None
     for key, value in identity.items():
         if found[key] != value:
@@ -206,7 +216,7 @@ def check_disk(folder: Path, needed: float, there: int) -> None:
         fitting = (free // 2 + there) // 10_000_000 * 10_000_000
         fewer = f" or make fewer: --tokens={fitting:.3g}" if fitting > 0 else ""
         raise ValueError(
-            f"{folder} needs about {needed / 1e9:.1f} GB more, and {free_gb(folder)} are free; choose another "
+            f"{folder} needs about {gigabytes(needed)} more, and {gigabytes(free)} are free; choose another "
             f"--out{fewer}"
         )
 
@@ -236,7 +246,7 @@ def local_source(paths: list[Path], text_column: str) -> Source:
     for path in paths:
         if not path.exists():
             raise ValueError(f"--source {path} does not exist")
-        found = [p for p in path.rglob("*") if p.is_file() and is_documents(p)] if path.is_dir() else [path]
+        found = [p for p in path.rglob("*") if is_documents(path, p)] if path.is_dir() else [path]
         if not found:
             raise ValueError(f"--source {path} holds no *{', *'.join(FORMATS)} (or these packed: {', '.join(PACKED)})")
         files += sorted(found)
@@ -244,13 +254,15 @@ def local_source(paths: list[Path], text_column: str) -> Source:
         format_of(str(file))
     names = ", ".join(p.name for p in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     size = sum(p.stat().st_size for p in files)
-    return Source(f"{names} ({size:,} bytes)", [str(p.resolve()) for p in files], text_column)
+    return Source(f"{names} ({size:,} bytes)", [os.path.abspath(p) for p in files], text_column)
 
 
-def is_documents(path: Path) -> bool:
-    """Whether a file found in a folder is one to read: not hidden, and of a known format."""
+def is_documents(folder: Path, path: Path) -> bool:
+    """Whether a file found in a folder is one to read: not hidden, no link to another in there, of a known format."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    twice = path.is_symlink() and path.resolve().is_relative_to(folder.resolve())
     try:
-        return not path.name.startswith(".") and bool(format_of(str(path)))
+        return path.is_file() and not hidden and not twice and bool(format_of(str(path)))
     except ValueError:
         return False
 
@@ -296,17 +308,24 @@ def fetch(folder: Path, meta: dict[str, Any], shards: Iterable[tuple[str, int]],
         if remote not in checksums:
             raise ValueError(f"{PRETOKENIZED} has no {remote}; leave --pretokenized out, or ask for fewer --tokens")
         path = Path(retried(functools.partial(hf_hub_download, PRETOKENIZED, remote, **options)))
-        sha256, ids = file_sha256(path), read_tokens(path)
-        tokens, documents = len(ids), int(np.count_nonzero(ids == meta["end_of_text"]))
-        fits = ids.max() < meta["vocab_size"] and tokens >= size
-        del ids  # Windows renames and deletes only what is not mapped
-        if not fits or sha256 != (checksums[remote] or sha256):
+        sha256 = file_sha256(path)
+        try:
+            ids = read_tokens(path)
+            tokens, documents = len(ids), int(np.count_nonzero(ids == meta["end_of_text"]))
+            fits = tokens >= size and ids.max() < meta["vocab_size"] and sha256 == (checksums[remote] or sha256)
+            del ids  # Windows renames and deletes only what is not mapped
+        except ValueError:  # a header that does not fit the file
+            fits = False
+        if not fits:
             path.unlink()
             raise ValueError(f"{remote} arrived damaged; finished shards are kept: run the same command again")
         os.replace(path, folder / name)
         meta["files"][name] = {"tokens": tokens, "documents": documents, "sha256": sha256}
         write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
-        print(f"{name}: {tokens:,} tokens, {documents:,} documents, {free_gb(folder)} free", flush=True)
+        print(
+            f"{name}: {tokens:,} tokens, {documents:,} documents, {gigabytes(shutil.disk_usage(folder).free)} free",
+            flush=True,
+        )
     shutil.rmtree(folder / ".download", ignore_errors=True)
 
 
@@ -315,17 +334,26 @@ def fetch(folder: Path, meta: dict[str, Any], shards: Iterable[tuple[str, int]],
 
 def count(text: str) -> int:
     """A whole number of at least 1, also written as 3e9 or 1_000."""
-    number = float(text)
-    if not 1 <= number < math.inf or number != int(number):
-        raise ValueError
-    return int(number)
+    try:
+        number = float(text)
+        if 1 <= number <= 1e15 and number == int(number):
+            return int(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1e15, such as 100000 or 3e9")
+
+
+def path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it names nothing")
+    return Path(text)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--subset", help="sample-10BT (default), sample-100BT, sample-350BT, default or CC-MAIN-2024-10 ...")
-    add("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl[.gz|.zst], .txt files or folders")
+    add("--source", nargs="+", type=path, metavar="PATH", help=".parquet, .jsonl[.gz|.zst], .txt files or folders")
     add("--pretokenized", action="store_true", help=f"fetch token files of {PRETOKENIZED} instead")
     add("--text_column", help="column, or key of a jsonl line, with the text (default: text)")
     add("--encoding", help="gpt2 (default), another tiktoken encoding below 65,537 ids, or bytes")
@@ -334,7 +362,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--shard_tokens", type=count, help="per file (default: 1e8)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_proc", type=count, default=cores, help="threads that tokenize (default: all cores, %(default)s)")
-    add("--out", type=Path, default=ROOT / "data" / "fineweb_edu", metavar="FOLDER", help="(default: data/fineweb_edu)")
+    add("--out", type=path, default=ROOT / "data" / "fineweb_edu", metavar="FOLDER", help="(default: data/fineweb_edu)")
     return parser.parse_args(argv)
 
 
