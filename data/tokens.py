@@ -335,8 +335,7 @@ def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
         if found.get(name) != tokens:
             there = f"has {found[name]:,}" if name in found else "is not there"
             raise ValueError(
-                f"{folder / name} {there}, and meta.json lists it with {tokens:,} tokens; prepare the data again: only "
-                "what is missing is made"
+                f"{folder / name} {there}, and meta.json lists it with {tokens:,} tokens; prepare the data again"
             )
 
 

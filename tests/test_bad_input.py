@@ -90,8 +90,10 @@ def damaged(folder: Path, kind: str) -> None:
         train.write_bytes(b"")
     elif kind == "odd":
         train.write_bytes(b"abc")
-    elif kind == "short":
+    elif kind in ("cut", "short"):
         os.truncate(train, 20)
+        if kind == "short":
+            (folder / "meta.json").unlink()  # which lists the tokens that there should be
     elif kind == "no val":
         (folder / "val.bin").unlink()
     elif kind == "id":
@@ -104,6 +106,7 @@ def damaged(folder: Path, kind: str) -> None:
 DATA = [
     ("empty", r"train\.bin is empty; prepare the data again"),
     ("odd", r"train\.bin has 3 bytes, an odd number"),
+    ("cut", r"train\.bin has 10, and meta\.json lists it with [\d,]+ tokens; prepare the data again"),
     ("short", r"block_size=16 needs 17 tokens in a row, .*train\*\.bin has 10; try --block_size=9"),
     ("no val", r"has no val\*\.bin"),
     ("id", r"train\.bin: token [\d,]+ is 300, and the vocabulary ends at 255"),

@@ -317,7 +317,7 @@ def test_disk_is_looked_at_before_anything_is_written(tmp_path, script: Script, 
     assert "more, and 0.5 MB are free" in line
     assert not list((tmp_path / "out").glob("[!.]*"))
     monkeypatch.setattr(usage, "free", 10_000_000_000)
-    line = fails(script(PREPARE, "--out", tmp_path / "out"))
+    line = fails(script(PREPARE, "--encoding=bytes", "--out", tmp_path / "out"))
     assert "needs about 20.0 GB more, and 10.0 GB are free" in line
     assert "--tokens=4.9e+09" in line
 
