@@ -9,7 +9,7 @@ Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, V vocab
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -166,10 +166,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None, None
 
 
-# Compiled, the chunks would be unrolled into one graph, which keeps the gradients of all their logits until its end.
-chunked_loss = torch.compiler.disable(LinearCrossEntropy.apply)
-
-
 class Transformer(nn.Module):
     """Everything up to the final LayerNorm."""
 
@@ -201,6 +197,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.chunked_loss: Callable[..., Tensor] = LinearCrossEntropy.apply
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # tied (GPT-2, after Press & Wolf 2017)
@@ -240,8 +237,16 @@ class GPT(nn.Module):
         kind = h.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
         chunk = max(1, LOGITS_CHUNK // self.config.vocab_size)
-        total = chunked_loss(h, self.lm_head.weight, targets, dtype, chunk, torch.is_grad_enabled())
+        total = self.chunked_loss(h, self.lm_head.weight, targets, dtype, chunk, torch.is_grad_enabled())
         return None, total / (targets >= 0).sum()
+
+    def compiled(self) -> nn.Module:
+        """This model through torch.compile, without the chunked loss.
+
+        Unrolled into the graph, its chunks would keep the gradients of all their logits until the graph's end.
+        """
+        self.chunked_loss = torch.compiler.disable(LinearCrossEntropy.apply)
+        return torch.compile(self)  # type: ignore[return-value]
 
     def configure_optimizers(
         self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str

@@ -184,7 +184,7 @@ def main(c: TrainConfig) -> float:
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
     saved = {}  # frees what the memory-mapped file holds
-    runner: torch.nn.Module = torch.compile(model) if c.compile else model  # type: ignore[assignment]
+    runner = model.compiled() if c.compile else model
     t0 = time.perf_counter()
     while True:  # until compiled, and with a micro-batch that fits
         batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
