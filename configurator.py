@@ -115,7 +115,10 @@ def parse(text: str, kind: Any, where: str) -> Any:
     options = get_args(kind) if get_origin(kind) is UnionType else (kind,)
     if NoneType in options and text in ("None", "none"):
         return None
-    if str in options or get_origin(kind) is Literal:
+    if get_origin(kind) is Literal:
+        spelled = {str(v).lower() if isinstance(v, bool) else v: v for v in get_args(kind)}
+        return check(spelled.get(text.lower() if text in ("True", "False") else text, text), kind, where)
+    if str in options:
         return check(text, kind, where)
     try:
         value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
@@ -127,7 +130,7 @@ def parse(text: str, kind: Any, where: str) -> Any:
 def check(value: Any, kind: Any, where: str) -> Any:
     """`value` as type `kind`; whole floats serve as int and ints as float. Raises ConfigError."""
     if get_origin(kind) is Literal:
-        if value in get_args(kind):
+        if value in get_args(kind) and type(value) in map(type, get_args(kind)):
             return value
         raise ConfigError(f"{where}={value!r} is none of {', '.join(map(str, get_args(kind)))}")
     for option in get_args(kind) if get_origin(kind) is UnionType else (kind,):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -28,6 +28,7 @@ import hardware
 from configurator import is_out_of_memory
 from model import GPT, GPTConfig
 from runlog import clock
+from runner import Runner
 
 USABLE = 0.9  # of a GPU's memory: the rest is CUDA's context and the allocator's gaps
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
@@ -52,7 +53,9 @@ def memory(
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with fake_tensors(device_type), Live(device_type) as live:
         model = GPT(config)
-        weights = live.bytes
+        if device_type == "cuda":
+            model.transformer.mask = None  # of explicit attention, which is the CPU's
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
             p.grad = torch.empty_like(p) if accumulates else None
         before, kept = live.bytes, 0
@@ -148,38 +151,32 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 
 def try_out(
-    runner: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
-    amp: AbstractContextManager,
-    scaler: Any,
-    eval_only: bool,
-    copies: int,
+    runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], eval_only: bool, copies: int
 ) -> bool:
     """A training pass (unless eval_only) and one of evaluation, which also compile; False where memory runs out.
 
     Takes room, as a step will, for AdamW's moments and for so many more copies of the weights: earlier micro-batches'
-    gradients, DDP's buckets. Leaves gradients behind where it succeeds. Raises what compiling raises.
+    gradients, DDP's buckets. Leaves no gradients behind. Raises what compiling raises.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = runner.parameters
     copies += 0 if optimizer.state else 2
     try:
         if not eval_only:
             room = [torch.empty_like(p) for p in parameters * copies]
-            with amp:
-                loss = runner(*batch)[1]
-            scaler.scale(loss).backward()
-            del room, loss
-        runner.eval()
-        with torch.no_grad(), amp:
-            runner(*batch)
-        runner.train()
+            runner.backward(*batch)
+            del room
+        runner.module.eval()
+        with torch.no_grad(), runner.amp:
+            runner.module(*batch)
+        runner.module.train()
         hardware.synchronize(batch[0].device)
         return True
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
         return False
+    finally:
+        optimizer.zero_grad()
 
 
 def smaller_batch(
@@ -238,7 +235,7 @@ def report(
         model = GPT(config)
     tokens = batch_size * accumulation * config.block_size
     flops = model.estimate_flops() * tokens
-    positions = model.transformer.wpe.weight.numel()
+    positions = sum(p.numel() for p in model.parameters()) - model.num_params()
     say(
         f"number of parameters: {model.num_params() / 1e6:.2f}M, and {positions / 1e6:.2f}M of position embeddings; "
         f"vocabulary of {config.vocab_size:,}"

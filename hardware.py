@@ -90,6 +90,22 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
     return nullcontext() if dtype == "float32" else torch.autocast(device.type, dtype=DTYPES[dtype])
 
 
+def keep_freed_memory() -> bool:
+    """Has glibc keep what large tensors free, for the next ones; whether it does. Nothing happens elsewhere.
+
+    It gives each of them fresh pages from the kernel otherwise, zeroed one by one, which takes longer than many a
+    matmul: a fifth of a CPU's step (bench/results/2026-11-21-cpu-speed.md).
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    import ctypes
+
+    mallopt = ctypes.CDLL(None).mallopt
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+    largest_mmap = mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 1 << 25)  # the limit of older ones
+    return bool(largest_mmap and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for everything queued on the device, so that a clock read next is about finished work."""
     if device.type == "cuda":

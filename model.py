@@ -1,4 +1,4 @@
-"""GPT-2 as one module: network, optimizer groups, FLOPs count and generation with a KV cache.
+"""GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count, generation with a KV cache.
 
 Parameter names, order and shapes are those of nanoGPT's `GPT`, so its checkpoints (weights and AdamW state)
 load here as they are. Nothing in this file reads or writes files, prints, or picks a device.
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn as nn
@@ -23,6 +24,16 @@ from torch import Tensor
 # (bench/results/2026-11-21-loss.md).
 LOGITS_CHUNK = 1 << 25
 
+# Up to this context a CPU with bfloat16 takes attention as two plain matmuls around a softmax: the backward pass of
+# its flash attention is half of a small model's step; on long contexts it wins (bench/results/2026-11-21-cpu-speed.md).
+EXPLICIT_ATTENTION = 256
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # what GPT-2 was trained with
+    "gelu": F.gelu,  # nanoGPT's
+    "relu2": lambda x: F.relu(x).square(),  # Primer, arXiv:2109.08668
+}
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -33,6 +44,12 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm, as GPT-2 has them
+    position: Literal["learned", "rope"] = "learned"
+    norm: Literal["layer", "rms"] = "layer"
+    qk_norm: bool = False  # RMS norm of each head's queries and keys
+    activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"
+    tie_weights: bool = True  # one matrix for token embedding and head
+    zero_init: bool = False  # what adds to the residual stream, and an untied head, begins as zero
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -45,6 +62,11 @@ class GPTConfig:
             divisors = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             best = min(divisors, key=lambda h: abs(h - self.n_head))
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try --n_head={best}")
+        if self.position == "rope" and self.n_embd // self.n_head % 2:
+            raise ValueError(f"position=rope needs heads of an even width, not {self.n_embd // self.n_head}")
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(get_args(kind))}")
 
     @classmethod
     def of(cls, model_args: dict[str, Any], source: str) -> GPTConfig:
@@ -75,6 +97,30 @@ class KVCache:
         return kv[0][:, :, :end], kv[1][:, :, :end]
 
 
+def make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.n_embd, eps=1e-5)
+    return nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864) of x (B, H, T, D); cos, sin: (T, D / 2), float32."""
+    a, b = x.float().chunk(2, -1)  # the pairs that turn together are (i, i + D / 2)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+
+
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Causal attention of q, k, v (B, H, T, D) as plain matmuls; mask (T, T) is 0, above the diagonal -infinity."""
+    T, D = q.shape[-2:]
+    q = q * D**-0.5
+    parts = []
+    # The first half of the queries never sees the second half of the keys: a quarter less work.
+    for first, end in ((0, T),) if T < EXPLICIT_ATTENTION else ((0, T // 2), (T // 2, T)):
+        scores = (q[:, :, first:end] @ k[:, :, :end].transpose(-2, -1)).float()
+        parts.append((scores + mask[first:end, :end]).softmax(-1).type_as(v) @ v[:, :, :end])
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -82,14 +128,23 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head, self.dropout, self.layer = config.n_head, config.dropout, layer
+        self.qk_norm = config.qk_norm
 
-    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: KVCache | None, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        if self.qk_norm:
+            q, k = (F.rms_norm(t, t.shape[-1:], eps=1e-5).type_as(v) for t in (q, k))
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        if T > 1:  # starts at position 0 (an `if`, since torch.compile takes no symbolic is_causal)
+        if mask is not None and q.dtype == torch.bfloat16 and not dropout:
+            y = explicit_attention(q, k, v, mask)
+        elif T > 1:  # starts at position 0 (an `if`, since torch.compile takes no symbolic is_causal)
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:  # a single token may look at everything in the cache
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
@@ -102,62 +157,76 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        # tanh GELU is the one GPT-2 was trained with; its weights give other logits with the exact one.
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(
+        self,
+        x: Tensor,
+        cache: KVCache | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache, rotary, mask)
         return x + self.mlp(self.ln_2(x))
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropy of `h @ weight.T` against `targets`, holding one chunk of logits at a time.
+def chunked_cross_entropy(
+    h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the cross-entropy of `h @ weight.T` against `targets`, and its gradients, holding one chunk of logits.
 
-    The gradients of a chunk are taken while its logits exist, so nothing of size (N, V) is kept for the
-    backward pass and no matmul runs twice. h (N, C) and weight (V, C) in any float dtype, targets (N,) with
-    -1 ignored; matmuls run in `dtype`, softmax and sums in float32. needs_grad says whether a backward pass is to
-    come: in here, gradients are always off. Own code because torch 2.13's `linear_cross_entropy`, no faster, rounds
-    a bfloat16 loss to 3 digits (torch 2.11 has none), and recomputing with `torch.utils.checkpoint` pays for a
-    fourth matmul: bench/results/2026-11-21-loss.md.
+    The gradients of a chunk are taken while its logits exist, so nothing of size (N, V) is kept for a backward pass
+    and no matmul runs twice. h (N, C) and weight (V, C) in any float dtype, targets (N,) with -1 ignored; matmuls run
+    in `dtype`, softmax and sums in float32. Gradients as h and weight, empty unless needs_grad. Own code because
+    torch 2.13's `linear_cross_entropy`, no faster, rounds a bfloat16 loss to 3 digits (torch 2.11 has none), and
+    recomputing with `torch.utils.checkpoint` pays for a fourth matmul: bench/results/2026-11-21-loss.md.
     """
+    with torch.autocast(h.device.type, enabled=False):
+        N, V, w = h.size(0), weight.size(0), weight.to(dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        # Every chunk writes into the same tensors: fresh ones took a quarter longer on a CPU.
+        logits_buffer = h.new_empty(min(chunk, N), V, dtype=dtype)
+        log_p_buffer = torch.empty_like(logits_buffer, dtype=torch.float32)
+        if needs_grad:
+            grad_h, grad_w, grad_w_i = torch.empty_like(h), torch.zeros_like(weight), torch.empty_like(w)
+        else:
+            grad_h, grad_w = h.new_empty(0), weight.new_empty(0)
+        for i in range(0, N, chunk):
+            h_i, t_i = h[i : i + chunk].to(dtype), targets[i : i + chunk, None]
+            kept = t_i >= 0  # (chunk, 1)
+            t_i = t_i.clamp(min=0)
+            n = len(h_i)
+            logits = torch.mm(h_i, w.t(), out=logits_buffer[:n])  # (chunk, V)
+            log_p = torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p_buffer[:n])
+            loss -= (log_p.gather(1, t_i) * kept).sum()
+            if needs_grad:
+                # d loss / d logits = softmax - onehot(target); ignored rows drop out of the narrow factors
+                p = log_p.exp_().scatter_add_(1, t_i, torch.full_like(t_i, -1, dtype=torch.float32))
+                g = logits.copy_(p)
+                grad_h[i : i + chunk] = (g @ w) * kept
+                grad_w += torch.mm(g.t(), h_i * kept, out=grad_w_i)
+    return loss, grad_h, grad_w
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """chunked_cross_entropy as autograd knows it; needs_grad, since in here gradients are always off."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, dtype, chunk, needs_grad):
-        with torch.autocast(h.device.type, enabled=False):
-            N, V, w = h.size(0), weight.size(0), weight.to(dtype)
-            loss = torch.zeros((), dtype=torch.float32, device=h.device)
-            # Every chunk writes into the same tensors: fresh ones took a quarter longer on a CPU.
-            logits_buffer = h.new_empty(min(chunk, N), V, dtype=dtype)
-            log_p_buffer = torch.empty_like(logits_buffer, dtype=torch.float32)
-            if needs_grad:
-                grad_h, grad_w, grad_w_i = torch.empty_like(h), torch.zeros_like(weight), torch.empty_like(w)
-            for i in range(0, N, chunk):
-                h_i, t_i = h[i : i + chunk].to(dtype), targets[i : i + chunk, None]
-                kept = t_i >= 0  # (chunk, 1)
-                t_i = t_i.clamp(min=0)
-                n = len(h_i)
-                logits = torch.mm(h_i, w.t(), out=logits_buffer[:n])  # (chunk, V)
-                log_p = torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p_buffer[:n])
-                loss -= (log_p.gather(1, t_i) * kept).sum()
-                if needs_grad:
-                    # d loss / d logits = softmax - onehot(target); ignored rows drop out of the narrow factors
-                    p = log_p.exp_().scatter_add_(1, t_i, torch.full_like(t_i, -1, dtype=torch.float32))
-                    g = logits.copy_(p)
-                    grad_h[i : i + chunk] = (g @ w) * kept
-                    grad_w += torch.mm(g.t(), h_i * kept, out=grad_w_i)
-        if needs_grad:
-            ctx.save_for_backward(grad_h, grad_w)
+        loss, grad_h, grad_w = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad)
+        ctx.save_for_backward(grad_h, grad_w)
         return loss
 
     @staticmethod
@@ -167,27 +236,49 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Transformer(nn.Module):
-    """Everything up to the final LayerNorm."""
+    """Everything up to the final norm."""
+
+    cos: Tensor | None  # of rotary positions (block_size, D / 2)
+    sin: Tensor | None
+    mask: Tensor | None  # of explicit attention (block_size, block_size)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.block_size = config.block_size
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        cos = sin = mask = None
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        else:
+            D = config.n_embd // config.n_head
+            angles = torch.outer(torch.arange(config.block_size), 10000.0 ** -(torch.arange(0, D, 2) / D))  # (T, D / 2)
+            cos, sin = angles.cos(), angles.sin()
+        if config.block_size <= EXPLICIT_ATTENTION:
+            mask = torch.full((config.block_size, config.block_size), -torch.inf).triu(1)
+        for name, table in (("cos", cos), ("sin", sin), ("mask", mask)):
+            self.register_buffer(name, table, persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = make_norm(config)
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of token ids (B, T); a cache that holds something takes one token more."""
         start = cache.length if cache is not None else 0
-        T, limit = idx.size(1), self.wpe.num_embeddings
+        T, limit = idx.size(1), self.block_size
         assert start == 0 or T == 1
         if start + T > limit:
             raise ValueError(f"{start + T} tokens do not fit into block_size={limit}")
-        pos = torch.arange(start, start + T, device=idx.device)
-        x = self.drop(self.wte(idx) + self.wpe(pos))
+        x = self.wte(idx)
+        rotary = mask = None
+        if self.cos is not None and self.sin is not None:
+            rotary = self.cos[start : start + T], self.sin[start : start + T]
+        else:
+            x = x + self.wpe(torch.arange(start, start + T, device=idx.device))
+        if self.mask is not None and T > 1 and idx.device.type == "cpu":
+            mask = self.mask[:T, :T]
+        x = self.drop(x)
         for block in self.h:
-            x = block(x, cache)
+            x = block(x, cache, rotary, mask)
         if cache is not None:
             cache.length += T
         return self.ln_f(x)
@@ -200,13 +291,16 @@ class GPT(nn.Module):
         self.chunked_loss: Callable[..., Tensor] = LinearCrossEntropy.apply
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # tied (GPT-2, after Press & Wolf 2017)
+        if config.tie_weights:
+            self.transformer.wte.weight = self.lm_head.weight  # GPT-2, after Press & Wolf 2017
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 # Each block adds to the residual stream twice: scaled so that its variance does not grow with
                 # depth (GPT-2 paper, section 2.3).
                 residual = name.endswith("c_proj.weight")
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
+                if config.zero_init and (residual or (name == "lm_head.weight" and not config.tie_weights)):
+                    nn.init.zeros_(p)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
@@ -240,48 +334,34 @@ class GPT(nn.Module):
         total = self.chunked_loss(h, self.lm_head.weight, targets, dtype, chunk, torch.is_grad_enabled())
         return None, total / (targets >= 0).sum()
 
-    def compiled(self) -> nn.Module:
-        """This model through torch.compile, without the chunked loss.
-
-        Unrolled into the graph, its chunks would keep the gradients of all their logits until the graph's end.
-        """
-        self.chunked_loss = torch.compiler.disable(LinearCrossEntropy.apply)
-        return torch.compile(self)  # type: ignore[return-value]
-
-    def configure_optimizers(
-        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str
-    ) -> torch.optim.AdamW:
-        """AdamW that decays matrices and embeddings only: biases and LayerNorm gains have nothing to regularise."""
-        params = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        fused = device_type in ("cuda", "cpu", "mps")  # one kernel for all tensors; all three have it in torch 2.11
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
-
     def crop_block_size(self, block_size: int) -> None:
-        """Shortens the context to block_size tokens by dropping the later position embeddings."""
+        """Shortens the context to block_size tokens by dropping what belongs to later positions."""
         if block_size > self.config.block_size:
             longest = self.config.block_size
             raise ValueError(
                 f"block_size={block_size} is longer than the model's {longest}; try --block_size={longest}"
             )
         self.config = replace(self.config, block_size=block_size)
-        self.transformer.wpe = nn.Embedding.from_pretrained(
-            self.transformer.wpe.weight[:block_size].clone(), freeze=False
-        )
+        self.transformer.block_size = block_size
+        if self.config.position == "learned":
+            kept = self.transformer.wpe.weight[:block_size].clone()
+            self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
 
     # ---- counting ----------------------------------------------------------------------------------------
 
     def num_params(self) -> int:
-        """Parameters without position embeddings; the tied token embedding counts once, as the head's matrix."""
-        return sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+        """Parameters without position embeddings; a tied token embedding counts once, as the head's matrix."""
+        positions = self.transformer.wpe.weight.numel() if self.config.position == "learned" else 0
+        return sum(p.numel() for p in self.parameters()) - positions
 
     def estimate_flops(self) -> int:
-        """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B)."""
+        """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B).
+
+        N leaves out what is looked up and not multiplied: position embeddings, a token embedding of its own.
+        """
         c = self.config
-        return 6 * self.num_params() + 12 * c.n_layer * c.n_head * (c.n_embd // c.n_head) * c.block_size
+        n = self.num_params() - (0 if c.tie_weights else self.transformer.wte.weight.numel())
+        return 6 * n + 12 * c.n_layer * c.n_head * (c.n_embd // c.n_head) * c.block_size
 
     # ---- generation --------------------------------------------------------------------------------------
 

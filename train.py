@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +22,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from tqdm import tqdm
 
 import checkpoint
 import estimate
@@ -34,10 +31,14 @@ from data.loader import Loader, to_device
 from data.tokenizer import padded_vocab_size
 from data.tokens import Split, check_vocabulary, read_meta, token_files
 from model import GPT, GPTConfig
+from optimizer import make_optimizer
 from runlog import RunLog, clock, start_wandb
+from runner import Runner, all_sum, decide, mark_compiled
 
 DATA = Path(__file__).parent / "data"
-MODEL_SETTINGS = ("n_layer", "n_head", "n_embd", "bias", "block_size")  # a resumed run has its checkpoint's
+# What a resumed run has from its checkpoint.
+MODEL_SETTINGS: tuple[str, ...] = ("n_layer", "n_head", "n_embd", "bias", "block_size", "position", "norm", "qk_norm")
+MODEL_SETTINGS += ("activation", "tie_weights", "zero_init")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,12 @@ class TrainConfig:
     n_embd: int = 768  # width
     dropout: float = 0.0  # 0 for pretraining; 0.1 and more for small data
     bias: bool = False  # in Linear and LayerNorm layers
+    position: Literal["learned", "rope"] = "learned"  # the defaults of these six are GPT-2
+    norm: Literal["layer", "rms"] = "layer"
+    qk_norm: bool = False  # RMS norm of queries and keys
+    activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's; relu2 the fastest
+    tie_weights: bool = True  # one matrix for token embedding and head
+    zero_init: bool = False  # what adds to the residual stream, and an untied head, begins as zero
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
     block_size: int = 1024  # context length in tokens
@@ -66,21 +73,27 @@ class TrainConfig:
     auto_batch: bool = False  # where memory runs out at the start: halve batch_size, double the accumulation
     align_documents: bool = False  # begin training windows where a document begins, if one does within them
     # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # its maximum
     max_iters: int = 600000  # steps
     weight_decay: float = 1e-1  # of matrices and embeddings
     beta1: float = 0.9
     beta2: float = 0.95
+    momentum: float = 0.95  # of Muon
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
-    decay_lr: bool = True  # linear warm-up, then cosine; False: constant
+    decay_lr: bool = True  # False: constant from the first step
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = (
+        "cosine"  # after a linear warm-up; trapezoid: constant first
+    )
     warmup_iters: int = 2000  # steps
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
+    cooldown_iters: int = 0  # steps of trapezoid's decay, which is linear; 0 = a fifth of lr_decay_iters
     min_lr: float | None = None  # None = learning_rate / 10
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
-    compile: bool = True  # torch.compile: faster steps after a slow start
+    compile: Literal["auto", True, False] = "auto"  # torch.compile: faster steps after a slow start; auto: if it pays
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
     seed: int = 1337  # of initial weights, batch order and dropout
     # Weights & Biases
@@ -89,22 +102,16 @@ class TrainConfig:
     wandb_run_name: str = "gpt2"
 
     def __post_init__(self) -> None:
-        least = {"eval_interval": 1, "eval_iters": 1, "log_interval": 1, "batch_size": 1, "block_size": 1}
-        least |= {
-            "eval_tokens": 0,
-            "gradient_accumulation_steps": 1,
-            "max_iters": 0,
-            "warmup_iters": 0,
-            "lr_decay_iters": 0,
-        }
-        least |= {"learning_rate": 0, "weight_decay": 0, "grad_clip": 0, "min_lr": 0, "beta1": 0, "beta2": 0, "seed": 0}
-        for name, low in least.items():
-            if (value := getattr(self, name)) is not None and value < low:
+        GPTConfig(dropout=self.dropout, **{name: getattr(self, name) for name in MODEL_SETTINGS})
+        least = dict.fromkeys(("eval_interval", "eval_iters", "log_interval", "batch_size"), 1)
+        least["gradient_accumulation_steps"] = 1
+        for name in self.__dataclass_fields__:
+            value, low = getattr(self, name), least.get(name, 0)
+            if isinstance(value, int | float) and value < low:
                 raise ValueError(f"{name}={value} must be at least {low}")
-        for name, limit in {"beta1": 1, "beta2": 1, "seed": 2**63}.items():
+        for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
             if getattr(self, name) >= limit:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
-        GPTConfig(n_layer=self.n_layer, n_head=self.n_head, n_embd=self.n_embd, dropout=self.dropout)
 
 
 def main(c: TrainConfig) -> float:
@@ -113,6 +120,7 @@ def main(c: TrainConfig) -> float:
     rank, world, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
+    hardware.keep_freed_memory()
     device = hardware.resolve_device(c.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if c.gradient_accumulation_steps % world:
         nearest = -(-c.gradient_accumulation_steps // world) * world
@@ -143,7 +151,7 @@ def main(c: TrainConfig) -> float:
     source = c.out_dir if c.init_from == "resume" else c.init_from
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
-        args = GPTConfig(c.block_size, vocab_size, c.n_layer, c.n_head, c.n_embd, c.dropout, c.bias)
+        args = GPTConfig(vocab_size=vocab_size, dropout=c.dropout, **{k: getattr(c, k) for k in MODEL_SETTINGS})
     elif c.init_from == "resume":
         saved = checkpoint.load(c.out_dir)
         args = GPTConfig.of(saved["model_args"] | {"dropout": c.dropout}, source)
@@ -160,7 +168,7 @@ def main(c: TrainConfig) -> float:
     T = c.block_size
     if c.dry_run:
         shape = (c.batch_size, c.gradient_accumulation_steps, world)
-        estimate.report(replace(args, block_size=T), device, dtype, c.compile, *shape, c.max_iters, say)
+        estimate.report(replace(args, block_size=T), device, dtype, c.compile is not False, *shape, c.max_iters, say)
         return math.inf
     check_vocabulary(folder, meta, args.vocab_size, saved.get("tokenizer"))
     start = meta["end_of_text"] if c.align_documents else None
@@ -178,35 +186,47 @@ def main(c: TrainConfig) -> float:
     model.to(device)
     amp = hardware.autocast(device, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
-    optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
+    betas = (c.beta1, c.beta2)
+    optimizer = make_optimizer(model, c.optimizer, c.weight_decay, c.learning_rate, betas, c.momentum, device.type)
     if start_iter and not c.eval_only:
         checkpoint.restore_optimizer(optimizer, saved["optimizer"], source)
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
     saved = {}  # frees what the memory-mapped file holds
-    runner = model.compiled() if c.compile else model
+    compiles = c.compile if c.compile != "auto" else device.type == "cuda" or (None if device.type == "cpu" else False)
     t0 = time.perf_counter()
     while True:  # until compiled, and with a micro-batch that fits
+        micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
+        runner = Runner(model, amp, scaler, bool(compiles), distributed)
         batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
         try:
-            copies = (c.gradient_accumulation_steps > world) + distributed
-            fits = estimate.try_out(runner, optimizer, batch, amp, scaler, c.eval_only, copies)
+            copies = (micro_steps > 1) + distributed
+            fits = estimate.try_out(runner, optimizer, batch, c.eval_only, copies)
         except Exception as e:
-            if runner is model:
+            if not compiles:
                 raise
             say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
-            runner = model
+            compiles = False
             continue
-        optimizer.zero_grad()
         if all_sum(torch.tensor(float(fits)), device) == world:
-            break
+            if compiles is not None or c.eval_only:
+                break
+            pays, why = decide(runner, batch, micro_steps * (c.max_iters - start_iter))
+            compiles = all_sum(torch.tensor(float(pays)), device).item() == world  # all ranks do the same
+            say(why)
+            if not compiles:
+                break
+            continue
         shape = (c.batch_size, c.gradient_accumulation_steps, 0 if c.eval_tokens else c.eval_iters)
         same: dict[str, Any] = estimate.smaller_batch(*shape, model.config, dtype, device, c.auto_batch)
         c = replace(c, **same)
         say(f"out of memory: going on with {same}, which is the same training")
         hardware.release_memory(device)
-    ddp = DDP(runner, device_ids=[device.index] if device.type == "cuda" else None) if distributed else None
-    micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
+    optimizer.zero_grad()
+    if runner.compiled:
+        mark_compiled(runner, batch)
+    if distributed:
+        runner.distribute(device)
     warm_up_s = time.perf_counter() - t0
 
     # ---- log -------------------------------------------------------------------------------------------------
@@ -223,10 +243,10 @@ def main(c: TrainConfig) -> float:
     flops_per_token = model.estimate_flops()
     peak, peak_source = hardware.peak_flops(device, dtype)
     total_peak = all_sum(torch.tensor([peak], dtype=torch.float64), device).item()  # of all ranks
-    compiled = runner is not model
     say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
     say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
-    say(f"device: {world} x {hardware.device_name(device)}, {dtype}, {'compiled' if compiled else 'not compiled'}")
+    how = "compiled" if runner.compiled else "not compiled"
+    say(f"device: {world} x {hardware.device_name(device)}, {dtype}, {how}")
     say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
     say(f"tokens per iteration will be: {tokens_per_step:,}")
     log.write(
@@ -243,7 +263,7 @@ def main(c: TrainConfig) -> float:
         device=hardware.device_name(device),
         world_size=world,
         dtype=dtype,
-        compiled=compiled,
+        compiled=runner.compiled,
         peak_flops=total_peak,
         peak_source=peak_source,
         warm_up_s=warm_up_s,
@@ -252,6 +272,7 @@ def main(c: TrainConfig) -> float:
     )
     # ---- train -----------------------------------------------------------------------------------------------
     step = start_iter
+    windows = -(-c.eval_tokens // T) or c.eval_iters * c.batch_size  # of each split, at most
     loader = Loader(train_split, device, c.batch_size, micro_steps, step, rank, world)
     window_steps, window_s = 0, 0.0  # since the last log line: steps, and seconds of these alone
     train_s = wait_s = eval_s = save_s = last_eval_s = last_save_s = 0.0
@@ -264,12 +285,15 @@ def main(c: TrainConfig) -> float:
             hardware.synchronize(device)
             t1 = time.perf_counter()
             window_s += t1 - t0
-            train_loss, val_loss = (evaluate(runner, s, c, device, amp, rank, world) for s in (train_split, val_split))
+            train_loss, val_loss = (
+                runner.evaluate(s, windows, c.batch_size, rank, world) for s in (train_split, val_split)
+            )
             t0 = time.perf_counter()
             last_eval_s, eval_s = t0 - t1, eval_s + t0 - t1
             say(f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s")
             losses = {"train_loss": train_loss, "val_loss": val_loss}
-            log.write("eval", iter=step, **losses, lr=lr, tokens=step * tokens_per_step, eval_s=last_eval_s)
+            spent = {"tokens": step * tokens_per_step, "train_s": train_s + window_s, "eval_s": last_eval_s}
+            log.write("eval", iter=step, **losses, lr=lr, **spent)
             if not math.isfinite(val_loss):
                 raise ValueError(
                     f"val loss is {val_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"
@@ -306,12 +330,7 @@ def main(c: TrainConfig) -> float:
         step_loss = torch.zeros((), device=device)
         for micro in range(micro_steps):
             x, y = loader.next()
-            # Gradients are averaged over the ranks once per step, in the last backward pass.
-            with nullcontext() if ddp is None or micro == micro_steps - 1 else ddp.no_sync():
-                with amp:
-                    loss = (ddp or runner)(x, y)[1] / micro_steps
-                scaler.scale(loss).backward()
-            step_loss += loss.detach()
+            step_loss += runner.backward(x, y, micro_steps, last=micro == micro_steps - 1)
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
         scaler.step(optimizer)
@@ -384,7 +403,7 @@ def main(c: TrainConfig) -> float:
 
 
 def learning_rate(c: TrainConfig, step: int) -> float:
-    """Linear warm-up to c.learning_rate, then half a cosine to min_lr at lr_decay_iters, then min_lr."""
+    """Linear warm-up to c.learning_rate, then down to min_lr at lr_decay_iters as lr_schedule says, then min_lr."""
     if not c.decay_lr:
         return c.learning_rate
     low = c.learning_rate / 10 if c.min_lr is None else c.min_lr
@@ -393,39 +412,12 @@ def learning_rate(c: TrainConfig, step: int) -> float:
         return c.learning_rate * (step + 1) / (c.warmup_iters + 1)
     if step >= end:
         return low
-    done = (step - c.warmup_iters) / (end - c.warmup_iters)
-    return low + 0.5 * (1 + math.cos(math.pi * done)) * (c.learning_rate - low)
-
-
-@torch.no_grad()
-def evaluate(
-    model: torch.nn.Module,
-    split: Split,
-    c: TrainConfig,
-    device: torch.device,
-    amp: AbstractContextManager,
-    rank: int,
-    world: int,
-) -> float:
-    """Mean loss (nats per token) over a fixed set of windows, the batches shared among the ranks."""
-    model.eval()
-    n, losses = split.n_eval_windows(-(-c.eval_tokens // c.block_size) or c.eval_iters * c.batch_size), []
-    firsts = range(rank * c.batch_size, n, world * c.batch_size)  # first row of each batch of this rank
-    for first in tqdm(firsts, "evaluating", leave=False, disable=True if rank else None):  # None: only on a terminal
-        x, y = to_device(split.eval_batch(first + np.arange(c.batch_size), n), device)
-        with amp:
-            losses.append(model(x, y)[1] * min(c.batch_size, n - first))  # the last batch may hold fewer windows
-    model.train()
-    total = torch.stack(losses).cpu().double().sum() if losses else torch.zeros((), dtype=torch.float64)
-    return all_sum(total, device).item() / n
-
-
-def all_sum(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The sum of x over all ranks."""
-    if dist.is_initialized():
-        x = x.to(device)  # nccl reduces what is on the GPU only
-        dist.all_reduce(x)
-    return x
+    left = (end - step) / (end - c.warmup_iters)
+    if c.lr_schedule == "cosine":
+        left = 0.5 * (1 - math.cos(math.pi * left))
+    elif c.lr_schedule == "trapezoid":
+        left = min(1.0, (end - step) / (c.cooldown_iters or math.ceil(end / 5)))
+    return low + left * (c.learning_rate - low)
 
 
 def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import checkpoint
 from model import GPT, GPTConfig
+from optimizer import make_optimizer
 
 CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
 
@@ -24,7 +25,7 @@ def state(iter_num: int = 1, **changes: Any) -> dict[str, Any]:
     model = GPT(CONFIG)
     whole = {
         "model": model.state_dict(),
-        "optimizer": model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu").state_dict(),
+        "optimizer": make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu").state_dict(),
         "model_args": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 20, "bias": True},
         "iter_num": iter_num,
         "best_val_loss": 2.5,

@@ -17,6 +17,7 @@ import model as model_module
 from configurator import read_settings
 from estimate import memory
 from model import GPT, GPTConfig
+from optimizer import make_optimizer
 from train import TrainConfig, main, resumed_settings
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ class Real:
 
     def __init__(self, config: GPTConfig, batch_size: int, dtype: str) -> None:
         self.model = GPT(config)
-        self.optimizer = self.model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+        self.optimizer = make_optimizer(self.model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
         self.x, self.y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
         self.amp: AbstractContextManager = hardware.autocast(CPU, dtype)
 

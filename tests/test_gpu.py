@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,8 @@ from data.loader import Loader
 from data.tokens import Split
 from estimate import memory
 from model import GPT, GPTConfig
+from optimizer import make_optimizer
+from runner import Runner
 from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -120,15 +120,15 @@ def test_predicted_total_is_within_15_percent_of_what_cuda_allocates(compiled, d
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = GPT(config).to("cuda")
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cuda")
-    runner: Any = model.compiled() if compiled else model
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cuda")
+    runner = Runner(
+        model, hardware.autocast(torch.device("cuda"), dtype), torch.amp.GradScaler(enabled=False), compiled, False
+    )
     x, y = (torch.randint(0, config.vocab_size, (4, config.block_size), device="cuda") for _ in "xy")
     for _ in range(2):  # the second step has AdamW's moments, and nothing of the compiling
         torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
-            with hardware.autocast(torch.device("cuda"), dtype):
-                loss = runner(x, y)[1]
-            loss.backward()
+            runner.backward(x, y)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

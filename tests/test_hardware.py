@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 import torch
+from conftest import shell
 from torch.utils.benchmark import Timer
 
 import hardware
@@ -84,3 +85,8 @@ def test_autocast_runs_matmuls_in_the_dtype(name):
     a = torch.ones(2, 2)
     with hardware.autocast(CPU, name):
         assert (a @ a).dtype == hardware.DTYPES[name]
+
+
+def test_freed_memory_is_kept_where_glibc_does_it():
+    code = "import hardware; assert hardware.keep_freed_memory() == (hardware.platform.libc_ver()[0] == 'glibc')"
+    assert shell("python", "-c", code).returncode == 0

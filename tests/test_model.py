@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import checkpoint
 import hardware
 import model as model_module
-from model import GPT, GPTConfig, sample_tokens
+from model import GPT, GPTConfig, explicit_attention, rotate, sample_tokens
+from optimizer import make_optimizer
 
 SMALL = GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32, bias=True)
+MODERN = replace(
+    SMALL, bias=False, position="rope", norm="rms", qk_norm=True, activation="relu2", tie_weights=False, zero_init=True
+)
 
 
 def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
@@ -46,11 +51,14 @@ def test_initial_loss_is_near_ln_of_the_vocabulary(vocab):
     assert abs(loss.item() - math.log(vocab)) < 0.05
 
 
-def test_causality_later_tokens_leave_earlier_logits_alone():
-    model, idx = make(), tokens(2, 32)
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # explicit attention
+def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype):
+    model, idx = make(config), tokens(2, 32)
     changed = idx.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 100
-    a, b = model(idx)[0], model(changed)[0]
+    with hardware.autocast(torch.device("cpu"), dtype):
+        a, b = (model(ids)[0].float() for ids in (idx, changed))
     torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
     assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
 
@@ -185,6 +193,100 @@ print(peak_memory_bytes(cpu) - before)
     assert 1e6 < int(done.stdout) < 4096 * 50304 * 4 * 0.75
 
 
+# ---- choices beside GPT-2's ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", [5, 64, 256])
+def test_explicit_attention_is_attention_with_its_gradients(T):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, T, 16, requires_grad=True) for _ in range(3))
+    mask = torch.full((T, T), -torch.inf).triu(1)
+    ours = explicit_attention(q, k, v, mask)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn_like(ours)
+    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), upstream) for y in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_explicit_attention_is_for_bfloat16_without_dropout_and_short_contexts(monkeypatch):
+    used = []
+
+    def attention(q, k, v, mask):
+        used.append(mask.shape)
+        return v
+
+    monkeypatch.setattr(model_module, "explicit_attention", attention)
+    idx = tokens(2, 20)
+    for model in (make(), make(replace(SMALL, dropout=0.1)), make(replace(SMALL, block_size=512))):
+        model(idx)
+        assert not used
+    with torch.autocast("cpu", torch.bfloat16):
+        make(replace(SMALL, dropout=0.1))(idx)
+        make(replace(SMALL, block_size=512))(idx)
+        assert not used
+        make()(idx)
+    assert used == [(20, 20)] * 2
+
+
+def test_rotated_queries_meet_keys_by_their_distance_alone():
+    transformer: Any = make(MODERN).transformer
+    cos, sin = transformer.cos, transformer.sin
+    q, k = (torch.randn(1, 1, 1, 8).expand(1, 1, 32, 8) for _ in "qk")
+    scores = rotate(q, cos, sin)[0, 0] @ rotate(k, cos, sin)[0, 0].t()
+    for distance in range(-31, 32):
+        assert scores.diagonal(distance).std(correction=0) < 1e-5
+    assert scores[:, 0].std() > 1e-2
+    torch.testing.assert_close(rotate(q, cos, sin).norm(dim=-1), q.norm(dim=-1))
+
+
+def test_activations_are_what_their_names_say():
+    x = torch.linspace(-4, 4, 1001, dtype=torch.float64)
+    exact = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    tanh = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    for name, expected in (("gelu", exact), ("gelu_tanh", tanh), ("relu2", x.clamp(min=0) ** 2)):
+        torch.testing.assert_close(model_module.ACTIVATIONS[name](x), expected)
+
+
+def test_queries_and_keys_are_normalised_where_asked():
+    """Then their length does not matter."""
+    for config, same in ((MODERN, True), (replace(MODERN, qk_norm=False), False)):
+        model, idx = make(config), tokens(2, 32)
+        before = model(idx)[0]
+        block: Any = model.transformer.h[0]
+        with torch.no_grad():
+            block.attn.c_attn.weight[:64] *= 3  # of q and k
+        assert torch.allclose(model(idx)[0], before, atol=1e-3) == same
+
+
+def test_model_that_begins_as_zero_predicts_all_tokens_alike():
+    torch.manual_seed(0)
+    assert GPT(MODERN)(tokens(2, 32), tokens(2, 32))[1].item() == pytest.approx(math.log(100), abs=1e-6)
+    tied = GPT(replace(MODERN, tie_weights=True))  # the head is the embedding: only what the blocks add is zero
+    h = tied.transformer(tokens(2, 32))
+    assert torch.equal(h, F.rms_norm(tied.transformer.wte(tokens(2, 32)), (32,), eps=1e-5))
+
+
+def test_untied_embedding_is_a_parameter_but_multiplies_nothing():
+    tied, untied = (GPT(replace(MODERN, tie_weights=tie)) for tie in (True, False))
+    assert untied.lm_head.weight is not untied.transformer.wte.weight
+    assert untied.num_params() == tied.num_params() + 100 * 32
+    assert untied.estimate_flops() == tied.estimate_flops()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"position": "rotary"}, "position='rotary' is none of learned, rope"),
+        ({"activation": "swish"}, "activation='swish' is none of gelu_tanh, gelu, relu2"),
+        ({"position": "rope", "n_embd": 33, "n_head": 11}, "heads of an even width, not 3"),
+    ],
+)
+def test_choices_that_do_not_exist_are_named(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        GPTConfig(**settings)
+
+
 # ---- parameters ----------------------------------------------------------------------------------------------
 
 
@@ -208,7 +310,7 @@ def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
 
 def test_only_matrices_decay():
     model = make()
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
     decayed, others = (group["params"] for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert {p.dim() for p in decayed} == {2}
@@ -221,8 +323,9 @@ def test_biases_are_optional():
     assert not [name for name in names if name.endswith("bias")]
 
 
-def test_cropped_model_computes_the_same_on_short_contexts():
-    model, idx = make(), tokens(2, 12)
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+def test_cropped_model_computes_the_same_on_short_contexts(config):
+    model, idx = make(config), tokens(2, 12)
     before = model(idx)[0]
     model.crop_block_size(12)
     assert torch.equal(model(idx)[0], before)
@@ -244,10 +347,11 @@ def test_dropout_acts_in_training_only():
 # ---- generation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("config", [SMALL, MODERN])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("prompt", [1, 9, 40])
-def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, temperature):
-    model, idx = make().eval(), tokens(3, prompt)
+def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, temperature, config):
+    model, idx = make(config).eval(), tokens(3, prompt)
     drawn = [
         torch.stack(list(model.generate(idx, 45, temperature=temperature, seed=5, use_cache=use_cache)))
         for use_cache in (True, False)
@@ -325,6 +429,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 from model import GPT, GPTConfig
+from optimizer import make_optimizer
 
 class Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self):
@@ -339,7 +444,7 @@ with FakeTensorMode():
         loss = model(x, x)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "gpu").step()
+        make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "gpu").step()
         drawn = [t for T in (1, 1024) for kind in (0.0, 0.8) for t in model.generate(x[:, :T], 2, temperature=kind)]
         drawn += model.generate(x[:, :4], 2, top_k=3, top_p=0.9)
         print({str(t.device) for t in [loss, *drawn]})

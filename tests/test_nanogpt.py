@@ -12,6 +12,7 @@ from conftest import events, tiny
 
 import checkpoint
 from model import GPT, GPTConfig
+from optimizer import make_optimizer
 from train import main
 
 
@@ -30,7 +31,7 @@ def nanogpt_run(folder: Path) -> None:
         "dropout": 0.0,
     }
     model = GPT(GPTConfig(**args))
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.99), 0.95, "cpu")
     for _ in range(3):
         x = torch.randint(0, 4, (2, 16))
         model(x, x)[1].backward()

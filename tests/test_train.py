@@ -23,7 +23,11 @@ import train
 from data.tokenizer import BytesTokenizer
 from data.tokens import write_dataset
 from model import GPT, GPTConfig
+from runner import Runner
 from train import TrainConfig, main
+
+FAST = {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "tie_weights": False}
+FAST |= {"zero_init": True, "optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +69,9 @@ def vector(out_dir: Path) -> torch.Tensor:
 # ---- resume --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"dtype": "bfloat16"}, {"gradient_accumulation_steps": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.3}, {"dtype": "bfloat16"}, {"gradient_accumulation_steps": 3}, FAST]
+)
 def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp_path, options):
     options = {"lr_decay_iters": 6} | options
     main(tiny(chars, tmp_path / "whole", **options))
@@ -252,7 +258,7 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
 
         return call
 
-    monkeypatch.setattr(train, "evaluate", takes(100, train.evaluate))
+    monkeypatch.setattr(Runner, "evaluate", takes(100, Runner.evaluate))
     monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
     monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -273,9 +279,10 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     split = train.Split(chars, "val", c.block_size, 100)
     split.n_eval_windows = lambda at_most: 7  # type: ignore[method-assign]
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
-    mean = train.evaluate(model, split, c, torch.device("cpu"), nullcontext(), 0, 1)
+    runner = Runner(model, nullcontext(), torch.amp.GradScaler("cpu", enabled=False), False, False)
+    mean = runner.evaluate(split, 7, c.batch_size)
     assert mean == pytest.approx(model(x, y)[1].item(), rel=1e-6)
-    shares = [train.evaluate(model, split, c, torch.device("cpu"), nullcontext(), rank, 2) for rank in (0, 1)]
+    shares = [runner.evaluate(split, 7, c.batch_size, rank, 2) for rank in (0, 1)]
     assert sum(shares) == pytest.approx(mean, rel=1e-6)
     assert model.training
 
@@ -288,7 +295,7 @@ def test_ranks_and_steps_drop_out_differently(chars, tmp_path, monkeypatch):
     monkeypatch.setattr(train.dist, "init_process_group", lambda _: None)
     monkeypatch.setattr(train.dist, "barrier", lambda: None)
     monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(train, "DDP", lambda model, device_ids: None)
+    monkeypatch.setattr("runner.DDP", lambda model, device_ids: model)
     main(tiny(chars, tmp_path / "1"))
     assert seeds[0] == seeds[7] == 1337  # initial weights are the same
     assert len(set(seeds)) == 1 + 2 * 6
@@ -384,6 +391,15 @@ def test_learning_rate_warms_up_and_falls_along_half_a_cosine():
     assert train.learning_rate(derived, 200) == pytest.approx(0.1)
     assert 0.1 < train.learning_rate(derived, 199) < 0.101
     assert train.learning_rate(replace(c, decay_lr=False), 3) == 1.0
+
+
+def test_other_schedules_fall_along_straight_lines():
+    c = TrainConfig(learning_rate=1.0, min_lr=0.0, warmup_iters=10, max_iters=110, lr_schedule="linear")
+    assert [train.learning_rate(c, s) for s in (0, 10, 60, 109, 110)] == pytest.approx([1 / 11, 1.0, 0.5, 0.01, 0.0])
+    c = replace(c, lr_schedule="trapezoid", min_lr=0.2)
+    assert [train.learning_rate(c, s) for s in (10, 87, 99, 110)] == pytest.approx([1.0, 1.0, 0.6, 0.2])
+    c = replace(c, cooldown_iters=50)
+    assert [train.learning_rate(c, s) for s in (10, 60, 85, 110)] == pytest.approx([1.0, 1.0, 0.6, 0.2])
 
 
 def test_importing_the_scripts_does_nothing():

@@ -1,0 +1,154 @@
+"""Seconds, steps and tokens that a run takes to reach a validation loss, over several seeds.
+
+    python bench/time_to_loss.py config/train_shakespeare_char_fast.py --target 1.4697 --seeds 3
+    python bench/time_to_loss.py config/train_shakespeare_char_cpu.py --target 1.886 --max_iters=2000
+
+Settings are those of train.py; give it an evaluation worth its name (--eval_tokens). Each seed is a real run of
+train.py, stopped once an evaluation reaches the target. The clock that counts begins when training does: it holds the
+steps, the wait for data and, reported apart as well, compiling; evaluation and saving stand beside it, and so does the
+whole process from its start, imports included.
+
+Prints a table; --save NAME writes it to bench/results/DATE-NAME.md, with every evaluation in .json and curves in .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(settings: list[str], seed: int, target: float, out_dir: Path) -> dict[str, Any]:
+    """One run until it reaches the target or its end; what it took."""
+    t0 = time.perf_counter()
+    command = [
+        sys.executable,
+        "train.py",
+        *settings,
+        f"--seed={seed}",
+        f"--out_dir={out_dir}",
+        "--always_save_checkpoint=False",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    last = ""
+    for line in process.stdout:
+        last = line.rstrip()
+        if line.startswith("step ") and float(line.split("val loss ")[1].split(",")[0]) <= target:
+            break
+    process_s = time.perf_counter() - t0
+    process.kill()
+    process.wait()
+    log = out_dir / "log.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    evals = [e for e in events if e["event"] == "eval"]
+    if not evals:
+        raise SystemExit(f"error: the run ended before its first evaluation: {last}")
+    start, end = events[0], evals[-1]
+    return {
+        "seed": seed,
+        "reached": end["val_loss"] <= target,
+        "val_loss": end["val_loss"],
+        "train_loss": end["train_loss"],
+        "steps": end["iter"],
+        "tokens": end["tokens"],
+        "steps_s": end["train_s"],
+        "compile_s": start["warm_up_s"],
+        "seconds": end["train_s"] + start["warm_up_s"],
+        "eval_s": sum(e["eval_s"] for e in evals),
+        "process_s": process_s,
+        "start": start,
+        "curve": [(e["train_s"] + start["warm_up_s"], e["iter"], e["val_loss"]) for e in evals],
+    }
+
+
+def as_markdown(rows: list[dict[str, Any]], target: float) -> str:
+    lines = [
+        "| seed | val loss | train loss | seconds | of it compiling | steps | tokens | evaluation | whole process |"
+    ]
+    lines += ["|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    for r in rows:
+        loss = f"{r['val_loss']:.4f}" + ("" if r["reached"] else f", above {target}")
+        cells = [r["seed"], loss, f"{r['train_loss']:.4f}", f"{r['seconds']:.1f}", f"{r['compile_s']:.1f}"]
+        cells += [f"{r['steps']:,}", f"{r['tokens']:,}", f"{r['eval_s']:.1f} s", f"{r['process_s']:.1f} s"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    if len(rows) > 1:
+        means = {
+            k: statistics.mean(r[k] for r in rows) for k in ("val_loss", "train_loss", "seconds", "compile_s", "steps")
+        }
+        deviation = statistics.stdev(r["val_loss"] for r in rows)
+        lines.append(
+            f"| mean | {means['val_loss']:.4f} (± {deviation:.4f}) | {means['train_loss']:.4f} | "
+            f"{means['seconds']:.1f} | {means['compile_s']:.1f} | {means['steps']:,.0f} | | | |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], target: float, path: Path, title: str) -> None:
+    """Validation loss against seconds, a curve per seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for r in rows:
+        seconds, _, losses = zip(*r["curve"], strict=True)
+        axes.plot(seconds, losses, marker=".", label=f"seed {r['seed']}")
+    axes.axhline(target, color="0.5", linestyle="--", label=f"target {target}")
+    axes.set(xlabel="seconds: steps and compiling", ylabel="validation loss (nats per token)", title=title)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=float, required=True, help="validation loss, nats per token")
+    parser.add_argument("--seeds", type=int, default=3, help="runs, with the seeds 1337, 1338, ...")
+    parser.add_argument("--cold", action="store_true", help="each run compiles anew, with an empty cache")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png")
+    a, settings = parser.parse_known_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as tmp:
+        for seed in range(1337, 1337 + a.seeds):
+            if a.cold:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tmp}/cache-{seed}"
+            rows.append(run(settings, seed, a.target, Path(tmp) / str(seed)))
+            r = rows[-1]
+            print(
+                f"seed {seed}: val loss {r['val_loss']:.4f} after {r['seconds']:.1f}s, {r['steps']:,} steps", flush=True
+            )
+    start = rows[0]["start"]
+    s = start["settings"]
+    about = (
+        f"{time.strftime('%Y-%m-%d')}, {start['device']}; {start['versions']}, commit {start['git_commit']}; "
+        f"{start['dtype']}, {'compiled' if start['compiled'] else 'not compiled'}. {start['parameters']:,} parameters, "
+        f"context of {s['block_size']} tokens, {start['tokens_per_step']:,} tokens per step, {s['max_iters']:,} steps; "
+        f"evaluated on {min(s['eval_tokens'] or 10**18, start['val_tokens']):,} of {start['val_tokens']:,} val tokens."
+    )
+    command = shlex.join(["python", "bench/time_to_loss.py", *sys.argv[1:]])
+    text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(rows, a.target)}\n"
+    print("\n" + text)
+    if a.save:
+        path = ROOT / "bench" / "results" / f"{time.strftime('%Y-%m-%d')}-{a.save}"
+        path.with_suffix(".md").write_text(
+            f"# Time to a loss of {a.target}: {a.save}\n\n{text}\n![]({path.name}.png)\n"
+        )
+        path.with_suffix(".json").write_text(
+            json.dumps({"command": command, "target": a.target, "rows": rows}, indent=1)
+        )
+        plot(rows, a.target, path.with_suffix(".png"), a.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The optimizers: AdamW, and Muon for hidden matrices with AdamW for the rest.
+
+Both are one torch optimizer: parameter groups, state_dict and step() are what the training loop and checkpoints know.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import GPT
+
+# Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
+# Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+
+
+def make_optimizer(
+    model: GPT,
+    name: str,
+    weight_decay: float,
+    learning_rate: float,
+    betas: tuple[float, float],
+    momentum: float,
+    device_type: str,
+) -> torch.optim.AdamW:
+    """AdamW, or Muon with AdamW for what is no hidden matrix, of all parameters of the model.
+
+    Matrices and embeddings decay; biases and the gains of norms have nothing to regularise.
+    """
+    fused = device_type in ("cuda", "cpu", "mps")  # one kernel for all tensors; all three have it in torch 2.11
+    options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused}
+    params = dict(model.named_parameters())
+    hidden = {n: p for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2}
+    muon = list(hidden.values()) if name == "muon" else []
+    rest = [p for n, p in params.items() if not muon or n not in hidden]
+    groups = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if not muon:
+        return torch.optim.AdamW(groups, **options)
+    return Muon([*groups, {"params": muon, "weight_decay": weight_decay, "momentum": momentum}], **options)
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but for groups with a `momentum`: their matrices take orthogonalised momentum steps.
+
+    Muon (Jordan et al. 2024) with Nesterov momentum. Steps are scaled by
+    0.2 * sqrt(larger side), so that they are as long as AdamW's and one learning rate and weight decay serve both
+    (Moonlight, arXiv:2502.16982, section 2.2). torch.optim.Muon goes through the matrices one by one; here equal
+    shapes go through the Newton-Schulz iteration as one batch, and the q, k, v of a fused (3C, C) matrix as three.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if "momentum" in group:
+                self._muon(group)
+        return super().step(closure)  # which passes by what has no gradient any more
+
+    def _muon(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        grads: list[Tensor] = [p.grad for p in params]
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.zeros((), device=p.device), "momentum_buffer": torch.zeros_like(p)}
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)  # AdamW expects all states to have it
+        momenta = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        steps = torch._foreach_lerp(grads, momenta, group["momentum"])
+        squares = defaultdict(list)  # views of parameters and their steps, by shape, wide
+        for p, u in zip(params, steps, strict=True):
+            rows, columns = p.shape
+            n = 3 if rows == 3 * columns else 1
+            for p_i, u_i in zip(p.chunk(n), u.chunk(n), strict=True):
+                wide = rows // n <= columns
+                squares[tuple(sorted(p_i.shape))].append((p_i, u_i) if wide else (p_i.t(), u_i.t()))
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        for (_, longer), pairs in squares.items():
+            views, updates = zip(*pairs, strict=True)
+            u = orthogonalized(torch.stack(updates))
+            torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * longer**0.5)
+        for p in params:
+            p.grad = None
+
+
+def orthogonalized(x: Tensor) -> Tensor:
+    """Wide matrices (n, rows, columns) with singular values brought near 1, by Newton-Schulz in bfloat16."""
+    a, b, c = NEWTON_SCHULZ
+    dtype = x.dtype
+    y = x.bfloat16()
+    y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.to(dtype)

@@ -1,0 +1,205 @@
+"""How a model runs in training: as it is, or compiled where that pays; on one device, or one of several under DDP.
+
+On a CPU without DDP a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
+as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autograd's hooks.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+import model as model_module
+from data.loader import to_device
+from data.tokens import Split
+from model import ACTIVATIONS, GPT, LinearCrossEntropy, chunked_cross_entropy
+from runlog import clock
+
+# What compiling a CPU's graph takes, and the share of a step that it saves, as measured from 4 to 12 layers
+# (bench/results/2026-11-21-cpu-speed.md).
+COLD_S, COLD_S_PER_LAYER = 4.0, 3.0
+WARM_S, WARM_S_PER_LAYER = 2.0, 0.8
+SAVED = 0.2
+
+
+# Inductor's own GELU on a CPU takes more than twice the time of torch's kernel, and the chunks of the loss, unrolled
+# into a graph, would keep the gradients of all their logits until the graph's end: both stay whole in it.
+@torch.library.custom_op("deskgpt::gelu", mutates_args=())
+def opaque_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+@opaque_gelu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("deskgpt::gelu_backward", mutates_args=())
+def opaque_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(grad, x)
+
+
+@opaque_gelu_backward.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+opaque_gelu.register_autograd(
+    lambda ctx, grad: opaque_gelu_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op("deskgpt::chunked_cross_entropy", mutates_args=())
+def opaque_cross_entropy(
+    h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad)
+
+
+@opaque_cross_entropy.register_fake
+def _(
+    h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = slice(None) if needs_grad else slice(0)
+    grads = (
+        (torch.empty_like(h[n]), torch.empty_like(weight[n])) if needs_grad else (h.new_empty(0), weight.new_empty(0))
+    )
+    return h.new_empty((), dtype=torch.float32), *grads
+
+
+opaque_cross_entropy.register_autograd(
+    lambda ctx, grad, *_: (*(grad * saved for saved in ctx.saved_tensors), None, None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output[1:]),
+)
+
+
+def opaque_loss(*args: Any) -> Tensor:
+    return opaque_cross_entropy(*args)[0]
+
+
+class Runner:
+    """A model as it trains: `backward` adds a micro-batch's gradients, `module` takes (x, y) and gives the loss.
+
+    The joint graph is for training; evaluation then runs uncompiled, which saves compiling it.
+    """
+
+    def __init__(self, model: GPT, amp: AbstractContextManager, scaler: Any, compiled: bool, distributed: bool) -> None:
+        self.model, self.amp, self.scaler, self.compiled = model, amp, scaler, compiled
+        self.module: nn.Module = model
+        self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
+        self.parameters = list(model.parameters())
+        on_cpu = self.parameters[0].device.type == "cpu"
+        model.chunked_loss = opaque_loss if compiled else LinearCrossEntropy.apply
+        plain = ACTIVATIONS[model.config.activation]
+        block: Any
+        for block in model.transformer.h:
+            block.mlp.activation = opaque_gelu if compiled and on_cpu and plain is F.gelu else plain
+        if compiled and on_cpu and not distributed and not scaler.is_enabled():
+            torch._dynamo.config.trace_autograd_ops = True
+            self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
+        elif compiled:
+            self.module = torch.compile(model)  # type: ignore[assignment]
+
+    def _loss_and_gradients(self, x: Tensor, y: Tensor, micro_steps: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with self.amp:
+            loss = self.model(x, y)[1] / micro_steps
+        return loss.detach(), torch.autograd.grad(loss, self.parameters)
+
+    def distribute(self, device: torch.device) -> None:
+        """From now on gradients are averaged over the ranks, once per step."""
+        self.module = DDP(self.module, device_ids=[device.index] if device.type == "cuda" else None)
+
+    def backward(self, x: Tensor, y: Tensor, micro_steps: int = 1, last: bool = True) -> Tensor:
+        """Adds the gradients of the loss of (x, y), divided by micro_steps, to those there; returns that loss.
+
+        last: whether it is the step's last micro-batch, with which the ranks exchange gradients.
+        """
+        if self.graph:
+            loss, grads = self.graph(x, y, micro_steps)
+            for p, grad in zip(self.parameters, grads, strict=True):
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+            return loss
+        with self.module.no_sync() if isinstance(self.module, DDP) and not last else nullcontext():
+            with self.amp:
+                loss = self.module(x, y)[1] / micro_steps
+            self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, split: Split, windows: int, batch_size: int, rank: int = 0, world: int = 1) -> float:
+        """Mean loss (nats per token) over a fixed set of at most so many windows; the ranks share the batches."""
+        device = self.parameters[0].device
+        self.module.eval()
+        n, losses = split.n_eval_windows(windows), []
+        firsts = range(rank * batch_size, n, world * batch_size)  # first row of each batch of this rank
+        # disable=None: shown only on a terminal
+        for first in tqdm(firsts, "evaluating", leave=False, disable=True if rank else None):
+            x, y = to_device(split.eval_batch(first + np.arange(batch_size), n), device)
+            with self.amp:
+                losses.append(self.module(x, y)[1] * min(batch_size, n - first))  # the last batch may hold fewer
+        self.module.train()
+        total = torch.stack(losses).cpu().double().sum() if losses else torch.zeros((), dtype=torch.float64)
+        return all_sum(total, device).item() / n
+
+
+def all_sum(x: Tensor, device: torch.device) -> Tensor:
+    """The sum of x over all ranks."""
+    if dist.is_initialized():
+        x = x.to(device)  # nccl reduces what is on the GPU only
+        dist.all_reduce(x)
+    return x
+
+
+# ---- whether to compile --------------------------------------------------------------------------------------
+
+
+def decide(runner: Runner, batch: tuple[Tensor, Tensor], micro_batches: int) -> tuple[bool, str]:
+    """Whether compiling pays for a run of so many micro-batches like `batch` on this CPU, and why.
+
+    Times two uncompiled micro-batches. Leaves gradients behind.
+    """
+    times = []
+    for _ in range(3):
+        t0 = time.perf_counter()
+        runner.backward(*batch)
+        times.append(time.perf_counter() - t0)
+    layers, warm = runner.model.config.n_layer, marker(runner, batch).exists()
+    cost_s = WARM_S + WARM_S_PER_LAYER * layers if warm else COLD_S + COLD_S_PER_LAYER * layers
+    saved_s = SAVED * min(times[1:]) * micro_batches
+    pays = saved_s > cost_s
+    return pays, (
+        f"compile=auto: {'compiling' if pays else 'not compiling'}, which takes about {clock(cost_s)} "
+        f"({'' if warm else 'not '}in the cache) and saves about {clock(saved_s)} of this run"
+    )
+
+
+def marker(runner: Runner, batch: tuple[Tensor, Tensor]) -> Path:
+    """A file in inductor's cache that says: this model, micro-batch, dtype, torch and code have been compiled."""
+    code = Path(model_module.__file__).read_bytes() + Path(__file__).read_bytes()
+    what = (runner.model.config, batch[0].shape, getattr(runner.amp, "fast_dtype", None), torch.__version__)
+    default = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
+    return folder / f"deskgpt-{hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]}"
+
+
+def mark_compiled(runner: Runner, batch: tuple[Tensor, Tensor]) -> None:
+    """Notes in inductor's cache what has been compiled, for `decide` in later runs."""
+    with suppress(OSError):
+        marker(runner, batch).touch()

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from optimizer import Muon, make_optimizer, orthogonalized
+
+CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
+
+
+def model_with_gradients() -> GPT:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    return model
+
+
+def make(model: GPT, name: str) -> torch.optim.Optimizer:
+    return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, "cpu")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_parameter_has_one_group_and_only_matrices_decay(name):
+    model = model_with_gradients()
+    groups = make(model, name).param_groups
+    owned = [p for group in groups for p in group["params"]]
+    assert len(owned) == len(set(owned)) == len(list(model.parameters()))
+    for group in groups:
+        assert {p.dim() > 1 for p in group["params"]} == {group["weight_decay"] > 0}
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_nothing_else():
+    model = model_with_gradients()
+    [group] = [g for g in make(model, "muon").param_groups if "momentum" in g]
+    names = {n for n, p in model.named_parameters() if any(p is q for q in group["params"])}
+    kinds = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert names == {f"transformer.h.{i}.{kind}.weight" for i in range(2) for kind in kinds}
+
+
+def test_muon_takes_the_steps_of_torchs_own_and_adamw_the_rest():
+    """torch.optim.Muon gets q, k and v as the three matrices that they are."""
+    model = model_with_gradients()
+    optimizer = make(model, "muon")
+    [group] = [g for g in optimizer.param_groups if "momentum" in g]
+    expected, apart, grads = {}, [], {}
+    for p in group["params"]:
+        parts = [t.clone().requires_grad_() for t in p.detach().chunk(3 if p.size(0) == 3 * p.size(1) else 1)]
+        expected[p] = parts
+        apart += parts
+    theirs = torch.optim.Muon(apart, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    rest = [p for p in model.parameters() if all(p is not q for q in group["params"])]
+    others = copy.deepcopy(rest)
+    decayed = [{"params": [q for q in others if q.dim() > 1], "weight_decay": 0.1}]
+    decayed += [{"params": [q for q in others if q.dim() < 2], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(decayed, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    for step in range(3):
+        torch.manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+            grads[p] = p.grad.clone()
+        for p, parts in expected.items():
+            for part, grad in zip(parts, grads[p].chunk(len(parts)), strict=True):
+                part.grad = grad.contiguous()
+        for p, q in zip(rest, others, strict=True):
+            q.grad = grads[p]
+        optimizer.step()
+        theirs.step()
+        adamw.step()
+    for p, parts in expected.items():
+        torch.testing.assert_close(p.detach(), torch.cat(parts).detach(), rtol=0, atol=3e-4)  # bfloat16 inside
+    for p, q in zip(rest, others, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 16, 64), (1, 8, 256)])
+def test_orthogonalized_matrices_have_singular_values_near_one_and_the_directions_they_had(shape):
+    torch.manual_seed(1)
+    x = torch.randn(shape) * 100 + torch.randn(shape[0], 1, 1)
+    y = orthogonalized(x)
+    singular = torch.linalg.svdvals(y)
+    large = torch.linalg.svdvals(x) > 0.05 * torch.linalg.svdvals(x).amax(1, keepdim=True)
+    assert singular[large].min() > 0.6
+    assert singular.max() < 1.3
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    rotated = u.mT @ y @ vh.mT  # near a diagonal of ones
+    assert (rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))).abs().max() < 0.1
+
+
+def test_muon_leaves_matrices_without_gradients_alone_and_its_state_travels():
+    model = model_with_gradients()
+    optimizer = make(model, "muon")
+    assert isinstance(optimizer, Muon)
+    block: Any = model.transformer.h[0]
+    frozen = block.mlp.c_fc.weight
+    frozen.grad = None
+    before = frozen.clone()
+    optimizer.step()
+    assert torch.equal(frozen, before)
+    again = make(model, "muon")
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, state in optimizer.state.items():
+        assert state.keys() == again.state[p].keys()
+        for key in state:
+            assert torch.equal(state[key], again.state[p][key])

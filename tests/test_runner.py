@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TORCHRUN, events, flags, shell, tiny
+
+import model as model_module
+import runner as runner_module
+from model import GPT, GPTConfig
+from runner import Runner, decide, mark_compiled, opaque_gelu
+from train import main
+
+NO_SCALER: Any = torch.amp.GradScaler("cpu", enabled=False)
+MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2"}
+MODERN |= {"tie_weights": False, "zero_init": True}
+
+
+def make(bfloat16: bool = False, compiled: bool = False, **settings: Any) -> Runner:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=2, n_embd=32, **settings))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    amp: Any = torch.autocast("cpu", torch.bfloat16) if bfloat16 else nullcontext()
+    return Runner(model, amp, NO_SCALER, compiled, distributed=False)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 100, (4, 33), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
+    """The sum of the losses of so many micro-batches, and the gradients that they leave."""
+    try:
+        loss = sum(runner.backward(*batch(), micro_steps).item() for _ in range(micro_steps))
+    except Exception as e:
+        if runner.compiled and "compiler" in str(e).lower():
+            pytest.skip("no working C++ compiler here")
+        raise
+    return loss, [p.grad for p in runner.parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_compiled_graph_gives_the_losses_and_gradients_of_the_model_as_it_is(settings, chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(model_module, "LOGITS_CHUNK", 1000)
+    plain, joint = make(**settings), make(compiled=True, **settings)
+    assert joint.graph is not None
+    for micro_steps in (1, 2):
+        loss, expected = taken(plain, micro_steps)
+        got, gradients = taken(joint, micro_steps)
+        assert got == pytest.approx(loss, rel=1e-5)
+        assert len(gradients) == len(expected) == len(plain.parameters)
+        for a, b in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_beside_a_compiled_graph_is_the_models_own():
+    x, y = batch()
+    with torch.no_grad():
+        assert torch.equal(make(compiled=True).module(x, y)[1], make().module(x, y)[1])
+
+
+def test_opaque_gelu_is_gelu_with_its_gradient():
+    x = torch.randn(1000, requires_grad=True)
+    y, z = opaque_gelu(x), F.gelu(x)
+    (a,), (b,) = (torch.autograd.grad(out, x, torch.ones_like(x)) for out in (y, z))
+    assert torch.equal(y, z)
+    assert torch.equal(a, b)
+    torch.library.opcheck(torch.ops.deskgpt.gelu.default, (x,))
+
+
+def test_opaque_loss_keeps_to_the_rules_of_compiled_operations():
+    h, w = torch.randn(12, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    t = torch.randint(0, 20, (12,))
+    op = torch.ops.deskgpt.chunked_cross_entropy.default
+    for needs_grad in (True, False):
+        args = (h, w, t, torch.float32, 5, needs_grad)
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    ours = runner_module.opaque_loss(h, w, t, torch.float32, 5, True)
+    plain = F.cross_entropy(h @ w.t(), t, reduction="sum")
+    torch.testing.assert_close(torch.autograd.grad(ours, (h, w)), torch.autograd.grad(plain, (h, w)))
+
+
+def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    runner = make()
+    pays, why = decide(runner, batch(), 10)
+    assert not pays
+    assert why.startswith("compile=auto: not compiling, which takes about 10.0s (not in the cache) and saves about 0.")
+    pays, why = decide(runner, batch(), 10**9)
+    assert pays
+    assert why.startswith("compile=auto: compiling, which takes about 10.0s (not in the cache) and saves about ")
+    mark_compiled(runner, batch())
+    assert "takes about 3.6s (in the cache)" in decide(runner, batch(), 10)[1]
+    assert "not in the cache" in decide(make(**MODERN), batch(), 10)[1]
+
+
+def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path, compile="auto"))
+    assert not events(tmp_path, "start")[0]["compiled"]
+    assert "compile=auto: not compiling, which takes about" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
+    settings = {**MODERN, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}
+    c = tiny(chars, tmp_path / "one", gradient_accumulation_steps=2, **settings)
+    main(c)
+    names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "warmup_iters", "max_iters", "eval_interval")
+    shared = {n: getattr(c, n) for n in (*names, "eval_iters", "compile", "device", "gradient_accumulation_steps")}
+    done = shell(*TORCHRUN, *flags(**shared, **settings, dataset=chars, out_dir=tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    for kind, key in (("iter", "loss"), ("eval", "val_loss")):
+        one, two = ([e[key] for e in events(tmp_path / run, kind)] for run in ("one", "two"))
+        assert two == pytest.approx(one, rel=1e-3)
