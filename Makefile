@@ -1,6 +1,6 @@
 # What people type often. `make train` and `make test` do all the set-up they need.
 #
-#   make train                  a first model in about a minute, and text from it
+#   make train                  a first model in a few minutes, and text from it
 #   make train TEXT=input.txt   the same on your own text
 #   make train ARGS="--max_iters=5000 --n_embd=256"   with other settings
 #   make test                   the test suite
@@ -34,11 +34,8 @@ train: $(VENV)/.run
 	elif said=$$($(PY) data/shakespeare_char/prepare.py 2>&1); then data=shakespeare_char; echo "$$said"; \
 	else echo "No Shakespeare ($$said): training on the source code of Python's standard library instead."; \
 		data=python_char; $(PY) data/python_char/prepare.py; fi; \
-	if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
-	then config="config/train_shakespeare_char.py --max_iters=1000"; \
-	else config=config/train_shakespeare_char_cpu.py; fi; \
 	set -x; \
-	$(PY) train.py $$config --dataset=$$data --out_dir=$(OUT) $(ARGS); \
+	$(PY) train.py config/train_shakespeare_char_fast.py --dataset=$$data --out_dir=$(OUT) $(ARGS); \
 	$(PY) sample.py --out_dir=$(OUT) --num_samples=3 --max_new_tokens=300
 
 test: $(VENV)/.dev

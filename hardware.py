@@ -94,7 +94,7 @@ def keep_freed_memory() -> bool:
     """Has glibc keep what large tensors free, for the next ones; whether it does. Nothing happens elsewhere.
 
     It gives each of them fresh pages from the kernel otherwise, zeroed one by one, which takes longer than many a
-    matmul: a fifth of a CPU's step (bench/results/2026-11-21-cpu-speed.md).
+    matmul: a tenth of a step on a CPU (LOG.md, 2026-11-21).
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -25,7 +25,7 @@ from torch import Tensor
 LOGITS_CHUNK = 1 << 25
 
 # Up to this context a CPU with bfloat16 takes attention as two plain matmuls around a softmax: the backward pass of
-# its flash attention is half of a small model's step; on long contexts it wins (bench/results/2026-11-21-cpu-speed.md).
+# its flash attention is half of a small model's step; on long contexts it wins (LOG.md, 2026-11-21).
 EXPLICIT_ATTENTION = 256
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,6 +33,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,  # nanoGPT's
     "relu2": lambda x: F.relu(x).square(),  # Primer, arXiv:2109.08668
 }
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines (T, D / 2)
+
+# The settings of GPTConfig that nanoGPT's does not have.
+CHOICES = ("position", "norm", "qk_norm", "activation", "tie_weights", "zero_init", "token_shift")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class GPTConfig:
     activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"
     tie_weights: bool = True  # one matrix for token embedding and head
     zero_init: bool = False  # what adds to the residual stream, and an untied head, begins as zero
+    token_shift: bool = False  # blocks see a quarter of the channels of the token before in place of their own
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -76,14 +82,20 @@ class GPTConfig:
         except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
             raise ValueError(f"{source}: model_args={model_args} are not those of a GPT-2 ({e})") from None
 
+    def as_args(self) -> dict[str, Any]:
+        """What `of` takes back: without the choices that are GPT-2's, so that nanoGPT reads what a GPT-2 has."""
+        plain = {f.name: f.default for f in fields(self) if f.name in CHOICES}
+        return {k: v for k, v in asdict(self).items() if k not in plain or v != plain[k]}
+
 
 class KVCache:
-    """Keys and values of the tokens seen so far, one (B, H, block_size, D) pair per layer."""
+    """Keys and values of the tokens seen so far, one (B, H, block_size, D) pair per layer; what TokenShift needs."""
 
     def __init__(self, config: GPTConfig) -> None:
         self.block_size = config.block_size
         self.length = 0  # tokens held; the Transformer advances it once all layers have appended
         self._kv: list[tuple[Tensor, Tensor] | None] = [None] * config.n_layer
+        self._before: dict[nn.Module, Tensor] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k and v (B, H, T, D) behind what the layer holds; returns all of it (B, H, length + T, D)."""
@@ -96,11 +108,27 @@ class KVCache:
         kv[1][:, :, self.length : end] = v
         return kv[0][:, :, :end], kv[1][:, :, :end]
 
+    def before(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """What `module` gave here last time; stores x for the next."""
+        last, self._before[module] = self._before.get(module), x
+        return last
+
 
 def make_norm(config: GPTConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.n_embd, eps=1e-5)
     return nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
+class TokenShift(nn.Module):
+    """Takes the first quarter of the channels from the token before, zeros for the first (RWKV, arXiv:2305.13048)."""
+
+    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
+        n = x.size(-1) // 4
+        own, kept = x[:, :, :n], x[:, :, n:]
+        first = cache.before(self, own[:, -1:]) if cache is not None else None
+        first = torch.zeros_like(own[:, :1]) if first is None else first
+        return torch.cat((torch.cat((first, own[:, :-1]), 1), kept), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -129,11 +157,12 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head, self.dropout, self.layer = config.n_head, config.dropout, layer
         self.qk_norm = config.qk_norm
+        self.shift = TokenShift() if config.token_shift else None
 
-    def forward(
-        self, x: Tensor, cache: KVCache | None, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
+        if self.shift is not None:
+            x = self.shift(x, cache)
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
         if self.qk_norm:
             q, k = (F.rms_norm(t, t.shape[-1:], eps=1e-5).type_as(v) for t in (q, k))
@@ -158,8 +187,11 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.activation = ACTIVATIONS[config.activation]
+        self.shift = TokenShift() if config.token_shift else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
+        if self.shift is not None:
+            x = self.shift(x, cache)
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
@@ -171,15 +203,9 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        cache: KVCache | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, rotary, mask)
-        return x + self.mlp(self.ln_2(x))
+        return x + self.mlp(self.ln_2(x), cache)
 
 
 def chunked_cross_entropy(

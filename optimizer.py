@@ -75,29 +75,28 @@ class Muon(torch.optim.AdamW):
         momenta = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = torch._foreach_lerp(grads, momenta, group["momentum"])
-        squares = defaultdict(list)  # views of parameters and their steps, by shape, wide
+        alike = defaultdict(list)  # views of parameters and their steps, by shape
         for p, u in zip(params, steps, strict=True):
-            rows, columns = p.shape
-            n = 3 if rows == 3 * columns else 1
+            n = 3 if p.size(0) == 3 * p.size(1) else 1
             for p_i, u_i in zip(p.chunk(n), u.chunk(n), strict=True):
-                wide = rows // n <= columns
-                squares[tuple(sorted(p_i.shape))].append((p_i, u_i) if wide else (p_i.t(), u_i.t()))
+                alike[p_i.shape].append((p_i, u_i))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for (_, longer), pairs in squares.items():
+        for shape, pairs in alike.items():
             views, updates = zip(*pairs, strict=True)
             u = orthogonalized(torch.stack(updates))
-            torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * longer**0.5)
+            torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
         for p in params:
             p.grad = None
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Wide matrices (n, rows, columns) with singular values brought near 1, by Newton-Schulz in bfloat16."""
+    """Matrices (n, rows, columns) with singular values brought near 1, by Newton-Schulz in bfloat16."""
     a, b, c = NEWTON_SCHULZ
-    dtype = x.dtype
+    wide = x.size(1) <= x.size(2)
     y = x.bfloat16()
     y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.to(dtype)
+        gram = y @ y.mT if wide else y.mT @ y  # of the shorter side
+        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        y = torch.baddbmm(y, p, y, beta=a) if wide else torch.baddbmm(y, y, p, beta=a)
+    return y.type_as(x)

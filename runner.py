@@ -32,10 +32,10 @@ from model import ACTIVATIONS, GPT, LinearCrossEntropy, chunked_cross_entropy
 from runlog import clock
 
 # What compiling a CPU's graph takes, and the share of a step that it saves, as measured from 4 to 12 layers
-# (bench/results/2026-11-21-cpu-speed.md).
-COLD_S, COLD_S_PER_LAYER = 4.0, 3.0
-WARM_S, WARM_S_PER_LAYER = 2.0, 0.8
-SAVED = 0.2
+# (LOG.md, 2026-11-21).
+COLD_S, COLD_S_PER_LAYER = 5.0, 4.0
+WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
+SAVED = 0.25
 
 
 # Inductor's own GELU on a CPU takes more than twice the time of torch's kernel, and the chunks of the loss, unrolled
@@ -136,7 +136,7 @@ class Runner:
             for p, grad in zip(self.parameters, grads, strict=True):
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
             return loss
-        with self.module.no_sync() if isinstance(self.module, DDP) and not last else nullcontext():
+        with nullcontext() if last else getattr(self.module, "no_sync", nullcontext)():  # DDP's, where it is one
             with self.amp:
                 loss = self.module(x, y)[1] / micro_steps
             self.scaler.scale(loss).backward()

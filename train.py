@@ -30,15 +30,14 @@ from configurator import build, one_line_errors, read_settings
 from data.loader import Loader, to_device
 from data.tokenizer import padded_vocab_size
 from data.tokens import Split, check_vocabulary, read_meta, token_files
-from model import GPT, GPTConfig
+from model import CHOICES, GPT, GPTConfig
 from optimizer import make_optimizer
 from runlog import RunLog, clock, start_wandb
 from runner import Runner, all_sum, decide, mark_compiled
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run has from its checkpoint.
-MODEL_SETTINGS: tuple[str, ...] = ("n_layer", "n_head", "n_embd", "bias", "block_size", "position", "norm", "qk_norm")
-MODEL_SETTINGS += ("activation", "tie_weights", "zero_init")
+MODEL_SETTINGS = ("n_layer", "n_head", "n_embd", "bias", "block_size", *CHOICES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +59,13 @@ class TrainConfig:
     n_embd: int = 768  # width
     dropout: float = 0.0  # 0 for pretraining; 0.1 and more for small data
     bias: bool = False  # in Linear and LayerNorm layers
-    position: Literal["learned", "rope"] = "learned"  # the defaults of these six are GPT-2
+    position: Literal["learned", "rope"] = "learned"  # the defaults of these seven are GPT-2
     norm: Literal["layer", "rms"] = "layer"
     qk_norm: bool = False  # RMS norm of queries and keys
     activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's; relu2 the fastest
     tie_weights: bool = True  # one matrix for token embedding and head
     zero_init: bool = False  # what adds to the residual stream, and an untied head, begins as zero
+    token_shift: bool = False  # blocks see a quarter of the channels of the token before in place of their own
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
     block_size: int = 1024  # context length in tokens
@@ -192,8 +192,10 @@ def main(c: TrainConfig) -> float:
         checkpoint.restore_optimizer(optimizer, saved["optimizer"], source)
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
+    compiles: bool | None = device.type == "cuda" if c.compile == "auto" else c.compile
+    if c.compile == "auto" and device.type == "cpu":
+        compiles = saved.get("compiled")  # to the last bit, a resumed run goes on as it was; None: to be decided
     saved = {}  # frees what the memory-mapped file holds
-    compiles = c.compile if c.compile != "auto" else device.type == "cuda" or (None if device.type == "cpu" else False)
     t0 = time.perf_counter()
     while True:  # until compiled, and with a micro-batch that fits
         micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
@@ -290,10 +292,10 @@ def main(c: TrainConfig) -> float:
             )
             t0 = time.perf_counter()
             last_eval_s, eval_s = t0 - t1, eval_s + t0 - t1
-            say(f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s")
             losses = {"train_loss": train_loss, "val_loss": val_loss}
             spent = {"tokens": step * tokens_per_step, "train_s": train_s + window_s, "eval_s": last_eval_s}
             log.write("eval", iter=step, **losses, lr=lr, **spent)
+            say(f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s")
             if not math.isfinite(val_loss):
                 raise ValueError(
                     f"val loss is {val_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"
@@ -305,13 +307,14 @@ def main(c: TrainConfig) -> float:
                 state: dict[str, Any] = {
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
-                    "model_args": asdict(model.config),
+                    "model_args": model.config.as_args(),
                     "iter_num": step,
                     "best_val_loss": best_val_loss,
                     "config": asdict(c),
                     "scaler": scaler.state_dict(),
                     "tokenizer": meta["tokenizer"],
                     "train_tokens": train_split.tokens,
+                    "compiled": runner.compiled,
                     "wandb_run_id": wandb_run.id if wandb_run else wandb_run_id,
                 }
                 checkpoint.save(state, out_dir, best=improved)

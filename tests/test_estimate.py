@@ -105,11 +105,11 @@ def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, c
 
 
 def test_predicted_activations_are_what_a_compiled_model_keeps():
-    config = replace(SMALL, n_layer=3)
-    real = Real(config, 8, "bfloat16")
+    config = replace(SMALL, n_layer=3, block_size=512)  # too long for a CPU's explicit attention: as on CUDA
+    real = Real(config, 1, "bfloat16")
     # Dynamo, AOTAutograd and the partitioner, as for inductor, and its kernels left out: they need a compiler.
     real.model.transformer.compile(backend="aot_eager_decomp_partition")
-    predicted = estimate.memory(config, 8, "bfloat16", "cpu", compiled=True)
+    predicted = estimate.memory(config, 1, "bfloat16", "cpu", compiled=True)
     assert predicted["activations"] == pytest.approx(kept_by(real), rel=0.03)
 
 

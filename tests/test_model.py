@@ -21,7 +21,15 @@ from optimizer import make_optimizer
 
 SMALL = GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32, bias=True)
 MODERN = replace(
-    SMALL, bias=False, position="rope", norm="rms", qk_norm=True, activation="relu2", tie_weights=False, zero_init=True
+    SMALL,
+    bias=False,
+    position="rope",
+    norm="rms",
+    qk_norm=True,
+    activation="relu2",
+    tie_weights=False,
+    zero_init=True,
+    token_shift=True,
 )
 
 

@@ -83,7 +83,7 @@ def test_commands_of_the_readme(clone):
             command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
             command += " --source documents.jsonl --encoding bytes --shard_tokens 5000"
         if command.startswith("make train"):
-            command += f' ARGS="{SHORT}"'
+            command += f' ARGS="{SHORT} --eval_tokens=64"'
         elif "train.py" in command and "--help" not in command:
             short = SHORT
             if "init_from=resume" in command or "finetune" in command or "eval_gpt2" in command:  # the model is given
@@ -94,6 +94,8 @@ def test_commands_of_the_readme(clone):
                 short += f" --init_from={gpt2_weights(clone)} --block_size=32 --gradient_accumulation_steps=1"
             if "train_gpt2" in command:
                 short += " --dataset=shakespeare --gradient_accumulation_steps=2"
+            if "fast" in command:
+                short += " --eval_tokens=64"
             if "train_fineweb" in command:
                 short += " --eval_tokens=64 --gradient_accumulation_steps=2"
             command += " " + short
@@ -115,7 +117,7 @@ def test_make_train_without_a_network_or_shakespeare_takes_pythons_sources(clone
     shutil.copytree(clone, tmp_path / "c", ignore=shutil.ignore_patterns("out*", "*.bin", "meta.json", "input.txt"))
     for stamp in (".run", ".dev"):
         (tmp_path / "c" / ".venv" / stamp).touch()
-    command = f'https_proxy=http://127.0.0.1:9 make train ARGS="{SHORT}"'
+    command = f'https_proxy=http://127.0.0.1:9 make train ARGS="{SHORT} --eval_tokens=64"'
     out = run(tmp_path / "c", command)
     assert "training on the source code of Python's standard library instead" in out
     assert re.search(r"^step 2: train loss", out, re.M)

@@ -27,7 +27,7 @@ from runner import Runner
 from train import TrainConfig, main
 
 FAST = {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "tie_weights": False}
-FAST |= {"zero_init": True, "optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
+FAST |= {"zero_init": True, "token_shift": True, "optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
