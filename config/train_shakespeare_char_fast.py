@@ -9,7 +9,7 @@
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
 
-eval_interval = 1000
+eval_interval = 525
 eval_tokens = 2**17  # the whole validation split, and as much of the other
 log_interval = 20
 always_save_checkpoint = False
@@ -35,7 +35,7 @@ optimizer = "muon"
 learning_rate = 6e-3
 lr_schedule = "linear"
 min_lr = 0.0
-max_iters = 1100
+max_iters = 1050
 warmup_iters = 20
 weight_decay = 0.1
 beta2 = 0.99  # few tokens per step make the second moment noisy: average it over more steps
