@@ -85,7 +85,8 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     """The checkpoint of out_dir (or at the path of a .pt file itself), tensors memory-mapped on the CPU.
 
     Gone are the prefixes that torch.compile and DDP leave on parameter names and, from nanoGPT's, the mask
-    buffers of its attention without SDPA and the machine the run was set to. Raises ValueError where the file
+    buffers of its attention without SDPA and the machine the run was set to; its model_args name its GELU.
+    Raises ValueError where the file
     is missing, damaged or no checkpoint.
     """
     path = Path(out_dir) if folder_of(out_dir) != Path(out_dir) else Path(out_dir) / NAME
@@ -115,6 +116,7 @@ def load(out_dir: str | Path) -> dict[str, Any]:
     if "tokenizer" not in checkpoint:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU
         drop = ("device", "dtype", "compile", "backend")
         checkpoint["config"] = {k: v for k, v in checkpoint["config"].items() if k not in drop}
+        checkpoint["model_args"] = {"activation": "gelu"} | checkpoint["model_args"]  # the exact one, which it has
     return checkpoint
 
 
@@ -131,6 +133,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], s
     Raises ValueError, naming `source`, where the moments do not belong to the model.
     """
     ours = optimizer.state_dict()["param_groups"]
+    if len(ours) != len(state["param_groups"]):
+        raise ValueError(f"{source} was trained with another optimizer: leave --optimizer out")
     try:
         groups = [mine | {"params": saved["params"]} for mine, saved in zip(ours, state["param_groups"], strict=True)]
         optimizer.load_state_dict(state | {"param_groups": groups})

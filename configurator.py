@@ -73,7 +73,7 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
         if not arg.startswith("--") or not key:
             raise ConfigError(f"{arg}: settings are written --key=value")
         check_known(key, types, f"--{key}")
-        if not equals and types[key] is not bool:
+        if not equals and types[key] is not bool and True not in get_args(types[key]):
             raise ConfigError(f"--{key} needs a value: --{key}={example(types[key])}")
         overrides[key] = parse(text if equals else "True", types[key], f"--{key}")
     return values | overrides

@@ -53,7 +53,7 @@ def memory(
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with fake_tensors(device_type), Live(device_type) as live:
         model = GPT(config)
-        if device_type == "cuda":
+        if device_type != "cpu":
             model.transformer.mask = None  # of explicit attention, which is the CPU's
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
@@ -151,7 +151,12 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 
 def try_out(
-    runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], eval_only: bool, copies: int
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    eval_only: bool,
+    copies: int,
+    micro_steps: int,
 ) -> bool:
     """A training pass (unless eval_only) and one of evaluation, which also compile; False where memory runs out.
 
@@ -163,7 +168,7 @@ def try_out(
     try:
         if not eval_only:
             room = [torch.empty_like(p) for p in parameters * copies]
-            runner.backward(*batch)
+            runner.backward(*batch, micro_steps)  # a compiled graph is one for this number
             del room
         runner.module.eval()
         with torch.no_grad(), runner.amp:

@@ -79,6 +79,13 @@ def resolve_dtype(name: str, device: torch.device, n_embd: int) -> str:
     return "float32"
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16 matmuls; without them they are far slower than float32's."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and cpu_has_bfloat16()
+
+
 def cpu_has_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 in hardware: AMX or AVX512-BF16 on x86."""
     # torch 2.11 to 2.13 have no public way to ask for either.

@@ -1,7 +1,7 @@
 """GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count, generation with a KV cache.
 
-Parameter names, order and shapes are those of nanoGPT's `GPT`, so its checkpoints (weights and AdamW state)
-load here as they are. Nothing in this file reads or writes files, prints, or picks a device.
+With GPT-2's choices, parameter names, order and shapes are those of nanoGPT's `GPT`, so its checkpoints (weights and
+AdamW state) load here as they are. Nothing in this file reads or writes files, prints, or picks a device.
 
 Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, V vocabulary, N = B * T.
 """
@@ -33,8 +33,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,  # nanoGPT's
     "relu2": lambda x: F.relu(x).square(),  # Primer, arXiv:2109.08668
 }
-
-Rotary = tuple[Tensor, Tensor]  # cosines and sines (T, D / 2)
 
 # The settings of GPTConfig that nanoGPT's does not have.
 CHOICES = ("position", "norm", "qk_norm", "activation", "tie_weights", "zero_init", "token_shift")
@@ -131,10 +129,16 @@ class TokenShift(nn.Module):
         return torch.cat((torch.cat((first, own[:, :-1]), 1), kept), -1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (RoFormer, arXiv:2104.09864) of x (B, H, T, D); cos, sin: (T, D / 2), float32."""
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864) of x (B, H, T, D); rotary (2, T, D / 2): cos and sin."""
+    cos, sin = rotary
     a, b = x.float().chunk(2, -1)  # the pairs that turn together are (i, i + D / 2)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+
+
+def causal_mask(T: int) -> Tensor | None:
+    """What explicit_attention adds to its scores (T, T); None where T is too long for it."""
+    return torch.full((T, T), -torch.inf).triu(1) if T <= EXPLICIT_ATTENTION else None
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -159,7 +163,7 @@ class CausalSelfAttention(nn.Module):
         self.qk_norm = config.qk_norm
         self.shift = TokenShift() if config.token_shift else None
 
-    def forward(self, x: Tensor, cache: KVCache | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
         if self.shift is not None:
             x = self.shift(x, cache)
@@ -167,7 +171,7 @@ class CausalSelfAttention(nn.Module):
         if self.qk_norm:
             q, k = (F.rms_norm(t, t.shape[-1:], eps=1e-5).type_as(v) for t in (q, k))
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = self.dropout if self.training else 0.0
@@ -203,7 +207,7 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None, rotary: Rotary | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, rotary, mask)
         return x + self.mlp(self.ln_2(x), cache)
 
@@ -264,25 +268,22 @@ class LinearCrossEntropy(torch.autograd.Function):
 class Transformer(nn.Module):
     """Everything up to the final norm."""
 
-    cos: Tensor | None  # of rotary positions (block_size, D / 2)
-    sin: Tensor | None
+    rotary: Tensor | None  # cosines and sines of rotary positions (2, block_size, D / 2)
     mask: Tensor | None  # of explicit attention (block_size, block_size)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.block_size = config.block_size
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        cos = sin = mask = None
+        rotary = None
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
             D = config.n_embd // config.n_head
             angles = torch.outer(torch.arange(config.block_size), 10000.0 ** -(torch.arange(0, D, 2) / D))  # (T, D / 2)
-            cos, sin = angles.cos(), angles.sin()
-        if config.block_size <= EXPLICIT_ATTENTION:
-            mask = torch.full((config.block_size, config.block_size), -torch.inf).triu(1)
-        for name, table in (("cos", cos), ("sin", sin), ("mask", mask)):
-            self.register_buffer(name, table, persistent=False)
+            rotary = torch.stack((angles.cos(), angles.sin()))
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.register_buffer("mask", causal_mask(config.block_size), persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -296,8 +297,8 @@ class Transformer(nn.Module):
             raise ValueError(f"{start + T} tokens do not fit into block_size={limit}")
         x = self.wte(idx)
         rotary = mask = None
-        if self.cos is not None and self.sin is not None:
-            rotary = self.cos[start : start + T], self.sin[start : start + T]
+        if self.rotary is not None:
+            rotary = self.rotary[:, start : start + T]
         else:
             x = x + self.wpe(torch.arange(start, start + T, device=idx.device))
         if self.mask is not None and T > 1 and idx.device.type == "cpu":
@@ -364,11 +365,9 @@ class GPT(nn.Module):
         """Shortens the context to block_size tokens by dropping what belongs to later positions."""
         if block_size > self.config.block_size:
             longest = self.config.block_size
-            raise ValueError(
-                f"block_size={block_size} is longer than the model's {longest}; try --block_size={longest}"
-            )
+            raise ValueError(f"block_size={block_size} exceeds the model's {longest}; try --block_size={longest}")
         self.config = replace(self.config, block_size=block_size)
-        self.transformer.block_size = block_size
+        self.transformer.block_size, self.transformer.mask = block_size, causal_mask(block_size)
         if self.config.position == "learned":
             kept = self.transformer.wpe.weight[:block_size].clone()
             self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)

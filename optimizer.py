@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hardware
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
@@ -50,18 +51,23 @@ def make_optimizer(
 class Muon(torch.optim.AdamW):
     """AdamW, but for groups with a `momentum`: their matrices take orthogonalised momentum steps.
 
-    Muon (Jordan et al. 2024) with Nesterov momentum. Steps are scaled by
-    0.2 * sqrt(larger side), so that they are as long as AdamW's and one learning rate and weight decay serve both
-    (Moonlight, arXiv:2502.16982, section 2.2). torch.optim.Muon goes through the matrices one by one; here equal
-    shapes go through the Newton-Schulz iteration as one batch, and the q, k, v of a fused (3C, C) matrix as three.
+    Muon (Jordan et al. 2024) with Nesterov momentum. Steps are scaled by 0.2 * sqrt(larger side), so that they are as
+    long as AdamW's and one learning rate and weight decay serve both (Moonlight, arXiv:2502.16982, section 2.2).
+    torch.optim.Muon goes through the matrices one by one; here equal shapes go through the Newton-Schulz iteration as
+    one batch, and the q, k, v of a fused (3C, C) matrix as three. Under DDP every rank computes all of it.
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # GradScaler leaves it to fused optimizers to skip a step whose float16 gradients overflowed.
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        overflowed = found_inf is not None and found_inf.item() > 0
         for group in self.param_groups:
-            if "momentum" in group:
+            if "momentum" in group and not overflowed:
                 self._muon(group)
-        return super().step(closure)  # which passes by what has no gradient any more
+            for p in group["params"] if "momentum" in group else ():
+                p.grad = None  # so that AdamW passes it by
+        super().step()
 
     def _muon(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
@@ -85,15 +91,13 @@ class Muon(torch.optim.AdamW):
             views, updates = zip(*pairs, strict=True)
             u = orthogonalized(torch.stack(updates))
             torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
-        for p in params:
-            p.grad = None
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Matrices (n, rows, columns) with singular values brought near 1, by Newton-Schulz in bfloat16."""
+    """Matrices (n, rows, columns) with singular values brought near 1, by Newton-Schulz, in bfloat16 if it is fast."""
     a, b, c = NEWTON_SCHULZ
     wide = x.size(1) <= x.size(2)
-    y = x.bfloat16()
+    y = x.bfloat16() if hardware.multiplies_bfloat16(x.device) else x
     y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = y @ y.mT if wide else y.mT @ y  # of the shorter side

@@ -6,10 +6,7 @@ as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autogr
 
 from __future__ import annotations
 
-import getpass
 import hashlib
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -38,8 +35,8 @@ WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
 SAVED = 0.25
 
 
-# Inductor's own GELU on a CPU takes more than twice the time of torch's kernel, and the chunks of the loss, unrolled
-# into a graph, would keep the gradients of all their logits until the graph's end: both stay whole in it.
+# Inductor's own exact GELU on a CPU takes more than twice the time of torch's kernel, and the chunks of the loss,
+# unrolled into a graph, would keep the gradients of all their logits until the graph's end: both stay whole in it.
 @torch.library.custom_op("deskgpt::gelu", mutates_args=())
 def opaque_gelu(x: Tensor) -> Tensor:
     return F.gelu(x)
@@ -77,11 +74,8 @@ def opaque_cross_entropy(
 def _(
     h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    n = slice(None) if needs_grad else slice(0)
-    grads = (
-        (torch.empty_like(h[n]), torch.empty_like(weight[n])) if needs_grad else (h.new_empty(0), weight.new_empty(0))
-    )
-    return h.new_empty((), dtype=torch.float32), *grads
+    grad_h, grad_w = (torch.empty_like(t) if needs_grad else t.new_empty(0) for t in (h, weight))
+    return h.new_empty((), dtype=torch.float32), grad_h, grad_w
 
 
 opaque_cross_entropy.register_autograd(
@@ -95,7 +89,7 @@ def opaque_loss(*args: Any) -> Tensor:
 
 
 class Runner:
-    """A model as it trains: `backward` adds a micro-batch's gradients, `module` takes (x, y) and gives the loss.
+    """A model as it trains: `backward` adds a micro-batch's gradients, `module` takes (x, y) in evaluation.
 
     The joint graph is for training; evaluation then runs uncompiled, which saves compiling it.
     """
@@ -103,6 +97,7 @@ class Runner:
     def __init__(self, model: GPT, amp: AbstractContextManager, scaler: Any, compiled: bool, distributed: bool) -> None:
         self.model, self.amp, self.scaler, self.compiled = model, amp, scaler, compiled
         self.module: nn.Module = model
+        self.trained: nn.Module | None = None  # module under DDP
         self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
         self.parameters = list(model.parameters())
         on_cpu = self.parameters[0].device.type == "cpu"
@@ -124,7 +119,7 @@ class Runner:
 
     def distribute(self, device: torch.device) -> None:
         """From now on gradients are averaged over the ranks, once per step."""
-        self.module = DDP(self.module, device_ids=[device.index] if device.type == "cuda" else None)
+        self.trained = DDP(self.module, device_ids=[device.index] if device.type == "cuda" else None)
 
     def backward(self, x: Tensor, y: Tensor, micro_steps: int = 1, last: bool = True) -> Tensor:
         """Adds the gradients of the loss of (x, y), divided by micro_steps, to those there; returns that loss.
@@ -136,9 +131,10 @@ class Runner:
             for p, grad in zip(self.parameters, grads, strict=True):
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
             return loss
-        with nullcontext() if last else getattr(self.module, "no_sync", nullcontext)():  # DDP's, where it is one
+        module = self.trained or self.module
+        with nullcontext() if last else getattr(module, "no_sync", nullcontext)():  # DDP's, where it is one
             with self.amp:
-                loss = self.module(x, y)[1] / micro_steps
+                loss = module(x, y)[1] / micro_steps
             self.scaler.scale(loss).backward()
         return loss.detach()
 
@@ -194,9 +190,9 @@ def marker(runner: Runner, batch: tuple[Tensor, Tensor]) -> Path:
     """A file in inductor's cache that says: this model, micro-batch, dtype, torch and code have been compiled."""
     code = Path(model_module.__file__).read_bytes() + Path(__file__).read_bytes()
     what = (runner.model.config, batch[0].shape, getattr(runner.amp, "fast_dtype", None), torch.__version__)
-    default = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
-    return folder / f"deskgpt-{hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]}"
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / f"deskgpt-{hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]}"
 
 
 def mark_compiled(runner: Runner, batch: tuple[Tensor, Tensor]) -> None:

@@ -93,7 +93,9 @@ class TrainConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
-    compile: Literal["auto", True, False] = "auto"  # torch.compile: faster steps after a slow start; auto: if it pays
+    compile: Literal["auto", True, False] = (
+        "auto"  # torch.compile: faster steps after a slow start; auto: on CUDA, and on a CPU where it pays
+    )
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
     seed: int = 1337  # of initial weights, batch order and dropout
     # Weights & Biases
@@ -155,15 +157,13 @@ def main(c: TrainConfig) -> float:
     elif c.init_from == "resume":
         saved = checkpoint.load(c.out_dir)
         args = GPTConfig.of(saved["model_args"] | {"dropout": c.dropout}, source)
-        for name in MODEL_SETTINGS:
-            if getattr(c, name) != getattr(args, name):
-                raise ValueError(
-                    f"{name}={getattr(c, name)}, but the run to resume has {name}={getattr(args, name)}: leave it out"
-                )
     else:
         model_args, weights = checkpoint.load_gpt2(c.init_from)
         args = GPTConfig.of(model_args | {"dropout": c.dropout}, source)
         saved = {"model": weights, "tokenizer": {"name": "gpt2"}}
+    for name in MODEL_SETTINGS if c.init_from == "resume" else CHOICES:
+        if getattr(c, name) != getattr(args, name):
+            raise ValueError(f"{name}={getattr(c, name)}, but {source} has {name}={getattr(args, name)}: leave it out")
     dtype = hardware.resolve_dtype(c.dtype, device, args.n_embd)
     T = c.block_size
     if c.dry_run:
@@ -199,11 +199,11 @@ def main(c: TrainConfig) -> float:
     t0 = time.perf_counter()
     while True:  # until compiled, and with a micro-batch that fits
         micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
-        runner = Runner(model, amp, scaler, bool(compiles), distributed)
         batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
         try:
+            runner = Runner(model, amp, scaler, bool(compiles), distributed)
             copies = (micro_steps > 1) + distributed
-            fits = estimate.try_out(runner, optimizer, batch, c.eval_only, copies)
+            fits = estimate.try_out(runner, optimizer, batch, c.eval_only, copies, micro_steps)
         except Exception as e:
             if not compiles:
                 raise
@@ -211,7 +211,7 @@ def main(c: TrainConfig) -> float:
             compiles = False
             continue
         if all_sum(torch.tensor(float(fits)), device) == world:
-            if compiles is not None or c.eval_only:
+            if compiles is not None or c.eval_only or start_iter >= c.max_iters:
                 break
             pays, why = decide(runner, batch, micro_steps * (c.max_iters - start_iter))
             compiles = all_sum(torch.tensor(float(pays)), device).item() == world  # all ranks do the same
@@ -225,7 +225,7 @@ def main(c: TrainConfig) -> float:
         say(f"out of memory: going on with {same}, which is the same training")
         hardware.release_memory(device)
     optimizer.zero_grad()
-    if runner.compiled:
+    if runner.compiled and not c.eval_only:
         mark_compiled(runner, batch)
     if distributed:
         runner.distribute(device)

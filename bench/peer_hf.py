@@ -54,7 +54,7 @@ def main(c: dict) -> None:
             with amp:
                 loss = model(input_ids=x, labels=x).loss / micro_steps  # shifts the labels itself
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), c["grad_clip"])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), c["grad_clip"] or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         value = loss.item() * micro_steps

@@ -93,7 +93,7 @@ def write_data(folder: Path, vocab_size: int) -> None:
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
-def contestants(c: train.TrainConfig, given: list[str], peers: list[str], folder: Path, steps: int) -> list[Contestant]:
+def contestants(c: train.TrainConfig, given: list[str], peers: list[str], folder: Path) -> list[Contestant]:
     """Ours and the peers, each as the command of a run of more than enough steps."""
     endless = ["--max_iters=1000000", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1"]
     endless += ["--wandb_log=False"]
@@ -149,7 +149,7 @@ def run(x: Contestant, steps: int) -> None:
     x.first_s.append(warm_up_s + times[0] / 1e3)
     x.rounds.append(times[max(1, min(10, steps // 5)) :])  # the first ones still allocate
     log = [a for a in x.command if a.startswith("--out_dir=")]
-    path = Path(log[0].split("=", 1)[1], "log.jsonl") if log else Path("none")
+    path = Path(log[-1].split("=", 1)[1], "log.jsonl") if log else Path("none")
     if path.exists():
         x.start = json.loads(path.open().readline())
 
@@ -170,9 +170,10 @@ def peak_memory(pid: int) -> int:
 
 def table(runs: list[Contestant], tokens_per_step: int) -> list[dict[str, Any]]:
     """A row of figures for each contestant, all with the FLOPs and the peak of ours, the first."""
-    flops, peak = runs[0].start["flops_per_token"] * tokens_per_step, runs[0].start["peak_flops"]
     rows = []
     for x in runs:
+        start = x.start or runs[0].start  # of ours where a peer has none: the same work
+        flops, peak = start["flops_per_token"] * tokens_per_step, runs[0].start["peak_flops"]
         ms = sorted(t for times in x.rounds for t in times)
         median = statistics.median(ms)
         # of rounds taken one after the other, so that a slow spell of the machine hits both
@@ -233,19 +234,23 @@ def profile(c: train.TrainConfig, folder: Path, steps: int) -> None:
         taken += 1
         if taken == skipped + 1:
             profiler.start()
+        if taken == skipped + steps * c.gradient_accumulation_steps + 1:
+            profiler.stop()
         return original(self)
 
     train.Loader.next = next_batch  # type: ignore[method-assign]
-    same: dict[str, Any] = {"dataset": str(folder), "out_dir": str(folder / "ours"), "max_iters": 3 + steps}
+    same: dict[str, Any] = {"dataset": str(folder), "out_dir": str(folder / "ours"), "max_iters": 4 + steps}
+    same["compile"] = c.compile is not False
     train.main(replace(c, **same, eval_interval=1_000_000, eval_iters=1, eval_tokens=0, always_save_checkpoint=False))
-    profiler.stop()
     print(
         profiler.key_averages().table(sort_by=f"self_{hardware.resolve_device(c.device).type}_time_total", row_limit=25)
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", action="append", default=[], help="nanogpt:PATH, nanogpt+malloc:PATH, ours:FLAGS, hf")
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = about ten seconds of ours")
     parser.add_argument("--rounds", type=int, default=3)
@@ -255,6 +260,10 @@ def main() -> None:
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png")
     parser.add_argument("--profile", action="store_true")
     a, given = parser.parse_known_args()
+    if a.save:
+        import matplotlib  # noqa: F401 (before the runs, not after them, if it is missing)
+    if a.rounds < 1 or a.steps < 0:
+        raise ValueError(f"--rounds {a.rounds} --steps {a.steps}: at least one round, and 0 or more steps")
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     vocab_size = a.vocab_size or (65 if c.dataset.endswith("_char") else 50257)
     with tempfile.TemporaryDirectory() as tmp:
@@ -262,7 +271,7 @@ def main() -> None:
         write_data(folder, vocab_size)
         if a.profile:
             return profile(c, folder, a.steps or 5)
-        runs = contestants(c, given, a.peer, folder, a.steps)
+        runs = contestants(c, given, a.peer, folder)
         if not a.steps:
             run(runs[0], 3)
             a.steps = max(5, min(300, round(10e3 / runs[0].rounds[0][-1])))
@@ -276,7 +285,8 @@ def main() -> None:
     sizes = {**{n: getattr(c, n) for n in SHARED[:8]}, "vocab_size": start["model_args"]["vocab_size"]}
     about = (
         f"{time.strftime('%Y-%m-%d')}, {start['device']}; {start['versions']}, commit {start['git_commit']}; "
-        f"{start['dtype']}, {'compiled' if start['compiled'] else 'not compiled'}. MFU refers to "
+        f"{start['dtype']}, {'compiled' if start['compiled'] else 'not compiled'} (ours, with a warm "
+        f"cache; peers as --help says). MFU refers to "
         f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']}). {a.rounds} rounds of {a.steps} steps."
     )
     command = shlex.join(["python", "bench/speed.py", *sys.argv[1:]]).replace(str(Path.home()), "~")

@@ -28,6 +28,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def events_of(out_dir: Path, kind: str) -> list[dict[str, Any]]:
+    log = out_dir / "log.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [e for e in events if e["event"] == kind]
+
+
+def reached(evaluation: dict[str, Any], target: float) -> bool:
+    return evaluation["val_loss"] is not None and evaluation["val_loss"] <= target
+
+
 def run(settings: list[str], seed: int, target: float, out_dir: Path) -> dict[str, Any]:
     """One run until it reaches the target or its end; what it took."""
     t0 = time.perf_counter()
@@ -44,20 +54,18 @@ def run(settings: list[str], seed: int, target: float, out_dir: Path) -> dict[st
     last = ""
     for line in process.stdout:
         last = line.rstrip()
-        if line.startswith("step ") and float(line.split("val loss ")[1].split(",")[0]) <= target:
+        if line.startswith("step ") and reached(events_of(out_dir, "eval")[-1], target):  # the log is ahead of the line
             break
     process_s = time.perf_counter() - t0
     process.kill()
     process.wait()
-    log = out_dir / "log.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    evals = [e for e in events if e["event"] == "eval"]
+    evals = [e for e in events_of(out_dir, "eval") if e["val_loss"] is not None]  # null: no number
     if not evals:
         raise SystemExit(f"error: the run ended before its first evaluation: {last}")
-    start, end = events[0], evals[-1]
+    [start], end = events_of(out_dir, "start"), evals[-1]
     return {
         "seed": seed,
-        "reached": end["val_loss"] <= target,
+        "reached": reached(end, target),
         "val_loss": end["val_loss"],
         "train_loss": end["train_loss"],
         "steps": end["iter"],
@@ -112,12 +120,16 @@ def plot(rows: list[dict[str, Any]], target: float, path: Path, title: str) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", type=float, required=True, help="validation loss, nats per token")
     parser.add_argument("--seeds", type=int, default=3, help="runs, with the seeds 1337, 1338, ...")
     parser.add_argument("--cold", action="store_true", help="each run compiles anew, with an empty cache")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png")
     a, settings = parser.parse_known_args()
+    if a.save:
+        import matplotlib  # noqa: F401 (before the runs, not after them, if it is missing)
     rows = []
     with tempfile.TemporaryDirectory() as tmp:
         for seed in range(1337, 1337 + a.seeds):
@@ -130,11 +142,12 @@ def main() -> None:
             )
     start = rows[0]["start"]
     s = start["settings"]
+    evaluated = s["eval_tokens"] or s["eval_iters"] * s["batch_size"] * s["block_size"]
     about = (
         f"{time.strftime('%Y-%m-%d')}, {start['device']}; {start['versions']}, commit {start['git_commit']}; "
         f"{start['dtype']}, {'compiled' if start['compiled'] else 'not compiled'}. {start['parameters']:,} parameters, "
         f"context of {s['block_size']} tokens, {start['tokens_per_step']:,} tokens per step, {s['max_iters']:,} steps; "
-        f"evaluated on {min(s['eval_tokens'] or 10**18, start['val_tokens']):,} of {start['val_tokens']:,} val tokens."
+        f"evaluated on {min(evaluated, start['val_tokens']):,} of {start['val_tokens']:,} val tokens."
     )
     command = shlex.join(["python", "bench/time_to_loss.py", *sys.argv[1:]])
     text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(rows, a.target)}\n"

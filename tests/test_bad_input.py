@@ -156,7 +156,7 @@ def test_checkpoints(run, script, path, kind):
 
 @pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("block_size", 64), ("n_layer", 5), ("n_embd", 64)])
 def test_resumed_run_has_the_size_that_it_had(run, script, name, value):
-    message = f"{name}={value}, but the run to resume has {name}={TINY[name]}: leave it out"
+    message = f"{name}={value}, but {run} has {name}={TINY[name]}: leave it out"
     assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
 
 

@@ -239,13 +239,12 @@ def test_explicit_attention_is_for_bfloat16_without_dropout_and_short_contexts(m
 
 def test_rotated_queries_meet_keys_by_their_distance_alone():
     transformer: Any = make(MODERN).transformer
-    cos, sin = transformer.cos, transformer.sin
     q, k = (torch.randn(1, 1, 1, 8).expand(1, 1, 32, 8) for _ in "qk")
-    scores = rotate(q, cos, sin)[0, 0] @ rotate(k, cos, sin)[0, 0].t()
+    scores = rotate(q, transformer.rotary)[0, 0] @ rotate(k, transformer.rotary)[0, 0].t()
     for distance in range(-31, 32):
         assert scores.diagonal(distance).std(correction=0) < 1e-5
     assert scores[:, 0].std() > 1e-2
-    torch.testing.assert_close(rotate(q, cos, sin).norm(dim=-1), q.norm(dim=-1))
+    torch.testing.assert_close(rotate(q, transformer.rotary).norm(dim=-1), q.norm(dim=-1))
 
 
 def test_activations_are_what_their_names_say():

@@ -30,7 +30,7 @@ def nanogpt_run(folder: Path) -> None:
         "vocab_size": 4,
         "dropout": 0.0,
     }
-    model = GPT(GPTConfig(**args))
+    model = GPT(GPTConfig(**args, activation="gelu"))
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.99), 0.95, "cpu")
     for _ in range(3):
         x = torch.randint(0, 4, (2, 16))
@@ -70,6 +70,7 @@ def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
     assert done.code == 0, done.err
     saved = checkpoint.load(folder)
     assert saved["iter_num"] == 5
+    assert saved["model_args"]["activation"] == "gelu"
     assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {5}
     assert saved["best_val_loss"] < 9
     assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
@@ -89,3 +90,18 @@ def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
     }  # fmt: skip
     assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
     assert saved["config"]["dataset"] == str(chars)
+
+
+def test_gpt2_weights_are_of_gpt2s_architecture(chars, tmp_path, monkeypatch):
+    args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "bias": True, "vocab_size": 65}
+    monkeypatch.setattr(checkpoint, "load_gpt2", lambda _: (args, {}))
+    with pytest.raises(ValueError, match="position=rope, but gpt2 has position=learned: leave it out"):
+        main(tiny(chars, tmp_path, init_from="gpt2", position="rope"))
+
+
+def test_model_of_other_choices_is_saved_with_them(chars, tmp_path):
+    choices = {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True}
+    main(tiny(chars, tmp_path, max_iters=3, **choices))
+    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)["model_args"]
+    assert {k: saved[k] for k in choices} == choices
+    assert not {"activation", "tie_weights", "zero_init"} & saved.keys()  # as GPT-2 has them

@@ -91,6 +91,26 @@ def test_orthogonalized_matrices_have_singular_values_near_one_and_the_direction
     assert (rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))).abs().max() < 0.1
 
 
+def test_step_whose_float16_gradients_overflowed_changes_nothing():
+    model = model_with_gradients()
+    optimizer = make(model, "muon")
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    for broken in (False, True, False):
+        before = [p.clone() for p in model.parameters()]
+        scaler.scale(torch.stack([(p**2).sum() for p in model.parameters()]).sum()).backward()
+        if broken:
+            grads: list[Any] = [p.grad for p in model.parameters()]
+            grads[5].view(-1)[0] = torch.inf
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+        assert all(same) if broken else not any(same)
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_muon_leaves_matrices_without_gradients_alone_and_its_state_travels():
     model = model_with_gradients()
     optimizer = make(model, "muon")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TORCHRUN, events, flags, shell, tiny
+from torch._dynamo.utils import counters
 
 import model as model_module
 import runner as runner_module
@@ -47,19 +48,27 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN])
-@pytest.mark.parametrize("chunked", [False, True])
-def test_compiled_graph_gives_the_losses_and_gradients_of_the_model_as_it_is(settings, chunked, monkeypatch):
+@pytest.mark.parametrize(("chunked", "bfloat16"), [(False, False), (True, False), (False, True)])
+def test_compiled_graph_gives_the_losses_and_gradients_of_the_model_as_it_is(settings, chunked, bfloat16, monkeypatch):
     if chunked:
         monkeypatch.setattr(model_module, "LOGITS_CHUNK", 1000)
-    plain, joint = make(**settings), make(compiled=True, **settings)
+    plain, joint = make(bfloat16, **settings), make(bfloat16, compiled=True, **settings)
     assert joint.graph is not None
     for micro_steps in (1, 2):
         loss, expected = taken(plain, micro_steps)
         got, gradients = taken(joint, micro_steps)
-        assert got == pytest.approx(loss, rel=1e-5)
+        assert got == pytest.approx(loss, rel=1e-2 if bfloat16 else 1e-5)
         assert len(gradients) == len(expected) == len(plain.parameters)
         for a, b in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+            assert (a - b).norm() <= (0.05 if bfloat16 else 1e-5) * b.norm() + 1e-6
+
+
+def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
+    before = counters["stats"]["unique_graphs"]
+    main(tiny(chars, tmp_path, compile=True, gradient_accumulation_steps=2))
+    if not events(tmp_path, "start")[0]["compiled"]:
+        pytest.skip("no working C++ compiler here")
+    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 def test_evaluation_beside_a_compiled_graph_is_the_models_own():
@@ -112,7 +121,8 @@ def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
     settings = {**MODERN, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}
-    c = tiny(chars, tmp_path / "one", gradient_accumulation_steps=2, **settings)
+    # One batch to evaluate: the second rank has none.
+    c = tiny(chars, tmp_path / "one", gradient_accumulation_steps=2, eval_iters=1, **settings)
     main(c)
     names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "warmup_iters", "max_iters", "eval_interval")
     shared = {n: getattr(c, n) for n in (*names, "eval_iters", "compile", "device", "gradient_accumulation_steps")}

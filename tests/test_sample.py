@@ -209,4 +209,4 @@ def test_weights_in_hugging_faces_format_are_sampled_from_and_trained_on(tmp_pat
     assert done.code == 0, done.err
     done = script("train.py", *flags(**(settings | {"block_size": 33})))
     assert done.code == 1
-    assert done.err == "error: block_size=33 is longer than the model's 32; try --block_size=32\n"
+    assert done.err == "error: block_size=33 exceeds the model's 32; try --block_size=32\n"
