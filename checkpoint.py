@@ -133,7 +133,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], s
     Raises ValueError, naming `source`, where the moments do not belong to the model.
     """
     ours = optimizer.state_dict()["param_groups"]
-    if len(ours) != len(state["param_groups"]):
+    if ["momentum" in g for g in ours[2:]] != ["momentum" in g for g in state.get("param_groups", [])[2:]]:  # Muon's
         raise ValueError(f"{source} was trained with another optimizer: leave --optimizer out")
     try:
         groups = [mine | {"params": saved["params"]} for mine, saved in zip(ours, state["param_groups"], strict=True)]

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,7 @@ def run(x: Contestant, steps: int) -> None:
     path = Path(log[-1].split("=", 1)[1], "log.jsonl") if log else Path("none")
     if path.exists():
         x.start = json.loads(path.open().readline())
+        del x.start["settings"]  # those of this machine's folders among them
 
 
 def peak_memory(pid: int) -> int:
@@ -296,7 +297,7 @@ def main() -> None:
         path = ROOT / "bench" / "results" / f"{time.strftime('%Y-%m-%d')}-{a.save}"
         path.with_suffix(".md").write_text(f"# Step speed: {a.save}\n\n{text}\n![]({path.name}.png)\n")
         raw = [{"name": x.name, "rounds_ms": x.rounds, "first_s": x.first_s} for x in runs]
-        result = {"command": command, "settings": asdict(c), "start": start, "rows": rows, "raw": raw}
+        result = {"command": command, "settings": sizes, "start": start, "rows": rows, "raw": raw}
         path.with_suffix(".json").write_text(json.dumps(result, indent=1))
         plot(rows, path.with_suffix(".png"), f"{a.save}: {c.n_layer} layers, {c.n_embd} wide, T {c.block_size}")
 

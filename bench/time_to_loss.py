@@ -63,6 +63,7 @@ def run(settings: list[str], seed: int, target: float, out_dir: Path) -> dict[st
     if not evals:
         raise SystemExit(f"error: the run ended before its first evaluation: {last}")
     [start], end = events_of(out_dir, "start"), evals[-1]
+    del start["settings"]["dataset"], start["settings"]["out_dir"]  # folders of this machine
     return {
         "seed": seed,
         "reached": reached(end, target),

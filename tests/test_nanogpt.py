@@ -99,6 +99,12 @@ def test_gpt2_weights_are_of_gpt2s_architecture(chars, tmp_path, monkeypatch):
         main(tiny(chars, tmp_path, init_from="gpt2", position="rope"))
 
 
+def test_run_keeps_its_optimizer(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=3))
+    with pytest.raises(ValueError, match="was trained with another optimizer: leave --optimizer out"):
+        main(tiny(chars, tmp_path, init_from="resume", optimizer="muon"))
+
+
 def test_model_of_other_choices_is_saved_with_them(chars, tmp_path):
     choices = {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True}
     main(tiny(chars, tmp_path, max_iters=3, **choices))
