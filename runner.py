@@ -28,8 +28,8 @@ from data.tokens import Split
 from model import ACTIVATIONS, GPT, LinearCrossEntropy, chunked_cross_entropy
 from runlog import clock
 
-# What compiling a CPU's graph takes, and the share of a step that it saves, as measured from 4 to 12 layers
-# (LOG.md, 2026-11-21).
+# What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 12 layers
+# on two cores (LOG.md, 2026-11-21), where they varied by half.
 COLD_S, COLD_S_PER_LAYER = 5.0, 4.0
 WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
 SAVED = 0.25
@@ -169,16 +169,22 @@ def all_sum(x: Tensor, device: torch.device) -> Tensor:
 def decide(runner: Runner, batch: tuple[Tensor, Tensor], micro_batches: int) -> tuple[bool, str]:
     """Whether compiling pays for a run of so many micro-batches like `batch` on this CPU, and why.
 
-    Times two uncompiled micro-batches. Leaves gradients behind.
+    Times two uncompiled micro-batches, which are not the first. Leaves gradients behind.
     """
     times = []
-    for _ in range(3):
+    for _ in range(2):
         t0 = time.perf_counter()
         runner.backward(*batch)
         times.append(time.perf_counter() - t0)
-    layers, warm = runner.model.config.n_layer, marker(runner, batch).exists()
-    cost_s = WARM_S + WARM_S_PER_LAYER * layers if warm else COLD_S + COLD_S_PER_LAYER * layers
-    saved_s = SAVED * min(times[1:]) * micro_batches
+    layers, saved_s = runner.model.config.n_layer, SAVED * min(times) * micro_batches
+    warm_s, cold_s = WARM_S + WARM_S_PER_LAYER * layers, COLD_S + COLD_S_PER_LAYER * layers
+    if saved_s <= warm_s:  # looking into the cache would only load torch._dynamo, for over a second
+        return False, (
+            f"compile=auto: not compiling, which takes at least about {clock(warm_s)} "
+            f"and saves about {clock(saved_s)} of this run"
+        )
+    warm = marker(runner, batch).exists()
+    cost_s = warm_s if warm else cold_s
     pays = saved_s > cost_s
     return pays, (
         f"compile=auto: {'compiling' if pays else 'not compiling'}, which takes about {clock(cost_s)} "

@@ -298,7 +298,7 @@ def main() -> None:
         path.with_suffix(".md").write_text(f"# Step speed: {a.save}\n\n{text}\n![]({path.name}.png)\n")
         raw = [{"name": x.name, "rounds_ms": x.rounds, "first_s": x.first_s} for x in runs]
         result = {"command": command, "settings": sizes, "start": start, "rows": rows, "raw": raw}
-        path.with_suffix(".json").write_text(json.dumps(result, indent=1))
+        path.with_suffix(".json").write_text(json.dumps(result))
         plot(rows, path.with_suffix(".png"), f"{a.save}: {c.n_layer} layers, {c.n_embd} wide, T {c.block_size}")
 
 

@@ -158,9 +158,7 @@ def main() -> None:
         path.with_suffix(".md").write_text(
             f"# Time to a loss of {a.target}: {a.save}\n\n{text}\n![]({path.name}.png)\n"
         )
-        path.with_suffix(".json").write_text(
-            json.dumps({"command": command, "target": a.target, "rows": rows}, indent=1)
-        )
+        path.with_suffix(".json").write_text(json.dumps({"command": command, "target": a.target, "rows": rows}))
         plot(rows, a.target, path.with_suffix(".png"), a.save)
 
 

@@ -4,7 +4,7 @@
 #     python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9
 #     python train.py config/train_fineweb_125m_fast.py        # other cards: put config/gpu_8gb.py ... behind it
 #
-# 163M parameters, of which the 39M of the token embedding multiply nothing: as many FLOPs per token as the 124M of
+# 162M parameters, of which the 39M of the token embedding multiply nothing: as many FLOPs per token as the 124M of
 # config/train_fineweb_125m.py. Learning rate and schedule have not been tuned on a GPU at this size yet.
 
 out_dir = "out-fineweb-125m-fast"
@@ -33,7 +33,7 @@ gradient_accumulation_steps = 64  # x 8 x 1024 = 524,288 tokens per step
 
 optimizer = "muon"
 learning_rate = 2e-3
-lr_schedule = "trapezoid"  # go on from any checkpoint of the constant part with another max_iters
+lr_schedule = "trapezoid"  # a run stopped before the decay can go on to another max_iters
 min_lr = 0.0
 max_iters = 5000  # 2.6B tokens
 warmup_iters = 100

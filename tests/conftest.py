@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import runpy
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import checkpoint
 from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
 from train import TrainConfig
@@ -98,6 +101,42 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in map(json.loads, lines) if e["event"] == kind]
 
 
+def weights(out_dir: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(out_dir)["model"]
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Nested containers with the very same numbers in them."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for k in a:
+            assert_equal(a[k], b[k])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """What a run computed, by event and step; times left out, steps computed twice must agree."""
+    out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
+    for kind, names in (("iter", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("train_loss", "val_loss", "lr"))):
+        for e in events(out_dir, kind):
+            values = {name: e[name] for name in names}
+            assert out[kind].setdefault(e["iter"], values) == values
+    return out
+
+
+def vector(out_dir: Path) -> torch.Tensor:
+    """All weights in one."""
+    return torch.cat([w.flatten() for w in weights(out_dir).values()])
+
+
 @pytest.fixture(scope="session")
 def text() -> str:
     """Tiny Shakespeare where it is at hand, else as many characters of Python's standard library."""
@@ -110,3 +149,25 @@ def chars(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "chars"
     prepare(text, folder, "char", "test text")
     return folder
+
+
+@pytest.fixture(scope="session")
+def documents(text: str) -> list[str]:
+    """About 300 texts of very different lengths, one of them longer than a task of the tokenizing threads."""
+    draw, at, out = random.Random(1), 0, [text[:600_000] * 2]
+    while at < 600_000:
+        n = int(draw.paretovariate(1.1) * 400)
+        out.append(text[at : at + n])
+        at += n
+    return [*out, "ünïcödé 🧀\u2028" * 50, "<|endoftext|>\n<|endoftext|>"]
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> tuple[Path, Path]:
+    """(source, what one undisturbed run made of it)"""
+    from fineweb import PREPARE, SMALL, write_documents  # which imports this file
+
+    folder = tmp_path_factory.mktemp("prepared")
+    source = write_documents(folder / "a.parquet", documents)
+    subprocess.run([sys.executable, PREPARE, "--source", source, *SMALL, "--out", folder / "out"], cwd=ROOT, check=True)
+    return source, folder / "out"

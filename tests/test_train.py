@@ -4,19 +4,16 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny
+from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny, trajectory, vector, weights
 
 import checkpoint
 import train
@@ -25,132 +22,6 @@ from data.tokens import write_dataset
 from model import GPT, GPTConfig
 from runner import Runner
 from train import TrainConfig, main
-
-FAST = {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "tie_weights": False}
-FAST |= {"zero_init": True, "token_shift": True, "optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
-
-
-def weights(out_dir: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load(out_dir)["model"]
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    """Nested containers with the very same numbers in them."""
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for k in a:
-            assert_equal(a[k], b[k])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_equal(x, y)
-    else:
-        assert a == b
-
-
-def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
-    """What a run computed, by event and step; times left out, steps computed twice must agree."""
-    out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
-    for kind, names in (("iter", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("train_loss", "val_loss", "lr"))):
-        for e in events(out_dir, kind):
-            values = {name: e[name] for name in names}
-            assert out[kind].setdefault(e["iter"], values) == values
-    return out
-
-
-def vector(out_dir: Path) -> torch.Tensor:
-    """All weights in one."""
-    return torch.cat([w.flatten() for w in weights(out_dir).values()])
-
-
-# ---- resume --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"dropout": 0.3}, {"dtype": "bfloat16"}, {"gradient_accumulation_steps": 3}, FAST]
-)
-def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp_path, options):
-    options = {"lr_decay_iters": 6} | options
-    main(tiny(chars, tmp_path / "whole", **options))
-    main(tiny(chars, tmp_path / "halves", max_iters=3, **options))
-    main(tiny(chars, tmp_path / "halves", init_from="resume", **options))
-    assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
-    assert list(trajectory(tmp_path / "whole")["iter"]) == list(range(6))
-    a, b = (checkpoint.load(tmp_path / run) for run in ("whole", "halves"))
-    for key in ("model", "optimizer", "scaler", "iter_num", "best_val_loss"):
-        assert_equal(a[key], b[key])
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
-    settings = TINY | {"dataset": chars, "max_iters": 60, "eval_interval": 5, "dropout": 0.1}
-    main(TrainConfig(**(settings | {"dataset": str(chars), "out_dir": str(tmp_path / "whole")})))
-    out_dir = tmp_path / "killed"
-    command = [sys.executable, "train.py", *flags(**settings, out_dir=out_dir)]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    with open(tmp_path / "terminal", "w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, env=env) as process:
-        while not (out_dir / "ckpt.pt").exists():
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    assert 0 < checkpoint.load(out_dir)["iter_num"] < 60
-    assert "iter 4: loss" in (tmp_path / "terminal").read_text()  # nothing printed waits in a buffer
-    # The settings of the run are the checkpoint's: nothing has to be typed again.
-    assert script("train.py", "--init_from=resume", f"--out_dir={out_dir}").code == 0
-    assert trajectory(tmp_path / "whole") == trajectory(out_dir)
-    assert_equal(weights(tmp_path / "whole"), weights(out_dir))
-
-
-def test_float16_scaler_is_saved_and_restored(chars, tmp_path):
-    main(tiny(chars, tmp_path, dtype="float16", max_iters=3))
-    saved = checkpoint.load(tmp_path)
-    assert saved["scaler"]["scale"] > 0
-    changed = dict(saved, scaler=saved["scaler"] | {"scale": 128.0})
-    checkpoint.save(changed, tmp_path, best=False)
-    main(tiny(chars, tmp_path, dtype="float16", init_from="resume"))
-    assert checkpoint.load(tmp_path)["scaler"]["scale"] == 128.0
-    assert checkpoint.load(tmp_path)["scaler"]["_growth_tracker"] == 6
-
-
-def test_run_that_is_over_only_evaluates_when_resumed(chars, tmp_path):
-    main(tiny(chars, tmp_path))
-    before = (tmp_path / "ckpt.pt").read_bytes()
-    main(tiny(chars, tmp_path, init_from="resume"))
-    assert (tmp_path / "ckpt.pt").read_bytes() == before
-    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6]
-
-
-def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(chars, tmp_path, script):
-    main(tiny(chars, tmp_path))
-    (tmp_path / "ckpt.pt").unlink()
-    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path / 'ckpt_best.pt'}", "--max_iters=8")
-    assert done.code == 0, done.err
-    assert checkpoint.load(tmp_path)["iter_num"] == 8
-    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6, 8]
-
-
-def test_config_file_of_another_size_resumes_a_run_of_this_size_as_in_nanogpt(chars, tmp_path, script):
-    main(tiny(chars, tmp_path, bias=True))
-    (tmp_path / "config.py").write_text("n_layer = 5\nbias = False\neval_interval = 4\n")
-    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8"]
-    done = script("train.py", tmp_path / "config.py", *resume)
-    assert done.code == 0, done.err
-    settings = events(tmp_path, "start")[1]["settings"]
-    assert (settings["n_layer"], settings["bias"], settings["eval_interval"]) == (2, True, 4)
-
-
-def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, script):
-    main(tiny(chars, tmp_path))
-    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=1e-4")
-    assert done.code == 0, done.err
-    assert [e["lr"] for e in events(tmp_path, "iter")][-1] < 1e-4
-    group = checkpoint.load(tmp_path)["optimizer"]["param_groups"][0]
-    assert group["betas"] == (0.9, 0.95)
-    assert events(tmp_path, "start")[1]["settings"]["n_embd"] == TINY["n_embd"]
-
 
 # ---- the global batch ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,201 @@
+"""data/fineweb_edu/prepare.py: what is wrong with a source, a folder or the options."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import BPE_CACHE, flags
+from fineweb import (
+    PREPARE,
+    SMALL,
+    Script,
+    as_bytes,
+    contents,
+    copied,
+    fails,
+    tokens,
+    write_documents,
+)
+
+import data.documents
+from data.describe import describe
+from data.documents import Source
+from data.tokens import Split, write_tokens
+
+
+def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
+    def prepare(*source: str | Path, **options: Any) -> str:
+        return fails(script(PREPARE, "--source", *source, *SMALL, *flags(**options), "--out", tmp_path / "out"))
+
+    out = tmp_path / "out"
+    good = write_documents(tmp_path / "good.parquet", documents)
+    for name in ("good.parquet", "good.jsonl"):
+        write_documents(tmp_path / name, documents)
+        line = prepare(tmp_path / name, text_column="body")
+        assert f"{name} has no column 'body'" in line
+        assert "--text_column" in line
+        assert re.search("holds int(64)?, not", prepare(tmp_path / name, text_column="id"))
+    (tmp_path / "none.parquet").write_bytes(b"hello" * 100)
+    assert "none.parquet cannot be read as parquet" in prepare(tmp_path / "none.parquet")
+    (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"text"')
+    assert "none.jsonl cannot be read as json" in prepare(tmp_path / "none.jsonl")
+    (tmp_path / "latin.txt").write_bytes("Käse".encode("latin-1"))
+    assert "latin.txt cannot be read as text" in prepare(tmp_path / "latin.txt")
+    assert "nowhere does not exist" in prepare(tmp_path / "nowhere")
+    (tmp_path / "folder").mkdir()
+    assert "folder holds no *.parquet" in prepare(tmp_path / "folder")
+    (tmp_path / "a.csv").write_text("text\nhello")
+    assert "a.csv is none of *.parquet" in prepare(tmp_path / "a.csv")
+    write_documents(tmp_path / "empty.parquet", ["", None, ""])
+    assert "has 0 tokens" in prepare(tmp_path / "empty.parquet")
+    assert "'nope'" in fails(script(PREPARE, "--source", good, "--encoding=nope", "--out", tmp_path / "out"))
+    assert "describes no tokenizer" in fails(script(PREPARE, "--source", good, "--encoding=char", "--out", out))
+    pq.write_table(pa.table({"tags": [["a"], ["b"]]}), tmp_path / "lists.parquet")
+    assert "tags holds list" in prepare(tmp_path / "lists.parquet", text_column="tags")
+    (tmp_path / "array.jsonl").write_text('["a", "b"]\n')
+    assert "array.jsonl cannot be read as json (a line holds list" in prepare(tmp_path / "array.jsonl")
+    assert not list((tmp_path / "out").glob("[!.]*"))
+
+
+def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Script):
+    """Names that would be patterns, files that are none of ours beside, and columns that change their type."""
+    folder = tmp_path / "a [1] * x"
+    write_documents(folder / "b[ab]?.parquet", ["one"])
+    table = pa.table({"text": pa.array(["two", "two"]).dictionary_encode(), "meta": [None, None]})
+    pq.write_table(table, folder / "c #.parquet")
+    lines = [
+        '\ufeff{"text": "three", "meta": null}',
+        "",
+        '{"meta": {"x": [1]}, "text": "four \\ud800"}',
+        '{"text": null}',
+    ]
+    (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "e.txt").write_bytes(b"five\r\nsix")
+    (folder / ".git").mkdir()
+    for other in ("d.jsonl.bak", ".hidden.txt", "f.csv", "g.parquet.gz", ".git/h.txt"):
+        (folder / other).write_text("no")
+    (tmp_path / "blob").write_bytes(b"seven")
+    (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
+    (folder / "twice.txt").symlink_to(folder / "e.txt")
+    done = script(PREPARE, "--source", folder, "--encoding=bytes", "--val_tokens=4", "--out", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(
+        ["one", "two", "two", "three", "four ?", "five\nsix", "seven"]
+    )
+
+
+def test_source_that_all_goes_into_val_names_a_smaller_val(tmp_path, script: Script):
+    write_documents(tmp_path / "a.jsonl", ["hello"] * 100)
+    prepare = (PREPARE, "--source", tmp_path / "a.jsonl", "--encoding=bytes", "--out", tmp_path / "out")
+    line = fails(script(*prepare, "--val_tokens=1e5"))
+    assert "has 600 tokens, all of which went into val; try --val_tokens=60" in line
+    assert script(*prepare, "--val_tokens=60").code == 0
+
+
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz"])
+def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, documents, name):
+    write_documents(tmp_path / "in" / "a.parquet", documents)
+    path = write_documents(tmp_path / "in" / name, documents)
+    whole = path.read_bytes()
+    prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
+    path.write_bytes(whole[:-9])
+    done = script(*prepare)
+    line = fails(done)
+    assert f"{name} cannot be read" in line
+    if name == "b.parquet":  # seen at the start: its length is in its last bytes
+        assert not list((tmp_path / "out").glob("*.bin"))
+    else:
+        assert "what is finished stays" in line
+        assert len(list((tmp_path / "out").glob("*.bin"))) > 3
+
+
+def test_folder_prepared_otherwise_is_not_touched(tmp_path, script: Script, prepared):
+    source, out = prepared
+    before = contents(out)
+    line = fails(script(PREPARE, "--source", source, *SMALL, "--shard_tokens=1e5", "--out", out))
+    assert "was prepared with shard_tokens 250000, not 100000" in line
+    if BPE_CACHE.is_dir():
+        line = fails(script(PREPARE, "--source", source, *SMALL, "--encoding=gpt2", "--out", out))
+        assert "was prepared with tokenizer bytes, not gpt2" in line
+    assert contents(out) == before
+    write_tokens(tmp_path / "train.bin", np.arange(9, dtype=np.uint16))
+    prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
+    assert "holds token files that no meta.json lists (train.bin)" in fails(script(*prepare))
+    (tmp_path / "train.bin").rename(tmp_path / "train_000002.bin")
+    assert "holds token files that no meta.json lists (train_000002.bin)" in fails(script(*prepare))
+    (tmp_path / "train_000002.bin").unlink()
+    (tmp_path / "meta.json").write_text("{}")
+    assert "meta.json is not one of this script's" in fails(
+        script(PREPARE, "--source", source, *SMALL, "--out", tmp_path)
+    )
+
+
+def test_damaged_meta_json_is_named(tmp_path, script: Script, prepared):
+    prepare = copied(prepared, tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    for files in ([1], {"train_000001.bin": 5}, {"train_000001.bin": {"tokens": 3, "documents": 1}}):
+        (tmp_path / "meta.json").write_text(json.dumps(meta | {"files": files}))
+        assert "meta.json is not one of this script's" in fails(script(*prepare))
+        if not isinstance(files, dict) or 5 in files.values():
+            with pytest.raises(ValueError, match="its list of files is damaged"):
+                describe(tmp_path)
+
+
+def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):
+    copied(prepared, tmp_path)
+    (tmp_path / "train_000002.bin").unlink()
+    with pytest.raises(
+        ValueError, match=r"train_000002\.bin is not there, and meta\.json lists it with 250,000 tokens"
+    ):
+        Split(tmp_path, "train", 64, 256)
+    write_tokens(tmp_path / "train_000002.bin", np.arange(99, dtype=np.uint16), header=True)
+    with pytest.raises(ValueError, match=r"train_000002\.bin has 99, and meta\.json lists it"):
+        Split(tmp_path, "train", 64, 256)
+
+
+@pytest.mark.parametrize("option", ["--tokens=0", "--tokens=many", "--tokens=1.5", "--tokens=inf", "--num_proc=-1"])
+def test_numbers_that_are_none_are_usage_errors(tmp_path, script: Script, option):
+    done = script(PREPARE, "--source", tmp_path, option)
+    assert done.code == 2
+    assert option.partition("=")[0] in done.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pretokenized", "--encoding=bytes"),
+        ("--pretokenized", "--subset=sample-100BT"),
+        ("--pretokenized", "--source", "a.txt"),
+        ("--source", "a.txt", "--subset=sample-100BT"),
+    ],
+)
+def test_options_that_mean_nothing_beside_each_other_are_refused(tmp_path, script: Script, options):
+    done = script(PREPARE, *options, "--out", tmp_path / "out")
+    assert done.code == 2
+    assert "means nothing beside" in done.err
+
+
+def test_rows_come_once_each_through_faults_of_the_network(monkeypatch):
+    faults = [0, 1, 1, 7, 9]  # rows before which the connection breaks
+
+    def texts(self, path, first):
+        for row in range(first, 10):
+            if faults and faults[0] == row:
+                faults.pop(0)
+                raise ConnectionResetError("gone")
+            yield f"{path} {row}"
+
+    monkeypatch.setattr(Source, "_texts", texts)
+    monkeypatch.setattr(data.documents.time, "sleep", lambda seconds: None)
+    rows = list(Source("x", ["a.parquet", "b.parquet"]).rows(0, 0))
+    assert [row.text for row in rows] == [f"{name}.parquet {i}" for name in "ab" for i in range(10)]
+    faults = [4] * 9
+    with pytest.raises(ValueError, match="failed 9 times"):
+        list(Source("x", ["a.parquet"]).rows(0, 2))

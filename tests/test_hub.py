@@ -1,0 +1,150 @@
+"""data/fineweb_edu/prepare.py and a hub of our own, whose connections break."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, needs_bpe
+from fake_hub import SHA, Hub, serve
+from fineweb import (
+    SMALL,
+    as_bytes,
+    harm,
+    tokens,
+    write_documents,
+)
+
+import data.documents
+from data.documents import retried
+from data.tokens import write_tokens
+
+
+@pytest.fixture
+def hub(tmp_path, documents):
+    root = tmp_path / "hub"
+    repo = root / "HuggingFaceFW" / "fineweb-edu"
+    third = len(documents) // 3
+    for i in range(3):
+        part = documents[i * third : (i + 1) * third if i < 2 else None]
+        write_documents(repo / "sample" / "10BT" / f"{i:03}_00000.parquet", part)
+    write_documents(repo / "data" / "CC-MAIN-2013-20" / "train-00000.parquet", documents[:3])
+    configs = {"default": "data/*/*", "sample-10BT": "sample/10BT/*", "CC-MAIN-2013-20": "data/CC-MAIN-2013-20/*"}
+    lines = [f"- config_name: {k}\n  data_files:\n  - split: train\n    path: {v}\n" for k, v in configs.items()]
+    (repo / "README.md").write_text(f"---\nconfigs:\n{''.join(lines)}---\n")
+    ready = root / "kjj0" / "finewebedu10B-gpt2"
+    ready.mkdir(parents=True)
+    for name, n in (("val_000000", 5000), ("train_000001", 5000), ("train_000002", 1234)):
+        ids = np.arange(n, dtype=np.uint16)
+        ids[::500] = 50256
+        write_tokens(ready / f"finewebedu_{name}.bin", ids, header=True)
+    with serve(root) as server:
+        yield server
+
+
+def online(hub: Hub, tmp_path: Path, *args: str | Path, setup: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs prepare.py against our hub, in a process of its own: the hub's address is read on import."""
+    env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
+    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    run = "import sys\nwith p.one_line_errors():\n    p.main(p.arguments(sys.argv[1:]))"
+    code = f"import data.fineweb_edu.prepare as p\n{setup}\n{run}"
+    command = [sys.executable, "-c", code, *map(str, args), "--out", str(tmp_path / "out")]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_subset_streams_from_the_hub_through_faults_of_the_network(tmp_path, hub, documents):
+    hub.faults = ["503", "cut"]
+    done = online(hub, tmp_path, *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(documents)
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert (meta["source"], meta["revision"]) == ("HuggingFaceFW/fineweb-edu, sample-10BT", SHA)
+    hub.requests.clear()
+    done = online(hub, tmp_path, *SMALL)
+    assert "already prepared" in done.stdout
+    assert hub.requests == []
+    (tmp_path / "out" / "train_000002.bin").unlink()
+    done = online(hub, tmp_path, *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(documents)
+
+
+def test_hub_that_refuses_is_one_line(tmp_path, hub):
+    (hub.root / "HuggingFaceFW").rename(hub.root / "gone")
+    done = online(hub, tmp_path, *SMALL)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "the hub refuses (404" in line
+
+
+def test_other_subsets_and_one_that_is_none(tmp_path, hub, documents):
+    done = online(hub, tmp_path, *SMALL, "--subset=nope")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "--subset nope: HuggingFaceFW/fineweb-edu has no such subset; it has sample-10BT" in line
+    done = online(hub, tmp_path, *SMALL, "--subset=CC-MAIN-2013-20")
+    assert done.returncode == 0, done.stderr
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(documents[:3])
+
+
+def test_network_that_stays_away_says_what_to_run_next(tmp_path, hub):
+    hub.down = True
+    quick = "import data.documents; data.documents.LONGEST_PAUSE_S = 0.01"
+    done = online(hub, tmp_path, *SMALL, setup=quick)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "the network failed 9 times" in line
+    assert "the same command goes on behind them" in line
+    assert done.stdout.count("attempt ") == 8
+    assert len([r for r in hub.requests if "fineweb-edu" in r]) >= 9
+
+
+def test_pauses_between_attempts_grow(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(data.documents.time, "sleep", pauses.append)
+
+    def call() -> None:
+        raise ConnectionResetError("gone")
+
+    with pytest.raises(ValueError, match="failed 9 times \\(gone\\)"):
+        retried(call)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    with pytest.raises(KeyError):  # what is no fault of the network is not tried again
+        retried(lambda: dict[str, int]()["x"])
+
+
+@needs_bpe
+def test_pretokenized_shards_are_fetched_as_many_as_needed(tmp_path, hub):
+    small = "p.PRETOKENIZED_SHARD, p.PRETOKENIZED_TOKENS = 5000, 11234"
+    done = online(hub, tmp_path, "--pretokenized", "--tokens=4000", setup=small)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "out").glob("[!.]*")) == [
+        "meta.json",
+        "train_000001.bin",
+        "val_000000.bin",
+    ]
+    assert not (tmp_path / "out" / ".download").exists()
+    ready = hub.root / "kjj0" / "finewebedu10B-gpt2"
+    for name in ("val_000000.bin", "train_000001.bin"):
+        assert (tmp_path / "out" / name).read_bytes() == (ready / f"finewebedu_{name}").read_bytes()
+    done = online(hub, tmp_path, "--pretokenized", setup=small)  # all there are
+    assert done.returncode == 0, done.stderr
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert [e["tokens"] for e in meta["files"].values()] == [5000, 5000, 1234]
+    assert [e["documents"] for e in meta["files"].values()] == [10, 10, 3]
+    assert (meta["source"], meta["revision"]) == ("kjj0/finewebedu10B-gpt2", SHA)
+    hub.requests.clear()
+    assert "already prepared" in online(hub, tmp_path, "--pretokenized", setup=small).stdout
+    assert hub.requests == []
+    assert "already prepared" in online(hub, tmp_path, "--pretokenized", "--tokens=6200", setup=small).stdout
+    path = tmp_path / "out" / "train_000001.bin"
+    harm(path)
+    done = online(hub, tmp_path, "--pretokenized", setup=small)
+    assert "train_000001.bin is damaged" in done.stdout
+    assert path.read_bytes() == (ready / f"finewebedu_{path.name}").read_bytes()
