@@ -7,6 +7,7 @@ as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autogr
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -139,8 +140,14 @@ class Runner:
         return loss.detach()
 
     @torch.no_grad()
-    def evaluate(self, split: Split, windows: int, batch_size: int, rank: int = 0, world: int = 1) -> float:
-        """Mean loss (nats per token) over a fixed set of at most so many windows; the ranks share the batches."""
+    def evaluate(
+        self, split: Split, windows: int, batch_size: int, rank: int = 0, world: int = 1
+    ) -> tuple[float, float | None]:
+        """(mean loss in nats per token over a fixed set of at most so many windows, its standard error).
+
+        The error is what another choice of as many windows would change, from the spread of the batches' means; None
+        for a single batch. The ranks share the batches.
+        """
         device = self.parameters[0].device
         self.module.eval()
         n, losses = split.n_eval_windows(windows), []
@@ -151,8 +158,12 @@ class Runner:
             with self.amp:
                 losses.append(self.module(x, y)[1] * min(batch_size, n - first))  # the last batch may hold fewer
         self.module.train()
-        total = torch.stack(losses).cpu().double().sum() if losses else torch.zeros((), dtype=torch.float64)
-        return all_sum(total, device).item() / n
+        sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
+        mean = all_sum(sums.sum(), device).item() / n
+        rows = torch.tensor([min(batch_size, n - first) for first in firsts], dtype=torch.float64)
+        squares = all_sum((sums - mean * rows).square().sum(), device).item()
+        batches = -(-n // batch_size)
+        return mean, math.sqrt(squares * batches / (batches - 1)) / n if batches > 1 else None
 
 
 def all_sum(x: Tensor, device: torch.device) -> Tensor:

@@ -162,7 +162,8 @@ def main(c: TrainConfig) -> float:
         args = GPTConfig.of(model_args | {"dropout": c.dropout}, source)
         saved = {"model": weights, "tokenizer": {"name": "gpt2"}}
     for name in MODEL_SETTINGS if c.init_from == "resume" else CHOICES:
-        if getattr(c, name) != getattr(args, name):
+        shorter = name == "block_size" and c.eval_only  # to evaluate with the context of another model
+        if getattr(c, name) != getattr(args, name) and not shorter:
             raise ValueError(f"{name}={getattr(c, name)}, but {source} has {name}={getattr(args, name)}: leave it out")
     dtype = hardware.resolve_dtype(c.dtype, device, args.n_embd)
     T = c.block_size
@@ -262,6 +263,7 @@ def main(c: TrainConfig) -> float:
         tokenizer=meta["tokenizer"].get("name"),
         train_tokens=train_split.tokens,
         val_tokens=val_split.tokens,
+        val_sha256=val_split.fingerprint(),
         device=hardware.device_name(device),
         world_size=world,
         dtype=dtype,
@@ -287,12 +289,12 @@ def main(c: TrainConfig) -> float:
             hardware.synchronize(device)
             t1 = time.perf_counter()
             window_s += t1 - t0
-            train_loss, val_loss = (
+            (train_loss, _), (val_loss, val_se) = (
                 runner.evaluate(s, windows, c.batch_size, rank, world) for s in (train_split, val_split)
             )
             t0 = time.perf_counter()
             last_eval_s, eval_s = t0 - t1, eval_s + t0 - t1
-            losses = {"train_loss": train_loss, "val_loss": val_loss}
+            losses = {"train_loss": train_loss, "val_loss": val_loss, "val_se": val_se}  # its standard error
             spent = {"tokens": step * tokens_per_step, "train_s": train_s + window_s, "eval_s": last_eval_s}
             log.write("eval", iter=step, **losses, lr=lr, **spent)
             say(f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s")

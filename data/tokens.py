@@ -294,6 +294,13 @@ class Split:
         """Size of the evaluation set: every window without overlap that the split has, or at_most of them."""
         return min(at_most, int(((self.lengths - 1) // self.block_size).sum()))
 
+    def fingerprint(self) -> str:
+        """Tells these tokens from others: SHA-256 of each shard's length and first 2^20 tokens, 16 hex digits."""
+        digest = hashlib.sha256(self.lengths.tobytes())
+        for ids in self.shards:
+            digest.update(ids[: 1 << 20].tobytes())
+        return digest.hexdigest()[:16]
+
     def _aligned(self, shard: int, start: int) -> int:
         """The first document's start from `start` on, within a window's length and not too near the shard's end."""
         ids, T = self.shards[shard], self.block_size

@@ -339,3 +339,12 @@ def test_missing_data_says_how_to_make_it(tmp_path):
         Split(tmp_path / "nothing", "train", 4, 10)
     with pytest.raises(ValueError, match=r"has no nope\*\.bin; run: python .*shakespeare_char/prepare\.py"):
         Split(ROOT / "data" / "shakespeare_char", "nope", 4, 10)
+
+
+def test_fingerprint_tells_tokens_apart(tmp_path):
+    ids = np.arange(100, dtype=np.uint16)
+    for name, tokens in {"a": ids, "b": ids, "c": ids[::-1], "d": ids[:99]}.items():
+        write_tokens(tmp_path / name / "val.bin", tokens)
+    a, b, c, d = (Split(tmp_path / name, "val", 4, 100).fingerprint() for name in "abcd")
+    assert a == b
+    assert len({a, c, d}) == 3

@@ -151,10 +151,18 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     split.n_eval_windows = lambda at_most: 7  # type: ignore[method-assign]
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
     runner = Runner(model, nullcontext(), torch.amp.GradScaler("cpu", enabled=False), False, False)
-    mean = runner.evaluate(split, 7, c.batch_size)
+    mean, error = runner.evaluate(split, 7, c.batch_size)
     assert mean == pytest.approx(model(x, y)[1].item(), rel=1e-6)
-    shares = [runner.evaluate(split, 7, c.batch_size, rank, 2) for rank in (0, 1)]
+    shares = [runner.evaluate(split, 7, c.batch_size, rank, 2)[0] for rank in (0, 1)]
     assert sum(shares) == pytest.approx(mean, rel=1e-6)
+    means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in (0, 3, 6)]
+    spread = sum((m - mean) ** 2 * rows**2 for m, rows in zip(means, (3, 3, 1), strict=True))
+    assert error == pytest.approx((spread * 3 / 2) ** 0.5 / 7, rel=1e-4)
+    assert runner.evaluate(split, 7, 7)[1] is None  # of one batch
+    split.n_eval_windows = lambda at_most: 6  # type: ignore[method-assign]
+    x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(6), 6))
+    pair = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in (0, 3)]
+    assert runner.evaluate(split, 6, 3)[1] == pytest.approx(abs(pair[0] - pair[1]) / 2, rel=1e-3)
     assert model.training
 
 

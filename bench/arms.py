@@ -1,0 +1,148 @@
+"""Runs under comparison: which are repeats of one another, and in what the others differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.runs import UNSAID, Run
+
+# Settings that neither the training nor its speed depend on.
+SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "dry_run", "log_interval", "auto_batch"}
+SILENT |= {"always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name", "seed", "dataset", "init_from"}
+# What became of device, dtype and compile is compared in place of these settings.
+RESOLVED = {"device": "device", "dtype": "dtype", "compile": "compiled"}
+FACTS = ("device", "world_size", "dtype", "compiled", "versions", "git_commit")
+
+
+@dataclass
+class Arm:
+    """Runs of the same settings: one, or several seeds."""
+
+    label: str
+    runs: list[Run]
+    values: dict[str, Any] = field(default_factory=dict)  # settings and facts that may be a cause
+
+
+@dataclass
+class Row:
+    """A figure of each arm, None where it is not known, and who leads in it."""
+
+    label: str
+    values: list[Any]
+    text: Callable[[Any], str]
+    lead: str = ""
+    winner: int | None = None  # the arm that leads beyond the noise
+
+    def cells(self) -> list[str]:
+        return [self.label, *("n/a" if v is None else self.text(v) for v in self.values), self.lead]
+
+
+def arms_of(runs: list[Run]) -> list[Arm]:
+    """Runs by what they did; those that differ only in their seed are one arm."""
+    arms: list[Arm] = []
+    for letter, run in zip(letters(len(runs)), runs, strict=True):
+        values, seed = causes(run), run.settings.get("seed")
+        for arm in arms:
+            seeds = [r.settings.get("seed") for r in arm.runs]
+            if arm.values == values and seed is not None and None not in seeds and seed not in seeds:
+                arm.runs.append(run)
+                arm.label += f"+{letter}"
+                break
+        else:
+            arms.append(Arm(letter, [run], values))
+    return arms
+
+
+def letters(n: int) -> list[str]:
+    return [chr(ord("A") + i) if i < 26 else f"A{i}" for i in range(n)]
+
+
+def causes(run: Run) -> dict[str, Any]:
+    """What the run's training and speed may depend on; values that follow from others are left out."""
+    known = {k: v for k, v in run.settings.items() if k not in SILENT}
+    known |= {k: run.start[k] for k in FACTS if run.start.get(k) is not None}
+    if run.settings.get("init_from") not in (None, "scratch", "resume"):
+        known["init_from"] = run.settings["init_from"]
+    for setting, fact in RESOLVED.items():
+        if setting in known and run.start.get(fact) is not None and setting != fact:
+            del known[setting]
+    if known.get("min_lr") is None or math.isclose(known["min_lr"] * 10, known.get("learning_rate", math.nan)):
+        known.pop("min_lr", None)
+    if known.get("lr_decay_iters") in (0, known.get("max_iters")):
+        known.pop("lr_decay_iters", None)
+    data = [run.start.get("train_tokens"), run.start.get("val_sha256")]
+    known["data"] = data if None not in data else run.settings.get("dataset")
+    return {k: v for k, v in known.items() if v is not None}
+
+
+def differing(dicts: list[dict[str, Any]]) -> list[str]:
+    """Keys whose values differ, or that some lack."""
+    names = list(dict.fromkeys(k for d in dicts for k in d))
+    return [k for k in names if any(d.get(k) != dicts[0].get(k) for d in dicts)]
+
+
+def factors(arms: list[Arm]) -> list[list[str]]:
+    """What changed, as the settings it consists of: some change together, and are one."""
+    names = differing([a.values for a in arms])
+    out: list[list[str]] = []
+
+    def all_equal(f: Callable[[dict[str, Any]], Any]) -> bool:
+        try:
+            return len({f(a.values) for a in arms}) == 1
+        except (KeyError, TypeError, ZeroDivisionError):
+            return False
+
+    split = ["batch_size", "gradient_accumulation_steps"]
+    if set(split) <= set(names) and all_equal(lambda v: v[split[0]] * v[split[1]]):
+        out.append(split)
+    width = ["n_embd", "n_head"]
+    if set(width) <= set(names) and all_equal(lambda v: v[width[0]] / v[width[1]]):
+        out.append(width)
+    return out + [[n] for n in names if not any(n in parts for parts in out)]
+
+
+def how(parts: list[str], arms: list[Arm]) -> str:
+    """What changed, and between two arms from what to what."""
+    if len(arms) != 2:
+        return " with ".join(parts)
+    old, new = (a.values for a in arms)
+    return " with ".join(f"{p} {short(old.get(p))} -> {short(new.get(p))}" for p in parts)
+
+
+def short(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items() if k != "platform")
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
+def changes(arms: list[Arm], runs: list[Run]) -> list[Row]:
+    """Every setting and fact that differs, and the tokens of a step."""
+    first = [a.runs[0] for a in arms]
+    settings = [r.settings for r in first]
+    names = [n for n in differing(settings) if n not in ("out_dir", "seed")]
+    facts = [{k: r.start.get(k) for k in FACTS} for r in first]
+    rows = [Row(n, [s.get(n) for s in settings], short) for n in names]
+    rows += [Row(n + " in use" * (n in names), [f[n] for f in facts], short) for n in differing(facts)]
+    rows = [r for r in rows if len({short(v) for v in r.values if v is not None}) > 1]
+    tokens = [r.tokens_per_step for r in first]
+    rows.append(Row("tokens per step", tokens, short, "" if None in tokens else equal(tokens)))
+    return rows
+
+
+def unknown(arms: list[Arm]) -> dict[str, list[str]]:
+    """Settings of each arm that are not known, of those known of another."""
+    known = [a.runs[0].settings.keys() - SILENT - {*UNSAID} for a in arms]
+    return {
+        a.label: sorted(set().union(*known) - k) for a, k in zip(arms, known, strict=True) if set().union(*known) - k
+    }
+
+
+def equal(values: list[Any]) -> str:
+    return "equal" if len(set(values)) == 1 else "not equal"
+
+
+def millions(v: float) -> str:
+    return f"{v / 1e6:,.2f}M"

@@ -1,0 +1,226 @@
+"""Compares training runs: what changed, what it did to speed and to learning, and how sure that is.
+
+    python bench/compare.py out-a out-b
+    python bench/compare.py log.txt out-b --set A.batch_size=16 A.n_layer=12 --device "A=RTX 4070"
+    python bench/compare.py out-a-seed1 out-a-seed2 out-b-seed1 out-b-seed2 --html report.html
+
+A run is an out_dir with its log.jsonl, or a text file with what nanoGPT or train.py printed. Runs are called A, B, C in
+the order given; those that differ in their seed alone count as repeats of one arm. What a log does not say is given
+with --set, any setting of train.py or a fact: parameters, tokens_per_step, tokenizer, val_tokens, bytes_per_token,
+world_size, peak_flops (that the log's MFU refers to). Times are of training alone, without evaluation.
+
+Prints three tables and a verdict; --html FILE, --png FILE and --json FILE write them for a browser, as a picture and
+for programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+
+import hardware
+from bench.arms import Arm, Row, arms_of, changes, letters, millions, unknown
+from bench.learning import learning, not_comparable
+from bench.page import Table, page, picture
+from bench.runs import Run, complete, give, implied_parameters, read_run
+from bench.verdict import verdict
+from configurator import one_line_errors
+from runlog import clock
+
+# ---- speed ---------------------------------------------------------------------------------------------------
+
+
+def own_peak(run: Run) -> tuple[float, str] | None:
+    """(FLOP/s, source) of the device that the run was on, all of its ranks: from --device, else from its own log."""
+    if name := run.start.get("gpu"):
+        dtype = run.start.get("dtype") or run.settings.get("dtype") or "bfloat16"
+        dtype = "bfloat16" if dtype == "auto" else dtype
+        found = hardware.published_peak(name, dtype)
+        if not found:
+            raise ValueError(f"--device {name}: no published {dtype} peak is known of it; leave it out")
+        return found[0] * run.start.get("world_size", 1), f"{name}, {found[1]}"
+    if run.start.get("device") and run.start.get("peak_flops"):
+        return run.start["peak_flops"], run.start.get("peak_source", "")
+    return None
+
+
+def band(arm: Arm) -> tuple[float, float, float] | None:
+    """(median, 10th, 90th percentile) of the arm's steps in ms."""
+    times = sorted(t for r in arm.runs for t in r.step_ms)
+    return (statistics.median(times), times[len(times) // 10], times[len(times) * 9 // 10]) if times else None
+
+
+def speed(arms: list[Arm]) -> list[Row]:
+    first = [a.runs[0] for a in arms]
+    bands = [band(a) for a in arms]
+
+    def of(f: Callable[[int], Any]) -> list[Any]:
+        """f of each arm's number; None where something it needs is not known."""
+        out = []
+        for i in range(len(arms)):
+            try:
+                out.append(f(i))
+            except (KeyError, TypeError, ZeroDivisionError):
+                out.append(None)
+        return out
+
+    def micro_batches(i: int) -> float:
+        return first[i].settings["gradient_accumulation_steps"] / first[i].start.get("world_size", 1)
+
+    ms: list[Any] = [b and b[0] for b in bands]
+    per_s = of(lambda i: first[i].tokens_per_step / ms[i] * 1e3)
+    flops = [r.flops_per_token for r in first]
+    rate = of(lambda i: per_s[i] * flops[i])
+    peaks = [own_peak(r) for r in first]
+    rows = [Row("ms per step: median (10% to 90%)", bands, lambda b: f"{b[0]:,.4g} ({b[1]:,.4g} to {b[2]:,.4g})")]
+    rows += [Row("ms per micro-batch", of(lambda i: ms[i] / micro_batches(i)), lambda v: f"{v:,.4g}")]
+    rows += [Row("tokens/s", per_s, lambda v: f"{v:,.0f}", *fastest(arms, per_s, bands))]
+    rows += [Row("parameters, as stated", [r.start.get("parameters") for r in first], millions)]
+    rows += [Row("parameters, from MFU, time and tokens", [implied_parameters(r) for r in first], millions)]
+    rows += [Row("MFLOPs per token", flops, lambda v: f"{v / 1e6:,.4g}")]
+    rows += [Row("TFLOP/s", rate, lambda v: f"{v / 1e12:.4g}")]
+    rows += [Row("MFU as printed at the end", [r.start.get("printed_mfu") for r in first], percent)]
+    rows += [Row("MFU on the log's peak", of(lambda i: rate[i] / first[i].start["peak_flops"]), percent)]
+    rows += [Row("the log's peak, TFLOP/s", of(lambda i: first[i].start["peak_flops"] / 1e12), lambda v: f"{v:,.4g}")]
+    rows += [Row("MFU on the device's own peak", of(lambda i: rate[i] / peaks[i][0]), percent)]
+    rows += [Row("its own peak, TFLOP/s", of(lambda i: peaks[i][0] / 1e12), lambda v: f"{v:,.4g}")]
+    rows += [Row("evaluation: time, and share of all", [evaluation(r) for r in first], spent)]
+    memory = of(lambda i: first[i].end["peak_memory_bytes"] / 2**30)
+    rows += [Row("peak memory, GiB", memory, lambda v: f"{v:.2f}")]
+    return [r for r in rows if any(v is not None for v in r.values)]
+
+
+def percent(v: float) -> str:
+    return f"{v:.2%}"
+
+
+def spent(v: tuple[float, float]) -> str:
+    return f"{clock(v[0])}, {v[1]:.1%}"
+
+
+def evaluation(run: Run) -> tuple[float, float] | None:
+    """(seconds, share of training and evaluation); where the time of some is not known, it is that of the others."""
+    times = [e["eval_s"] for e in run.evals if e["eval_s"] is not None]
+    ends = [e["train_s"] for e in run.evals + run.iters if e["train_s"]]
+    if not times or not ends:
+        return None
+    total = statistics.fmean(times) * len(run.evals)
+    return total, total / (total + max(ends))
+
+
+def fastest(arms: list[Arm], per_s: list[Any], bands: list[Any]) -> tuple[str, int | None]:
+    """Who trains most tokens per second, unless medians lie within the other's 10% to 90% of steps."""
+    if None in per_s or len(arms) < 2:
+        return "", None
+    best = max(range(len(arms)), key=lambda i: per_s[i])
+    open_, told = [], []
+    for i in range(len(arms)):
+        if i == best:
+            continue
+        scale = per_s[i] * bands[i][0]  # tokens per step; a band as tokens/s is this over its times
+        within = scale / bands[i][2] <= per_s[best] <= scale / bands[i][1]
+        scale = per_s[best] * bands[best][0]
+        within = within or scale / bands[best][2] <= per_s[i] <= scale / bands[best][1]
+        (open_ if within else told).append(i)
+    if open_:
+        names = " and ".join(arms[i].label for i in sorted([best, *open_]))
+        return f"{names}: not distinguishable", None
+    next_ = max(told, key=lambda i: per_s[i])
+    return f"{arms[best].label}, {per_s[best] / per_s[next_]:.2f} x {arms[next_].label}", best
+
+
+# ---- main ----------------------------------------------------------------------------------------------------
+
+
+def as_table(title: str, arms: list[Arm], rows: list[Row], note: str = "") -> Table:
+    heads = [f"{a.label}: {a.runs[0].name}" + (f" and {len(a.runs) - 1} more" if len(a.runs) > 1 else "") for a in arms]
+    return Table(title, ["", *heads, ""], [r.cells() for r in rows], note)
+
+
+def as_markdown(table: Table) -> str:
+    lines = [
+        f"## {table.title}",
+        "",
+        f"| {' | '.join(table.columns)} |",
+        "|---" + "|--:" * len(table.columns[1:]) + "|",
+    ]
+    lines += [f"| {' | '.join(r)} |" for r in table.rows]
+    return "\n".join(lines + ([f"\n{table.note}"] if table.note else []))
+
+
+def compare(runs: list[Run], levels: list[float]) -> tuple[list[Table], list[str], dict[str, Any]]:
+    """(tables, verdict, the same figures for programs) of runs that are complete."""
+    arms, reasons = arms_of(runs), not_comparable(runs)
+    groups = {"What changed": changes(arms, runs), "Speed": speed(arms), "Learning": learning(arms, levels, reasons)}
+    notes = [f"Not known of {label}: {', '.join(names)}." for label, names in unknown(arms).items()]
+    notes += [f"{x}: {n}." for x, r in zip(letters(len(runs)), runs, strict=True) for n in r.notes]
+    peaks = {f"{a.label}: {p[1]}" for a in arms if (p := own_peak(a.runs[0]))}
+    said = {"Speed": f"Own peaks: {'; '.join(sorted(peaks))}." if peaks else "", "What changed": " ".join(notes)}
+    said["Learning"] = f"Not ranked: {'; '.join(reasons)}." if reasons else ""
+    tables = [as_table(title, arms, rows, said[title]) for title, rows in groups.items() if rows]
+    lines = verdict(arms, groups["Speed"], groups["Learning"], reasons)
+    data = {
+        "arms": [{"label": a.label, "runs": [r.name for r in a.runs], "settings": a.runs[0].settings} for a in arms],
+        "rows": {
+            t: [{"label": r.label, "values": r.values, "lead": r.lead} for r in rows] for t, rows in groups.items()
+        },
+        "not_ranked": reasons,
+        "verdict": lines,
+    }
+    return tables, lines, data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or a printed log")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="[A.]NAME=VALUE")
+    parser.add_argument("--device", action="append", default=[], metavar="[A=]NAME", help='such as "A=RTX 4070"')
+    parser.add_argument("--loss", nargs="+", type=float, default=[], help="val losses to be reached, in nats per token")
+    parser.add_argument("--html", metavar="FILE")
+    parser.add_argument("--png", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE")
+    a = parser.parse_args()
+    named = dict(zip(letters(len(a.runs)), (read_run(path) for path in a.runs), strict=True))
+    for word in a.set:
+        name, equals, value = word.partition("=")
+        letter, dot, key = name.rpartition(".")
+        if not equals or (dot and letter not in named):
+            raise ValueError(f"--set {word}: write {'|'.join(named)}.NAME=VALUE, or NAME=VALUE for all")
+        for run in [named[letter]] if dot else named.values():
+            give(run, key, value)
+    for word in a.device:
+        letter, equals, name = word.partition("=")
+        if equals and letter not in named:
+            raise ValueError(f"--device {word}: write {'|'.join(named)}=NAME, or NAME for all")
+        for run in [named[letter]] if equals else named.values():
+            run.start["gpu"] = name if equals else word
+    runs = list(named.values())
+    for run in runs:
+        complete(run)
+    tables, lines, data = compare(runs, a.loss)
+    for letter, run in named.items():  # as the tables name them, each name once
+        run.name = f"{letter}: {run.name}"
+    for table in tables:
+        print(as_markdown(table) + "\n")
+    print("\n".join(f"- {line}" for line in lines))
+    if a.json:
+        Path(a.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
+    if a.html:
+        title = " and ".join(r.name for r in runs) if len(runs) < 4 else f"{len(runs)} runs"
+        Path(a.html).write_text(page(title, runs, tables, lines), encoding="utf-8")
+    if a.png:
+        picture(runs, Path(a.png))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

@@ -1,0 +1,309 @@
+"""A training run as its log tells it: an out_dir with log.jsonl, or the text that nanoGPT or train.py printed.
+
+Printed logs say less: what they leave open is None here, can be given by hand (`give`), or follows from what they do
+say (`complete`). nanoGPT's timer holds evaluation, and its running MFU with it: both are taken apart again.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import statistics
+from bisect import bisect_right
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from configurator import build, read_settings
+from train import TrainConfig
+
+NANOGPT_PEAK = 312e12  # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16
+# What nanoGPT's train.py has where its log echoes settings but not these; the other defaults are ours as well.
+NANOGPT_DEFAULTS: dict[str, Any] = {"lr_decay_iters": 600000, "min_lr": 6e-5, "activation": "gelu", "compile": True}
+UNSAID = (
+    "device",
+    "dtype",
+    "backend",
+    "seed",
+    "auto_batch",
+    "eval_tokens",
+    "dry_run",
+)  # it has others, or none of these
+# Facts of a run that are not settings, and can be given by hand all the same.
+FACTS = {"parameters": float, "tokens_per_step": int, "tokenizer": str, "val_tokens": int, "bytes_per_token": float}
+FACTS |= {"world_size": int, "peak_flops": float, "gpu": str}
+
+NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
+STEP = re.compile(rf"\bstep (\d+): train loss {NUMBER}, val loss {NUMBER}(?!\d)(?:, eval time {NUMBER}s)?")
+ITER = re.compile(rf"\biter (\d+): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
+OURS = re.compile(rf"tok/s ([\d,]+), lr {NUMBER}, grad_norm {NUMBER}")
+ECHO = re.compile(r"^(?:Overriding: )?([a-z]\w*) = (.+)$")
+
+
+@dataclass
+class Run:
+    """iters hold iter, loss, time_ms, mfu (a share, of the step alone), tokens_per_s, lr, grad_norm, tokens, train_s;
+    evals hold iter, train_loss, val_loss, val_se (standard error), tokens, train_s, eval_s. None is unknown.
+    tokens and train_s count from the run's beginning up to that point, train_s without evaluation, in seconds."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)  # facts: parameters, tokens_per_step, peak_flops, device ...
+    iters: list[dict[str, Any]] = field(default_factory=list)  # in order, each step once
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)  # {} where the run was killed or still goes on
+    flops_per_token: float | None = None
+    notes: list[str] = field(default_factory=list)  # what was odd
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        return self.start.get("tokens_per_step")
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Times of single steps, in order: those known, but for a run's first, which still warms up."""
+        times = [e["time_ms"] for e in self.iters if e["time_ms"] is not None and e["iter"] > 0]
+        return times or [e["time_ms"] for e in self.iters if e["time_ms"] is not None]
+
+    @property
+    def val(self) -> list[dict[str, Any]]:
+        """The evaluations with a finite validation loss."""
+        return [e for e in self.evals if e["val_loss"] is not None]
+
+    def scatter(self) -> float | None:
+        """Standard deviation of an evaluation around the smooth curve, from second differences; None for too few.
+
+        For independent errors the second difference has 1 + 4 + 1 times their variance; the later half of the
+        evaluations is taken, where the curve itself bends little.
+        """
+        late = [e["val_loss"] for e in self.val][len(self.val) // 2 :]
+        if len(late) < 5:
+            return None
+        second = [a - 2 * b + c for a, b, c in zip(late, late[1:], late[2:], strict=False)]
+        return math.sqrt(statistics.fmean(d * d for d in second) / 6)
+
+
+def read_run(path: str, name: str = "") -> Run:
+    """The run in an out_dir, a log.jsonl or a printed log. Raises ValueError where there is none."""
+    at = Path(path)
+    at = at / "log.jsonl" if at.is_dir() else at
+    try:
+        text = at.read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise ValueError(f"{at}: {e.strerror}; name an out_dir with a log.jsonl, or a printed log") from None
+    run = Run(name or (at.parent.name if at.name == "log.jsonl" else at.stem))
+    read = read_events if text.lstrip("\ufeff \n").startswith("{") or at.name == "log.jsonl" else read_printed
+    read(run, text)
+    if not run.iters and not run.evals:
+        raise ValueError(f"{at} holds no line of a training run (step N: train loss ..., iter N: loss ...)")
+    return run
+
+
+def read_events(run: Run, text: str) -> None:
+    """log.jsonl; of a resumed run what it computed twice counts once, as it was the last time."""
+    iters: dict[int, dict[str, Any]] = {}
+    evals: dict[int, dict[str, Any]] = {}
+    torn, at, before = 0, 0, 0.0
+    for line in text.splitlines():
+        try:
+            e = json.loads(line)
+            kind = e.pop("event")
+            at = int(e.get("iter", at))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            torn += bool(line.strip())
+            continue
+        if kind == "start":
+            run.settings, run.start = e.pop("settings", {}), e
+            iters = {i: x for i, x in iters.items() if i < at}
+            evals = {i: x for i, x in evals.items() if i < at}  # it evaluates there again
+            before = max((x["train_s"] for x in iters.values() if x["train_s"] is not None), default=0.0)
+            run.end = {}
+        elif kind in ("iter", "eval"):
+            names = ITER_FIELDS if kind == "iter" else EVAL_FIELDS
+            e = {k: e.get(k) for k in names} | {"iter": at}
+            if e["train_s"] is not None:
+                e["train_s"] += before  # each start counts from zero
+            (iters if kind == "iter" else evals)[at] = e
+        elif kind == "end":
+            run.end = e
+    run.iters, run.evals = ([x[i] for i in sorted(x)] for x in (iters, evals))
+    run.flops_per_token = run.start.get("flops_per_token")
+    if torn:
+        run.notes.append(f"{torn} unreadable lines of its log are left out")
+
+
+ITER_FIELDS = ("iter", "loss", "time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s")
+EVAL_FIELDS = ("iter", "train_loss", "val_loss", "val_se", "tokens", "train_s", "eval_s")
+
+
+def read_printed(run: Run, text: str) -> None:
+    """A printed log, with whatever stands before, between and behind its lines."""
+    iters: dict[int, dict[str, Any]] = {}
+    evals: dict[int, dict[str, Any]] = {}
+    echoed: dict[str, Any] = {}
+    runs, torn, last, ours = 1, 0, -1, False
+    for line in re.split(r"[\r\n]+", text):
+        if found := STEP.search(line):
+            i = int(found[1])
+            e = dict.fromkeys(EVAL_FIELDS) | {"iter": i, "train_loss": number(found[2]), "val_loss": number(found[3])}
+            evals[i] = e | {"eval_s": number(found[4])}
+        elif found := ITER.search(line):
+            i = int(found[1])
+            e = dict.fromkeys(ITER_FIELDS) | {"iter": i, "loss": number(found[2]), "time_ms": number(found[3])}
+            e["mfu"] = None if found[4] is None or number(found[4]) in (None, -100.0) else float(found[4]) / 100
+            if more := OURS.search(found[5]):
+                ours = True
+                e |= {"tokens_per_s": float(more[1].replace(",", "")), "lr": number(more[2])}
+                e["grad_norm"] = number(more[3])
+            iters[i] = e
+        else:
+            torn += bool(re.search(r"\b(step|iter) \d+: (train )?loss", line))
+            read_facts(run, line)
+            if last < 0 and (echo := ECHO.match(line)):
+                echoed |= setting(*echo.groups())
+            continue
+        if i < last:  # resumed, or another run behind the first
+            iters = {k: e for k, e in iters.items() if k <= i}
+            evals = {k: e for k, e in evals.items() if k <= i}
+            runs += 1
+        last = i
+    if runs > 1:
+        run.notes.append(f"its log begins {runs} times; what was computed twice counts as it was the last time")
+    if torn:
+        run.notes.append(f"{torn} damaged lines of its log are left out")
+    run.iters, run.evals = ([x[i] for i in sorted(x)] for x in (iters, evals))
+    if echoed and not ours:
+        defaults = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING and f.name not in UNSAID}
+        echoed = defaults | NANOGPT_DEFAULTS | echoed
+    run.settings = echoed
+    if not ours:
+        undo_evaluation(run)
+
+
+def read_facts(run: Run, line: str) -> None:
+    """What else a printed log says, in nanoGPT's words or train.py's."""
+    if found := re.search(r"tokens per iteration will be: ([\d,]+)", line):
+        run.start["tokens_per_step"] = int(found[1].replace(",", ""))
+    if found := re.search(r"number of parameters: ([\d.]+)M(?:, ([\d.]+) MFLOPs per token)?", line):
+        run.start["parameters"] = float(found[1]) * 1e6
+        run.flops_per_token = float(found[2]) * 1e6 if found[2] else None
+    if found := re.search(r"^mfu refers to ([\d.]+) TFLOP/s \((.*?)\);", line):
+        run.start |= {"peak_flops": float(found[1]) * 1e12, "peak_source": found[2]}
+    if found := re.search(r"^device: (\d+) x (.*), (float32|bfloat16|float16), (not )?compiled", line):
+        run.start |= {"world_size": int(found[1]), "device": found[2], "dtype": found[3], "compiled": not found[4]}
+    if found := re.search(r"^data: (.*), [\d,]+ train and ([\d,]+) val tokens", line):
+        run.start["val_tokens"] = int(found[2].replace(",", ""))
+
+
+def number(text: str | None) -> float | None:
+    """The number, None where there is none, or none that is finite."""
+    return float(text) if text and math.isfinite(float(text)) else None
+
+
+def setting(name: str, text: str) -> dict[str, Any]:
+    """{name: value} of a setting as a config file has it; {} where it is none."""
+    if name not in TrainConfig.__dataclass_fields__:
+        return {}
+    try:
+        return {name: ast.literal_eval(text)}  # a comment behind it is Python's too
+    except (ValueError, SyntaxError):
+        return {name: text} if re.fullmatch(r"[\w./-]+", text) else {}  # nanoGPT echoes strings without quotes
+
+
+def undo_evaluation(run: Run) -> None:
+    """Takes evaluation out of the times and the MFU that nanoGPT printed.
+
+    A step with an evaluation before it counts that in, and saving; its running MFU is 0.9 of the last line's and 0.1
+    of its own, so that all lines are one constant, MFU x time, times a sequence that follows from the times alone.
+    """
+    run.start |= {"peak_flops": NANOGPT_PEAK, "peak_source": "nanoGPT's, an A100"}
+    printed = [e["mfu"] for e in run.iters if e["mfu"] is not None]
+    run.start |= {"printed_mfu": printed[-1]} if printed else {}
+    evaluated = {e["iter"]: e for e in run.evals}
+    plain = [e["time_ms"] for e in run.iters if e["iter"] not in evaluated and e["iter"] > 0 and e["time_ms"]]
+    running, constants = None, []
+    for e in run.iters:
+        if e["mfu"] is not None and e["time_ms"]:
+            running = 1 / e["time_ms"] if running is None else 0.9 * running + 0.1 / e["time_ms"]
+            constants.append(e["mfu"] / running)
+    for e in run.iters:
+        if e["iter"] in evaluated or e["iter"] == 0:
+            if plain and e["iter"] in evaluated and e["iter"] > 0:
+                evaluated[e["iter"]]["eval_s"] = max(0.0, e["time_ms"] - statistics.median(plain)) / 1e3
+            e["time_ms"] = None
+        e["mfu"] = statistics.median(constants) / e["time_ms"] if constants and e["time_ms"] else None
+
+
+def give(run: Run, name: str, text: str) -> None:
+    """Sets what the log does not say: a setting of train.py or one of FACTS. Raises ValueError where it is neither."""
+    if name in FACTS:
+        try:
+            value: Any = float(text) if FACTS[name] is not str else text
+        except ValueError:
+            raise ValueError(f"--set {name}={text}: not a number") from None
+        if FACTS[name] is not str and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--set {name}={text}: must be above 0")
+        run.start[name] = int(value) if FACTS[name] is int else value
+    elif name in TrainConfig.__dataclass_fields__:
+        run.settings[name] = getattr(build(TrainConfig, read_settings(TrainConfig, [f"--{name}={text}"])), name)
+        if name in ("batch_size", "block_size", "gradient_accumulation_steps"):
+            run.start.pop("tokens_per_step", None)  # follows from these
+    else:
+        known = ", ".join(FACTS)
+        raise ValueError(f"--set {name}={text}: neither a setting of train.py (--help) nor one of {known}")
+
+
+def complete(run: Run) -> None:
+    """Fills in what follows from the rest: tokens, seconds of training, FLOPs."""
+    s, start = run.settings, run.start
+    batch = [s.get(k) for k in ("batch_size", "gradient_accumulation_steps", "block_size")]
+    if None not in batch:
+        start.setdefault("tokens_per_step", math.prod(batch))
+    per_step = run.tokens_per_step
+    mfu_seconds = [e["mfu"] * e["time_ms"] / 1e3 for e in run.iters if e["mfu"] and e["time_ms"]]
+    if run.flops_per_token is None and mfu_seconds and per_step and start.get("peak_flops"):
+        run.flops_per_token = statistics.median(mfu_seconds) * start["peak_flops"] / per_step
+        start["flops_inferred"] = True
+    seconds = elapsed(run)
+    for kind, e in [("iter", e) for e in run.iters] + [("eval", e) for e in run.evals]:
+        done = e["iter"] + (kind == "iter")  # steps behind this point
+        if e["tokens"] is None and per_step:
+            e["tokens"] = done * per_step
+        if e["train_s"] is None:
+            e["train_s"] = seconds(done)
+        if kind == "iter" and e["tokens_per_s"] is None and per_step and e["time_ms"]:
+            e["tokens_per_s"] = per_step / e["time_ms"] * 1e3
+
+
+def elapsed(run: Run) -> Any:
+    """Seconds of training after so many steps, from the times of the steps logged; None where there is none."""
+    known = [(e["iter"], e["time_ms"] / 1e3) for e in run.iters if e["time_ms"]]
+    if not known:
+        return lambda steps: None
+    ends, sums, total, at = [], [0.0], 0.0, 0
+    for i, step_s in known:  # a logged step stands for those since the last one
+        total, at = total + (i + 1 - at) * step_s, i + 1
+        ends.append(at)
+        sums.append(total)
+
+    def seconds(steps: int) -> float:
+        k = bisect_right(ends, steps)
+        begun = ends[k - 1] if k else 0
+        return sums[k] + (steps - begun) * known[min(k, len(known) - 1)][1]
+
+    return seconds
+
+
+def implied_parameters(run: Run) -> float | None:
+    """Parameters without position embeddings that the FLOPs per token stand for (PaLM, appendix B, turned round)."""
+    sizes = [run.settings.get(k, run.start.get("model_args", {}).get(k)) for k in ("n_layer", "n_embd", "block_size")]
+    if run.flops_per_token is None or None in sizes:
+        return None
+    return (run.flops_per_token - 12 * math.prod(sizes)) / 6
+
+
+def stated_parameters(run: Run) -> float | None:
+    """Parameters as the log or --set states them."""
+    return run.start.get("parameters")

@@ -1,0 +1,133 @@
+"""In plain words: what changed between runs, what it did, and what may be called the cause."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from bench.arms import Arm, Row, factors, how, millions, unknown
+from bench.learning import overfit
+from bench.runs import implied_parameters
+from train import TrainConfig
+
+
+def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list[str]) -> list[str]:
+    """At most ten lines: what changed, speed, learning, what may be called a cause, the run that would settle it."""
+    out: list[str] = []
+    changed = factors(arms) if len(arms) > 1 else []
+    missing = unknown(arms)
+    row = {r.label: r for r in speeds}
+    if len(arms) > 1:
+        few = [how(parts, arms) for parts in changed[:5]]
+        more = f" and {len(changed) - 5} more (table 1)" if len(changed) > 5 else ""
+        count = f"{len(changed)} thing{'s' * (len(changed) != 1)} changed: {', '.join(few)}{more}."
+        out.append(count if changed else "Nothing known changed.")
+        for label, settings in missing.items():
+            some = ", ".join(settings[:3]) + (f" and {len(settings) - 3} more" if len(settings) > 3 else "")
+            out.append(f"Not known of {label}: {some}; give what its log does not say with --set {label}.NAME=VALUE.")
+        out += speed_lines(arms, row)
+    for a in arms:
+        stated, implied = a.runs[0].start.get("parameters"), implied_parameters(a.runs[0])
+        if stated and implied and abs(stated / implied - 1) > 0.05:
+            out.append(
+                f"{a.label}: {millions(stated)} parameters are stated, but its MFU, time and tokens mean "
+                f"{millions(implied)} (without position embeddings): one of them is wrong."
+            )
+    winners = [r for r in losses if "equal" in r.label]
+    if reasons:
+        sizes = {a.runs[0].settings.get("block_size") for a in arms} - {None}
+        flags = f" --block_size={min(sizes)}" if len(sizes) > 1 else ""
+        out.append(
+            f"The losses are not ranked: {'; '.join(reasons)}. Where the models allow it, evaluate them alike: "
+            f"python train.py --init_from=resume --eval_only=True{flags} --out_dir=..."
+        )
+    elif winners and len(arms) > 1:
+        out += learning_lines(winners)
+        if all(len(a.runs) == 1 for a in arms):
+            out.append("One run each: that noise is the evaluation's; what another seed would change is not in it.")
+    for a in arms:
+        if up := overfit(a.runs[0]) if a.runs[0].val else None:
+            out.append(
+                f"{a.label} overfits: its val loss was lowest at step {up[0]:,} and has risen by {up[1]:.4f} since."
+            )
+    last: list[str] = []
+    if len(arms) == 2 and missing:
+        last = ["No cause can be named while settings are not known."]
+    elif len(arms) == 2:
+        last = cause_lines(arms, changed, row.get("tokens/s"), winners)
+    return out[: 10 - len(last)] + last
+
+
+def speed_lines(arms: list[Arm], row: dict[str, Row]) -> list[str]:
+    """What the speed's figures say of the arm with the fewest tokens per second beside the one with the most."""
+    tokens, flops, rate = (row.get(k) for k in ("tokens/s", "MFLOPs per token", "TFLOP/s"))
+    if tokens is None or None in tokens.values:
+        return []
+    if tokens.winner is None:
+        return [f"Speed: {tokens.lead} ({' and '.join(tokens.text(v) for v in tokens.values)} tokens/s)."]
+    fast, slow = tokens.winner, min(range(len(arms)), key=lambda i: tokens.values[i])
+    times = tokens.values[fast] / tokens.values[slow]
+    out = [
+        f"{arms[fast].label} trains {times:.2f} x as many tokens per second as {arms[slow].label} "
+        f"({tokens.text(tokens.values[fast])} and {tokens.text(tokens.values[slow])})."
+    ]
+    if flops and rate and None not in (*flops.values, *rate.values):
+        cost, done = flops.values[slow] / flops.values[fast], rate.values[slow] / rate.values[fast]
+        if abs(cost - 1) > 0.01:
+            why = "both slow it down" if done < 0.99 else "that is why it is slower" if done < 1.01 else ""
+            out.append(
+                f"A token of {arms[slow].label} costs {cost:.2f} x the FLOPs of one of {arms[fast].label}, and "
+                f"{arms[slow].label} does {done:.2f} x its FLOP/s: {why or 'more MFU, and yet slower'}."
+            )
+    return out
+
+
+def learning_lines(rows: list[Row]) -> list[str]:
+    """One line for each outcome, naming the budgets at which it holds."""
+    by_lead: dict[str, list[Row]] = {}
+    for r in rows:
+        if r.lead:
+            by_lead.setdefault(r.lead, []).append(r)
+    out = []
+    for lead, same in by_lead.items():
+        where = ", ".join(r.label.removeprefix("val loss at equal ") for r in same)
+        values = " and ".join("n/a" if v is None else f"{v:.4f}" for v in same[0].values)
+        out.append(f"Val loss at equal {where}: {lead}; {values}.")
+    return out
+
+
+def cause_lines(arms: list[Arm], changed: list[list[str]], speed: Row | None, losses: list[Row]) -> list[str]:
+    """What may be called the cause: nothing where several things changed; then the run that would settle it."""
+    if not changed:
+        return []
+    if len(changed) == 1:
+        only, repeated = f"Only {how(changed[0], arms)} differs", all(len(a.runs) > 1 for a in arms)
+        out = []
+        if speed and speed.lead:
+            told = (
+                "it is the cause of the difference in speed" if speed.winner is not None else "no effect on speed shows"
+            )
+            out.append(f"{only}: {told}.")
+        if any(r.winner is not None for r in losses):
+            chance = "" if repeated else ", unless the seed is: one run each, so repeat both with --seed=2"
+            out.append(f"{only}: it is the cause of the difference in loss{chance}.")
+        elif any(r.lead not in ("", "not ranked") for r in losses):
+            out.append(f"{only}: no effect on the loss shows beyond the noise.")
+        return out
+    out = [f"No cause can be named: {len(changed)} things changed at once."]
+    known = TrainConfig.__dataclass_fields__
+    settings = [parts for parts in changed if all(p in known and p in arms[1].values for p in parts)]
+    if settings:
+        a, b = arms[0].runs[0].settings, arms[1].values
+        line = command(a | {p: b[p] for p in settings[0]})
+        out.append(f"To settle it, change one at a time. {arms[0].label} with {how(settings[0], arms)} alone: {line}")
+    return out
+
+
+def command(settings: dict[str, Any]) -> str:
+    """train.py with these settings, as far as they are not the defaults."""
+    given = []
+    for name, f in TrainConfig.__dataclass_fields__.items():
+        if name in settings and settings[name] != f.default and name not in ("out_dir", "init_from"):
+            given.append(f"--{name}={settings[name]}")
+    return shlex.join(["python", "train.py", *given])

@@ -1,0 +1,433 @@
+"""compare.py: reading logs as they are found, every column against figures worked out by hand, and what it dares to say."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, flags, shell, tiny
+
+from bench import compare
+from bench.arms import arms_of, factors
+from bench.learning import at, overfit, spent_until, standard_error
+from bench.runs import Run, complete, give, implied_parameters, read_run
+from train import main
+
+REAL = ROOT.parent / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
+SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
+SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
+
+
+def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None = 0.01, **changed: Any) -> str:
+    """A log.jsonl of a run that evaluates so, with 64 tokens per step and 1000 FLOPs per token, a step taking ms."""
+    s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS}
+    per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
+    start = {
+        "parameters": 120.0,
+        "flops_per_token": 1000,
+        "tokens_per_step": per_step,
+        "device": "a chip",
+        "dtype": "float32",
+    }
+    start |= {"compiled": False, "world_size": 1, "peak_flops": 4e6, "peak_source": "measured", "git_commit": "abc"}
+    start |= {"tokenizer": "char", "val_tokens": 1000, "train_tokens": 9000, "val_sha256": "f00"}
+    start |= {k: v for k, v in changed.items() if k not in SETTINGS}
+    lines = [{"event": "start", "iter": 0, "settings": s} | start]
+    for i in range(max(val) + 1):
+        done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
+        if i in val:
+            loss = {"train_loss": val[i] - 0.1, "val_loss": val[i], "val_se": se, "lr": 1e-3, "eval_s": 2.0}
+            lines.append({"event": "eval", "iter": i} | loss | done)
+        if i < max(val):
+            step = {
+                "loss": 3.0,
+                "time_ms": ms * (1 + 0.1 * (i % 3 - 1)),
+                "mfu": 0.1,
+                "tokens_per_s": 1.0,
+                "data_wait": 0.0,
+            }
+            step |= {"lr": 1e-3, "grad_norm": 1.0, "tokens": (i + 1) * per_step, "train_s": (i + 1) * ms / 1e3}
+            lines.append({"event": "iter", "iter": i} | step)
+    lines.append({"event": "end", "iter": max(val), "peak_memory_bytes": 2**31})
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    return str(path)
+
+
+def compared(*paths: str) -> tuple[dict[str, list[str]], str, dict[str, Any]]:
+    """({row: cells}, the verdict, the figures) of all tables."""
+    runs = [read_run(p) for p in paths]
+    for run in runs:
+        complete(run)
+    tables, lines, data = compare.compare(runs, [])
+    assert len(lines) <= 10
+    return {r[0]: r[1:] for t in tables for r in t.rows}, "\n".join(lines), data
+
+
+# ---- reading logs --------------------------------------------------------------------------------------------
+
+
+def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: float) -> str:
+    """What nanoGPT prints, MFU included, for steps that take so many ms in all."""
+    out, running = [], None
+    for i, ms in times.items():
+        if i in evaluated:
+            out += [f"step {i}: train loss {4 - i / 100:.4f}, val loss {4.1 - i / 100:.4f}", "saving checkpoint to out"]
+        mfu = peak_share_ms / ms
+        running = None if i == 0 else mfu if running is None else 0.9 * running + 0.1 * mfu
+        shown = -1.0 if running is None else running
+        out.append(f"iter {i}: loss {4 - i / 100:.4f}, time {ms:.2f}ms, mfu {shown * 100:.2f}%")
+    return "\n".join(out) + "\n"
+
+
+TIMES = {
+    0: 9000.0,
+    10: 1000.0,
+    20: 1010.0,
+    30: 990.0,
+    40: 6000.0,
+    50: 1000.0,
+    60: 1000.0,
+    70: 1000.0,
+    80: 6000.0,
+    90: 1000.0,
+}
+
+
+def test_evaluation_is_taken_out_of_nanogpts_times_and_mfu(tmp_path):
+    (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0))
+    run = read_run(str(tmp_path / "log.txt"))
+    give(run, "tokens_per_step", "1000")
+    complete(run)
+    assert run.step_ms == [1000, 1010, 990, 1000, 1000, 1000, 1000]
+    assert [e["eval_s"] for e in run.evals] == [None, 5.0, 5.0]  # 6 s less the median step
+    mfu = {e["iter"]: e["mfu"] for e in run.iters}
+    assert mfu[40] is None
+    assert mfu[20] == pytest.approx(0.2 / 1.01, rel=1e-3)
+    assert mfu[90] == pytest.approx(0.2, rel=1e-3)  # printed: 15.9%
+    assert run.start["printed_mfu"] < 0.19
+    # 0.2 of 312 TFLOP/s for a second, and 1000 tokens
+    assert run.flops_per_token == pytest.approx(0.2 * 312e12 / 1000, rel=1e-3)
+    assert run.evals[1]["train_s"] == pytest.approx(11 * 1.0 + 10 * 1.01 + 10 * 0.99 + 9 * 1.0, rel=0.01)
+
+
+def test_parameters_follow_from_mfu_time_and_tokens(tmp_path):
+    (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0))
+    run = read_run(str(tmp_path / "log.txt"))
+    sizes = {"n_layer": 2, "n_embd": 100, "block_size": 50, "batch_size": 10, "gradient_accumulation_steps": 2}
+    for name, value in sizes.items():
+        give(run, name, str(value))
+    assert implied_parameters(run) is None
+    complete(run)
+    assert run.tokens_per_step == 1000
+    # 6 N + 12 x 2 x 100 x 50 = 0.2 x 312e12 / 1000
+    assert implied_parameters(run) == pytest.approx((6.24e10 - 120_000) / 6, rel=1e-3)
+    give(run, "parameters", "7e9")
+    lines = compare.compare([run], [])[1]
+    assert lines == [
+        "A: 7,000.00M parameters are stated, but its MFU, time and tokens mean 10,399.83M (without position "
+        "embeddings): one of them is wrong."
+    ]
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the log of a real nanoGPT run is not at hand")
+def test_a_real_log_tells_its_model():
+    run = read_run(str(REAL))
+    sizes = {"n_layer": 12, "n_embd": 384, "block_size": 1024, "batch_size": 16, "gradient_accumulation_steps": 32}
+    for name, value in sizes.items():
+        give(run, name, str(value))
+    complete(run)
+    by_hand = 50304 * 384 + 12 * 12 * 384**2 + 25 * 384  # embedding, blocks, norms
+    assert implied_parameters(run) == pytest.approx(by_hand, rel=1e-3)
+    assert run.notes == []
+    assert 3900 < sorted(run.step_ms)[len(run.step_ms) // 2] < 3915
+    assert run.evals[2]["eval_s"] == pytest.approx(15.2, abs=0.1)
+    assert overfit(run) is None  # its last evaluations differ by noise
+
+
+def test_damaged_logs_are_read_as_far_as_they_go(tmp_path):
+    text = nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0)
+    clean = tmp_path / "clean.txt"
+    clean.write_text(text)
+    lines = [f"\x1b[0m| 12:00 {line}" for line in text.splitlines()]
+    lines.insert(5, "UserWarning: iter is deprecated\n  warnings.warn(")
+    lines.insert(9, "\ufffd\x00%%% step 7")
+    lines[0] = "\ufeffx" + lines[0]
+    lines.append("iter 95: loss 3.1, ti")  # cut off
+    (tmp_path / "damaged.txt").write_bytes("\r\n".join(lines).encode() + b"\xff\xfe")
+    a, b = read_run(str(clean)), read_run(str(tmp_path / "damaged.txt"))
+    assert (a.iters, a.evals) == (b.iters, b.evals)
+    assert b.notes == ["1 damaged lines of its log are left out"]
+
+
+def test_a_log_that_goes_on_behind_a_resume_counts_each_step_once(tmp_path):
+    first, second = dict(list(TIMES.items())[:7]), dict(list(TIMES.items())[4:])
+    path = tmp_path / "log.txt"
+    path.write_text(nanogpt(first, (0, 40), 200.0) + nanogpt(second, (40, 80), 200.0))
+    run = read_run(str(path))
+    assert [e["iter"] for e in run.iters] == list(TIMES)
+    assert [e["iter"] for e in run.evals] == [0, 40, 80]
+    assert run.notes == ["its log begins 2 times; what was computed twice counts as it was the last time"]
+
+
+def test_settings_that_nanogpt_echoes_are_known_with_its_defaults(tmp_path):
+    echo = "Overriding config with config/x.py:\n# a comment\nbatch_size = 16 # micro\nlearning_rate = 3e-4\n"
+    echo += "Overriding: n_layer = 3\nOverriding: dataset = fineweb\neval_iters = 5 * 2\nfree = words here\n"
+    (tmp_path / "log.txt").write_text(echo + "number of parameters: 1.50M\n" + nanogpt(TIMES, (0, 40, 80), 200.0))
+    run = read_run(str(tmp_path / "log.txt"))
+    s = run.settings
+    assert (s["batch_size"], s["learning_rate"], s["n_layer"], s["dataset"]) == (16, 3e-4, 3, "fineweb")
+    assert (s["n_embd"], s["lr_decay_iters"], s["activation"]) == (768, 600000, "gelu")
+    assert "device" not in s
+    assert run.start["parameters"] == 1.5e6
+
+
+def test_our_own_run_reads_the_same_from_its_log_and_from_what_it_printed(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path / "out", max_iters=6))
+    (tmp_path / "printed.txt").write_text(capsys.readouterr().out)
+    a, b = read_run(str(tmp_path / "out")), read_run(str(tmp_path / "printed.txt"))
+    for run in (a, b):
+        complete(run)
+    assert [e["iter"] for e in a.iters] == [e["iter"] for e in b.iters] == list(range(6))
+    for x, y in zip(a.iters, b.iters, strict=True):
+        for name in ("loss", "time_ms", "mfu", "tokens_per_s", "tokens", "lr"):
+            assert x[name] == pytest.approx(y[name], rel=2e-2, abs=1e-4), name
+    assert [e["val_loss"] for e in a.evals] == pytest.approx([e["val_loss"] for e in b.evals], abs=1e-4)
+    assert b.start["val_tokens"] == a.start["val_tokens"]
+    assert b.start["tokens_per_step"] == a.start["tokens_per_step"]
+    assert all(e["val_se"] > 0 for e in a.evals)
+
+
+def test_a_resumed_run_counts_on(tmp_path):
+    path = Path(log(tmp_path / "a", {0: 4.0, 10: 3.0, 20: 2.5}))
+    text = (path / "log.jsonl").read_text().splitlines()
+    start = json.dumps(json.loads(text[0]) | {"iter": 10})
+    later = [json.loads(line) for line in text[1:] if json.loads(line)["iter"] >= 10]
+    moved = [json.dumps(e | ({"train_s": e["train_s"] - 1.0} if "train_s" in e else {})) for e in later]
+    (path / "log.jsonl").write_text("\n".join([*text[:16], '{"event": "iter", "it', start, *moved]))
+    run = read_run(str(path))
+    assert [e["iter"] for e in run.iters] == list(range(20))
+    assert [e["iter"] for e in run.evals] == [0, 10, 20]
+    assert run.iters[-1]["train_s"] == pytest.approx(2.0)
+    assert run.evals[-1]["train_s"] == pytest.approx(2.0)
+    assert run.notes == ["1 unreadable lines of its log are left out"]
+
+
+# ---- figures -------------------------------------------------------------------------------------------------
+
+
+def test_every_column_is_what_it_is_by_hand(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, ms=100)
+    b = log(
+        tmp_path / "b",
+        {0: 4.0, 100: 2.8, 400: 1.0},
+        ms=200,
+        batch_size=8,
+        gradient_accumulation_steps=1,
+        flops_per_token=3000,
+    )
+    rows, _, data = compared(a, b)
+    assert rows["batch_size"][:2] == ["4", "8"]
+    assert rows["gradient_accumulation_steps"][:2] == ["2", "1"]
+    assert rows["tokens per step"] == ["64", "64", "equal"]
+    assert rows["ms per step: median (10% to 90%)"][:2] == ["100 (90 to 110)", "200 (180 to 220)"]
+    assert rows["ms per micro-batch"][:2] == ["50", "200"]
+    assert rows["tokens/s"] == ["640", "320", "A, 2.00 x B"]
+    assert rows["MFLOPs per token"][:2] == ["0.001", "0.003"]
+    speed = {r["label"]: r["values"] for r in data["rows"]["Speed"]}
+    assert speed["TFLOP/s"] == pytest.approx([640e3, 960e3])
+    assert rows["MFU on the log's peak"][:2] == ["16.00%", "24.00%"]
+    assert rows["peak memory, GiB"][:2] == ["2.00", "2.00"]
+    assert rows["evaluation: time, and share of all"][:2] == ["6.0s, 23.1%", "6.0s, 7.0%"]  # of 20 + 6 s, 80 + 6 s
+    assert rows["parameters, from MFU, time and tokens"][0] == f"{(1000 - 12 * 2 * 16 * 8) / 6e6:,.2f}M"
+    assert rows["lowest val loss"][:2] == ["2.0000", "1.0000"]
+    assert rows["perplexity there"][:2] == [f"{math.e**2:.2f}", f"{math.e:.2f}"]
+    assert rows["val - train loss at the end"][:2] == ["0.1000", "0.1000"]
+    # B between 100 and 400 steps is linear in the logarithm: halfway at 200
+    assert rows["val loss at equal steps (200)"][:2] == ["2.0000", "1.9000"]
+    assert rows["val loss at equal tokens (12,800)"][:2] == ["2.0000", "1.9000"]
+    assert rows["val loss at equal training time (20.0s)"][:2] == ["2.0000", "2.8000"]  # B's 100th step
+    # 1.28e7 FLOPs are 200 steps of A and 66.7 of B, before its first evaluation
+    assert rows["val loss at equal FLOPs (1.28e+07)"] == ["2.0000", "n/a", ""]
+    # down from 3 to 2 between 100 and 200 steps: 2.1 is at 100 x 2^0.9; B's 1.8 fall in 2 octaves: 2.1 after 7/18
+    tokens = {r["label"]: r["values"] for r in data["rows"]["Learning"]}["tokens to val loss 2.1"]
+    assert tokens == pytest.approx([6400 * 2**0.9, 6400 * 4 ** (0.7 / 1.8)])
+
+
+def test_bits_per_byte_need_the_bytes_of_a_token(tmp_path):
+    run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0}))
+    give(run, "bytes_per_token", "4")
+    complete(run)
+    rows = {r[0]: r[1:] for t in compare.compare([run], [])[0] for r in t.rows}
+    assert rows["bits per byte there"][0] == f"{3 / math.log(2) / 4:.4f}"
+
+
+def test_a_loss_is_interpolated_only_between_evaluations(tmp_path):
+    run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0, 400: 2.0}))
+    assert at(run, "steps", 200) == (pytest.approx(2.5), 0.01)
+    assert at(run, "steps", 99) is None  # the start is no evaluation to go by
+    assert at(run, "steps", 401) is None
+    assert spent_until(run, "steps", 2.5) == pytest.approx(200)
+    assert spent_until(run, "steps", 3.5) is None
+    assert spent_until(run, "steps", 1.9) is None
+
+
+def test_scatter_of_evaluations_is_their_noise():
+    draw = random.Random(3)
+    losses = [3 + 1 / i + draw.gauss(0, 0.02) for i in range(1, 401)]
+    run = Run("x", evals=[{"iter": i, "val_loss": v, "val_se": None} for i, v in enumerate(losses)])
+    assert standard_error(run) == pytest.approx(0.02, rel=0.15)
+
+
+# ---- what it dares to say ------------------------------------------------------------------------------------
+
+
+def test_a_difference_within_the_noise_is_not_distinguishable(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.500}, ms=100)
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.490}, ms=101, learning_rate=3e-4)
+    rows, said, data = compared(a, b)
+    assert rows["tokens/s"][2] == "A and B: not distinguishable"
+    assert rows["val loss at equal steps (200)"][2].startswith(
+        "A and B: not distinguishable (0.0100 apart, noise ±0.0277)"
+    )
+    assert "Only learning_rate 0.001 -> 0.0003 differs: no effect on speed shows." in said
+    assert "no effect on the loss shows beyond the noise" in said
+    assert "cause of" not in said
+
+
+def test_one_changed_setting_may_be_named_as_the_cause(tmp_path):
+    seeds_a = [log(tmp_path / f"a{i}", {0: 4.0, 100: 3.0, 200: 2.5 + i / 100}, seed=i) for i in range(3)]
+    seeds_b = [
+        log(tmp_path / f"b{i}", {0: 4.0, 100: 3.0, 200: 2.3 + i / 100}, 130, seed=i, learning_rate=3e-3)
+        for i in range(3)
+    ]
+    rows, said, _ = compared(*seeds_a, *seeds_b)
+    assert [a.label for a in arms_of([read_run(p) for p in (*seeds_a, *seeds_b)])] == ["A+B+C", "D+E+F"]
+    assert rows["val loss at equal steps (200)"][2] == "D+E+F by 0.2000 (noise ±0.0227)"  # 2.776 x sqrt(2/3) x 0.01
+    assert "Only learning_rate 0.001 -> 0.003 differs: it is the cause of the difference in speed." in said
+    assert "Only learning_rate 0.001 -> 0.003 differs: it is the cause of the difference in loss." in said
+
+
+def test_one_run_each_leaves_the_seed_as_a_cause(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3}, learning_rate=3e-3)
+    said = compared(a, b)[1]
+    assert "the cause of the difference in loss, unless the seed is: one run each" in said
+
+
+def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
+    b = log(
+        tmp_path / "b",
+        {0: 4.0, 100: 3.0, 200: 2.3},
+        200,
+        batch_size=8,
+        gradient_accumulation_steps=1,
+        learning_rate=3e-3,
+    )
+    rows, said, _ = compared(a, b)
+    assert "2 things changed: batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1, learning_rate" in said
+    assert "No cause can be named: 2 things changed at once." in said
+    assert "--batch_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in said
+    assert "cause of" not in said
+
+
+def test_other_code_is_a_change_too(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 200: 2.5})
+    b = log(tmp_path / "b", {0: 4.0, 200: 2.3}, learning_rate=3e-3, git_commit="def")
+    assert "No cause can be named: 2 things changed at once." in compared(a, b)[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"block_size": 16}, "different context lengths (A 8, B 16)"),
+        ({"val_sha256": "bad"}, "different validation data (A f00, B bad)"),
+        ({"tokenizer": "gpt2"}, "different tokenizers (A char, B gpt2)"),
+    ],
+)
+def test_losses_of_different_evaluations_are_not_ranked(tmp_path, changed, reason):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 1.5}, **changed)
+    rows, said, data = compared(a, b)
+    assert all(cells[2] == "not ranked" for label, cells in rows.items() if label.startswith("val loss at equal"))
+    assert f"The losses are not ranked: {reason}" in said
+    assert data["not_ranked"] == [reason]
+
+
+def test_noise_that_nothing_tells_is_said_to_be_unknown(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, se=None)
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.0}, se=None, learning_rate=3e-3)
+    rows, said, _ = compared(a, b)
+    assert rows["val loss at equal steps (200)"][2] == "B by 0.5000 (noise not known)"
+    assert "cause of the difference in loss" not in said
+
+
+def test_overfitting_is_said_with_its_step(tmp_path):
+    path = log(tmp_path / "a", {0: 4.0, 100: 2.0, 200: 1.5, 300: 1.6, 400: 1.8})
+    rewritten = Path(path) / "log.jsonl"
+    events = [json.loads(line) for line in rewritten.read_text().splitlines()]
+    for e in events:
+        if e["event"] == "eval":
+            e["train_loss"] = 4.0 - e["iter"] / 101
+    rewritten.write_text("\n".join(map(json.dumps, events)))
+    _, said, _ = compared(path)
+    assert "A overfits: its val loss was lowest at step 200 and has risen by 0.3000 since." in said
+
+
+def test_settings_that_a_log_does_not_say_bar_any_cause(tmp_path):
+    (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), 200.0))
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3})
+    said = compared(str(tmp_path / "log.txt"), b)[1]
+    assert "Not known of A: batch_size, block_size, gradient_accumulation_steps and" in said
+    assert "No cause can be named while settings are not known." in said
+
+
+def test_width_with_heads_of_one_size_is_one_change(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 200: 2.5})
+    b = log(tmp_path / "b", {0: 4.0, 200: 2.3}, n_embd=32, n_head=4)
+    assert factors(arms_of([read_run(a), read_run(b)])) == [["n_embd", "n_head"]]
+
+
+# ---- the script ----------------------------------------------------------------------------------------------
+
+
+def test_script_writes_a_page_a_picture_and_figures(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
+    (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), 200.0))
+    files = {"html": tmp_path / "r.html", "png": tmp_path / "r.png", "json": tmp_path / "r.json"}
+    given = ["--set", "B.batch_size=4", "B.block_size=8", "gradient_accumulation_steps=2", "--loss", "3.5"]
+    given += ["--device", "B=RTX 4070"]
+    done = shell("python", "bench/compare.py", a, tmp_path / "log.txt", *given, *flags(**files))
+    assert done.returncode == 0, done.stderr
+    assert "| training time to val loss 3.5 | 5.0s" not in done.stdout  # 3.0 at step 100 was the first
+    assert "| MFU on the device's own peak | 16.00% |" in done.stdout
+    data = json.loads(files["json"].read_text())
+    peak = {r["label"]: r["values"] for r in data["rows"]["Speed"]}["its own peak, TFLOP/s"]
+    assert peak[1] == pytest.approx(58.3, rel=0.02)
+    assert "B: log" in files["html"].read_text()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["/nowhere/at-all"], "/nowhere/at-all: No such file or directory; name an out_dir with a log.jsonl"),
+        (["README.md"], "README.md holds no line of a training run"),
+        (["A", "--set", "Z.batch_size=3"], "--set Z.batch_size=3: write A.NAME=VALUE"),
+        (["A", "--set", "batchsize=3"], "--set batchsize=3: neither a setting of train.py"),
+        (["A", "--set", "batch_size=three"], "batch_size"),
+        (["A", "--set", "parameters=-1"], "--set parameters=-1: must be above 0"),
+        (["A", "--device", "RTX 9999"], "--device RTX 9999: no published float32 peak is known of it"),
+    ],
+)
+def test_what_is_wrong_is_one_line(script, tmp_path, arguments, reason):
+    run = log(tmp_path / "a", {0: 4.0, 100: 3.0})
+    done = script("bench/compare.py", *(run if a == "A" else a for a in arguments))
+    assert done.code == 1, done.out
+    assert done.err.count("\n") == 1
+    assert reason in done.err
