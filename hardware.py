@@ -122,7 +122,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most memory held so far: by torch's allocator on CUDA, by the whole process (peak RSS) elsewhere."""
+    """Most memory held so far: by torch's allocator on CUDA, without sweeps; by the process (peak RSS) elsewhere."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(device), _peak_before_sweep.get(device, 0))
     status = Path("/proc/self/status")
@@ -221,8 +221,8 @@ def peak_key(device: torch.device, dtype: str) -> str:
 def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, ...]]) -> float:
     """The best FLOP/s of a few square matmuls of these sizes now; not a number where not one could run.
 
-    On CUDA "float32" runs in TF32, as in train.py. Memory that it takes is given back, and not counted by
-    peak_memory_bytes on CUDA. Where memory runs out, the smaller ones count.
+    On CUDA "float32" runs in TF32, as in train.py; the memory that this takes there is given back and does not count
+    in peak_memory_bytes. Where memory runs out or a device is slow, only the smaller matmuls run.
     """
     cuda, best = device.type == "cuda", math.nan
     if cuda:
@@ -231,6 +231,8 @@ def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, 
         torch.set_float32_matmul_precision("high")
     try:
         for n in sizes["cpu" if device.type == "cpu" else "gpu"]:
+            if 6 * 2 * n**3 > 2 * best:  # more than two seconds, by the sizes before; nan at the first
+                break
             best = max(matmul_flops(device, dtype, n), best)  # the new one first: max(x, nan) is x
     except RuntimeError:  # out of memory, or the device has no matmul in this dtype: no reason to end a run
         pass
@@ -245,7 +247,8 @@ def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, 
 
 def matmul_flops(device: torch.device, dtype: str, n: int) -> float:
     """The best FLOP/s of a few n x n matmuls."""
-    a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
+    draw = torch.Generator(device).manual_seed(0)  # its own: no run's random numbers depend on what was measured
+    a, b = (torch.randn(n, n, device=device, generator=draw).to(DTYPES[dtype]) for _ in range(2))
     out, best_s = a @ b, math.inf  # writing into one tensor keeps the allocator out of the figure
     for _ in range(5):
         synchronize(device)

@@ -337,15 +337,26 @@ def test_sweep_that_runs_out_of_memory_counts_what_ran(monkeypatch):
     def flops(device: torch.device, dtype: str, n: int) -> float:
         if n > 1024:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return float(n)
+        return n * 1e12
 
     monkeypatch.setattr(hardware, "matmul_flops", flops)
-    assert hardware.sweep_matmuls(CPU, "float32", {"cpu": (512, 1024, 2048)}) == 1024
+    assert hardware.sweep_matmuls(CPU, "float32", {"cpu": (512, 1024, 2048)}) == 1024e12
     assert math.isnan(hardware.sweep_matmuls(CPU, "float32", {"cpu": (2048,)}))
     monkeypatch.setattr(hardware, "measured_matmul_flops", lambda *_: math.nan)
     flop_s, source = hardware.peak_flops(CPU, "float32")
     assert math.isnan(flop_s)
     assert source == "float32 matmul cannot be measured here"
+
+
+def test_slow_device_is_not_kept_busy_and_no_random_numbers_are_taken(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(hardware, "matmul_flops", lambda device, dtype, n: sizes.append(n) or 1e10)
+    assert hardware.sweep_matmuls(CPU, "float32", hardware.MATMUL_SIZES) == 1e10
+    assert sizes == [512, 1024]
+    monkeypatch.undo()
+    before = torch.get_rng_state()
+    hardware.sweep_matmuls(CPU, "float32", hardware.QUICK_SIZES)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_script_tells_what_this_machine_reaches(tmp_path):
