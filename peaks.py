@@ -9,8 +9,8 @@ and sparsity doubles it. A peak is SMs x boost clock x what an SM does per clock
 
 Left out, and so measured: laptop chips (power and clock are their maker's choice; those of the 20 and 16 series call
 themselves like the desktop's where they are not Max-Q, which only the matmul beside the figure shows), MIG slices,
-export variants (H20, H800, A800), GTX 1650 and RTX 3050 6GB (several clocks under one name), RTX 4000 Ada (its data
-sheet contradicts itself), RTX PRO Blackwell below 6000, GB10 and Jetson Orin (no 16-bit figure without sparsity).
+export variants (H20, H800, A800), GTX 1650 and RTX 3050 6GB (several clocks under one name), RTX 4000 Ada and RTX PRO
+5000 and 4500 (sources disagree), GB10 and Jetson Orin (no 16-bit figure without sparsity, several power modes).
 """
 
 from __future__ import annotations
@@ -194,6 +194,8 @@ BY_CLOCK: list[tuple[str, dict[str, int], dict[str, tuple[int, int]]]] = [
         {
             "RTX PRO 6000 Blackwell Workstation Edition": (188, 2617),
             "RTX PRO 6000 Blackwell Max-Q Workstation Edition": (188, 2280),
+            "RTX PRO 4000 Blackwell": (70, 2055),
+            "RTX PRO 2000 Blackwell": (34, 1957),
         },
     ),
     ("cdna", {"float32": 256, "bfloat16": 512, "float16": 1024}, {"Instinct MI100": (120, 1502)}),
