@@ -1,9 +1,16 @@
-"""The facts under every measured number: device, dtype, peak FLOP/s, memory, synchronisation, versions."""
+"""The facts under every measured number: device, dtype, peak FLOP/s, memory, synchronisation, versions.
+
+    python hardware.py      # this machine, and its peak FLOP/s: published, and measured now
+
+Measured peaks are kept in ~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME.
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
+import json
+import math
 import os
 import platform
 import subprocess
@@ -15,27 +22,20 @@ from pathlib import Path
 
 import torch
 
+from peaks import published_peak
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # On a CPU with bfloat16 instructions autocast pays from about this width on: below it, the casts cost more than
 # the matmuls save (bench/results/2026-11-21-cpu-dtype.md).
 CPU_BFLOAT16_MIN_N_EMBD = 192
 
-# Dense peak of a device in FLOP/s by the full name that torch gives it: 16-bit tensor cores with float32
-# accumulation, and TF32. From NVIDIA's data sheets (their figures "with sparsity" halved) and, for GeForce, the
-# appendices of the GA102 and AD102 white papers. Any other name (a laptop chip, a MIG slice, a CPU) is measured.
-NVIDIA_PEAKS = {
-    "NVIDIA H200": (989e12, 494.5e12),
-    "NVIDIA H100 80GB HBM3": (989e12, 494.5e12),
-    "NVIDIA H100 PCIe": (756e12, 378e12),
-    "NVIDIA A100-SXM4-80GB": (312e12, 156e12),
-    "NVIDIA A100-SXM4-40GB": (312e12, 156e12),
-    "NVIDIA A100 80GB PCIe": (312e12, 156e12),
-    "NVIDIA A100-PCIE-40GB": (312e12, 156e12),
-    "NVIDIA L40S": (362e12, 183e12),
-    "NVIDIA GeForce RTX 4090": (165.2e12, 82.6e12),
-    "NVIDIA GeForce RTX 3090": (71e12, 35.6e12),
-}
+# The square matmuls whose best speed is a device's measured peak, by size, and the one that is a look in passing.
+MATMUL_SIZES = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
+QUICK_SIZES = {"cpu": (1024,), "gpu": (4096,)}
+
+# Most bytes allocated on a GPU before a sweep of matmuls, which is no part of what a run needs.
+_peak_before_sweep: dict[torch.device, int] = {}
 
 
 def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
@@ -122,9 +122,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most memory held so far: by torch's allocator on CUDA, by the whole process (peak RSS) elsewhere."""
+    """Most memory held so far: by torch's allocator on CUDA, without sweeps; by the process (peak RSS) elsewhere."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return max(torch.cuda.max_memory_allocated(device), _peak_before_sweep.get(device, 0))
     status = Path("/proc/self/status")
     if status.exists():  # Linux, where getrusage would begin at what the process was that started this one
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
@@ -143,6 +143,7 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        _peak_before_sweep.pop(device, None)
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -156,41 +157,148 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
-    """(dense peak FLOP/s of one device in `dtype`, where the figure comes from); measured where no table has it."""
-    if device.type == "cuda" and device_name(device) in NVIDIA_PEAKS:
-        half, tf32 = NVIDIA_PEAKS[device_name(device)]
-        return (tf32, "NVIDIA, TF32") if dtype == "float32" else (half, f"NVIDIA, {dtype}")
-    return measured_matmul_flops(device, dtype), f"measured {dtype} matmul"
+    """(dense peak FLOP/s of one device in `dtype`, where the figure comes from), for matmuls as train.py runs them.
+
+    The published figure where peaks.py has one, with what matmuls reach here beside it; else the measured one. Not a
+    number where neither can be had. "float32" on CUDA is TF32 where the GPU has that, as train.py asks for it.
+    """
+    measured = measured_matmul_flops(device, dtype)
+    published = published_flops(device, dtype)
+    if published is None:
+        return measured, f"measured {dtype} matmul" if measured > 0 else f"{dtype} matmul cannot be measured here"
+    flops, source = published
+    if measured > 1.02 * flops:
+        why = "its clock is above the rated one, or its row in peaks.py is wrong"
+        return measured, f"measured {dtype} matmul, {measured / flops:.0%} of {source}: {why}"
+    beside = f"measured here {measured / 1e12:.3g} TFLOP/s ({measured / flops:.0%})" if measured > 0 else "not measured"
+    return flops, f"{source}; {beside}"
+
+
+def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | None:
+    """(dense peak FLOP/s by peaks.py, its source); None where it has none for this device."""
+    if device.type == "cpu":
+        return None
+    name, units = device_name(device), compute_units(device)
+    # ROCm's float32 matmuls stay float32 unless an environment variable says otherwise.
+    if dtype == "float32" and device.type == "cuda" and not torch.version.hip:
+        return published_peak(name, "tf32", units) or published_peak(name, "float32", units)
+    return published_peak(name, dtype, units)
+
+
+def compute_units(device: torch.device) -> int:
+    """SMs of a GPU (compute units, cores): they tell apart what shares a name."""
+    if device.type == "mps":
+        return torch.backends.mps.get_core_count()
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache  # of a process: what runs one after the other in it share
 def measured_matmul_flops(device: torch.device, dtype: str) -> float:
-    """The best FLOP/s of a few square matmuls in `dtype`: what the device reaches at most in practice."""
-    best = 0.0
-    for n in (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192):
-        a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
-        out = a @ b  # writing into one tensor keeps the allocator out of the figure
-        for _ in range(5):
-            synchronize(device)
-            t0 = time.perf_counter()
-            torch.mm(a, b, out=out)
-            synchronize(device)
-            best = max(best, 2 * n**3 / (time.perf_counter() - t0))
+    """The best FLOP/s of square matmuls in `dtype` ever seen on this machine; not a number where none can run.
+
+    What a whole sweep of sizes found is kept in a file, so that a run's start costs a look in passing; machines are
+    noisy, so a look that beats it brings a new sweep, and the best is kept.
+    """
+    known = read_peaks().get(peak_key(device, dtype))
+    if known and not sweep_matmuls(device, dtype, QUICK_SIZES) > known:
+        return known
+    return keep_best(device, dtype, sweep_matmuls(device, dtype, MATMUL_SIZES))
+
+
+def keep_best(device: torch.device, dtype: str, measured: float) -> float:
+    """The better of a measured peak and the one in the file, which it then holds."""
+    peaks, key = read_peaks(), peak_key(device, dtype)
+    if measured > peaks.get(key, 0.0):
+        write_peaks({**peaks, key: measured})
+        return measured
+    return peaks.get(key, measured)
+
+
+def peak_key(device: torch.device, dtype: str) -> str:
+    return f"{device_name(device)}, {dtype}, torch {torch.__version__}"
+
+
+def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, ...]]) -> float:
+    """The best FLOP/s of a few square matmuls of these sizes now; not a number where not one could run.
+
+    On CUDA "float32" runs in TF32, as in train.py; the memory that this takes there is given back and does not count
+    in peak_memory_bytes. Where memory runs out or a device is slow, only the smaller matmuls run.
+    """
+    cuda, best = device.type == "cuda", math.nan
+    if cuda:
+        precision, reserved = torch.get_float32_matmul_precision(), torch.cuda.memory_reserved(device)
+        _peak_before_sweep[device] = peak_memory_bytes(device) or 0
+        torch.set_float32_matmul_precision("high")
+    try:
+        for n in sizes["cpu" if device.type == "cpu" else "gpu"]:
+            if 6 * 2 * n**3 > 2 * best:  # more than two seconds, by the sizes before; nan at the first
+                break
+            best = max(matmul_flops(device, dtype, n), best)  # the new one first: max(x, nan) is x
+    except RuntimeError:  # out of memory, or the device has no matmul in this dtype: no reason to end a run
+        pass
+    finally:
+        if cuda:
+            torch.set_float32_matmul_precision(precision)
+            if torch.cuda.memory_reserved(device) > reserved:
+                torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
     return best
 
 
+def matmul_flops(device: torch.device, dtype: str, n: int) -> float:
+    """The best FLOP/s of a few n x n matmuls."""
+    draw = torch.Generator(device).manual_seed(0)  # its own: no run's random numbers depend on what was measured
+    a, b = (torch.randn(n, n, device=device, generator=draw).to(DTYPES[dtype]) for _ in range(2))
+    out, best_s = a @ b, math.inf  # writing into one tensor keeps the allocator out of the figure
+    for _ in range(5):
+        synchronize(device)
+        t0 = time.perf_counter()
+        torch.mm(a, b, out=out)
+        synchronize(device)
+        best_s = min(best_s, time.perf_counter() - t0)
+    return 2 * n**3 / best_s
+
+
+def peaks_file() -> Path:
+    """Where the measured peaks of this machine are kept; raises RuntimeError where the user has no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt" / "peaks.json"
+
+
+def read_peaks() -> dict[str, float]:
+    """Measured FLOP/s by device, dtype and version of torch; whatever is no such figure is left out."""
+    try:
+        peaks = json.loads(peaks_file().read_text(encoding="utf-8"))
+        return {k: v for k, v in peaks.items() if isinstance(v, float) and 0 < v < math.inf}
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        return {}
+
+
+def write_peaks(peaks: dict[str, float]) -> None:
+    """Replaces the file in one step; where that cannot be, the next run measures again."""
+    try:
+        path = peaks_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(json.dumps(peaks, indent=1), encoding="utf-8")
+        new.replace(path)
+    except (OSError, RuntimeError):
+        pass
+
+
 def device_name(device: torch.device) -> str:
-    """The device as it calls itself, such as "NVIDIA GeForce RTX 4070"; on CPUs with the threads torch uses."""
+    """The device as it calls itself, such as "NVIDIA GeForce RTX 4070"; a CPU with the threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return torch.backends.mps.get_name()  # "Apple M2 Max"
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if device.type == "cpu" and cpuinfo.exists():
+    if cpuinfo.exists():
         models = [
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         name = models[0] if models else name
-    return f"{name}, {torch.get_num_threads()} threads" if device.type == "cpu" else f"Apple {name}"
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:
@@ -209,3 +317,25 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return out.stdout.strip() or None
+
+
+def main() -> None:
+    """Prints what this machine is and reaches; what it measures is kept if it is the best so far."""
+    device = resolve_device("auto")
+    memory = memory_bytes(device)
+    size = "n/a" if memory is None else f"{memory / 2**30:.1f} GiB"
+    print(f"{device_name(device)}, memory {size}, torch {torch.__version__}")
+    for dtype in DTYPES:
+        now = sweep_matmuls(device, dtype, MATMUL_SIZES)
+        best = keep_best(device, dtype, now)
+        published = published_flops(device, dtype)
+        said = f"{published[0] / 1e12:.4g} ({published[1]})" if published else "n/a"
+        print(f"{dtype}: published {said}, measured now {now / 1e12:.3g}, best so far {best / 1e12:.3g} TFLOP/s")
+    print(f"the best are kept in {peaks_file()}")
+
+
+if __name__ == "__main__":
+    from configurator import one_line_errors
+
+    with one_line_errors():
+        main()

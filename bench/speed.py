@@ -54,13 +54,12 @@ SHARED: tuple[str, ...] = (
 )
 SHARED += ("learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
 WITH_MALLOC = """
-import importlib.util, runpy, sys
-spec = importlib.util.spec_from_file_location("hardware_of_deskgpt", sys.argv.pop(1))
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-assert module.keep_freed_memory()
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+import hardware
+assert hardware.keep_freed_memory()
 sys.argv.pop(0)
-sys.path.insert(0, "")
+sys.path[0] = ""
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -115,7 +114,7 @@ def contestants(c: train.TrainConfig, given: list[str], peers: list[str], folder
             values |= {"device": str(device), "compile": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
             flags = [f"--{k}={v}" for k, v in values.items()]
             flags += [*endless, f"--dataset={folder}", f"--out_dir={folder}/{number}"]
-            begin = [] if kind == "nanogpt" else ["-c", WITH_MALLOC, str(ROOT / "hardware.py")]
+            begin = [] if kind == "nanogpt" else ["-c", WITH_MALLOC, str(ROOT)]
             out.append(Contestant("nanoGPT" + kind[7:], [*python, *begin, "train.py", *flags], path))
         elif peer == "hf":
             values |= {"device": str(device), "dtype": c.dtype, "dataset": str(folder)}

@@ -8,6 +8,7 @@ import random
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+_cache = tempfile.TemporaryDirectory()  # goes when the tests end
+os.environ["XDG_CACHE_HOME"] = _cache.name  # for the measured peaks of hardware.py: the user's stay as they are
 if BPE_CACHE.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
 

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import json
+import math
+import os
+import re
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +14,8 @@ from conftest import shell
 from torch.utils.benchmark import Timer
 
 import hardware
+import peaks
+from peaks import published_peak
 
 CPU = torch.device("cpu")
 
@@ -44,17 +52,323 @@ def test_measured_peak_is_one_that_a_matmul_reaches():
     assert peak < 50 * 2 * 1024**3 / min(times)
 
 
-def test_peak_of_a_gpu_in_the_table_names_its_source_and_another_is_measured(monkeypatch):
-    monkeypatch.setattr(hardware, "measured_matmul_flops", lambda device, dtype: 1.5e12)
-    names = {
-        "NVIDIA H200": (989e12, "NVIDIA, bfloat16"),
-        "NVIDIA H200 MIG 1g.18gb": (1.5e12, "measured bfloat16 matmul"),
-    }
-    for name, expected in names.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert hardware.peak_flops(torch.device("cuda"), "bfloat16") == expected
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert hardware.peak_flops(torch.device("cuda"), "float32") == (494.5e12, "NVIDIA, TF32")
+# Totals that the makers print, in TFLOP/s: plain float32, TF32, 16 bits with float32 accumulation; None: not there.
+PUBLISHED = {
+    # Turing white paper, appendix A and B; T4 data sheet; V100 data sheet
+    "NVIDIA GeForce RTX 2080 Ti": (13.4, None, 53.8),
+    "NVIDIA GeForce RTX 2080": (10.1, None, 40.3),
+    "GeForce RTX 2070": (7.5, None, 29.9),
+    "TITAN RTX": (16.3, None, 130.5),
+    "Quadro RTX 6000": (16.3, None, 130.5),
+    "Quadro RTX 5000": (11.2, None, 89.2),
+    "Tesla T4": (8.1, None, 65),
+    "Tesla V100-SXM2-16GB": (15.7, None, 125),
+    "Tesla V100-PCIE-32GB": (14, None, 112),
+    "Tesla V100S-PCIE-32GB": (16.4, None, 130),
+    "NVIDIA TITAN V": (14.9, None, 110),
+    "Tesla P100-SXM2-16GB": (10.6, None, 21.2),
+    "Tesla P40": (11.8, None, None),
+    "NVIDIA GeForce GTX 1660 Ti": (5.4, None, 10.9),
+    # A100 white paper; GA102 white paper, tables 2, 9 and 10; data sheets of A30, A10, A2, A40, RTX A4000 to A6000
+    "NVIDIA A100-SXM4-80GB": (19.5, 156, 312),
+    "NVIDIA A100 80GB PCIe": (19.5, 156, 312),
+    "A100-PCIE-40GB": (19.5, 156, 312),
+    "NVIDIA A30": (10.3, 82, 165),
+    "NVIDIA GeForce RTX 3090": (35.6, 35.6, 71),
+    "GeForce RTX 3080": (29.8, 29.8, 59.5),
+    "NVIDIA GeForce RTX 3070": (20.3, 20.3, 40.6),
+    "NVIDIA RTX A6000": (38.7, 77.4, 154.8),
+    "NVIDIA RTX A5000": (27.8, 55.5, 111.1),
+    "NVIDIA RTX A4000": (19.2, 38.4, 76.7),
+    "NVIDIA A40": (37.4, 74.8, 149.7),
+    "NVIDIA A10": (31.2, 62.5, 125),
+    "NVIDIA A10G": (35, 35, 70),
+    "NVIDIA A2": (4.5, 9, 18),
+    # Ada white paper, appendix A; data sheets of L4, L40, L40S and RTX 6000 Ada
+    "NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2),
+    "NVIDIA GeForce RTX 4080": (48.7, 48.7, 97.5),
+    "NVIDIA GeForce RTX 4070 Ti": (40.1, 40.1, 80.2),
+    "NVIDIA GeForce RTX 4070": (29.1, 29.1, 58.3),
+    "NVIDIA RTX 6000 Ada Generation": (91.1, 182.1, 364.2),
+    "NVIDIA RTX 4000 SFF Ada Generation": (19.2, 38.4, 76.7),
+    "NVIDIA L4": (30.3, 60, 121),
+    "NVIDIA L40": (90.5, 90.5, 181.05),
+    "NVIDIA L40S": (91.6, 183, 362.05),
+    # Blackwell: RTX white paper, appendix A; RTX PRO 6000 and HGX B200 data sheets
+    "NVIDIA GeForce RTX 5090": (104.8, 104.8, 209.5),
+    "NVIDIA GeForce RTX 5080": (56.3, 56.3, 112.6),
+    "NVIDIA GeForce RTX 5070 Ti": (43.9, 43.9, 87.9),
+    "NVIDIA GeForce RTX 5070": (30.9, 30.9, 61.7),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (125, 251.9, 503.8),
+    "NVIDIA B200": (75, 1125, 2250),
+    # Hopper data sheets
+    "NVIDIA H100 80GB HBM3": (66.9, 494.7, 989.4),
+    "NVIDIA H100 PCIe": (51.2, 378, 756),
+    "NVIDIA H100 NVL": (60, 417.5, 835),
+    "NVIDIA H200": (67, 494.5, 989),
+    "NVIDIA GH200 480GB": (67, 494.5, 989),
+    # AMD's and Apple's pages; an MI250X is two devices
+    "AMD Instinct MI300X": (163.4, 653.7, 1307.4),
+    "AMD Instinct MI355X": (157.3, None, 2516.6),
+    "AMD Instinct MI250X": (95.7 / 2, None, 383 / 2),
+    "AMD Radeon RX 7900 XTX": (61.4, None, 122.8),
+    "Apple M1 Max": (10.4, None, None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_peaks_are_those_that_the_makers_publish(name):
+    for dtype, tflops in zip(("float32", "tf32", "float16"), PUBLISHED[name], strict=True):
+        found = published_peak(name, dtype)
+        assert (found and found[0]) == (tflops and pytest.approx(tflops * 1e12, rel=0.01)), dtype
+
+
+def test_peak_names_its_source():
+    assert published_peak("NVIDIA H200", "bfloat16") == (989e12, "NVIDIA data sheet, bfloat16")
+    assert published_peak("NVIDIA H200", "tf32") == (494.5e12, "NVIDIA data sheet, TF32")
+
+
+def test_bfloat16_is_as_fast_as_float16_from_ampere_on_and_not_there_before():
+    for card in [c for cards in peaks._cards().values() for c in cards]:
+        older = any(
+            word in card.source for word in ("Turing", "GTX 16", "V100", "P100", "NVIDIA specifications", "Apple")
+        )
+        mi100 = card.sms == 120
+        assert card.flops.get("bfloat16") == (None if older else card.flops["float16"] / (1 + mi100))
+
+
+def test_names_that_are_near_are_other_cards():
+    def tflops(name: str) -> float:
+        found = published_peak(name, "float16")
+        assert found, name
+        return found[0] / 1e12
+
+    assert len({tflops(f"NVIDIA {n}") for n in ("RTX A4000", "A40", "A10", "A100-SXM4-40GB", "RTX A400", "A2")}) == 6
+    assert len({tflops(f"NVIDIA {n}") for n in ("L4", "L40", "L40S")}) == 3
+    assert len({tflops(f"NVIDIA GeForce RTX 4070{n}") for n in ("", " Ti", " SUPER", " Ti SUPER")}) == 4
+    assert len({tflops(f"NVIDIA H100 {n}") for n in ("PCIe", "NVL", "80GB HBM3")}) == 3
+    assert tflops("NVIDIA GeForce RTX 4090 D") < tflops("NVIDIA GeForce RTX 4090")
+    assert tflops("NVIDIA GeForce RTX 4060 Ti") == tflops("RTX 4060 Ti 16GB")
+    assert tflops("Radeon RX 7900 XT") < tflops("AMD Radeon RX 7900 XTX")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 4070 Laptop GPU",
+        "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
+        "NVIDIA RTX A2000 8GB Laptop GPU",
+        "NVIDIA RTX 5000 Ada Generation Laptop GPU",
+        "NVIDIA GeForce RTX 2080 with Max-Q Design",
+        "Quadro RTX 5000 with Max-Q Design",
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A10-24Q",
+        "NVIDIA GeForce RTX 5090 D",
+        "NVIDIA GeForce RTX 5090 D v2",
+        "NVIDIA H20",
+        "NVIDIA GB10",
+        "Orin",
+        "AMD Radeon Graphics",
+        "Apple M4",
+        "Intel(R) Xeon(R) Processor, 2 threads",
+        "RTX 6000",  # Quadro, Ada or PRO
+        "RTX 4000",
+        "RTX",
+        "",
+    ],
+)
+def test_what_only_looks_like_a_card_is_none(name):
+    assert [published_peak(name, d) for d in ("float32", "tf32", "bfloat16", "float16")] == [None] * 4
+
+
+def test_loose_names_are_what_people_mean():
+    for loose, name in {
+        "rtx4070": "NVIDIA GeForce RTX 4070",
+        "RTX 4070": "NVIDIA GeForce RTX 4070",
+        "4090": "NVIDIA GeForce RTX 4090",
+        "4070 ti super": "NVIDIA GeForce RTX 4070 Ti SUPER",
+        "geforce-rtx-3060-12gb": "NVIDIA GeForce RTX 3060",
+        "h100 sxm": "NVIDIA H100 80GB HBM3",
+        "H100": "NVIDIA H100 80GB HBM3",
+        "h100-pcie": "NVIDIA H100 PCIe",
+        "a100 80GB": "NVIDIA A100-SXM4-80GB",
+        "t4": "Tesla T4",
+        "v100": "Tesla V100-SXM2-16GB",
+        "a6000": "NVIDIA RTX A6000",
+        "RTX 6000 Ada": "NVIDIA RTX 6000 Ada Generation",
+        "rtx pro 6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        "mi300x": "AMD Instinct MI300X",
+    }.items():
+        found = published_peak(loose, "float16")
+        assert found, loose
+        assert found == published_peak(name, "float16"), loose
+
+
+def test_cards_that_share_a_name_are_told_apart_by_their_sms():
+    def tflops(name: str, sms: int | None = None) -> float | None:
+        found = published_peak(name, "float16", sms)
+        return found and pytest.approx(found[0] / 1e12, abs=0.05)
+
+    assert tflops("NVIDIA GeForce RTX 3080") == tflops("NVIDIA GeForce RTX 3080", 68) == 59.5
+    assert tflops("NVIDIA GeForce RTX 3080", 70) == tflops("RTX 3080 12GB") == 61.3
+    assert tflops("NVIDIA GeForce RTX 2060", 34) == 28.7
+    assert tflops("NVIDIA GeForce RTX 3080", 48) is None
+    assert tflops("NVIDIA A100-SXM4-80GB", 14) is None
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Says what torch would of a GPU: its name, its SMs, and what matmuls reach on it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "hip", None)
+
+    def says(name: str, sms: int, measured: float) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(hardware, "compute_units", lambda device: sms)
+        monkeypatch.setattr(hardware, "measured_matmul_flops", lambda device, dtype: measured)
+        return torch.device("cuda")
+
+    return says
+
+
+def test_known_gpu_has_the_published_peak_and_what_matmuls_reach_beside_it(gpu):
+    h200 = gpu("NVIDIA H200", 132, 745e12)
+    said = "NVIDIA data sheet, bfloat16; measured here 745 TFLOP/s (75%)"
+    assert hardware.peak_flops(h200, "bfloat16") == (989e12, said)
+    assert hardware.peak_flops(gpu("NVIDIA H200", 132, 1000e12), "bfloat16")[0] == 989e12
+    assert hardware.peak_flops(gpu("NVIDIA H200", 132, math.nan), "bfloat16") == (
+        989e12,
+        "NVIDIA data sheet, bfloat16; not measured",
+    )
+
+
+def test_float32_is_tf32_on_gpus_that_have_it(gpu, monkeypatch):
+    assert hardware.peak_flops(gpu("NVIDIA H200", 132, 400e12), "float32")[0] == 494.5e12
+    assert hardware.peak_flops(gpu("Tesla T4", 40, 4e12), "float32")[0] == pytest.approx(8.14e12, rel=1e-3)
+    instinct = gpu("AMD Instinct MI300X", 304, 100e12)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert hardware.peak_flops(instinct, "float32")[0] == pytest.approx(163.4e12, rel=1e-3)
+
+
+def test_measured_peak_above_the_published_one_is_taken_and_said(gpu):
+    flops, source = hardware.peak_flops(gpu("NVIDIA H200", 132, 1100e12), "bfloat16")
+    assert flops == 1100e12
+    assert source.startswith("measured bfloat16 matmul, 111% of NVIDIA data sheet, bfloat16: ")
+    assert "its row in peaks.py is wrong" in source
+
+
+def test_gpu_that_is_not_in_the_table_is_measured(gpu):
+    for name, sms in (("NVIDIA H200 MIG 1g.18gb", 16), ("NVIDIA H200", 16), ("Tesla T4", 40)):
+        expected = (1.5e12, "measured bfloat16 matmul")
+        assert hardware.peak_flops(gpu(name, sms, 1.5e12), "bfloat16") == expected
+
+
+@pytest.fixture
+def sweeps(monkeypatch, tmp_path):
+    """Answers of the next sweeps in FLOP/s; what they were asked for is in `sweeps.asked`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hardware.measured_matmul_flops.cache_clear()
+
+    class Sweeps(list):
+        asked: list[str] = []  # noqa: RUF012 (a new one for each class)
+
+        def __call__(self, device: torch.device, dtype: str, sizes: Any) -> float:
+            self.asked.append("quick" if sizes is hardware.QUICK_SIZES else "full")
+            return self.pop(0)
+
+        def peak(self, *answers: float) -> float:
+            """The measured peak in a new process in which sweeps find these."""
+            self[:], self.asked[:] = answers, []
+            hardware.measured_matmul_flops.cache_clear()
+            return hardware.measured_matmul_flops(CPU, "float32")
+
+    fake = Sweeps()
+    monkeypatch.setattr(hardware, "sweep_matmuls", fake)
+    yield fake
+    hardware.measured_matmul_flops.cache_clear()
+
+
+def test_measured_peak_is_kept_and_only_looked_at_again(sweeps):
+    assert sweeps.peak(2e12) == 2e12
+    assert sweeps.asked == ["full"]
+    assert hardware.measured_matmul_flops(CPU, "float32") == 2e12  # of this process: no sweep
+    assert sweeps.peak(1e12) == 2e12
+    assert sweeps.asked == ["quick"]
+    assert [p.name for p in hardware.peaks_file().parent.iterdir()] == ["peaks.json"]
+
+
+def test_best_measured_peak_is_kept(sweeps):
+    sweeps.peak(2e12)
+    assert sweeps.peak(2.1e12, 3e12) == 3e12  # a better look brings a whole sweep
+    assert sweeps.asked == ["quick", "full"]
+    assert sweeps.peak(1e12) == 3e12
+    assert sweeps.peak(3.1e12, 2.5e12) == 3e12
+    assert sweeps.peak(math.nan) == 3e12
+    assert hardware.keep_best(CPU, "bfloat16", 5e12) == 5e12
+    assert sweeps.peak(1e12) == 3e12  # of each dtype its own
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", "null", '{"KEY": "fast"}', '{"KEY": -1.0}', '{"KEY": NaN}', "\xff"]
+)
+def test_damaged_file_of_peaks_is_as_none(sweeps, content):
+    path = hardware.peaks_file()
+    path.parent.mkdir(parents=True)
+    content = content.replace("KEY", hardware.peak_key(CPU, "float32"))
+    path.write_bytes(content.encode("latin-1"))
+    assert sweeps.peak(2e12) == 2e12
+    assert sweeps.asked == ["full"]
+    assert sweeps.peak(1e12) == 2e12  # and it is whole again
+
+
+def test_peaks_that_cannot_be_kept_are_measured_each_time(sweeps, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert sweeps.peak(2e12) == 2e12
+    assert sweeps.peak(1e12) == 1e12
+    assert sweeps.asked == ["full"]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert sweeps.peak(2e12) == 2e12
+
+
+def test_sweep_that_runs_out_of_memory_counts_what_ran(monkeypatch):
+    def flops(device: torch.device, dtype: str, n: int) -> float:
+        if n > 1024:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return n * 1e12
+
+    monkeypatch.setattr(hardware, "matmul_flops", flops)
+    assert hardware.sweep_matmuls(CPU, "float32", {"cpu": (512, 1024, 2048)}) == 1024e12
+    assert math.isnan(hardware.sweep_matmuls(CPU, "float32", {"cpu": (2048,)}))
+    monkeypatch.setattr(hardware, "measured_matmul_flops", lambda *_: math.nan)
+    flop_s, source = hardware.peak_flops(CPU, "float32")
+    assert math.isnan(flop_s)
+    assert source == "float32 matmul cannot be measured here"
+
+
+def test_slow_device_is_not_kept_busy_and_no_random_numbers_are_taken(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(hardware, "matmul_flops", lambda device, dtype, n: sizes.append(n) or 1e10)
+    assert hardware.sweep_matmuls(CPU, "float32", hardware.MATMUL_SIZES) == 1e10
+    assert sizes == [512, 1024]
+    monkeypatch.undo()
+    before = torch.get_rng_state()
+    hardware.sweep_matmuls(CPU, "float32", hardware.QUICK_SIZES)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_script_tells_what_this_machine_reaches(tmp_path):
+    done = shell(
+        "python", "hardware.py", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    for dtype in hardware.DTYPES:
+        assert re.search(
+            rf"^{dtype}: published .*, measured now [\d.]+, best so far [\d.]+ TFLOP/s$", done.stdout, re.M
+        )
+    assert len(json.loads((tmp_path / "deskgpt" / "peaks.json").read_text())) == 3
 
 
 def test_git_commit_marks_changes(tmp_path, monkeypatch):
