@@ -226,7 +226,7 @@ def as_html(table: Table) -> str:
     note = f"<p class=note>{escape(table.note)}</p>" if table.note else ""
     title = escape(table.title)
     box = f'<div class="box" tabindex="0" role="region" aria-label="{title}">'
-    return f"<h2>{title}</h2>\n{box}<table>{head}<tbody>\n{rows}</tbody></table></div>\n{note}"
+    return f"<div>\n<h2>{title}</h2>\n{box}<table>{head}<tbody>\n{rows}</tbody></table></div>\n{note}</div>"
 
 
 def page(
@@ -252,7 +252,7 @@ def page(
     body = [f"<h1>{escape(title)}</h1>"]
     said = verdict + [f"{run.name}: {note}" for run in runs for note in run.notes]
     body += [f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>"] if said else []
-    body += [as_html(table) for table in tables]
+    body += ['<div class="tables">', *(as_html(table) for table in tables), "</div>"]
     body += ["<h2>Curves</h2>", f"<section>{legend}"]
     for key, (heading, note, _) in charts.items():
         above = loss_switches if key == "loss" else ""
@@ -263,8 +263,8 @@ def page(
     body += ["<h2>Samples</h2>"] * bool(samples) + [f"<pre>{escape(text)}</pre>" for text in samples]
     body += ["<h2>Settings</h2>"]
     for run in runs:
-        rows = [[name, json.dumps(value)] for name, value in run.settings.items()]
-        inside = as_html(Table(f"Settings of {run.name}", [], rows)).partition("\n")[2] if rows else "<p>Unknown.</p>"
+        rows = [[name, json.dumps(value, ensure_ascii=False, default=str)] for name, value in run.settings.items()]
+        inside = as_html(Table(f"Settings of {run.name}", [], rows)) if rows else "<p>Unknown.</p>"
         body += [f"<details><summary>{escape(run.name)}</summary>{inside}</details>"]
     body += ["<h2>About</h2>", f'<p class="about">{escape(about)}</p>'] if about else []
     # "<" could end the script or open a comment in it

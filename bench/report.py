@@ -45,7 +45,7 @@ def speed(run: Run) -> Table:
     start, end = run.start, run.end
     ms, p10, p90 = (quantile(run, "time_ms", q) for q in (0.5, 0.1, 0.9))
     rows = [["time of a step, median", shown(ms, ".2f", " ms")]]
-    rows += [["of 80% of the steps", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"]]
+    rows += [["p10 to p90", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"]]
     rows += [["tokens/s, median", shown(quantile(run, "tokens_per_s", 0.5), ",.0f")]]
     mfu, peak = quantile(run, "mfu", 0.5), start.get("peak_flops")
     of_peak = f" of {peak / 1e12:.2f} TFLOP/s ({start.get('peak_source')})" if peak else ""
@@ -67,7 +67,7 @@ def learning(run: Run) -> Table:
         return Table("Learning", [], [["evaluations", "none"]])
     last = [e for e in run.evals if e.get("val_loss") is not None][-1]
     rows = []
-    for name, e in (("best", best), ("last", last)):
+    for name, e in (("best", best), ("last", last)) if last is not best else (("best", best),):
         se = "" if e.get("val_se") is None else f" ± {e['val_se']:.4f} (standard error)"
         rows += [[f"{name} val loss", f"{e['val_loss']:.4f}{se}, step {e['iter']:,}"]]
         rows += [[f"perplexity of the {name}", f"{math.exp(min(e['val_loss'], 700)):,.2f}"]]
@@ -79,7 +79,7 @@ def learning(run: Run) -> Table:
 def turn(best: dict[str, Any], last: dict[str, Any]) -> str:
     """Whether and where the validation loss stopped falling."""
     rise = last["val_loss"] - best["val_loss"]
-    if best["iter"] == last["iter"] or not rise:
+    if not rise:
         return "no, the last is the lowest"
     at = f"after step {best['iter']:,}, by {rise:.4f} until step {last['iter']:,}"
     errors = [e["val_se"] for e in (best, last) if e.get("val_se") is not None]
