@@ -169,16 +169,25 @@ def test_console_is_seen(tmp_path):
     assert len(browse(tmp_path, broken, 360)[1]) >= 1
 
 
+class Tags(HTMLParser):
+    """The attributes of all tags in a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+
 def test_page_refers_to_nothing_outside_of_it(html):
     from plotly.offline import get_plotlyjs
 
     assert html.count(get_plotlyjs()) == 1
-    attributes: list[tuple[str, str | None]] = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attrs: attributes.extend(attrs)  # type: ignore[method-assign]
-    parser.feed(html.replace(get_plotlyjs(), ""))
-    assert {"viewport", "plot", "charts"} <= {value for _, value in attributes}
-    assert not {"src", "href", "srcset", "action", "onerror"} & {name for name, _ in attributes}
+    tags = Tags()
+    tags.feed(html.replace(get_plotlyjs(), ""))
+    assert {"viewport", "plot", "charts"} <= {value for _, value in tags.attributes}
+    assert not {"src", "href", "srcset", "action", "onerror"} & {name for name, _ in tags.attributes}
     style = "".join(re.findall("<style>(.*?)</style>", html, re.S))
     assert not re.search(r"@import|url\(|//", style)
     assert "default-src 'none'" in html
