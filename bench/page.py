@@ -61,12 +61,13 @@ class Curve:
 
 def values(events: list[dict[str, Any]], key: str) -> np.ndarray:
     """The field of each event, (len(events),), NaN where it is unknown."""
-    return np.array([np.nan if e.get(key) is None else e[key] for e in events], float)
+    return np.array([e.get(key) for e in events], float)  # which makes NaN of None
 
 
 def curve(run: Run, events: list[dict[str, Any]], key: str, points: int, factor: float = 1) -> Curve:
     """How a field of run.iters or run.evals goes on, in so many points at most."""
-    events = [e for _, e in sorted({e["iter"]: e for e in events}.items())]
+    if (np.diff(values(events, "iter")) <= 0).any():
+        events = [e for _, e in sorted({e["iter"]: e for e in events}.items())]
     y = values(events, key) * factor
     kept = np.isfinite(y)
     y, tokens = y[kept], values(events, "tokens")[kept]

@@ -91,7 +91,11 @@ def verdict(run: Run) -> list[str]:
     said = [f"best val loss {best['val_loss']:.4f} at step {best['iter']:,}" if best else "no evaluation in the log"]
     if ms is not None:
         said += [f"{ms:.2f} ms a step, MFU {shown(quantile(run, 'mfu', 0.5), '.2%')}"]
-    return said if run.end else [*said, "the log has no end: the run was stopped, failed or still goes on"]
+    return (
+        said
+        if run.end or not run.start
+        else [*said, "the log has no end: the run was stopped, failed or still goes on"]
+    )
 
 
 def samples(out_dir: Path, n: int, tokens: int) -> list[str]:
