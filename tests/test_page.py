@@ -1,0 +1,258 @@
+"""Pages about runs as a browser shows them: headless Chromium, pages of real and of made-up runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import tiny
+
+import train
+from bench import page, report
+from bench.runs import Run, read_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")
+EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
+CHARTS = ["loss", "time_ms", "mfu", "lr", "grad_norm"]
+
+# Works the switches of a page and tells the frame around it what it saw.
+DRIVER = """<script>
+const wait = () => new Promise(done => setTimeout(done, 200));
+const loss = () => document.getElementById("loss");
+const click = async selector => {document.querySelector(selector).click(); await wait()};
+const x = () => loss()._fullData.map(t => [...(t.x || [])]);
+const visible = id => document.getElementById(id).data.map(t => [t.meta.run, t.meta.kind, t.visible]);
+addEventListener("load", async () => {
+  await wait();
+  const seen = {title: document.title, width: document.documentElement.scrollWidth, x: {}, axis: {}, note: {}};
+  seen.svg = [...document.querySelectorAll(".plot")].filter(p => p.querySelector("svg.main-svg .trace")).map(p => p.id);
+  seen.chartWidth = Math.max(...[...document.querySelectorAll(".main-svg")].map(s => s.getBoundingClientRect().right));
+  seen.background = getComputedStyle(document.body).backgroundColor;
+  seen.paper = loss()?.layout.paper_bgcolor;
+  seen.colours = CHARTS.map(id => document.getElementById(id)?.data.map(t => [t.meta.run, t.line.color]));
+  for (const radio of document.querySelectorAll("input[name=axis]")) {
+    await click(`input[value="${radio.value}"]`);
+    seen.x[radio.value] = x();
+    seen.axis[radio.value] = loss().layout.xaxis.title.text;
+    seen.note[radio.value] = document.getElementById("loss-note").textContent;
+  }
+  if (document.querySelector("[data-run]")) {
+    await click("#log-y");
+    seen.type = loss().layout.yaxis.type;
+    await click("[data-run='1']");
+    await click("[data-kind=train]");
+    seen.visible = [...visible("loss"), ...visible("time_ms")];
+  }
+  parent.postMessage(JSON.stringify(seen), "*");
+});
+</script>""".replace("CHARTS", json.dumps(CHARTS))
+FRAME = """<!doctype html><body style="margin:0"><pre id="result"></pre>
+<iframe src="driven.html" style="width:WIDTHpx;height:800px;border:0"></iframe>
+<script>addEventListener("message", e => document.getElementById("result").textContent = e.data)</script>"""
+
+
+def browse(folder: Path, html: str, width: int, *flags: str) -> tuple[dict[str, Any], list[str]]:
+    """(what DRIVER saw on the page in a window this wide, what stood on the console)"""
+    (folder / "driven.html").write_text(html.replace("</body>", DRIVER + "</body>"), encoding="utf-8")
+    # Chromium's own windows are not narrower than 500 pixels.
+    (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
+    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0", *flags]
+    command += ["--virtual-time-budget=10000", "--dump-dom", (folder / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)
+    assert found, done.stderr
+    assert found[1], done.stderr
+    return json.loads(unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def made_up(name: str, steps: int = 3000, known: bool = True, evals: int = 7) -> Run:
+    """A run with a slow step; known=False: with no more than nanoGPT prints."""
+    draw = np.random.default_rng(0)
+    iters: list[dict[str, Any]] = [
+        {"iter": i, "loss": 4 - i / steps + draw.normal() / 9, "time_ms": 10.0 if i else 5000.0} for i in range(steps)
+    ]
+    evaluations: list[dict[str, Any]] = [
+        {"iter": i * steps // 6, "train_loss": 4 - i / 6, "val_loss": 4 - i / 9, "val_se": 0.01} for i in range(evals)
+    ]
+    for e in (*iters, *evaluations) if known else ():
+        e |= {"mfu": 0.4, "lr": 1e-3, "grad_norm": 2.0, "tokens": 100 * e["iter"], "train_s": 3 * e["iter"]}
+    return Run(name, {"note": EVIL, "n_layer": 2}, {}, iters, evaluations, {}, 6e6 if known else None, [f"odd {EVIL}"])
+
+
+@pytest.fixture(scope="module")
+def real(chars, tmp_path_factory) -> Path:
+    out_dir = tmp_path_factory.mktemp("run") / "out"
+    train.main(tiny(chars, out_dir))
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def html(real) -> str:
+    runs = [read_run(str(real)), made_up(EVIL), made_up("printed", known=False)]
+    wide = page.Table("Wide", ["run", *("a long heading",) * 9], [[EVIL, *("1,234,567",) * 9]], EVIL)
+    return page.page(f"Runs & {EVIL}", runs, [wide], [EVIL], [f"ROMEO:\n\n{EVIL}"], EVIL)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 1200])
+def test_every_chart_is_drawn_and_none_is_wider_than_the_window(html, tmp_path, width):
+    seen, console = browse(tmp_path, html, width)
+    assert console == []  # where the browser says what it refused to load, too
+    assert seen["svg"] == CHARTS
+    assert seen["width"] <= width
+    assert seen["chartWidth"] <= width
+
+
+@needs_browser
+def test_switches_change_the_axis_and_hide_runs_in_all_charts(html, tmp_path):
+    seen, _ = browse(tmp_path, html, 800)
+    assert seen["axis"] == {"steps": "steps", "tokens": "tokens trained on", "time": "hours of training"} | {
+        "FLOPs": "FLOPs"
+    }
+    last = {axis: max(v for t in xs for v in t if v is not None) for axis, xs in seen["x"].items()}
+    assert last["steps"] == 3000
+    assert last["tokens"] == pytest.approx(300_000)
+    assert last["time"] == pytest.approx(2.5)
+    assert last["FLOPs"] == pytest.approx(1.8e12)
+    assert "unknown" not in seen["note"]["steps"]
+    assert seen["note"]["FLOPs"].endswith("Left out, FLOPs unknown: printed.")
+    assert seen["type"] == "log"
+    for run, kind, visible in seen["visible"]:
+        assert visible == (run != 1 and kind != "train")
+    of_run = {run: {c for chart in seen["colours"] for r, c in chart if r == run} for run in range(3)}
+    assert [len(colours) for colours in of_run.values()] == [1, 1, 1]
+    assert len(set.union(*of_run.values())) == 3
+
+
+@needs_browser
+def test_names_and_samples_are_shown_and_not_run(html, tmp_path):
+    seen, console = browse(tmp_path, html, 360)
+    assert seen["title"] == f"Runs & {EVIL}"
+    assert console == []
+    assert html.count("<img") == page.page("", [], [], []).count("<img")  # those in plotly's own text
+
+
+@needs_browser
+def test_page_and_charts_follow_the_theme(html, tmp_path):
+    (light, _), (dark, _) = (browse(tmp_path, html, 360, f"--blink-settings=preferredColorScheme={s}") for s in (1, 0))
+    assert (light["background"], light["paper"]) == ("rgb(255, 255, 255)", "#ffffff")
+    assert (dark["background"], dark["paper"]) == ("rgb(20, 20, 20)", "#141414")
+    assert light["colours"] != dark["colours"]
+
+
+@needs_browser
+def test_runs_with_little_in_their_logs(tmp_path):
+    empty = Run("empty", {}, {}, [], [], {}, None, [])
+    seen, console = browse(tmp_path, page.page("empty", [empty], [], []), 360)
+    assert (seen["svg"], console) == ([], [])
+    once = made_up("once", 0, evals=1)
+    diverged = made_up("diverged", 3, evals=0)
+    diverged.iters[-1] |= {"loss": None, "grad_norm": None}
+    seen, console = browse(tmp_path, page.page("few", [empty, once, diverged], [], []), 360)
+    assert (seen["svg"], console) == (CHARTS, [])
+    page.picture([empty, once, diverged], str(tmp_path / "few.png"))
+
+
+@needs_browser
+def test_console_is_seen(tmp_path):
+    broken = "<title>broken</title><body><img src='https://example.com/a.png'><script>nonsense()</script></body>"
+    assert len(browse(tmp_path, broken, 360)[1]) >= 1
+
+
+class Tags(HTMLParser):
+    """The attributes of all tags in a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+
+def test_page_refers_to_nothing_outside_of_it(html):
+    from plotly.offline import get_plotlyjs
+
+    assert html.count(get_plotlyjs()) == 1
+    tags = Tags()
+    tags.feed(html.replace(get_plotlyjs(), ""))
+    assert {"viewport", "plot", "charts"} <= {value for _, value in tags.attributes}
+    assert not {"src", "href", "srcset", "action", "onerror"} & {name for name, _ in tags.attributes}
+    style = "".join(re.findall("<style>(.*?)</style>", html, re.S))
+    assert not re.search(r"@import|url\(|//", style)
+    assert "default-src 'none'" in html
+    assert len(html) < 6e6
+
+
+def test_long_logs_are_drawn_with_few_points_that_keep_the_extremes():
+    run = made_up("long", 100_000)
+    run.iters = [*run.iters[50_000:], *run.iters[:60_000]]  # as of a log read in pieces: sorted, each step once
+    run.iters[7] |= {"loss": None}
+    c = page.curve(run, run.iters, "time_ms", 1000)
+    assert len(c.y) == 1000
+    assert c.thinned
+    assert (c.high.max(), c.low.min()) == (5000, 10)
+    assert c.y[0] == pytest.approx((5000 + 99 * 10) / 100)
+    assert (np.diff(c.x["steps"]) == 100).all()
+    assert (c.x["FLOPs"] == c.x["tokens"] * 6e6).all()
+    short = page.curve(run, run.iters[:5], "loss", 1000)
+    assert len(short.y) == 5
+    assert not short.thinned
+
+
+def test_one_slow_step_does_not_set_the_axis():
+    limits, note = page.clipped(np.array([10.0] * 99 + [5000.0]))
+    assert limits == [0, 12.5]
+    assert note == "1 of 100 values lie above; the greatest is 5,000."
+    assert page.clipped(np.linspace(1, 2, 100)) == (None, "")
+
+
+def test_report_of_a_run_has_its_figures_and_samples(real, script, tmp_path):
+    done = script("bench/report.py", real, "--samples", "1", "--max_new_tokens", "5", "--png", tmp_path / "a.png")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [str(real / "report.html"), str(tmp_path / "a.png")]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    text = (real / "report.html").read_text()
+    assert len(re.findall("<pre>", text)) == 1
+    assert "no samples" not in text
+    run = read_run(str(real))
+    best = min(e["val_loss"] for e in run.evals)
+    assert f"best val loss {best:.4f} at step" in text
+    assert re.search(r"MFU, median</th><td>[\d.]+% of [\d.]+ TFLOP/s \(measured float32 matmul\)", text)
+    assert f"perplexity of the best</th><td>{np.exp(best):,.2f}" in text
+    assert re.search(r"<td>&quot;learned&quot;</td>", text)
+    assert "commit" in text
+
+
+def test_report_of_a_run_without_a_checkpoint_says_so(real, script, tmp_path):
+    shutil.copy(real / "log.jsonl", tmp_path)
+    done = script("bench/report.py", tmp_path, "--html", tmp_path / "a.html")
+    assert done.code == 0
+    assert re.search("<pre>no samples: error: .*ckpt.pt", (tmp_path / "a.html").read_text())
+    none = script("bench/report.py", tmp_path, "--html", tmp_path / "a.html", "--samples", "0")
+    assert none.code == 0
+    assert "<h2>Samples" not in (tmp_path / "a.html").read_text()
+
+
+def test_report_errors_are_one_line(real, script, tmp_path):
+    for arguments in ([tmp_path / "nothing"], [real, "--samples", "0", "--html", tmp_path / "no" / "a.html"]):
+        done = script("bench/report.py", *arguments)
+        assert (done.code, done.err.count("\n")) == (1, 1)
+        assert "error: " in done.err
+
+
+def test_report_tells_where_the_validation_loss_turned_up():
+    low, high = {"iter": 3, "val_loss": 1.5, "val_se": 0.01}, {"iter": 9, "val_loss": 1.6, "val_se": 0.01}
+    assert report.turn(low, high) == "after step 3, by 0.1000 until step 9"
+    assert report.turn(low, high | {"val_loss": 1.51}).endswith(", within two standard errors")
+    assert report.turn(low, low) == "no, the last is the lowest"
