@@ -303,9 +303,8 @@ def recommend(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     less = (other["memory_gb"] or 0.0) - (chosen["memory_gb"] or 0.0)
     saves = f"takes {less:.2f} GB less" if less >= 0.005 else "takes no more memory"
     names = f"{', '.join(map(name, tied[:-1]))} and {name(tied[-1])}"
-    return chosen, f"{names} cannot be told apart; {name(chosen)} {saves}" + (
-        f" than {name(other)}" if near[1:] else ""
-    )
+    than = f" than {name(other)}" if near[1:] else ""
+    return chosen, f"{names} cannot be told apart; {name(chosen)} {saves}{than}"
 
 
 def as_command(given: list[str], c: train.TrainConfig, settings: dict[str, Any]) -> str:
@@ -328,7 +327,7 @@ def recommendations(rows: list[dict[str, Any]], given: list[str], c: train.Train
         row, why = recommend(group)
         if row.get("pays_after") is not None:
             why += f"; compiling pays after {row['pays_after']:,} steps"
-        out.append((as_command(given, c, row["settings"]), f"{kind}: {why}" if kind and why else why or kind))
+        out.append((as_command(given, c, row["settings"]), f"{kind}: {why}" if kind else why))
     return out
 
 
@@ -383,7 +382,7 @@ def main() -> None:
     command = timing.command_line("sweep.py")
     text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(rows)}\n"
     for line, why in advice:
-        text += f"\nRecommended, since {why}:\n\n```sh\n{line}\n```\n"
+        text += f"\nRecommended ({why}):\n\n```sh\n{line}\n```\n"
     print("\n" + text.replace("```sh\n", "").replace("```\n", ""), end="")
     raw = [
         {"settings": x.settings, "status": x.status, "rounds_ms": x.x.rounds, "first_s": x.x.first_s}
