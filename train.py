@@ -378,6 +378,7 @@ def main(c: TrainConfig) -> float:
                 grad_norm=grad_norm.item(),
                 tokens=(step + 1) * tokens_per_step,
                 train_s=train_s,
+                peak_memory_bytes=hardware.peak_memory_bytes(device),
             )
         step += 1
 

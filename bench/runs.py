@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from configurator import build, read_settings
+from configurator import read_settings
 from train import TrainConfig
 
 NANOGPT_PEAK = 312e12  # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16
@@ -247,7 +247,7 @@ def give(run: Run, name: str, text: str) -> None:
             raise ValueError(f"--set {name}={text}: must be above 0")
         run.start[name] = int(value) if FACTS[name] is int else value
     elif name in TrainConfig.__dataclass_fields__:
-        run.settings[name] = getattr(build(TrainConfig, read_settings(TrainConfig, [f"--{name}={text}"])), name)
+        run.settings[name] = read_settings(TrainConfig, [f"--{name}={text}"])[name]
         if name in ("batch_size", "block_size", "gradient_accumulation_steps"):
             run.start.pop("tokens_per_step", None)  # follows from these
     else:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+
+from bench import timing
+from bench.timing import ROOT
+from configurator import one_line_errors
 
 
 def events_of(out_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="each run compiles anew, with an empty cache")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png")
     a, settings = parser.parse_known_args()
+    timing.check_name(a.save)
     if a.save:
         import matplotlib  # noqa: F401 (before the runs, not after them, if it is missing)
     rows = []
@@ -145,22 +149,20 @@ def main() -> None:
     s = start["settings"]
     evaluated = s["eval_tokens"] or s["eval_iters"] * s["batch_size"] * s["block_size"]
     about = (
-        f"{time.strftime('%Y-%m-%d')}, {start['device']}; {start['versions']}, commit {start['git_commit']}; "
+        f"{timing.about(start)}; "
         f"{start['dtype']}, {'compiled' if start['compiled'] else 'not compiled'}. {start['parameters']:,} parameters, "
         f"context of {s['block_size']} tokens, {start['tokens_per_step']:,} tokens per step, {s['max_iters']:,} steps; "
         f"evaluated on {min(evaluated, start['val_tokens']):,} of {start['val_tokens']:,} val tokens."
     )
-    command = shlex.join(["python", "bench/time_to_loss.py", *sys.argv[1:]])
+    command = timing.command_line("time_to_loss.py")
     text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(rows, a.target)}\n"
     print("\n" + text)
     if a.save:
-        path = ROOT / "bench" / "results" / f"{time.strftime('%Y-%m-%d')}-{a.save}"
-        path.with_suffix(".md").write_text(
-            f"# Time to a loss of {a.target}: {a.save}\n\n{text}\n![]({path.name}.png)\n"
-        )
-        path.with_suffix(".json").write_text(json.dumps({"command": command, "target": a.target, "rows": rows}))
-        plot(rows, a.target, path.with_suffix(".png"), a.save)
+        result = {"command": command, "target": a.target, "rows": rows}
+        heading = f"# Time to a loss of {a.target}: {a.save}"
+        timing.save(a.save, f"{heading}\n\n{text}", result, lambda path: plot(rows, a.target, path, a.save))
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

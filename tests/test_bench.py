@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, flags, shell
+from conftest import ROOT, TINY, flags, shell, tiny
 
-from bench import speed, time_to_loss
+from bench import speed, time_to_loss, timing
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
 
@@ -34,10 +35,11 @@ def test_speed_times_the_peers_on_the_same_work(tmp_path):
     rows = {line.split("|")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("|")}
     assert list(rows) == ["", "---", "deskGPT", "nanoGPT", "nanoGPT+malloc", "--n_layer=1"]
     assert re.search(
-        r"\| deskGPT \| [\d.]+ \([\d.]+, [\d.]+\) \| [\d,]+ \| [\d.]+ \| [\d.]+% \| [\d.]+ s \|", done.stdout
+        r"\| deskGPT \| float32 \| no \| [\d.]+ \([\d.]+, [\d.]+\) \| [\d,]+ \| [\d.]+ \| [\d.]+% \| [\d.]+ s \|",
+        done.stdout,
     )
-    assert rows["nanoGPT"].split("|")[2].startswith(" 20.5 (20, 21)")
-    assert "first step" in rows[""]
+    assert rows["nanoGPT"].split("|")[2:5] == [" float32 ", " no ", " 20.5 (20, 21) "]
+    assert "first step, warm cache" in rows[""]
     assert "1.00 (1.00 to 1.00)" in rows["deskGPT"]
     assert "MFU refers to" in done.stdout
 
@@ -52,19 +54,100 @@ def test_speed_says_what_is_wrong_with_a_peer(tmp_path):
         assert reason in done.stderr
 
 
+@pytest.mark.parametrize("peer", ["hf", "nanogpt:anywhere"])
+@pytest.mark.parametrize("setting", [{"position": "rope"}, {"norm": "rms"}, {"optimizer": "muon"}])
+def test_peers_are_for_the_work_they_know(setting, peer, tmp_path):
+    c = tiny(tmp_path, tmp_path, **setting)
+    with pytest.raises(ValueError, match="its work would not be the same; leave out the peer"):
+        speed.contestants(c, [], [peer], tmp_path)
+
+
+def test_both_gelus_are_the_same_work(tmp_path):
+    for gelu in ("gelu", "gelu_tanh"):
+        assert len(speed.contestants(tiny(tmp_path, tmp_path, activation=gelu), [], ["hf"], tmp_path)) == 2
+
+
+def test_memory_cap_is_for_cuda_and_for_less_than_the_card_has(monkeypatch):
+    with pytest.raises(ValueError, match="--memory_gb 12 caps a CUDA card, the device is cpu; leave it out"):
+        timing.memory_cap(12, "cpu")
+    monkeypatch.setattr(timing, "card_bytes", lambda index: (8 + 16 * index) * 2**30)
+    for too_much in (12, 0, -1):
+        with pytest.raises(ValueError, match=f"--memory_gb {too_much}: cuda:0 has 8.0; take less"):
+            timing.memory_cap(too_much, "cuda:0")
+    assert timing.memory_cap(None, "cuda:0") == ""
+    assert timing.memory_cap(12, "cuda:1").endswith("set_per_process_memory_fraction(0.5, 1)")
+
+
+def test_cap_is_set_before_the_script_runs_under_its_own_name(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(  # stands for a machine with CUDA
+        "class cuda:\n    set_per_process_memory_fraction = lambda *a: print('fraction', *a)\n"
+    )
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    (tmp_path / "script.py").write_text("import sys, beside\nprint(__name__, sys.argv, beside.value)\n")
+    monkeypatch.setattr(timing, "card_bytes", lambda index: 48 * 2**30)
+    done = shell("python", *timing.start_with(timing.memory_cap(12, "cuda:0"), "script.py"), "--a=1", cwd=tmp_path)
+    assert done.stdout == "fraction 0.25 0\n__main__ ['script.py', '--a=1'] 7\n"
+    assert timing.start_with("", "script.py") == ["script.py"]
+
+
+def test_a_run_that_ends_says_why(tmp_path):
+    for code, reason in (
+        ("print('error: no such file')", "failed: no such file"),
+        ("print('error: out of memory: batch_size=4 does not fit')", "out of memory"),
+        ("import os; os.kill(os.getpid(), 9)", "out of memory, killed by the system"),
+        ("raise SystemExit(3)", "failed: exit status 3"),
+    ):
+        first = "print('iter 0: loss 4.2, time 20.00ms', flush=True)\n"
+        x = timing.Contestant("x", [sys.executable, "-c", first + code], tmp_path)
+        with pytest.raises(timing.Failed, match="x ended after 1 steps: iter 0: loss 4.2, time 20.00ms") as e:
+            timing.run(x, 2)
+        assert e.value.reason == reason
+        assert not x.rounds
+
+
+def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):
+    code = "for i in range(99):\n    print(f'iter {i}: loss 4.2, time 400.00ms', flush=True)"
+    x = timing.Contestant("x", [sys.executable, "-c", code], tmp_path)
+    timing.run(x, 0, 0.1)
+    timing.run(x, 0, 4.0)
+    timing.run(x, 5)
+    assert [len(r) for r in x.rounds] == [2, 8, 4]
+    assert x.first_s == [0.4, 0.4, 0.4]
+
+
+def test_save_writes_the_table_and_keeps_dots_in_the_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["speed.py", *flags(**SMALL), "--vocab_size=65", "--steps=4", "--rounds=2"])
+    sys.argv.append("--save=speed-1.5b")
+    speed.main()
+    files = {path.name[11:]: path for path in tmp_path.iterdir()}
+    assert set(files) == {"speed-1.5b.md", "speed-1.5b.json", "speed-1.5b.png"}
+    assert "| deskGPT |" in files["speed-1.5b.md"].read_text()
+    assert f"![]({files['speed-1.5b.png'].name})" in files["speed-1.5b.md"].read_text()
+    result = json.loads(files["speed-1.5b.json"].read_text())
+    assert [len(r) for r in result["raw"][0]["rounds_ms"]] == [3, 3]
+    assert files["speed-1.5b.png"].read_bytes().startswith(b"\x89PNG")
+    sys.argv[-1] = "--save=a/b"
+    with pytest.raises(ValueError, match="--save 'a/b': a name of letters"):
+        speed.main()
+
+
 def test_figures_of_the_speed_table_are_these():
     ours = speed.Contestant(
         "ours", [], Path(), [[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], [3.0, 1.0], [2 * 10**9, 10**9]
     )
-    ours.start, ours.waits = {"flops_per_token": 6e6, "peak_flops": 1e12}, [0.0, 0.1]
+    ours.start = {"flops_per_token": 6e6, "peak_flops": 1e12, "dtype": "bfloat16", "compiled": True}
+    ours.waits = [0.0, 0.1]
     peer = speed.Contestant("peer", [], Path(), [[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]], [0.5, 0.5], [10**9, 10**9])
+    peer.start = {"compiled": False}
     a, b = speed.table([ours, peer], tokens_per_step=1000)
     assert (a["ms"], a["p10"], a["p90"]) == (16.0, 10.0, 22.0)
     assert a["tokens_per_s"] == pytest.approx(62_500)
     assert a["tflops"] == pytest.approx(0.375)  # 6e9 FLOPs in 16 ms
     assert a["mfu"] == pytest.approx(0.375)
-    assert (a["first_s"], a["memory_gb"], a["data_wait"]) == (2.0, 2.0, pytest.approx(0.05))
+    assert (a["first_s"], a["memory_gb"], a["data_wait"]) == (1.0, 2.0, pytest.approx(0.05))
     assert (b["ms"], b["data_wait"]) == (42.5, None)
+    assert (a["dtype"], b["dtype"], b["compiled"]) == ("bfloat16", "bfloat16", False)
     assert (b["ours_faster"], b["ours_faster_least"], b["ours_faster_most"]) == (2.5, 2.0, 3.0)
 
 

@@ -1,4 +1,4 @@
-"""compare.py: reading logs as they are found, every column against figures worked out by hand, and what it dares to say."""
+"""compare.py: reading logs as they are found, every column worked out by hand, and what it dares to say."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_parameters_follow_from_mfu_time_and_tokens(tmp_path):
     give(run, "parameters", "7e9")
     lines = compare.compare([run], [])[1]
     assert lines == [
-        "A: 7,000.00M parameters are stated, but its MFU, time and tokens mean 10,399.83M (without position "
+        "A: 7,000.00M parameters are stated, but its MFU, time and tokens mean 10,399.88M (without position "
         "embeddings): one of them is wrong."
     ]
 
@@ -289,7 +289,7 @@ def test_scatter_of_evaluations_is_their_noise():
 def test_a_difference_within_the_noise_is_not_distinguishable(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.500}, ms=100)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.490}, ms=101, learning_rate=3e-4)
-    rows, said, data = compared(a, b)
+    rows, said, _ = compared(a, b)
     assert rows["tokens/s"][2] == "A and B: not distinguishable"
     assert rows["val loss at equal steps (200)"][2].startswith(
         "A and B: not distinguishable (0.0100 apart, noise ±0.0277)"
@@ -332,7 +332,7 @@ def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
     rows, said, _ = compared(a, b)
     assert "2 things changed: batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1, learning_rate" in said
     assert "No cause can be named: 2 things changed at once." in said
-    assert "--batch_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in said
+    assert "--batch_size=8 --block_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in said
     assert "cause of" not in said
 
 
@@ -417,7 +417,7 @@ def test_script_writes_a_page_a_picture_and_figures(tmp_path):
     ("arguments", "reason"),
     [
         (["/nowhere/at-all"], "/nowhere/at-all: No such file or directory; name an out_dir with a log.jsonl"),
-        (["README.md"], "README.md holds no line of a training run"),
+        (["pyproject.toml"], "pyproject.toml holds no line of a training run"),
         (["A", "--set", "Z.batch_size=3"], "--set Z.batch_size=3: write A.NAME=VALUE"),
         (["A", "--set", "batchsize=3"], "--set batchsize=3: neither a setting of train.py"),
         (["A", "--set", "batch_size=three"], "batch_size"),

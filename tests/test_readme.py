@@ -99,6 +99,8 @@ def test_commands_of_the_readme(clone):
             if "train_fineweb" in command:
                 short += " --eval_tokens=64 --gradient_accumulation_steps=2"
             command += " " + short
+        elif "bench/sweep.py" in command:
+            command += f" {SHORT} --steps=3 --rounds=1"
         elif "sample.py" in command:
             command += " --max_new_tokens=20 --num_samples=1 --device=cpu"
             if "init_from=gpt2" in command:
@@ -108,6 +110,8 @@ def test_commands_of_the_readme(clone):
             assert "predicted peak memory" in out
         elif "train.py" in command and "--help" not in command:
             assert re.search(r"^step \d+: train loss", out, re.M), command
+        elif "bench/sweep.py" in command:
+            assert re.search(r"^python train.py config/.* --batch_size=[12] --gradient_accumulation_steps", out, re.M)
     if skipped:
         pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(LINES)} commands; the others passed")
 
