@@ -78,7 +78,7 @@ def speed(arms: list[Arm]) -> list[Row]:
     per_s = of(lambda i: first[i].tokens_per_step / ms[i] * 1e3)
     flops = [r.flops_per_token for r in first]
     rate = of(lambda i: per_s[i] * flops[i])
-    peaks = [own_peak(r) for r in first]
+    peaks: list[Any] = [own_peak(r) for r in first]
     rows = [Row("ms per step: median (10% to 90%)", bands, lambda b: f"{b[0]:,.4g} ({b[1]:,.4g} to {b[2]:,.4g})")]
     rows += [Row("ms per micro-batch", of(lambda i: ms[i] / micro_batches(i)), lambda v: f"{v:,.4g}")]
     rows += [Row("tokens/s", per_s, lambda v: f"{v:,.0f}", *fastest(arms, per_s, bands))]
@@ -120,7 +120,8 @@ def fastest(arms: list[Arm], per_s: list[Any], bands: list[Any]) -> tuple[str, i
     if None in per_s or len(arms) < 2:
         return "", None
     best = max(range(len(arms)), key=lambda i: per_s[i])
-    open_, told = [], []
+    open_: list[int] = []
+    told: list[int] = []
     for i in range(len(arms)):
         if i == best:
             continue
@@ -218,7 +219,7 @@ def main() -> None:
         title = " and ".join(r.name for r in runs) if len(runs) < 4 else f"{len(runs)} runs"
         Path(a.html).write_text(page(title, runs, tables, lines), encoding="utf-8")
     if a.png:
-        picture(runs, Path(a.png))
+        picture(runs, a.png)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -165,7 +166,7 @@ def learning(arms: list[Arm], levels: list[float], reasons: list[str]) -> list[R
         rows.append(Row(f"val loss at equal {axis} ({AMOUNT[axis](x)})", values, loss, lead, winner))
     for level in levels or sensible_levels(lowest):
         for axis in ("tokens", "training time"):
-            needed = mean(lambda r, axis=axis, level=level: spent_until(r, axis, level))
+            needed = mean(functools.partial(spent_until, axis=axis, loss=level))
             rows.append(Row(f"{axis} to val loss {level:g}", needed, AMOUNT[axis]))
     return [r for r in rows if any(v is not None for v in r.values)]
 

@@ -258,9 +258,9 @@ def give(run: Run, name: str, text: str) -> None:
 def complete(run: Run) -> None:
     """Fills in what follows from the rest: tokens, seconds of training, FLOPs."""
     s, start = run.settings, run.start
-    batch = [s.get(k) for k in ("batch_size", "gradient_accumulation_steps", "block_size")]
-    if None not in batch:
-        start.setdefault("tokens_per_step", math.prod(batch))
+    sizes = ("batch_size", "gradient_accumulation_steps", "block_size")
+    if all(s.get(k) for k in sizes):
+        start.setdefault("tokens_per_step", math.prod(s[k] for k in sizes))
     per_step = run.tokens_per_step
     mfu_seconds = [e["mfu"] * e["time_ms"] / 1e3 for e in run.iters if e["mfu"] and e["time_ms"]]
     if run.flops_per_token is None and mfu_seconds and per_step and start.get("peak_flops"):

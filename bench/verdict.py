@@ -35,7 +35,7 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list
             )
     winners = [r for r in losses if "equal" in r.label]
     if reasons:
-        sizes = {a.runs[0].settings.get("block_size") for a in arms} - {None}
+        sizes = {a.runs[0].settings["block_size"] for a in arms if "block_size" in a.runs[0].settings}
         flags = f" --block_size={min(sizes)}" if len(sizes) > 1 else ""
         out.append(
             f"The losses are not ranked: {'; '.join(reasons)}. Where the models allow it, evaluate them alike: "

@@ -329,7 +329,7 @@ def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
         gradient_accumulation_steps=1,
         learning_rate=3e-3,
     )
-    rows, said, _ = compared(a, b)
+    said = compared(a, b)[1]
     assert "2 things changed: batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1, learning_rate" in said
     assert "No cause can be named: 2 things changed at once." in said
     assert "--batch_size=8 --block_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in said
@@ -428,6 +428,6 @@ def test_script_writes_a_page_a_picture_and_figures(tmp_path):
 def test_what_is_wrong_is_one_line(script, tmp_path, arguments, reason):
     run = log(tmp_path / "a", {0: 4.0, 100: 3.0})
     done = script("bench/compare.py", *(run if a == "A" else a for a in arguments))
-    assert done.code == 1, done.out
+    assert done.code in (1, 2), done.out
     assert done.err.count("\n") == 1
     assert reason in done.err
