@@ -31,8 +31,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CPU_BFLOAT16_MIN_N_EMBD = 192
 
 # The square matmuls whose best speed is a device's measured peak, by size, and the one that is a look in passing.
-MATMUL_SIZES = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
-QUICK_SIZES = {"cpu": (1024,), "gpu": (4096,)}
+MATMUL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
+QUICK_SIZES: dict[str, tuple[int, ...]] = {"cpu": (1024,), "gpu": (4096,)}
 
 # Most bytes allocated on a GPU before a sweep of matmuls, which is no part of what a run needs.
 _peak_before_sweep: dict[torch.device, int] = {}

@@ -175,7 +175,7 @@ def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     hardware.measured_matmul_flops.cache_clear()
     device = torch.device("cuda", 0)
-    held, peak = torch.cuda.memory_allocated(device), hardware.peak_memory_bytes(device)
+    held, peak = torch.cuda.memory_allocated(device), hardware.peak_memory_bytes(device) or 0
     for dtype in ("float32", "bfloat16", "float16"):
         flops, _ = hardware.peak_flops(device, dtype)
         assert flops > 1e11
@@ -183,6 +183,6 @@ def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkey
         assert 0.3 * flops < measured <= 1.02 * flops
     workspace = 64 * 2**20  # cuBLAS', more than it takes
     assert torch.cuda.memory_allocated(device) <= held + workspace
-    assert hardware.peak_memory_bytes(device) <= max(peak, held + workspace)
+    assert (hardware.peak_memory_bytes(device) or 0) <= max(peak, held + workspace)
     x = torch.empty(2**30, dtype=torch.uint8, device=device)
-    assert hardware.peak_memory_bytes(device) >= x.numel()
+    assert (hardware.peak_memory_bytes(device) or 0) >= x.numel()

@@ -209,7 +209,7 @@ def test_loose_names_are_what_people_mean():
 def test_cards_that_share_a_name_are_told_apart_by_their_sms():
     def tflops(name: str, sms: int | None = None) -> float | None:
         found = published_peak(name, "float16", sms)
-        return found and pytest.approx(found[0] / 1e12, abs=0.05)
+        return found and round(found[0] / 1e12, 1)
 
     assert tflops("NVIDIA GeForce RTX 3080") == tflops("NVIDIA GeForce RTX 3080", 68) == 59.5
     assert tflops("NVIDIA GeForce RTX 3080", 70) == tflops("RTX 3080 12GB") == 61.3
@@ -349,8 +349,13 @@ def test_sweep_that_runs_out_of_memory_counts_what_ran(monkeypatch):
 
 
 def test_slow_device_is_not_kept_busy_and_no_random_numbers_are_taken(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(hardware, "matmul_flops", lambda device, dtype, n: sizes.append(n) or 1e10)
+    sizes: list[int] = []
+
+    def flops(device: torch.device, dtype: str, n: int) -> float:
+        sizes.append(n)
+        return 1e10
+
+    monkeypatch.setattr(hardware, "matmul_flops", flops)
     assert hardware.sweep_matmuls(CPU, "float32", hardware.MATMUL_SIZES) == 1e10
     assert sizes == [512, 1024]
     monkeypatch.undo()
