@@ -142,7 +142,7 @@ def fastest(arms: list[Arm], per_s: list[Any], bands: list[Any]) -> tuple[str, i
 
 def as_table(title: str, arms: list[Arm], rows: list[Row], note: str = "") -> Table:
     heads = [f"{a.label}: {a.runs[0].name}" + (f" and {len(a.runs) - 1} more" if len(a.runs) > 1 else "") for a in arms]
-    return Table(title, ["", *heads, ""], [r.cells() for r in rows], note)
+    return Table(title, ["", *heads, "leads" if title != "What changed" else ""], [r.cells() for r in rows], note)
 
 
 def as_markdown(table: Table) -> str:

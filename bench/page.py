@@ -27,7 +27,7 @@ MATPLOTLIB = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^"}
 KINDS = {"val": "val loss", "train": "train loss, evaluated", "step": "train loss of each step"}
 CHARTS = {  # by key of an iteration: title, unit, factor
     "time_ms": ("Time of a step", "ms", 1),
-    "mfu": ("MFU", "% of the device's peak", 100),
+    "mfu": ("MFU", "% of the peak that the log names", 100),
     "lr": ("Learning rate", "", 1),
     "grad_norm": ("Gradient norm, before clipping", "", 1),
 }

@@ -18,7 +18,7 @@ from configurator import read_settings
 from estimate import memory
 from model import GPT, GPTConfig
 from optimizer import make_optimizer
-from train import TrainConfig, main, resumed_settings
+from train import MODEL_SETTINGS, TrainConfig, main, resumed_settings
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64, bias=False)
@@ -102,6 +102,13 @@ def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, c
     monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * config.vocab_size)
     predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, accumulates=micro_steps > 1)
     assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.02)
+
+
+def test_muon_needs_no_more_than_is_predicted():
+    real = Real(SMALL, 4, "float32")
+    real.optimizer = make_optimizer(real.model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
+    peak = real.peak_of_step(2)  # counts AdamW's two moments, of which Muon has one
+    assert peak < 1.02 * sum(estimate.memory(SMALL, 4, "float32", "cpu", compiled=False).values())
 
 
 def test_predicted_activations_are_what_a_compiled_model_keeps():
@@ -292,6 +299,6 @@ def test_card_presets_keep_the_tokens_of_a_step_and_fit(card):
         assert preset.batch_size * preset.gradient_accumulation_steps == (
             plain.batch_size * plain.gradient_accumulation_steps
         )
-        config = GPTConfig(vocab_size=50304, n_head=preset.n_head, n_embd=preset.n_embd, bias=False)
+        config = GPTConfig(vocab_size=50304, **{name: getattr(preset, name) for name in MODEL_SETTINGS})
         needed = sum(memory(config, preset.batch_size, "bfloat16", "cuda", compiled=True).values())
         assert needed < 0.9 * card * 2**30
