@@ -97,6 +97,7 @@ class Runner:
 
     def __init__(self, model: GPT, amp: AbstractContextManager, scaler: Any, compiled: bool, distributed: bool) -> None:
         self.model, self.amp, self.scaler, self.compiled = model, amp, scaler, compiled
+        self.distributed = distributed
         self.module: nn.Module = model
         self.trained: nn.Module | None = None  # module under DDP
         self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
@@ -206,7 +207,8 @@ def decide(runner: Runner, batch: tuple[Tensor, Tensor], micro_batches: int) -> 
 def marker(runner: Runner, batch: tuple[Tensor, Tensor]) -> Path:
     """A file in inductor's cache that says: this model, micro-batch, dtype, torch and code have been compiled."""
     code = Path(model_module.__file__).read_bytes() + Path(__file__).read_bytes()
-    what = (runner.model.config, batch[0].shape, getattr(runner.amp, "fast_dtype", None), torch.__version__)
+    dtype = getattr(runner.amp, "fast_dtype", None)  # of autocast, where it is on
+    what = (runner.model.config, batch[0].shape, dtype, runner.distributed, torch.__version__)
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) / f"deskgpt-{hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]}"

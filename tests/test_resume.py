@@ -8,12 +8,12 @@ import time
 
 import pytest
 from conftest import ROOT, TINY, assert_equal, events, flags, tiny, trajectory, weights
+from tiny_models import MODERN_SETTINGS
 
 import checkpoint
 from train import TrainConfig, main
 
-FAST = {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "tie_weights": False}
-FAST |= {"zero_init": True, "token_shift": True, "optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
+FAST = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TORCHRUN, events, flags, shell, tiny
+from tiny_models import MODERN_SETTINGS
 from torch._dynamo.utils import counters
 
 import model as model_module
@@ -17,8 +18,6 @@ from runner import Runner, decide, mark_compiled, opaque_gelu
 from train import main
 
 NO_SCALER: Any = torch.amp.GradScaler("cpu", enabled=False)
-MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2"}
-MODERN |= {"tie_weights": False, "zero_init": True, "token_shift": True}
 
 
 def make(bfloat16: bool = False, compiled: bool = False, **settings: Any) -> Runner:
@@ -47,7 +46,7 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
     return loss, [p.grad for p in runner.parameters if p.grad is not None]
 
 
-@pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN])
+@pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN_SETTINGS])
 @pytest.mark.parametrize(("chunked", "bfloat16"), [(False, False), (True, False), (False, True)])
 def test_compiled_graph_gives_the_losses_and_gradients_of_the_model_as_it_is(settings, chunked, bfloat16, monkeypatch):
     if chunked:
@@ -109,7 +108,7 @@ def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
     assert why.startswith("compile=auto: compiling, which takes about 13.0s (not in the cache) and saves about ")
     mark_compiled(runner, batch())
     assert "takes about 4.0s (in the cache)" in decide(runner, batch(), 10**9)[1]
-    assert "not in the cache" in decide(make(**MODERN), batch(), 10**9)[1]
+    assert "not in the cache" in decide(make(**MODERN_SETTINGS), batch(), 10**9)[1]
 
 
 def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
@@ -120,7 +119,7 @@ def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_
 
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
-    settings = {**MODERN, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}
+    settings = {**MODERN_SETTINGS, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}
     # One batch to evaluate: the second rank has none.
     c = tiny(chars, tmp_path / "one", gradient_accumulation_steps=2, eval_iters=1, **settings)
     main(c)

@@ -13,6 +13,7 @@ from conftest import TINY, flags, needs_bpe, shell
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tiny_models import MODERN_SETTINGS
 
 import checkpoint
 from data.tokenizer import BytesTokenizer
@@ -95,9 +96,13 @@ def test_weights_that_are_no_numbers_write_no_text(run, tmp_path):
         samples(tmp_path)
 
 
-def test_compiled_model_writes_the_same(run, capsys):
+@pytest.mark.parametrize("modern", [{}, MODERN_SETTINGS])
+def test_compiled_model_writes_the_same(modern, run, chars, tmp_path, capsys):
     from torch._dynamo.utils import counters
 
+    if modern:
+        run = tmp_path
+        train(TrainConfig(**(TINY | {"dataset": str(chars), "out_dir": str(run), "eval_interval": 6} | modern)))
     plain = samples(run, temperature=0.0, max_new_tokens=8)
     compiled_before = counters["stats"]["unique_graphs"]
     assert samples(run, temperature=0.0, max_new_tokens=8, compile=True) == plain

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32, bias=True)
-MODERN = replace(
-    SMALL,
-    bias=False,
-    position="rope",
-    norm="rms",
-    qk_norm=True,
-    activation="relu2",
-    tie_weights=False,
-    zero_init=True,
-    token_shift=True,
-)
+MODERN_SETTINGS: dict[str, Any] = {
+    "position": "rope",
+    "norm": "rms",
+    "qk_norm": True,
+    "activation": "relu2",
+    "tie_weights": False,
+}
+MODERN_SETTINGS |= {"tie_weights": False, "zero_init": True, "token_shift": True}
+MODERN = replace(SMALL, bias=False, **MODERN_SETTINGS)
 
 
 def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
