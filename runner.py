@@ -146,8 +146,8 @@ class Runner:
     ) -> tuple[float, float | None]:
         """(mean loss in nats per token over a fixed set of at most so many windows, its standard error).
 
-        The error is what another choice of as many windows would change, from the spread of the batches' means; None
-        for a single batch. The ranks share the batches.
+        The error is what other text of this length would change, from the spread of the batches' means; None for
+        fewer than eight batches, which tell too little of it. The ranks share the batches.
         """
         device = self.parameters[0].device
         self.module.eval()
@@ -164,7 +164,7 @@ class Runner:
         rows = torch.tensor([min(batch_size, n - first) for first in firsts], dtype=torch.float64)
         squares = all_sum((sums - mean * rows).square().sum(), device).item()
         batches = -(-n // batch_size)
-        return mean, math.sqrt(squares * batches / (batches - 1)) / n if batches > 1 else None
+        return mean, math.sqrt(squares * batches / (batches - 1)) / n if batches >= 8 else None
 
 
 def all_sum(x: Tensor, device: torch.device) -> Tensor:

@@ -297,7 +297,9 @@ def main(c: TrainConfig) -> float:
             losses = {"train_loss": train_loss, "val_loss": val_loss, "val_se": val_se}  # its standard error
             spent = {"tokens": step * tokens_per_step, "train_s": train_s + window_s, "eval_s": last_eval_s}
             log.write("eval", iter=step, **losses, lr=lr, **spent)
-            say(f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s")
+            error = "" if val_se is None else f", standard error {val_se:.4f}"
+            said = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s"
+            say(f"step {step}: {said}{error}")
             if not math.isfinite(val_loss):
                 raise ValueError(
                     f"val loss is {val_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"

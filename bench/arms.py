@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.runs import UNSAID, Run
+from bench.noise import interval
+from bench.runs import Run
+from train import TrainConfig
 
 # Settings that neither the training nor its speed depend on.
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "dry_run", "log_interval", "auto_batch"}
 SILENT |= {"always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name", "seed", "dataset", "init_from"}
-# What became of device, dtype and compile is compared in place of these settings.
-RESOLVED = {"device": "device", "dtype": "dtype", "compile": "compiled"}
 FACTS = ("device", "world_size", "dtype", "compiled", "versions", "git_commit")
+NEEDED = {*TrainConfig.__dataclass_fields__} - SILENT - {"backend", "device", "compile", "min_lr", "lr_decay_iters"}
 
 
 @dataclass
@@ -35,9 +36,21 @@ class Row:
     text: Callable[[Any], str]
     lead: str = ""
     winner: int | None = None  # the arm that leads beyond the noise
+    half: list[float | None] | None = None  # of the 95% interval over each arm's runs, where it has several
 
     def cells(self) -> list[str]:
-        return [self.label, *("n/a" if v is None else self.text(v) for v in self.values), self.lead]
+        shown = ["n/a" if v is None else self.text(v) for v in self.values]
+        for i, half in enumerate(self.half or []):
+            shown[i] += "" if half is None else f" ± {self.text(half)}"
+        return [self.label, *shown, self.lead]
+
+
+def over_runs(label: str, arms: list[Arm], figure: Callable[[Run], Any], text: Callable[[Any], str]) -> Row:
+    """The mean of a figure over each arm's runs, with its interval; None where a run does not have it."""
+    found = [[figure(r) for r in a.runs] for a in arms]
+    both = [(None, None) if None in values else interval(values) for values in found]
+    halves = [half for _, half in both]
+    return Row(label, [mean for mean, _ in both], text, half=halves if any(halves) else None)
 
 
 def arms_of(runs: list[Run]) -> list[Arm]:
@@ -62,19 +75,23 @@ def letters(n: int) -> list[str]:
 
 def causes(run: Run) -> dict[str, Any]:
     """What the run's training and speed may depend on; values that follow from others are left out."""
-    known = {k: v for k, v in run.settings.items() if k not in SILENT}
+    known = {k: v for k, v in run.settings.items() if k not in SILENT and (k, v) != ("dtype", "auto")}
+    if run.start.get("gpu"):
+        known["device"] = run.start["gpu"]
     known |= {k: run.start[k] for k in FACTS if run.start.get(k) is not None}
     if run.settings.get("init_from") not in (None, "scratch", "resume"):
         known["init_from"] = run.settings["init_from"]
-    for setting, fact in RESOLVED.items():
-        if setting in known and run.start.get(fact) is not None and setting != fact:
-            del known[setting]
+    if known.get("device") == "auto":
+        del known["device"]
+    if "compiled" in known or known.get("compile") == "auto":
+        known.pop("compile", None)
+    elif "compile" in known:
+        known["compiled"] = known.pop("compile")
     if known.get("min_lr") is None or math.isclose(known["min_lr"] * 10, known.get("learning_rate", math.nan)):
         known.pop("min_lr", None)
     if known.get("lr_decay_iters") in (0, known.get("max_iters")):
         known.pop("lr_decay_iters", None)
-    data = [run.start.get("train_tokens"), run.start.get("val_sha256")]
-    known["data"] = data if None not in data else run.settings.get("dataset")
+    known |= {k: run.start.get(k) for k in ("train_tokens", "val_sha256")}
     return {k: v for k, v in known.items() if v is not None}
 
 
@@ -86,7 +103,7 @@ def differing(dicts: list[dict[str, Any]]) -> list[str]:
 
 def factors(arms: list[Arm]) -> list[list[str]]:
     """What changed, as the settings it consists of: some change together, and are one."""
-    names = differing([a.values for a in arms])
+    names = [n for n in differing([a.values for a in arms]) if all(n in a.values for a in arms)]
     out: list[list[str]] = []
 
     def all_equal(f: Callable[[dict[str, Any]], Any]) -> bool:
@@ -128,16 +145,14 @@ def changes(arms: list[Arm], runs: list[Run]) -> list[Row]:
     rows += [Row(n + " in use" * (n in names), [f[n] for f in facts], short) for n in differing(facts)]
     rows = [r for r in rows if len({short(v) for v in r.values if v is not None}) > 1]
     tokens = [r.tokens_per_step for r in first]
-    rows.append(Row("tokens per step", tokens, short, "" if None in tokens else equal(tokens)))
+    rows.append(Row("tokens per step", tokens, short, "" if None in tokens or len(arms) < 2 else equal(tokens)))
     return rows
 
 
 def unknown(arms: list[Arm]) -> dict[str, list[str]]:
-    """Settings of each arm that are not known, of those known of another."""
-    known = [a.runs[0].settings.keys() - SILENT - {*UNSAID} for a in arms]
-    return {
-        a.label: sorted(set().union(*known) - k) for a, k in zip(arms, known, strict=True) if set().union(*known) - k
-    }
+    """What may be a cause and is not known of an arm, by the arm's first letter."""
+    out = {a.label.partition("+")[0]: sorted((NEEDED | {"device", "compiled"}) - a.values.keys()) for a in arms}
+    return {label: names for label, names in out.items() if names}
 
 
 def equal(values: list[Any]) -> str:

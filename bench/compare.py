@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
 import hardware
-from bench.arms import Arm, Row, arms_of, changes, letters, millions, unknown
+from bench.arms import Arm, Row, arms_of, changes, letters, millions, over_runs, unknown
 from bench.learning import learning, not_comparable
+from bench.noise import difference
 from bench.page import Table, page, picture
 from bench.runs import Run, complete, give, implied_parameters, read_run
 from bench.verdict import verdict
@@ -37,63 +41,76 @@ from runlog import clock
 # ---- speed ---------------------------------------------------------------------------------------------------
 
 
+SAME_SPEED = 1.05  # a ratio that single runs do not tell from 1
+
+
 def own_peak(run: Run) -> tuple[float, str] | None:
     """(FLOP/s, source) of the device that the run was on, all of its ranks: from --device, else from its own log."""
     if name := run.start.get("gpu"):
-        dtype = run.start.get("dtype") or run.settings.get("dtype") or "bfloat16"
-        dtype = "bfloat16" if dtype == "auto" else dtype
-        found = hardware.published_peak(name, dtype)
-        if not found:
-            raise ValueError(f"--device {name}: no published {dtype} peak is known of it; leave it out")
-        return found[0] * run.start.get("world_size", 1), f"{name}, {found[1]}"
+        dtype = run.start.get("dtype") or run.settings.get("dtype")
+        # As train.py and nanoGPT compute: float32 in TF32 where there is one, bfloat16 where that is not emulated.
+        kinds = {"float32": ("tf32", "float32"), "float16": ("float16",)}.get(str(dtype), ("bfloat16", "float16"))
+        for kind in kinds:
+            if found := hardware.published_peak(name, kind):
+                return found[0] * run.start.get("world_size", 1), f"{name}, {found[1]}"
+        raise ValueError(f"--device {name}: no published peak is known of it for {' or '.join(kinds)}; leave it out")
     if run.start.get("device") and run.start.get("peak_flops"):
         return run.start["peak_flops"], run.start.get("peak_source", "")
     return None
 
 
-def band(arm: Arm) -> tuple[float, float, float] | None:
-    """(median, 10th, 90th percentile) of the arm's steps in ms."""
-    times = sorted(t for r in arm.runs for t in r.step_ms)
-    return (statistics.median(times), times[len(times) // 10], times[len(times) * 9 // 10]) if times else None
+def median_ms(run: Run) -> float | None:
+    return statistics.median(run.step_ms) if run.step_ms else None
+
+
+def band(arm: Arm) -> tuple[float, float] | None:
+    """(10th, 90th percentile) of the arm's steps in ms."""
+    times = [t for r in arm.runs for t in r.step_ms]
+    return tuple(np.quantile(times, (0.1, 0.9))) if times else None
 
 
 def speed(arms: list[Arm]) -> list[Row]:
     first = [a.runs[0] for a in arms]
-    bands = [band(a) for a in arms]
 
-    def of(f: Callable[[int], Any]) -> list[Any]:
-        """f of each arm's number; None where something it needs is not known."""
-        out = []
-        for i in range(len(arms)):
+    def of(label: str, figure: Callable[[Run], Any], text: Callable[[Any], str]) -> Row:
+        """The mean over the runs of what may need something that is not known."""
+
+        def known(run: Run) -> Any:
             try:
-                out.append(f(i))
+                return figure(run)
             except (KeyError, TypeError, ZeroDivisionError):
-                out.append(None)
-        return out
+                return None
 
-    def micro_batches(i: int) -> float:
-        return first[i].settings["gradient_accumulation_steps"] / first[i].start.get("world_size", 1)
+        return over_runs(label, arms, known, text)
 
-    ms: list[Any] = [b and b[0] for b in bands]
-    per_s = of(lambda i: first[i].tokens_per_step / ms[i] * 1e3)
-    flops = [r.flops_per_token for r in first]
-    rate = of(lambda i: per_s[i] * flops[i])
-    peaks: list[Any] = [own_peak(r) for r in first]
-    rows = [Row("ms per step: median (10% to 90%)", bands, lambda b: f"{b[0]:,.4g} ({b[1]:,.4g} to {b[2]:,.4g})")]
-    rows += [Row("ms per micro-batch", of(lambda i: ms[i] / micro_batches(i)), lambda v: f"{v:,.4g}")]
-    rows += [Row("tokens/s", per_s, lambda v: f"{v:,.0f}", *fastest(arms, per_s, bands))]
+    def per_s(run: Run) -> Any:
+        return run.tokens_per_step / median_ms(run) * 1e3  # type: ignore[operator]
+
+    def flops_per_s(run: Run) -> Any:
+        return per_s(run) * run.flops_per_token
+
+    def micro_batches(run: Run) -> float:
+        return run.settings["gradient_accumulation_steps"] / run.start.get("world_size", 1)
+
+    peaks: dict[int, Any] = {id(r): own_peak(r) for a in arms for r in a.runs}
+    tokens = of("tokens/s", per_s, lambda v: f"{v:,.0f}")
+    if None not in tokens.values and len(arms) > 1:
+        tokens.lead, tokens.winner = fastest(arms, [[per_s(r) for r in a.runs] for a in arms])
+    rows = [of("ms per step, median", median_ms, lambda v: f"{v:,.4g}")]
+    rows += [Row("10% to 90% of the steps", [band(a) for a in arms], lambda b: f"{b[0]:,.4g} to {b[1]:,.4g}")]
+    rows += [of("ms per micro-batch", lambda r: median_ms(r) / micro_batches(r), lambda v: f"{v:,.4g}"), tokens]  # type: ignore[operator]
     rows += [Row("parameters, as stated", [r.start.get("parameters") for r in first], millions)]
     rows += [Row("parameters, from MFU, time and tokens", [implied_parameters(r) for r in first], millions)]
-    rows += [Row("MFLOPs per token", flops, lambda v: f"{v / 1e6:,.4g}")]
-    rows += [Row("TFLOP/s", rate, lambda v: f"{v / 1e12:.4g}")]
+    rows += [Row("MFLOPs per token", [r.flops_per_token for r in first], lambda v: f"{v / 1e6:,.4g}")]
+    rows += [of("TFLOP/s", flops_per_s, lambda v: f"{v / 1e12:.4g}")]
     rows += [Row("MFU as printed at the end", [r.start.get("printed_mfu") for r in first], percent)]
-    rows += [Row("MFU on the log's peak", of(lambda i: rate[i] / first[i].start["peak_flops"]), percent)]
-    rows += [Row("the log's peak, TFLOP/s", of(lambda i: first[i].start["peak_flops"] / 1e12), lambda v: f"{v:,.4g}")]
-    rows += [Row("MFU on the device's own peak", of(lambda i: rate[i] / peaks[i][0]), percent)]
-    rows += [Row("its own peak, TFLOP/s", of(lambda i: peaks[i][0] / 1e12), lambda v: f"{v:,.4g}")]
+    rows += [of("MFU on the log's peak", lambda r: flops_per_s(r) / r.start["peak_flops"], percent)]
+    rows += [of("the log's peak, TFLOP/s", lambda r: r.start["peak_flops"] / 1e12, lambda v: f"{v:,.4g}")]
+    rows += [of("MFU on the device's own peak", lambda r: flops_per_s(r) / peaks[id(r)][0], percent)]
+    rows += [of("its own peak, TFLOP/s", lambda r: peaks[id(r)][0] / 1e12, lambda v: f"{v:,.4g}")]
     rows += [Row("evaluation: time, and share of all", [evaluation(r) for r in first], spent)]
-    memory = of(lambda i: first[i].end["peak_memory_bytes"] / 2**30)
-    rows += [Row("peak memory, GiB", memory, lambda v: f"{v:.2f}")]
+    rows += [of("warm-up and compiling", lambda r: r.start["warm_up_s"], clock)]
+    rows += [of("peak memory, GiB", lambda r: r.end["peak_memory_bytes"] / 2**30, lambda v: f"{v:.2f}")]
     return [r for r in rows if any(v is not None for v in r.values)]
 
 
@@ -115,26 +132,33 @@ def evaluation(run: Run) -> tuple[float, float] | None:
     return total, total / (total + max(ends))
 
 
-def fastest(arms: list[Arm], per_s: list[Any], bands: list[Any]) -> tuple[str, int | None]:
-    """Who trains most tokens per second, unless medians lie within the other's 10% to 90% of steps."""
-    if None in per_s or len(arms) < 2:
-        return "", None
-    best = max(range(len(arms)), key=lambda i: per_s[i])
-    open_: list[int] = []
-    told: list[int] = []
-    for i in range(len(arms)):
-        if i == best:
-            continue
-        scale = per_s[i] * bands[i][0]  # tokens per step; a band as tokens/s is this over its times
-        within = scale / bands[i][2] <= per_s[best] <= scale / bands[i][1]
-        scale = per_s[best] * bands[best][0]
-        within = within or scale / bands[best][2] <= per_s[i] <= scale / bands[best][1]
-        (open_ if within else told).append(i)
-    if open_:
-        names = " and ".join(arms[i].label for i in sorted([best, *open_]))
-        return f"{names}: not distinguishable", None
-    next_ = max(told, key=lambda i: per_s[i])
-    return f"{arms[best].label}, {per_s[best] / per_s[next_]:.2f} x {arms[next_].label}", best
+def fastest(arms: list[Arm], per_s: list[list[float]]) -> tuple[str, int | None]:
+    """(who trains most tokens per second, and how sure that is; the arm's number where it leads beyond the noise).
+
+    The noise is that between runs, as a ratio, where there are several of both arms. Of single runs it is the drift
+    within each, and 5% at least: a machine is not the same from one run to the next.
+    """
+    rates = [statistics.fmean(values) for values in per_s]
+    best, next_, *_ = sorted(range(len(arms)), key=lambda i: -rates[i])
+    times, names = rates[best] / rates[next_], (arms[best].label, arms[next_].label)
+    half = difference([math.log(v) for v in per_s[next_]], [math.log(v) for v in per_s[best]])[1]
+    if half is None:
+        drifts = [drift(r) for i in (best, next_) for r in arms[i].runs]
+        half = None if None in drifts else max(math.log(SAME_SPEED), 1.96 * math.hypot(*(d for d in drifts if d)))
+    if half is None:
+        return f"{names[0]}, {times:.2f} x {names[1]} (noise not known)", None
+    noise = f"noise a factor of {math.exp(half):.2f}"
+    if math.log(times) <= half:
+        return f"{names[0]} and {names[1]}: not distinguishable ({times:.2f} x, {noise})", None
+    return f"{names[0]}, {times:.2f} x {names[1]} ({noise})", best
+
+
+def drift(run: Run) -> float | None:
+    """Relative standard deviation of the median step between tenths of the run; None for fewer than 20 steps."""
+    times = run.step_ms
+    if len(times) < 20:
+        return None
+    return statistics.stdev(math.log(np.median(tenth)) for tenth in np.array_split(np.array(times), 10))
 
 
 # ---- main ----------------------------------------------------------------------------------------------------

@@ -10,22 +10,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.arms import Arm, Row, letters
+from bench.arms import Arm, Row, letters, over_runs
 from bench.noise import difference, t975
 from bench.runs import Run
 from runlog import clock
 
-Point = tuple[float, float | None]  # a loss and its standard error, None where that is not known
+Point = tuple[float, float | None]  # a loss and half its 95% interval, None where that is not known
 AXES: dict[str, Callable[[Run, dict[str, Any]], float | None]] = {
     "steps": lambda run, e: e["iter"],
     "tokens": lambda run, e: e["tokens"],
-    "training time": lambda run, e: e["train_s"],
+    "time": lambda run, e: e["train_s"] + (run.start.get("warm_up_s") or 0.0) if e["train_s"] else None,
     "FLOPs": lambda run, e: e["tokens"] * run.flops_per_token if e["tokens"] and run.flops_per_token else None,
 }
 AMOUNT: dict[str, Callable[[float], str]] = {
     "steps": lambda v: f"{v:,.0f}",
     "tokens": lambda v: f"{v:.4g}" if v >= 1e6 else f"{v:,.0f}",
-    "training time": clock,
+    "time": clock,
     "FLOPs": lambda v: f"{v:.3g}",
 }
 
@@ -37,12 +37,12 @@ def curve(run: Run, axis: str) -> list[tuple[float, float]]:
 
 
 def at(run: Run, axis: str, x: float) -> Point | None:
-    """(val loss, its standard error) where so much was spent: between two evaluations linear in log x."""
+    """(val loss, half its interval) where so much was spent: between two evaluations linear in log x."""
     points = curve(run, axis)
     for (x0, y0), (x1, y1) in zip([points[0], *points], points, strict=False) if points else []:
         if x0 <= x * (1 + 1e-9) and x <= x1 * (1 + 1e-9):
             share = 0.0 if x1 == x0 else min(1.0, math.log(x / x0) / math.log(x1 / x0))
-            return y0 + share * (y1 - y0), standard_error(run)
+            return y0 + share * (y1 - y0), error(run)
     return None
 
 
@@ -52,6 +52,8 @@ def spent_until(run: Run, axis: str, loss: float) -> float | None:
     None where it never was, or where the first evaluation behind the start was lower already.
     """
     points = curve(run, axis)
+    if not points or points[0][1] <= loss:
+        return None
     for (x0, y0), (x1, y1) in pairwise(points):
         if y1 <= loss < y0:
             return x0 * (x1 / x0) ** ((y0 - loss) / (y0 - y1))
@@ -62,6 +64,14 @@ def standard_error(run: Run) -> float | None:
     """Of an evaluation late in the run: as logged, else from the scatter of the evaluations around their curve."""
     logged = [e["val_se"] for e in run.val if e["val_se"] is not None]
     return logged[-1] if logged else run.scatter()
+
+
+def error(run: Run) -> float | None:
+    """Half the 95% interval of an evaluation late in the run."""
+    se = standard_error(run)
+    logged = any(e["val_se"] is not None for e in run.val)
+    # the second differences of n evaluations, which overlap, tell about as much as n / 3 independent ones
+    return None if se is None else se * (1.96 if logged else t975(len(run.val) // 6))
 
 
 def margin(a: list[Point], b: list[Point]) -> float | None:
@@ -76,105 +86,132 @@ def margin(a: list[Point], b: list[Point]) -> float | None:
     if len(a) > 1 or len(b) > 1:
         many = va if len(a) > 1 else vb
         return t975(len(many) - 1) * statistics.stdev(many) * math.sqrt(1 / len(a) + 1 / len(b))
-    errors = [se for _, se in a + b]
-    return None if None in errors else 1.96 * math.hypot(*(e for e in errors if e is not None))
+    halves = [half for _, half in a + b]
+    return None if None in halves else math.hypot(*(h for h in halves if h is not None))
 
 
 def leader(arms: list[Arm], points: list[list[Point]]) -> tuple[str, int | None]:
-    """(who has the lowest mean loss and how sure that is, the arm's number where it leads beyond the noise)."""
+    """(who has the lowest mean loss and how sure that is, the arm's number where it leads all others)."""
     means = [statistics.fmean(v for v, _ in p) for p in points]
-    best = min(range(len(arms)), key=lambda i: means[i])
-    open_, unsure = [], False
-    others = [i for i in range(len(arms)) if i != best]
-    halves = {i: margin(points[best], points[i]) for i in others}
+    best, *others = sorted(range(len(arms)), key=lambda i: means[i])
+    said, leads = [], True
     for i in others:
-        half = halves[i]
-        unsure = unsure or half is None
-        if half is not None and means[i] - means[best] <= half:
-            open_.append(i)
-    next_ = min(others, key=lambda i: means[i])
-    gap, half = means[next_] - means[best], halves[next_]
-    noise = "noise not known" if half is None else f"noise ±{half:.4f}"
-    if open_:
-        names = " and ".join(arms[i].label for i in sorted([best, *open_]))
-        return f"{names}: not distinguishable ({gap:.4f} apart, {noise})", None
-    return f"{arms[best].label} by {gap:.4f} ({noise})", None if unsure else best
+        gap, half = means[i] - means[best], margin(points[best], points[i])
+        noise = "noise not known" if half is None else f"noise ±{half:.4f}"
+        told = half is not None and gap > half
+        leads = leads and told
+        name = f"{arms[i].label} " if len(others) > 1 else ""
+        if not gap:
+            said.append(f"{name or 'both '}equal")
+        elif told or half is None:
+            said.append(f"{name}by {gap:.4f} ({noise})")
+        else:
+            said.append(f"{name}not distinguishable ({gap:.4f} apart, {noise})")
+    if len(others) == 1:
+        pair = f"{arms[best].label} {said[0]}"
+        return (pair if "by" in said[0] else said[0]), best if leads else None
+    return f"{arms[best].label}; behind it {', '.join(said)}", best if leads else None
 
 
 def not_comparable(runs: list[Run]) -> list[str]:
-    """Why the losses cannot be ranked."""
-    out = []
+    """Why the losses cannot be ranked: what is known of two runs, and differs."""
     facts: dict[str, Callable[[Run], Any]] = {
-        "validation data": lambda r: r.start.get("val_sha256") or r.start.get("val_tokens"),
-        "validation data sets": lambda r: Path(r.settings["dataset"]).name if r.settings.get("dataset") else None,
+        "validation data": lambda r: r.start.get("val_sha256"),
+        "numbers of validation tokens": lambda r: r.start.get("val_tokens"),
+        "data sets": lambda r: Path(str(r.settings["dataset"])).name if r.settings.get("dataset") else None,
         "tokenizers": lambda r: r.start.get("tokenizer"),
         "vocabularies": lambda r: r.start.get("model_args", {}).get("vocab_size"),
         "context lengths": lambda r: r.settings.get("block_size"),
     }
+    same_files = len({r.start.get("val_sha256") for r in runs}) == 1 and runs[0].start.get("val_sha256")
+    out = []
     for what, f in facts.items():
         values = [f(r) for r in runs]
-        known = {v for v in values if v is not None}
-        same_files = what == "validation data sets" and len({r.start.get("val_sha256") for r in runs} - {None}) == 1
-        if len(known) > 1 and not (same_files and all(r.start.get("val_sha256") for r in runs)):
-            said = ", ".join(f"{x} {v}" for x, v in zip(letters(len(runs)), values, strict=True))
+        if len(set(values) - {None}) > 1 and not (what == "data sets" and same_files):
+            said = ", ".join(f"{x} {v}" for x, v in zip(letters(len(runs)), values, strict=True) if v is not None)
             out.append(f"different {what} ({said})")
-    return out
+    return out[:1] if out and "data" in out[0] else out
 
 
 def learning(arms: list[Arm], levels: list[float], reasons: list[str]) -> list[Row]:
     """Losses where as much was spent, and what was spent until a loss; ranked unless there are reasons not to."""
-    runs = [r for a in arms for r in a.runs]
-    if not all(r.val for r in runs):
+    if not any(r.val for a in arms for r in a.runs):
         return []
-
-    def mean(f: Callable[[Run], Any]) -> list[Any]:
-        found = [[f(r) for r in a.runs] for a in arms]
-        return [None if None in values else statistics.fmean(values) for values in found]
 
     def loss(v: float) -> str:
         return f"{v:.4f}"
 
-    best = {id(r): min(r.val, key=lambda e: e["val_loss"]) for r in runs}
-    last = mean(lambda r: r.val[-1]["val_loss"])
-    errors = mean(standard_error)
-    rows = [Row("last step evaluated", mean(lambda r: r.val[-1]["iter"]), AMOUNT["steps"])]
-    rows += [Row("val loss there", last, loss), Row("standard error of an evaluation", errors, loss)]
-    if any(len(a.runs) > 1 for a in arms):
-        spreads = [statistics.stdev(r.val[-1]["val_loss"] for r in a.runs) if len(a.runs) > 1 else None for a in arms]
-        rows.append(Row("standard deviation over seeds", spreads, loss))
-    lowest = mean(lambda r: best[id(r)]["val_loss"])
-    rows += [Row("lowest val loss", lowest, loss), Row("at step", mean(lambda r: best[id(r)]["iter"]), AMOUNT["steps"])]
-    rows.append(Row("perplexity there", [math.exp(v) for v in lowest], lambda v: f"{v:.2f}"))
-    bits = [bits_per_byte(v, a.runs[0]) for v, a in zip(lowest, arms, strict=True)]
-    rows.append(Row("bits per byte there", bits, loss))
-    gap = mean(lambda r: r.val[-1]["val_loss"] - r.val[-1]["train_loss"] if r.val[-1]["train_loss"] else None)
-    rows.append(Row("val - train loss at the end", gap, loss))
-    turned = [overfit(a.runs[0]) for a in arms]
+    def of(figure: Callable[[Run], Any]) -> Callable[[Run], Any]:
+        return lambda r: figure(r) if r.val else None
+
+    def ranked(row: Row, points: list[list[Point]]) -> Row:
+        """With who leads, where the losses may be ranked and are all known."""
+        if len(arms) > 1 and None not in row.values:
+            row.lead, row.winner = ("not ranked", None) if reasons else leader(arms, points)
+        return row
+
+    rows = [over_runs("last step evaluated", arms, of(lambda r: r.val[-1]["iter"]), AMOUNT["steps"])]
+    rows += [over_runs("val loss there", arms, of(lambda r: r.val[-1]["val_loss"]), loss)]
+    rows += [over_runs("standard error of an evaluation", arms, of(standard_error), loss)]
+    lowest = over_runs("lowest val loss", arms, of(lambda r: r.best["val_loss"]), loss)
+    rows += [ranked(lowest, [[(r.best["val_loss"], error(r)) for r in a.runs if r.val] for a in arms])]
+    rows += [over_runs("at step", arms, of(lambda r: r.best["iter"]), AMOUNT["steps"])]
+    rows += [over_runs("perplexity there", arms, of(lambda r: math.exp(r.best["val_loss"])), lambda v: f"{v:.2f}")]
+    rows += [over_runs("bits per byte there", arms, of(lambda r: bits_per_byte(r.best["val_loss"], r)), loss)]
+    rows += [over_runs("val - train loss at the end", arms, of(gap), loss)]
+    turned = [overfit(a.runs[0]) if a.runs[0].val else None for a in arms]
     rows.append(Row("val turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"))
-    for axis in AXES:
-        ends = [max((x for x, _ in curve(r, axis)), default=None) for r in runs]
-        if len(arms) < 2 or None in ends:
-            continue
-        x = min(e for e in ends if e is not None)
-        points = [[at(r, axis, x) for r in a.runs] for a in arms]
-        found = [[p for p in arm if p] for arm in points]
-        values = [
-            statistics.fmean(v for v, _ in f) if len(f) == len(p) else None for f, p in zip(found, points, strict=True)
-        ]
-        lead, winner = ("", None) if None in values else leader(arms, found)
-        lead, winner = ("not ranked", None) if reasons else (lead, winner)
-        rows.append(Row(f"val loss at equal {axis} ({AMOUNT[axis](x)})", values, loss, lead, winner))
-    for level in levels or sensible_levels(lowest):
-        for axis in ("tokens", "training time"):
-            needed = mean(functools.partial(spent_until, axis=axis, loss=level))
-            rows.append(Row(f"{axis} to val loss {level:g}", needed, AMOUNT[axis]))
+    for axis in AXES if len(arms) > 1 else ():
+        ends = [max((x for x, _ in curve(r, axis)), default=None) for a in arms for r in a.runs]
+        if known := [e for e in ends if e is not None]:
+            x = min(known)
+            row = over_runs(
+                f"val loss at equal {axis} ({AMOUNT[axis](x)})", arms, functools.partial(value_at, axis, x), loss
+            )
+            rows.append(ranked(row, [[p for r in a.runs if (p := at(r, axis, x))] for a in arms]))
+    for level in levels or sensible_levels([v for v in lowest.values if v is not None]):
+        for axis in ("tokens", "time"):
+            row = over_runs(
+                f"{axis} to val loss {level:g}",
+                arms,
+                functools.partial(spent_until, axis=axis, loss=level),
+                AMOUNT[axis],
+            )
+            if len(arms) > 1 and None not in row.values:
+                row.lead, row.winner = ("not ranked", None) if reasons else fewest(arms, axis, level)
+            rows.append(row)
     return [r for r in rows if any(v is not None for v in r.values)]
+
+
+def value_at(axis: str, x: float, run: Run) -> float | None:
+    found = at(run, axis, x)
+    return found[0] if found else None
+
+
+def fewest(arms: list[Arm], axis: str, level: float) -> tuple[str, int | None]:
+    """(which arm needs least, and how many times less than the next; its number where the seeds make that sure)."""
+    spent = [[spent_until(r, axis, level) or math.nan for r in a.runs] for a in arms]
+    means = [statistics.fmean(values) for values in spent]
+    best, next_, *_ = sorted(range(len(arms)), key=lambda i: means[i])
+    gap, half = difference([math.log(x) for x in spent[best]], [math.log(x) for x in spent[next_]])
+    times = f"{arms[best].label}, {means[next_] / means[best]:.2f} x fewer than {arms[next_].label}"
+    if half is None:
+        return f"{times} (noise not known)", None
+    factor = math.exp(half)
+    if gap <= half:
+        return f"{arms[best].label} and {arms[next_].label}: not distinguishable (noise a factor of {factor:.2f})", None
+    return f"{times} (noise a factor of {factor:.2f})", best
 
 
 def sensible_levels(lowest: list[float]) -> list[float]:
     """A loss that all arms reached, rounded up, and one a tenth above it."""
     reached = math.ceil(max(lowest) * 100) / 100
     return [round(reached + 0.1, 2), reached]
+
+
+def gap(run: Run) -> float | None:
+    last = run.val[-1]
+    return None if last["train_loss"] is None else last["val_loss"] - last["train_loss"]
 
 
 def bits_per_byte(loss: float, run: Run) -> float | None:
@@ -186,9 +223,10 @@ def bits_per_byte(loss: float, run: Run) -> float | None:
 def overfit(run: Run) -> tuple[int, float] | None:
     """(step of the lowest val loss, how much higher the last one is), where it rose while the train loss fell.
 
-    By more than four standard errors: the lowest of many evaluations is low by chance as well.
+    By more than four standard errors: the lowest of many evaluations is low by chance as well. None too where the
+    standard error is not known.
     """
-    low, last = min(run.val, key=lambda e: e["val_loss"]), run.val[-1]
+    low, last, se = run.best, run.val[-1], standard_error(run)
     rise = last["val_loss"] - low["val_loss"]
     fell = None in (last["train_loss"], low["train_loss"]) or last["train_loss"] < low["train_loss"]
-    return (low["iter"], rise) if fell and rise > max(4 * (standard_error(run) or 0.0), 0.01) else None
+    return (low["iter"], rise) if fell and se is not None and rise > 4 * se else None

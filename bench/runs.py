@@ -35,11 +35,16 @@ UNSAID = (
 FACTS = {"parameters": float, "tokens_per_step": int, "tokenizer": str, "val_tokens": int, "bytes_per_token": float}
 FACTS |= {"world_size": int, "peak_flops": float, "gpu": str}
 
+MODEL = ("n_layer", "n_embd", "block_size")  # what attention's FLOPs follow from
+
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
-STEP = re.compile(rf"\bstep (\d+): train loss {NUMBER}, val loss {NUMBER}(?!\d)(?:, eval time {NUMBER}s)?")
+STEP = re.compile(
+    rf"\bstep (\d+): train loss {NUMBER}, val loss {NUMBER}(?!\d)"
+    rf"(?:, eval time {NUMBER}s)?(?:, standard error {NUMBER})?"
+)
 ITER = re.compile(rf"\biter (\d+): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
 OURS = re.compile(rf"tok/s ([\d,]+), lr {NUMBER}, grad_norm {NUMBER}")
-ECHO = re.compile(r"^(?:Overriding: )?([a-z]\w*) = (.+)$")
+ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*) = (.+)$")
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Run:
     end: dict[str, Any] = field(default_factory=dict)  # {} where the run was killed or still goes on
     flops_per_token: float | None = None
     notes: list[str] = field(default_factory=list)  # what was odd
+    timed_from: int = 0  # the first step on the machine, and with the batch, that start and settings speak of
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -64,22 +70,28 @@ class Run:
     @property
     def step_ms(self) -> list[float]:
         """Times of single steps, in order: those known, but for a run's first, which still warms up."""
-        times = [e["time_ms"] for e in self.iters if e["time_ms"] is not None and e["iter"] > 0]
-        return times or [e["time_ms"] for e in self.iters if e["time_ms"] is not None]
+        known = [(e["iter"], e["time_ms"]) for e in self.iters if e["time_ms"] and e["iter"] >= self.timed_from]
+        return [ms for i, ms in known if i > 0] or [ms for _, ms in known]
 
     @property
     def val(self) -> list[dict[str, Any]]:
         """The evaluations with a finite validation loss."""
         return [e for e in self.evals if e["val_loss"] is not None]
 
+    @property
+    def best(self) -> dict[str, Any]:
+        """The evaluation with the lowest validation loss; there must be one."""
+        return min(self.val, key=lambda e: e["val_loss"])
+
     def scatter(self) -> float | None:
-        """Standard deviation of an evaluation around the smooth curve, from second differences; None for too few.
+        """Standard deviation of an evaluation around the smooth curve, from second differences.
 
         For independent errors the second difference has 1 + 4 + 1 times their variance; the later half of the
-        evaluations is taken, where the curve itself bends little.
+        evaluations is taken, where the curve itself bends little. None for fewer than eight there, and where each
+        evaluation read the same tokens: their errors are the same then, and scatter tells nothing of them.
         """
         late = [e["val_loss"] for e in self.val][len(self.val) // 2 :]
-        if len(late) < 5:
+        if len(late) < 8 or not self.start.get("random_evaluation"):
             return None
         second = [a - 2 * b + c for a, b, c in zip(late, late[1:], late[2:], strict=False)]
         return math.sqrt(statistics.fmean(d * d for d in second) / 6)
@@ -115,10 +127,18 @@ def read_events(run: Run, text: str) -> None:
             torn += bool(line.strip())
             continue
         if kind == "start":
-            run.settings, run.start = e.pop("settings", {}), e
+            # a run from before a setting existed did what is its default now
+            settings = {f.name: f.default for f in fields(TrainConfig)} | e.pop("settings", {})
+            if moved(run, settings, e):
+                run.timed_from = at
+                run.notes.append(f"from step {at:,} on it had another machine or batch: speed is that of these steps")
+            e["warm_up_s"] = (e.get("warm_up_s") or 0.0) + (run.start.get("warm_up_s") or 0.0)
+            run.settings, run.start = settings, e
+            before = max((x["train_s"] or 0.0 for x in iters.values() if x["iter"] < at), default=0.0)
+            if at in evals:  # which counts the steps since the last line as well
+                before = max(before, evals[at]["train_s"] or 0.0)
             iters = {i: x for i, x in iters.items() if i < at}
             evals = {i: x for i, x in evals.items() if i < at}  # it evaluates there again
-            before = max((x["train_s"] for x in iters.values() if x["train_s"] is not None), default=0.0)
             run.end = {}
         elif kind in ("iter", "eval"):
             names = ITER_FIELDS if kind == "iter" else EVAL_FIELDS
@@ -134,6 +154,14 @@ def read_events(run: Run, text: str) -> None:
         run.notes.append(f"{torn} unreadable lines of its log are left out")
 
 
+def moved(run: Run, settings: dict[str, Any], start: dict[str, Any]) -> bool:
+    """Whether what makes the speed differs from the start before."""
+    names = ("batch_size", "gradient_accumulation_steps", "block_size")
+    facts = ("device", "dtype", "compiled", "world_size")
+    same = all(settings.get(k) == run.settings.get(k) for k in names)
+    return bool(run.start) and not (same and all(start.get(k) == run.start.get(k) for k in facts))
+
+
 ITER_FIELDS = ("iter", "loss", "time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s")
 EVAL_FIELDS = ("iter", "train_loss", "val_loss", "val_se", "tokens", "train_s", "eval_s")
 
@@ -143,12 +171,13 @@ def read_printed(run: Run, text: str) -> None:
     iters: dict[int, dict[str, Any]] = {}
     evals: dict[int, dict[str, Any]] = {}
     echoed: dict[str, Any] = {}
+    again: dict[str, Any] = {}  # echoed behind the first steps, by a later start
     runs, torn, last, ours = 1, 0, -1, False
     for line in re.split(r"[\r\n]+", text):
         if found := STEP.search(line):
             i = int(found[1])
             e = dict.fromkeys(EVAL_FIELDS) | {"iter": i, "train_loss": number(found[2]), "val_loss": number(found[3])}
-            evals[i] = e | {"eval_s": number(found[4])}
+            evals[i] = e | {"eval_s": number(found[4]), "val_se": number(found[5])}
         elif found := ITER.search(line):
             i = int(found[1])
             e = dict.fromkeys(ITER_FIELDS) | {"iter": i, "loss": number(found[2]), "time_ms": number(found[3])}
@@ -161,10 +190,11 @@ def read_printed(run: Run, text: str) -> None:
         else:
             torn += bool(re.search(r"\b(step|iter) \d+: (train )?loss", line))
             read_facts(run, line)
-            if last < 0 and (echo := ECHO.match(line)):
-                echoed |= setting(*echo.groups())
+            if echo := ECHO.search(line):
+                (echoed if last < 0 else again).update(setting(run, *echo.groups()))
             continue
         if i < last:  # resumed, or another run behind the first
+            echoed, again = again or echoed, {}
             iters = {k: e for k, e in iters.items() if k <= i}
             evals = {k: e for k, e in evals.items() if k <= i}
             runs += 1
@@ -177,7 +207,7 @@ def read_printed(run: Run, text: str) -> None:
     if echoed and not ours:
         defaults = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING and f.name not in UNSAID}
         echoed = defaults | NANOGPT_DEFAULTS | echoed
-    run.settings = echoed
+    run.settings = {k: v for k, v in echoed.items() if v is not None}
     if not ours:
         undo_evaluation(run)
 
@@ -189,11 +219,11 @@ def read_facts(run: Run, line: str) -> None:
     if found := re.search(r"number of parameters: ([\d.]+)M(?:, ([\d.]+) MFLOPs per token)?", line):
         run.start["parameters"] = float(found[1]) * 1e6
         run.flops_per_token = float(found[2]) * 1e6 if found[2] else None
-    if found := re.search(r"^mfu refers to ([\d.]+) TFLOP/s \((.*?)\);", line):
+    if found := re.search(r"\bmfu refers to ([\d.]+) TFLOP/s \((.*?)\);", line):
         run.start |= {"peak_flops": float(found[1]) * 1e12, "peak_source": found[2]}
-    if found := re.search(r"^device: (\d+) x (.*), (float32|bfloat16|float16), (not )?compiled", line):
+    if found := re.search(r"\bdevice: (\d+) x (.*), (float32|bfloat16|float16), (not )?compiled", line):
         run.start |= {"world_size": int(found[1]), "device": found[2], "dtype": found[3], "compiled": not found[4]}
-    if found := re.search(r"^data: (.*), [\d,]+ train and ([\d,]+) val tokens", line):
+    if found := re.search(r"\bdata: (.*), [\d,]+ train and ([\d,]+) val tokens", line):
         run.start["val_tokens"] = int(found[2].replace(",", ""))
 
 
@@ -202,14 +232,20 @@ def number(text: str | None) -> float | None:
     return float(text) if text and math.isfinite(float(text)) else None
 
 
-def setting(name: str, text: str) -> dict[str, Any]:
-    """{name: value} of a setting as a config file has it; {} where it is none."""
+def setting(run: Run, name: str, text: str) -> dict[str, Any]:
+    """{name: value} of a setting as a config file has it, None where it cannot be read; {} where it is no setting."""
     if name not in TrainConfig.__dataclass_fields__:
         return {}
+    text = text.partition("#")[0].strip()
     try:
-        return {name: ast.literal_eval(text)}  # a comment behind it is Python's too
-    except (ValueError, SyntaxError):
-        return {name: text} if re.fullmatch(r"[\w./-]+", text) else {}  # nanoGPT echoes strings without quotes
+        if "*" in text:
+            return {name: math.prod(ast.literal_eval(factor.strip()) for factor in text.split("*"))}
+        return {name: ast.literal_eval(text)}
+    except (ValueError, SyntaxError, TypeError):
+        if re.fullmatch(r"[\w./-]+", text):
+            return {name: text}  # nanoGPT echoes strings without quotes
+        run.notes.append(f"it has {name} = {text}, which is not read")
+        return {name: None}
 
 
 def undo_evaluation(run: Run) -> None:
@@ -218,7 +254,7 @@ def undo_evaluation(run: Run) -> None:
     A step with an evaluation before it counts that in, and saving; its running MFU is 0.9 of the last line's and 0.1
     of its own, so that all lines are one constant, MFU x time, times a sequence that follows from the times alone.
     """
-    run.start |= {"peak_flops": NANOGPT_PEAK, "peak_source": "nanoGPT's, an A100"}
+    run.start |= {"peak_flops": NANOGPT_PEAK, "peak_source": "nanoGPT's, an A100", "random_evaluation": True}
     printed = [e["mfu"] for e in run.iters if e["mfu"] is not None]
     run.start |= {"printed_mfu": printed[-1]} if printed else {}
     evaluated = {e["iter"]: e for e in run.evals}
@@ -262,10 +298,14 @@ def complete(run: Run) -> None:
     if all(s.get(k) for k in sizes):
         start.setdefault("tokens_per_step", math.prod(s[k] for k in sizes))
     per_step = run.tokens_per_step
+    if start.get("peak_flops") == NANOGPT_PEAK and start.get("random_evaluation"):  # its MFU is that of one GPU
+        start["peak_flops"] *= start.get("world_size", 1)
     mfu_seconds = [e["mfu"] * e["time_ms"] / 1e3 for e in run.iters if e["mfu"] and e["time_ms"]]
     if run.flops_per_token is None and mfu_seconds and per_step and start.get("peak_flops"):
         run.flops_per_token = statistics.median(mfu_seconds) * start["peak_flops"] / per_step
         start["flops_inferred"] = True
+    elif run.flops_per_token is None and start.get("parameters") and all(s.get(k) for k in MODEL):
+        run.flops_per_token = 6 * start["parameters"] + 12 * math.prod(s[k] for k in MODEL)
     seconds = elapsed(run)
     for kind, e in [("iter", e) for e in run.iters] + [("eval", e) for e in run.evals]:
         done = e["iter"] + (kind == "iter")  # steps behind this point
@@ -297,13 +337,24 @@ def elapsed(run: Run) -> Any:
 
 
 def implied_parameters(run: Run) -> float | None:
-    """Parameters without position embeddings that the FLOPs per token stand for (PaLM, appendix B, turned round)."""
-    sizes = [run.settings.get(k, run.start.get("model_args", {}).get(k)) for k in ("n_layer", "n_embd", "block_size")]
-    if run.flops_per_token is None or None in sizes:
+    """Parameters without position embeddings that MFU, time and tokens stand for (PaLM, appendix B, turned round).
+
+    None where the log states its FLOPs, where sizes are not known, and where they contradict the MFU.
+    """
+    if (
+        run.flops_per_token is None
+        or not run.start.get("flops_inferred")
+        or not all(run.settings.get(k) for k in MODEL)
+    ):
         return None
-    return (run.flops_per_token - 12 * math.prod(sizes)) / 6
+    found = (run.flops_per_token - 12 * math.prod(run.settings[k] for k in MODEL)) / 6
+    return found if found > 0 else None
 
 
-def stated_parameters(run: Run) -> float | None:
-    """Parameters as the log or --set states them."""
-    return run.start.get("parameters")
+def contradicts(run: Run) -> bool:
+    """Whether the stated number of parameters is not the implied one, beyond 5% and the rounding of a printed MFU."""
+    stated, implied = run.start.get("parameters"), implied_parameters(run)
+    if not stated or not implied:
+        return False
+    rounding = 0.00005 / statistics.median(e["mfu"] for e in run.iters if e["mfu"])
+    return abs(stated / implied - 1) > 0.05 + 2 * rounding

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.arms import Arm, Row, factors, how, millions, unknown
 from bench.learning import overfit
-from bench.runs import implied_parameters
+from bench.runs import contradicts, implied_parameters
 from train import TrainConfig
 
 
@@ -27,8 +27,8 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list
             out.append(f"Not known of {label}: {some}; give what its log does not say with --set {label}.NAME=VALUE.")
         out += speed_lines(arms, row)
     for a in arms:
-        stated, implied = a.runs[0].start.get("parameters"), implied_parameters(a.runs[0])
-        if stated and implied and abs(stated / implied - 1) > 0.05:
+        if contradicts(a.runs[0]):
+            stated, implied = a.runs[0].start["parameters"], implied_parameters(a.runs[0]) or 0.0
             out.append(
                 f"{a.label}: {millions(stated)} parameters are stated, but its MFU, time and tokens mean "
                 f"{millions(implied)} (without position embeddings): one of them is wrong."
@@ -44,17 +44,15 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list
     elif winners and len(arms) > 1:
         out += learning_lines(winners)
         if all(len(a.runs) == 1 for a in arms):
-            out.append("One run each: that noise is the evaluation's; what another seed would change is not in it.")
+            out.append("One run each: the noise of a loss is its evaluation's, without what another seed changes.")
     for a in arms:
         if up := overfit(a.runs[0]) if a.runs[0].val else None:
             out.append(
                 f"{a.label} overfits: its val loss was lowest at step {up[0]:,} and has risen by {up[1]:.4f} since."
             )
     last: list[str] = []
-    if len(arms) == 2 and missing:
-        last = ["No cause can be named while settings are not known."]
-    elif len(arms) == 2:
-        last = cause_lines(arms, changed, row.get("tokens/s"), winners)
+    if len(arms) > 1:
+        last = cause_lines(arms, changed, bool(missing), row.get("tokens/s"), winners)
     return out[: 10 - len(last)] + last
 
 
@@ -64,20 +62,22 @@ def speed_lines(arms: list[Arm], row: dict[str, Row]) -> list[str]:
     if tokens is None or None in tokens.values:
         return []
     if tokens.winner is None:
-        return [f"Speed: {tokens.lead} ({' and '.join(tokens.text(v) for v in tokens.values)} tokens/s)."]
+        return [f"Speed: {tokens.lead}; {' and '.join(tokens.text(v) for v in tokens.values)} tokens/s."]
     fast, slow = tokens.winner, min(range(len(arms)), key=lambda i: tokens.values[i])
     times = tokens.values[fast] / tokens.values[slow]
+    noise = tokens.lead.partition("(")[2].rstrip(")")
     out = [
         f"{arms[fast].label} trains {times:.2f} x as many tokens per second as {arms[slow].label} "
-        f"({tokens.text(tokens.values[fast])} and {tokens.text(tokens.values[slow])})."
+        f"({tokens.text(tokens.values[fast])} and {tokens.text(tokens.values[slow])}; {noise})."
     ]
     if flops and rate and None not in (*flops.values, *rate.values):
         cost, done = flops.values[slow] / flops.values[fast], rate.values[slow] / rate.values[fast]
         if abs(cost - 1) > 0.01:
-            why = "both slow it down" if done < 0.99 else "that is why it is slower" if done < 1.01 else ""
+            why = "more work per second, and yet fewer tokens" if done > 1.01 else "that is why it is slower"
+            why = why if done > 0.99 else "both slow it down" if cost > 1 else "slower although its tokens are cheaper"
             out.append(
                 f"A token of {arms[slow].label} costs {cost:.2f} x the FLOPs of one of {arms[fast].label}, and "
-                f"{arms[slow].label} does {done:.2f} x its FLOP/s: {why or 'more MFU, and yet slower'}."
+                f"{arms[slow].label} does {done:.2f} x its FLOP/s: {why}."
             )
     return out
 
@@ -96,31 +96,48 @@ def learning_lines(rows: list[Row]) -> list[str]:
     return out
 
 
-def cause_lines(arms: list[Arm], changed: list[list[str]], speed: Row | None, losses: list[Row]) -> list[str]:
+def cause_lines(
+    arms: list[Arm], changed: list[list[str]], blind: bool, speed: Row | None, losses: list[Row]
+) -> list[str]:
     """What may be called the cause: nothing where several things changed; then the run that would settle it."""
-    if not changed:
-        return []
-    if len(changed) == 1:
+    if len(changed) == 1 and not blind:
         only, repeated = f"Only {how(changed[0], arms)} differs", all(len(a.runs) > 1 for a in arms)
+        same_work = [r for r in losses if "equal steps" in r.label or "equal tokens" in r.label]
+        effects = {"speed": [speed] if speed else [], "loss at equal steps or tokens": same_work}
+        chance = {"speed": "unless the machine was another", "loss at equal steps or tokens": "unless the seed is"}
         out = []
-        if speed and speed.lead:
-            told = (
-                "it is the cause of the difference in speed" if speed.winner is not None else "no effect on speed shows"
-            )
-            out.append(f"{only}: {told}.")
-        if any(r.winner is not None for r in losses):
-            chance = "" if repeated else ", unless the seed is: one run each, so repeat both with --seed=2"
-            out.append(f"{only}: it is the cause of the difference in loss{chance}.")
-        elif any(r.lead not in ("", "not ranked") for r in losses):
-            out.append(f"{only}: no effect on the loss shows beyond the noise.")
+        for effect, rows in effects.items():
+            rests_on = next((r.lead for r in rows if r.winner is not None), "")
+            if rests_on:
+                doubt = "" if repeated else f", {chance[effect]}: one run each, so repeat both"
+                out.append(f"{only}: it is the cause of the difference in {effect} ({rests_on}){doubt}.")
+            elif any("not distinguishable" in r.lead for r in rows):
+                out.append(f"{only}: no effect on {effect} shows beyond the noise.")
+            elif any("not known" in r.lead for r in rows):
+                out.append(f"{only}: an effect on {effect} is open, as the noise is not known; repeat both.")
         return out
-    out = [f"No cause can be named: {len(changed)} things changed at once."]
-    known = TrainConfig.__dataclass_fields__
-    settings = [parts for parts in changed if all(p in known and p in arms[1].values for p in parts)]
-    if settings:
-        a, b = arms[0].runs[0].settings, arms[1].values
-        line = command(a | {p: b[p] for p in settings[0]})
-        out.append(f"To settle it, change one at a time. {arms[0].label} with {how(settings[0], arms)} alone: {line}")
+    if not changed and not blind:
+        return []
+    reason = "not all settings are known" if blind else f"{len(changed)} things changed at once"
+    known, values = TrainConfig.__dataclass_fields__, arms[1].values
+    alone = [p for p in factors(arms[:2]) if all((n in known or n == "compiled") and n != "device" for n in p)]
+    if not alone or len(changed) == 1:
+        return [f"No cause can be named: {reason}."]
+    flags = {"compile" if n == "compiled" else n: values[n] for n in alone[0]}
+    line = command(following(arms[0].runs[0].settings, flags))
+    return [
+        f"No cause can be named: {reason}.",
+        f"To settle it, change one at a time. {arms[0].label} with {how(alone[0], arms[:2])} alone: {line}",
+    ]
+
+
+def following(settings: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """settings with these changed, and with them what was derived from them: the last learning rate, the schedule."""
+    out = settings | changed
+    if "learning_rate" in changed and out.get("min_lr") and out["min_lr"] * 10 == settings["learning_rate"]:
+        out["min_lr"] = changed["learning_rate"] / 10
+    if "max_iters" in changed and out.get("lr_decay_iters") == settings["max_iters"]:
+        out["lr_decay_iters"] = changed["max_iters"]
     return out
 
 

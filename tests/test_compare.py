@@ -15,6 +15,8 @@ from bench import compare
 from bench.arms import arms_of, factors
 from bench.learning import at, overfit, spent_until, standard_error
 from bench.runs import Run, complete, give, implied_parameters, read_run
+from bench.verdict import following
+from runlog import clock
 from train import main
 
 REAL = ROOT.parent / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
@@ -24,7 +26,7 @@ SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters
 
 def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None = 0.01, **changed: Any) -> str:
     """A log.jsonl of a run that evaluates so, with 64 tokens per step and 1000 FLOPs per token, a step taking ms."""
-    s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS}
+    s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
     start = {
         "parameters": 120.0,
@@ -187,7 +189,7 @@ def test_settings_that_nanogpt_echoes_are_known_with_its_defaults(tmp_path):
 
 
 def test_our_own_run_reads_the_same_from_its_log_and_from_what_it_printed(chars, tmp_path, capsys):
-    main(tiny(chars, tmp_path / "out", max_iters=6))
+    main(tiny(chars, tmp_path / "out", max_iters=6, eval_iters=8))
     (tmp_path / "printed.txt").write_text(capsys.readouterr().out)
     a, b = read_run(str(tmp_path / "out")), read_run(str(tmp_path / "printed.txt"))
     for run in (a, b):
@@ -196,7 +198,8 @@ def test_our_own_run_reads_the_same_from_its_log_and_from_what_it_printed(chars,
     for x, y in zip(a.iters, b.iters, strict=True):
         for name in ("loss", "time_ms", "mfu", "tokens_per_s", "tokens", "lr"):
             assert x[name] == pytest.approx(y[name], rel=2e-2, abs=1e-4), name
-    assert [e["val_loss"] for e in a.evals] == pytest.approx([e["val_loss"] for e in b.evals], abs=1e-4)
+    for name in ("val_loss", "val_se"):
+        assert [e[name] for e in a.evals] == pytest.approx([e[name] for e in b.evals], abs=1e-4)
     assert b.start["val_tokens"] == a.start["val_tokens"]
     assert b.start["tokens_per_step"] == a.start["tokens_per_step"]
     assert all(e["val_se"] > 0 for e in a.evals)
@@ -234,23 +237,24 @@ def test_every_column_is_what_it_is_by_hand(tmp_path):
     assert rows["batch_size"][:2] == ["4", "8"]
     assert rows["gradient_accumulation_steps"][:2] == ["2", "1"]
     assert rows["tokens per step"] == ["64", "64", "equal"]
-    assert rows["ms per step: median (10% to 90%)"][:2] == ["100 (90 to 110)", "200 (180 to 220)"]
+    assert rows["ms per step, median"][:2] == ["100", "200"]
+    assert rows["10% to 90% of the steps"][:2] == ["90 to 110", "180 to 220"]
     assert rows["ms per micro-batch"][:2] == ["50", "200"]
-    assert rows["tokens/s"] == ["640", "320", "A, 2.00 x B"]
+    assert rows["tokens/s"] == ["640", "320", "A, 2.00 x B (noise a factor of 1.05)"]
     assert rows["MFLOPs per token"][:2] == ["0.001", "0.003"]
     speed = {r["label"]: r["values"] for r in data["rows"]["Speed"]}
     assert speed["TFLOP/s"] == pytest.approx([640e3, 960e3])
     assert rows["MFU on the log's peak"][:2] == ["16.00%", "24.00%"]
     assert rows["peak memory, GiB"][:2] == ["2.00", "2.00"]
     assert rows["evaluation: time, and share of all"][:2] == ["6.0s, 23.1%", "6.0s, 7.0%"]  # of 20 + 6 s, 80 + 6 s
-    assert rows["parameters, from MFU, time and tokens"][0] == f"{(1000 - 12 * 2 * 16 * 8) / 6e6:,.2f}M"
+    assert "parameters, from MFU, time and tokens" not in rows  # the log states its FLOPs
     assert rows["lowest val loss"][:2] == ["2.0000", "1.0000"]
     assert rows["perplexity there"][:2] == [f"{math.e**2:.2f}", f"{math.e:.2f}"]
     assert rows["val - train loss at the end"][:2] == ["0.1000", "0.1000"]
     # B between 100 and 400 steps is linear in the logarithm: halfway at 200
     assert rows["val loss at equal steps (200)"][:2] == ["2.0000", "1.9000"]
     assert rows["val loss at equal tokens (12,800)"][:2] == ["2.0000", "1.9000"]
-    assert rows["val loss at equal training time (20.0s)"][:2] == ["2.0000", "2.8000"]  # B's 100th step
+    assert rows["val loss at equal time (20.0s)"][:2] == ["2.0000", "2.8000"]  # B's 100th step
     # 1.28e7 FLOPs are 200 steps of A and 66.7 of B, before its first evaluation
     assert rows["val loss at equal FLOPs (1.28e+07)"] == ["2.0000", "n/a", ""]
     # down from 3 to 2 between 100 and 200 steps: 2.1 is at 100 x 2^0.9; B's 1.8 fall in 2 octaves: 2.1 after 7/18
@@ -268,7 +272,7 @@ def test_bits_per_byte_need_the_bytes_of_a_token(tmp_path):
 
 def test_a_loss_is_interpolated_only_between_evaluations(tmp_path):
     run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0, 400: 2.0}))
-    assert at(run, "steps", 200) == (pytest.approx(2.5), 0.01)
+    assert at(run, "steps", 200) == pytest.approx((2.5, 1.96 * 0.01))
     assert at(run, "steps", 99) is None  # the start is no evaluation to go by
     assert at(run, "steps", 401) is None
     assert spent_until(run, "steps", 2.5) == pytest.approx(200)
@@ -280,6 +284,8 @@ def test_scatter_of_evaluations_is_their_noise():
     draw = random.Random(3)
     losses = [3 + 1 / i + draw.gauss(0, 0.02) for i in range(1, 401)]
     run = Run("x", evals=[{"iter": i, "val_loss": v, "val_se": None} for i, v in enumerate(losses)])
+    assert standard_error(run) is None  # the same tokens each time, for all that is known
+    run.start["random_evaluation"] = True
     assert standard_error(run) == pytest.approx(0.02, rel=0.15)
 
 
@@ -290,12 +296,10 @@ def test_a_difference_within_the_noise_is_not_distinguishable(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.500}, ms=100)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.490}, ms=101, learning_rate=3e-4)
     rows, said, _ = compared(a, b)
-    assert rows["tokens/s"][2] == "A and B: not distinguishable"
-    assert rows["val loss at equal steps (200)"][2].startswith(
-        "A and B: not distinguishable (0.0100 apart, noise ±0.0277)"
-    )
-    assert "Only learning_rate 0.001 -> 0.0003 differs: no effect on speed shows." in said
-    assert "no effect on the loss shows beyond the noise" in said
+    assert rows["tokens/s"][2] == "A and B: not distinguishable (1.01 x, noise a factor of 1.05)"
+    assert rows["val loss at equal steps (200)"][2] == "not distinguishable (0.0100 apart, noise ±0.0277)"
+    assert "Only learning_rate 0.001 -> 0.0003 differs: no effect on speed shows beyond the noise." in said
+    assert "no effect on loss at equal steps or tokens shows beyond the noise." in said
     assert "cause of" not in said
 
 
@@ -308,15 +312,17 @@ def test_one_changed_setting_may_be_named_as_the_cause(tmp_path):
     rows, said, _ = compared(*seeds_a, *seeds_b)
     assert [a.label for a in arms_of([read_run(p) for p in (*seeds_a, *seeds_b)])] == ["A+B+C", "D+E+F"]
     assert rows["val loss at equal steps (200)"][2] == "D+E+F by 0.2000 (noise ±0.0227)"  # 2.776 x sqrt(2/3) x 0.01
-    assert "Only learning_rate 0.001 -> 0.003 differs: it is the cause of the difference in speed." in said
-    assert "Only learning_rate 0.001 -> 0.003 differs: it is the cause of the difference in loss." in said
+    only = "Only learning_rate 0.001 -> 0.003 differs: it is the cause of the difference in"
+    assert f"{only} speed (A+B+C, 1.30 x D+E+F (noise a factor of 1.00))." in said
+    assert f"{only} loss at equal steps or tokens (D+E+F by 0.2000 (noise ±0.0227))." in said
 
 
 def test_one_run_each_leaves_the_seed_as_a_cause(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3}, learning_rate=3e-3)
     said = compared(a, b)[1]
-    assert "the cause of the difference in loss, unless the seed is: one run each" in said
+    assert "it is the cause of the difference in loss at equal steps or tokens (B by 0.2000" in said
+    assert "unless the seed is: one run each, so repeat both." in said
 
 
 def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
@@ -383,14 +389,108 @@ def test_settings_that_a_log_does_not_say_bar_any_cause(tmp_path):
     (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), 200.0))
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3})
     said = compared(str(tmp_path / "log.txt"), b)[1]
-    assert "Not known of A: batch_size, block_size, gradient_accumulation_steps and" in said
-    assert "No cause can be named while settings are not known." in said
+    assert "Not known of A: activation, align_documents, batch_size and" in said
+    assert "No cause can be named: not all settings are known." in said
 
 
 def test_width_with_heads_of_one_size_is_one_change(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 200: 2.5})
     b = log(tmp_path / "b", {0: 4.0, 200: 2.3}, n_embd=32, n_head=4)
     assert factors(arms_of([read_run(a), read_run(b)])) == [["n_embd", "n_head"]]
+
+
+def test_noise_within_a_machine_is_no_effect_on_speed(tmp_path):
+    """Of single runs 5% at least is noise; a step or two tell nothing."""
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, ms=100)
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.5}, ms=97, learning_rate=3e-3)
+    assert compared(a, b)[0]["tokens/s"][2] == "B and A: not distinguishable (1.03 x, noise a factor of 1.05)"
+    a = log(tmp_path / "c", {0: 4.0, 3: 3.0}, ms=100)
+    b = log(tmp_path / "d", {0: 4.0, 3: 3.0}, ms=150, learning_rate=3e-3)
+    rows, said, _ = compared(a, b)
+    assert rows["tokens/s"][2] == "A, 1.50 x B (noise not known)"
+    assert "an effect on speed is open, as the noise is not known; repeat both." in said
+
+
+def test_drift_within_the_runs_widens_the_noise(tmp_path):
+    paths = [log(tmp_path / name, {0: 4.0, 200: 2.5}, ms=ms, learning_rate=ms) for name, ms in (("a", 100), ("b", 115))]
+    for path in paths:
+        file = Path(path) / "log.jsonl"
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        for e in events:
+            if e["event"] == "iter" and e["iter"] >= 100:
+                e["time_ms"] *= 1.5  # halfway the machine became slower
+        file.write_text("\n".join(map(json.dumps, events)))
+    # of ten tenths five are 1.5 times as slow: a standard deviation of 0.5 ln 1.5 sqrt(10/9), 1.96 sqrt(2) of it
+    factor = math.exp(1.96 * math.sqrt(2) * 0.5 * math.log(1.5) * math.sqrt(10 / 9))
+    assert f"not distinguishable (1.15 x, noise a factor of {factor:.2f})" in compared(*paths)[0]["tokens/s"][2]
+
+
+def test_a_cause_needs_every_setting_and_the_device_known(tmp_path):
+    echo = "Overriding: batch_size = {}\nOverriding: seed = 1\n"
+    for name, batch in (("a", 16), ("b", 8)):
+        times = {i: ms * (2 if name == "b" else 1) for i, ms in TIMES.items()}
+        (tmp_path / f"{name}.txt").write_text(echo.format(batch) + nanogpt(times, (0, 40, 80), 200.0))
+    runs = [read_run(str(tmp_path / f"{name}.txt")) for name in "ab"]
+    for run in runs:
+        complete(run)
+    said = "\n".join(compare.compare(runs, [])[1])
+    assert "Not known of A: device, dtype;" in said
+    assert "No cause can be named: not all settings are known." in said
+    for run, device in zip(runs, ("RTX 4070", "RTX 3090"), strict=True):
+        give(run, "gpu", device)
+        give(run, "dtype", "bfloat16")
+    said = "\n".join(compare.compare(runs, [])[1])
+    assert "2 things changed: batch_size 16 -> 8, device RTX 4070 -> RTX 3090." in said
+    assert "No cause can be named: 2 things changed at once." in said
+    assert "--device" not in said
+
+
+def test_the_run_that_would_settle_it_changes_what_follows_too(tmp_path):
+    ends = {"min_lr": 1e-4, "lr_decay_iters": 400}
+    a = log(tmp_path / "a", {0: 4.0, 200: 2.5}, settings=ends)
+    b = log(tmp_path / "b", {0: 4.0, 200: 2.5}, learning_rate=3e-4, n_layer=3, settings=ends | {"min_lr": 3e-5})
+    said = compared(a, b)[1]
+    assert "2 things changed: n_layer 2 -> 3, learning_rate 0.001 -> 0.0003." in said
+    assert "--n_layer=3" in said
+    runs = [read_run(p) for p in (a, b)]
+    assert following(runs[0].settings, {"learning_rate": 3e-4})["min_lr"] == pytest.approx(3e-5)
+    assert following(runs[0].settings, {"max_iters": 800})["lr_decay_iters"] == 800
+
+
+def test_of_three_runs_each_is_told_from_the_best_with_its_own_figures(tmp_path):
+    noise = (0.001, 0.001, 0.2)
+    paths = [
+        log(tmp_path / str(i), {0: 4.0, 200: 2.0 + i / 20}, se=se, seed=1, n_layer=2 + i) for i, se in enumerate(noise)
+    ]
+    assert compared(*paths)[0]["val loss at equal steps (200)"][3] == (
+        "A; behind it B by 0.0500 (noise ±0.0028), C not distinguishable (0.1000 apart, noise ±0.3920)"
+    )
+
+
+def test_seeds_show_as_mean_and_interval(tmp_path):
+    paths = [log(tmp_path / str(i), {0: 4.0, 100: 3.0, 200: 2.5 + i / 100}, seed=i) for i in range(3)]
+    assert compared(*paths)[0]["val loss there"][0] == f"2.5100 ± {4.303 * 0.01 / math.sqrt(3):.4f}"
+
+
+def test_equal_losses_lead_nowhere(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
+    assert compared(a, a)[0]["val loss at equal steps (200)"][2] == "both equal"
+
+
+def test_gpus_of_a_nanogpt_run_share_its_mfu(tmp_path):
+    (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0))
+    run = read_run(str(tmp_path / "log.txt"))
+    give(run, "tokens_per_step", "1000")
+    give(run, "world_size", "8")
+    complete(run)
+    assert run.flops_per_token == pytest.approx(8 * 0.2 * 312e12 / 1000, rel=1e-3)
+
+
+def test_compiling_counts_in_the_time_to_a_loss(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, warm_up_s=60.0)
+    rows, _, _ = compared(a)
+    assert rows["warm-up and compiling"][0] == "1m00s"
+    assert rows["time to val loss 2.1"][0] == clock(70 * (80 / 70) ** 0.9)  # from 60 + 10 s to 60 + 20 s
 
 
 # ---- the script ----------------------------------------------------------------------------------------------
@@ -422,7 +522,7 @@ def test_script_writes_a_page_a_picture_and_figures(tmp_path):
         (["A", "--set", "batchsize=3"], "--set batchsize=3: neither a setting of train.py"),
         (["A", "--set", "batch_size=three"], "batch_size"),
         (["A", "--set", "parameters=-1"], "--set parameters=-1: must be above 0"),
-        (["A", "--device", "RTX 9999"], "--device RTX 9999: no published float32 peak is known of it"),
+        (["A", "--device", "RTX 9999"], "--device RTX 9999: no published peak is known of it for tf32 or float32"),
     ],
 )
 def test_what_is_wrong_is_one_line(script, tmp_path, arguments, reason):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -155,14 +156,18 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     assert mean == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     shares = [runner.evaluate(split, 7, c.batch_size, rank, 2)[0] for rank in (0, 1)]
     assert sum(shares) == pytest.approx(mean, rel=1e-6)
-    means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in (0, 3, 6)]
-    spread = sum((m - mean) ** 2 * rows**2 for m, rows in zip(means, (3, 3, 1), strict=True))
-    assert error == pytest.approx((spread * 3 / 2) ** 0.5 / 7, rel=1e-4)
-    assert runner.evaluate(split, 7, 7)[1] is None  # of one batch
-    split.n_eval_windows = lambda at_most: 6  # type: ignore[method-assign]
-    x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(6), 6))
-    pair = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in (0, 3)]
-    assert runner.evaluate(split, 6, 3)[1] == pytest.approx(abs(pair[0] - pair[1]) / 2, rel=1e-3)
+    assert error is None  # of three batches
+
+
+def test_standard_error_of_an_evaluation_is_that_of_the_mean_of_its_batches(chars, tmp_path):
+    c = tiny(chars, tmp_path)
+    split = train.Split(chars, "val", c.block_size, 100)
+    model = GPT(GPTConfig(c.block_size, 100, c.n_layer, c.n_head, c.n_embd))
+    runner = Runner(model, nullcontext(), torch.amp.GradScaler("cpu", enabled=False), False, False)
+    split.n_eval_windows = lambda at_most: 24  # type: ignore[method-assign]
+    x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
+    means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
+    assert runner.evaluate(split, 24, 3)[1] == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
     assert model.training
 
 
