@@ -112,7 +112,7 @@ def about(run: Run) -> str:
     """The machine, the model, versions and commit of the run, and when the page was made."""
     s = run.start
     versions = ", ".join(f"{name} {version}" for name, version in s.get("versions", {}).items())
-    compiled = {True: "compiled", False: "not compiled"}.get(s.get("compiled"), "")
+    compiled = "compiled" if s.get("compiled") else "not compiled"
     said = [f"{s['world_size']} x {s['device']}, {s['dtype']}, {compiled}" if "device" in s else "", versions]
     said += [f"commit {s['git_commit']}" if s.get("git_commit") else ""]
     said += [f"{s['parameters']:,} parameters, {s['tokens_per_step']:,} tokens per step" if "parameters" in s else ""]
