@@ -63,9 +63,9 @@ def median_ms(run: Run) -> float | None:
     return statistics.median(run.step_ms) if run.step_ms else None
 
 
-def band(arm: Arm) -> tuple[float, float] | None:
-    """(10th, 90th percentile) of the arm's steps in ms."""
-    times = [t for r in arm.runs for t in r.step_ms]
+def band(runs: list[Run]) -> tuple[float, float] | None:
+    """(10th, 90th percentile) of the runs' steps in ms."""
+    times = [t for r in runs for t in r.step_ms]
     return tuple(np.quantile(times, (0.1, 0.9))) if times else None
 
 
@@ -97,7 +97,7 @@ def speed(arms: list[Arm]) -> list[Row]:
     if None not in tokens.values and len(arms) > 1:
         tokens.lead, tokens.winner = fastest(arms, [[per_s(r) for r in a.runs] for a in arms])
     rows = [of("ms per step, median", median_ms, lambda v: f"{v:,.4g}")]
-    rows += [Row("10% to 90% of the steps", [band(a) for a in arms], lambda b: f"{b[0]:,.4g} to {b[1]:,.4g}")]
+    rows += [Row("10% to 90% of the steps", [band(a.runs) for a in arms], lambda b: f"{b[0]:,.4g} to {b[1]:,.4g}")]
     rows += [of("ms per micro-batch", lambda r: median_ms(r) / micro_batches(r), lambda v: f"{v:,.4g}"), tokens]  # type: ignore[operator]
     rows += [Row("parameters, as stated", [r.start.get("parameters") for r in first], millions)]
     rows += [Row("parameters, from MFU, time and tokens", [implied_parameters(r) for r in first], millions)]

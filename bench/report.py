@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-from bench.page import Table, best_evaluation, page, picture, values
-from bench.runs import Run, read_run
+from bench.compare import band, evaluation, median_ms
+from bench.learning import overfit
+from bench.page import Table, page, picture
+from bench.runs import Run, complete, read_run
 from configurator import one_line_errors
 from runlog import clock
 
@@ -33,27 +33,26 @@ def shown(value: float | None, form: str, unit: str = "") -> str:
     return "n/a" if value is None or not math.isfinite(value) else format(value, form) + unit
 
 
-def quantile(run: Run, key: str, q: float) -> float | None:
-    """Of a field over the logged steps; None where the log does not have it."""
-    known = values(run.iters, key)
-    known = known[np.isfinite(known)]
-    return float(np.quantile(known, q)) if len(known) else None
+def median(run: Run, key: str) -> float | None:
+    """Of a field over the logged steps, but the first; None where the log does not have it."""
+    known = [e[key] for e in run.iters if e[key] is not None and (e["iter"] > 0 or len(run.iters) == 1)]
+    return statistics.median(known) if known else None
 
 
 def speed(run: Run) -> Table:
     """What the steps and all beside them took."""
     start, end = run.start, run.end
-    ms, p10, p90 = (quantile(run, "time_ms", q) for q in (0.5, 0.1, 0.9))
-    rows = [["time of a step, median", shown(ms, ".2f", " ms")]]
-    rows += [["p10 to p90", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"]]
-    rows += [["tokens/s, median", shown(quantile(run, "tokens_per_s", 0.5), ",.0f")]]
-    mfu, peak = quantile(run, "mfu", 0.5), start.get("peak_flops")
+    p10, p90 = band([run]) or (None, None)
+    rows = [["time of a step, median", shown(median_ms(run), ".2f", " ms")]]
+    rows += [["10% to 90% of the steps", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"]]
+    rows += [["tokens/s, median", shown(median(run, "tokens_per_s"), ",.0f")]]
+    mfu, peak = median(run, "mfu"), start.get("peak_flops")
     of_peak = f" of {peak / 1e12:.2f} TFLOP/s ({start.get('peak_source')})" if peak else ""
     rows += [["MFU, median", "n/a" if mfu is None else f"{mfu:.2%}{of_peak}"]]
     train_s = next((e["train_s"] for e in reversed(run.iters) if e.get("train_s") is not None), end.get("train_s"))
-    evals_s = [e["eval_s"] for e in run.evals if e.get("eval_s") is not None]
+    evaluated = evaluation(run)
     spent = {"training": train_s, "of it waiting for data": end.get("data_wait_s")}
-    spent |= {"evaluation": sum(evals_s) if evals_s else None, "saving": end.get("save_s")}
+    spent |= {"evaluation": evaluated[0] if evaluated else None, "saving": end.get("save_s")}
     spent |= {"warm-up and compiling": start.get("warm_up_s")}
     rows += [[name, "n/a" if s is None else clock(s)] for name, s in spent.items()]
     memory = end.get("peak_memory_bytes")
@@ -62,10 +61,9 @@ def speed(run: Run) -> Table:
 
 def learning(run: Run) -> Table:
     """What the evaluations found."""
-    best = best_evaluation(run)
-    if best is None:
+    if not run.val:
         return Table("Learning", [], [["evaluations", "none"]])
-    last = [e for e in run.evals if e.get("val_loss") is not None][-1]
+    best, last = run.best, run.val[-1]
     rows = []
     for name, e in (("best", best), ("last", last)) if last is not best else (("best", best),):
         se = "" if e.get("val_se") is None else f" ± {e['val_se']:.4f} (standard error)"
@@ -73,24 +71,23 @@ def learning(run: Run) -> Table:
         rows += [[f"perplexity of the {name}", f"{math.exp(min(e['val_loss'], 700)):,.2f}"]]
         gap = None if e.get("train_loss") is None else e["val_loss"] - e["train_loss"]
         rows += [[f"val loss - train loss, {name}", shown(gap, "+.4f")]]
-    return Table("Learning", [], [*rows, ["val loss turned up", turn(best, last)]], "Losses in nats per token.")
+    return Table("Learning", [], [*rows, ["val loss turned up", turned(run)]], "Losses in nats per token.")
 
 
-def turn(best: dict[str, Any], last: dict[str, Any]) -> str:
+def turned(run: Run) -> str:
     """Whether and where the validation loss stopped falling."""
-    rise = last["val_loss"] - best["val_loss"]
-    if not rise:
-        return "no, the last is the lowest"
-    at = f"after step {best['iter']:,}, by {rise:.4f} until step {last['iter']:,}"
-    errors = [e["val_se"] for e in (best, last) if e.get("val_se") is not None]
-    return at + (", within two standard errors" if len(errors) == 2 and rise < 2 * math.hypot(*errors) else "")
+    if found := overfit(run):
+        return f"after step {found[0]:,}, by {found[1]:.4f} since"
+    rise = run.val[-1]["val_loss"] - run.best["val_loss"]
+    return f"not beyond the noise (the last is {rise:.4f} above the lowest)" if rise else "no, the last is the lowest"
 
 
 def verdict(run: Run) -> list[str]:
-    best, ms = best_evaluation(run), quantile(run, "time_ms", 0.5)
-    said = [f"best val loss {best['val_loss']:.4f} at step {best['iter']:,}" if best else "no evaluation in the log"]
-    if ms is not None:
-        said += [f"{ms:.2f} ms a step, MFU {shown(quantile(run, 'mfu', 0.5), '.2%')}"]
+    said = ["no evaluation in the log"]
+    if run.val:
+        said = [f"best val loss {run.best['val_loss']:.4f} at step {run.best['iter']:,}"]
+    if ms := median_ms(run):
+        said += [f"{ms:.2f} ms a step, MFU {shown(median(run, 'mfu'), '.2%')}"]
     return (
         said
         if run.end or not run.start
@@ -131,6 +128,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
     a = parser.parse_args()
     run, path = read_run(a.out_dir), Path(a.out_dir)
+    complete(run)
     of_checkpoint = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
     text = page(run.name, [run], [speed(run), learning(run)], verdict(run), of_checkpoint, about(run))
     html = Path(a.html) if a.html else path / "report.html" if path.is_dir() else path.with_suffix(".html")
