@@ -83,11 +83,6 @@ def curve(run: Run, events: list[dict[str, Any]], key: str, points: int, factor:
     return Curve(means, mean, low, high, n < len(y))
 
 
-def best_evaluation(run: Run) -> dict[str, Any] | None:
-    """The evaluation with the lowest validation loss; None where there is none."""
-    return min((e for e in run.evals if e.get("val_loss") is not None), key=lambda e: e["val_loss"], default=None)
-
-
 def time_unit(runs: list[Run]) -> tuple[str, float]:
     """(name, seconds) of the unit that the longest run is told in."""
     longest = max((e.get("train_s") or 0 for run in runs for e in (*run.iters, *run.evals)), default=0)
@@ -123,9 +118,8 @@ def loss_traces(number: int, run: Run) -> list[dict[str, Any]]:
     if len(se) == len(val.y) and np.isfinite(se).any():
         style["error_y"] = {"type": "data", "array": np.nan_to_num(se), "thickness": 1, "width": 3}
     out += traces(number, f"{run.name}, val", val, "val", ".4f", **style)
-    best = best_evaluation(run)
     star = {"mode": "markers", "marker": {"size": 15, "symbol": "star"}}
-    only = curve(run, [best] if best else [], "val_loss", 1)
+    only = curve(run, [run.best] if run.val else [], "val_loss", 1)
     return out + traces(number, f"{run.name}, best val", only, "val", ".4f", **star)
 
 

@@ -252,7 +252,10 @@ def test_report_errors_are_one_line(real, script, tmp_path):
 
 
 def test_report_tells_where_the_validation_loss_turned_up():
-    low, high = {"iter": 3, "val_loss": 1.5, "val_se": 0.01}, {"iter": 9, "val_loss": 1.6, "val_se": 0.01}
-    assert report.turn(low, high) == "after step 3, by 0.1000 until step 9"
-    assert report.turn(low, high | {"val_loss": 1.51}).endswith(", within two standard errors")
-    assert report.turn(low, low) == "no, the last is the lowest"
+    def said(*losses: tuple[float, float]) -> str:
+        evals = [{"iter": i, "train_loss": t, "val_loss": v, "val_se": 0.01} for i, (t, v) in enumerate(losses)]
+        return report.turned(Run("x", evals=evals))
+
+    assert said((3.0, 3.0), (2.0, 2.0)) == "no, the last is the lowest"
+    assert said((2.0, 2.0), (1.9, 2.03)) == "not beyond the noise (the last is 0.0300 above the lowest)"
+    assert said((2.0, 2.0), (1.9, 2.05)) == "after step 0, by 0.0500 since"
