@@ -242,7 +242,7 @@ def test_ctrl_c_keeps_the_rounds_that_are_whole(stop, rounds, sweep_with):
 
 
 def test_a_cell_predicted_beyond_the_memory_of_the_machine_is_not_started(sweep_with, monkeypatch):
-    small, large = (sweep.predicted_bytes(tiny(Path(), Path(), n_embd=n), 65) for n in (16, 64))
+    small, large = (sweep.predicted_bytes(tiny(Path(), Path(), n_embd=n, batch_size=2), 65) for n in (16, 64))
     assert small < 0.8 * large
     monkeypatch.setattr(hardware, "memory_bytes", lambda device: round(large))  # of which 90% count
     out, result = sweep_with(fake_run, "--rounds=1", "--grid=n_embd=16,64", "--batch_size=2")
