@@ -248,6 +248,8 @@ BY_TOTAL: list[tuple[str, dict[str, tuple[float | None, ...]]]] = [
             "Apple M2 Ultra": (76, 27.2, None, None, None),
         },
     ),
+    # Without figures, and so measured; the name without its memory is another card's.
+    ("ampere", {"GeForce RTX 3050 6GB": (18, None, None, None, None)}),
 ]
 
 MEMORY = re.compile(r"\b\d+ ?gb?\b")

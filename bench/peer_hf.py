@@ -23,6 +23,8 @@ from data.tokens import Split, read_meta
 def main(c: dict) -> None:
     device = hardware.resolve_device(c["device"])
     dtype = hardware.resolve_dtype(c["dtype"], device, c["n_embd"])
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as ours and nanoGPT have it
     folder, B, T = Path(c["dataset"]), c["batch_size"], c["block_size"]
     vocab_size = read_meta(folder)["vocab_size"]
     vocab_size = 50304 if vocab_size == 50257 else vocab_size  # as ours pads it

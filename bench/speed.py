@@ -90,6 +90,8 @@ def contestants(
             out.append(Contestant("transformers", command, ROOT, start={"compiled": False}))
         else:
             raise ValueError(f"--peer {peer}: not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or hf")
+    for x in out:
+        x.on_gpu = not on_cpu
     return out
 
 
@@ -124,7 +126,11 @@ def table(runs: list[Contestant], tokens_per_step: int) -> list[dict[str, Any]]:
         row |= {"tokens_per_s": tokens / median * 1e3, "tflops": flops / median / 1e9}
         row |= {"mfu": flops / median * 1e3 / peak}
         row["first_s"] = statistics.median_low(x.first_s)  # of two rounds the one with a warm compile cache
-        row |= {"memory_gb": max(x.memory) / 1e9, "data_wait": statistics.mean(x.waits) if x.waits else None}
+        memory = x.logged_memory or x.memory
+        row |= {
+            "memory_gb": max(memory) / 1e9 if memory else None,
+            "data_wait": statistics.mean(x.waits) if x.waits else None,
+        }
         row |= {
             "ours_faster": statistics.median(ratios),
             "ours_faster_least": min(ratios),
@@ -138,12 +144,13 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
     head = "dtype | compiled | ms/step (p10, p90) | tokens/s | TFLOP/s | MFU | first step, warm cache | peak memory"
     lines = [f"| | {head} | data wait | time / ours |", "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for r in rows:
+        memory = "n/a" if r["memory_gb"] is None else f"{r['memory_gb']:.2f} GB"
         wait = "n/a" if r["data_wait"] is None else f"{r['data_wait']:.1%}"
         compiled = "n/a" if r["compiled"] is None else "yes" if r["compiled"] else "no"
         lines.append(
             f"| {r['name']} | {r['dtype'] or 'n/a'} | {compiled} | {r['ms']:.4g} ({r['p10']:.4g}, {r['p90']:.4g}) | "
             f"{r['tokens_per_s']:,.0f} | {r['tflops']:.3f} | {r['mfu']:.1%} | {r['first_s']:.1f} s | "
-            f"{r['memory_gb']:.2f} GB | {wait} | "
+            f"{memory} | {wait} | "
             f"{r['ours_faster']:.2f} ({r['ours_faster_least']:.2f} to {r['ours_faster_most']:.2f}) |"
         )
     return "\n".join(lines)

@@ -152,8 +152,8 @@ def leave_out_too_large(cells: list[Cell], vocab_size: int) -> None:
     """Marks the cells that a CPU has not the memory for: there the whole machine would suffer, not the run alone."""
     for cell in cells:
         device = hardware.resolve_device(cell.c.device)
-        limit = hardware.memory_bytes(device)
-        if device.type == "cpu" and limit:
+        limit = hardware.memory_bytes(device) if device.type == "cpu" else None
+        if limit:
             needed = predicted_bytes(cell.c, vocab_size)
             if needed > LARGEST_SHARE * limit:
                 cell.status = f"predicted {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}: not run"
@@ -208,11 +208,11 @@ def figures(cells: list[Cell]) -> list[dict[str, Any]]:
 
     MFU refers to the highest peak that a cell of the same dtype and device found, where the peak is a measured one.
     """
-    peaks: dict[Any, float] = {}
+    peaks: dict[Any, tuple[float, str]] = {}
     measured = [cell for cell in cells if not cell.status]
     for start in (cell.x.start for cell in measured):
         kind = (start["device"], start["dtype"])
-        peaks[kind] = max(peaks.get(kind, 0.0), start["peak_flops"])
+        peaks[kind] = max(peaks.get(kind, (0.0, "")), (start["peak_flops"], start["peak_source"]))
     assert len({cell.x.start["tokens_per_step"] for cell in measured}) <= 1
     rows: list[dict[str, Any]] = []
     for cell in cells:
@@ -227,12 +227,13 @@ def figures(cells: list[Cell]) -> list[dict[str, Any]]:
         row |= {"ms": median, "p10": ms[len(ms) // 10], "p90": ms[len(ms) * 9 // 10]}
         row |= {"tokens_per_s": tokens / median * 1e3, "least": min(by_round), "most": max(by_round)}
         row |= {"by_round": by_round, "flops_per_token": start["flops_per_token"]}
-        row |= {"peak_flops": peaks[start["device"], start["dtype"]], "peak_source": start["peak_source"]}
+        row["peak_flops"], row["peak_source"] = peaks[start["device"], start["dtype"]]
         row["mfu"] = row["tokens_per_s"] * start["flops_per_token"] / row["peak_flops"]
         row["memory_gb"] = max(x.logged_memory) / 1e9 if x.logged_memory else None
         row["data_wait"] = statistics.mean(x.waits)
+        starts = [first_s - median / 1e3 for first_s in x.first_s]
+        row["start_s"] = min(starts)
         if start["compiled"]:
-            starts = [first_s - median / 1e3 for first_s in x.first_s]
             row |= {"cold_s": starts[0], "warm_s": statistics.median(starts[1:]) if starts[1:] else None}
         rows[-1] |= row
     for row in rows:
@@ -241,7 +242,8 @@ def figures(cells: list[Cell]) -> list[dict[str, Any]]:
             for other in rows:
                 same = rest == {k: v for k, v in other["settings"].items() if k != "compile"}
                 if same and other.get("compiled") is False:
-                    row["pays_after"] = pays_after(row["cold_s"], other["ms"], row["ms"])
+                    # what starting takes without compiling is no price of it
+                    row["pays_after"] = pays_after(row["cold_s"] - other["start_s"], other["ms"], row["ms"])
     return rows
 
 
@@ -325,6 +327,8 @@ def recommendations(rows: list[dict[str, Any]], given: list[str], c: train.Train
     out = []
     for kind, group in groups.items():
         row, why = recommend(group)
+        if c.compile == "auto" and row["compiled"] and "compile" not in row["settings"]:
+            why += "; measured compiled, as a long run is by compile=auto"
         if row.get("pays_after") is not None:
             why += f"; compiling pays after {row['pays_after']:,} steps"
         out.append((as_command(given, c, row["settings"]), f"{kind}: {why}" if kind else why))

@@ -63,6 +63,7 @@ class Contestant:
     waits: list[float] = field(default_factory=list)  # share of the time in which our loop waited for data
     logged_memory: list[int] = field(default_factory=list)  # peak bytes that our log has: on CUDA, of torch's allocator
     env: dict[str, str] = field(default_factory=dict)  # beside this process's own
+    on_gpu: bool = False
 
 
 # ---- commands ------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
                     break
         if not enough:
             process.wait()  # how it ended, not how the next line ends it
-        peak = peak_memory(process.pid) if enough else 0
+        peak = peak_memory(process.pid, x.on_gpu) if enough else None
     finally:
         process.kill()
         process.wait()
@@ -154,7 +155,7 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
             f"{x.name} ended after {len(times)} steps: {' / '.join(filter(None, seen[-3:])) or last}{killed}",
             f"out of memory{killed}" if lost else f"failed: {last}",
         )
-    x.memory.append(peak)
+    x.memory += [peak] if peak else []
     x.waits += waits
     x.first_s.append(warm_up_s + times[0] / 1e3)
     x.rounds.append(times[max(1, min(10, len(times) // 5)) :])  # the first ones still allocate
@@ -169,18 +170,18 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
     return len(times)
 
 
-def peak_memory(pid: int) -> int:
-    """Peak bytes of a process: on the GPU where it has some there, else in RAM; 0 where the system does not say."""
-    try:
+def peak_memory(pid: int, on_gpu: bool) -> int | None:
+    """Bytes of a process: what it has on the GPU, or its peak in RAM; None where the system does not say."""
+    if on_gpu:  # a container may see other process numbers than the driver, or none
         query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-        rows = [line.split(",") for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines()]
-        if here := [int(mib) * 2**20 for p, mib in rows if int(p) == pid]:
-            return here[0]
-    except (OSError, ValueError):
-        pass
+        try:
+            lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+            return next((int(mib) * 2**20 for p, mib in (line.split(",") for line in lines) if int(p) == pid), None)
+        except (OSError, ValueError):
+            return None
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
-    return int(found[1]) * 1024 if found else 0
+    return int(found[1]) * 1024 if found else None
 
 
 # ---- results -------------------------------------------------------------------------------------------------

@@ -155,6 +155,7 @@ def test_names_that_are_near_are_other_cards():
 @pytest.mark.parametrize(
     "name",
     [
+        "RTX 3050 6GB",
         "NVIDIA GeForce RTX 4070 Laptop GPU",
         "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
         "NVIDIA RTX A2000 8GB Laptop GPU",
