@@ -111,11 +111,12 @@ def low_learning_rate(o: Options) -> Found:
     losses: dict[float, list[float]] = {lr: [] for lr in rates}
     for seed, lr in itertools.product(seeds(o), rates):
         run = {"learning_rate": lr, "seed": seed, "max_iters": o.sizes.learned_steps}
-        losses[lr].append(evals(trained(o, folder, o.sizes.learned | run))[-1]["val_loss"])
+        events = trained(o, folder, o.sizes.learned | run)
+        losses[lr].append(evals(events)[-1]["val_loss"])
     steps = capped(o, o.sizes.learned_steps)
     rows = [{"learning rate": lr, "steps": steps, "val loss": mean_of(v)} for lr, v in losses.items()]
     says = [f"{lr:g} against 3e-4: {versus(losses[3e-4], losses[lr])}." for lr in rates[1:]]
-    return Found(rows, says, {f"{lr:g}": v for lr, v in losses.items()}, {"auto"})
+    return Found(rows, says, {f"{lr:g}": v for lr, v in losses.items()}, {events[0]["dtype"]})
 
 
 def precision(o: Options) -> Found:
@@ -215,12 +216,13 @@ def characters(o: Options) -> Found:
 
 
 def larger_batch(o: Options) -> Found:
-    folder, target, rates = folder_of(o), 2.1, (2e-3, 4e-3, 8e-3)
+    folder, target, rates = folder_of(o), 2.3, (2e-3, 4e-3, 8e-3)
     reached: dict[tuple[int, float], list[float | None]] = {}
     for seed, batch, lr in itertools.product(seeds(o), (12, 24), rates):
         scale = 24 // batch  # the same tokens and evaluations; a constant rate: no schedule's end decides
         run = {"batch_size": batch, "learning_rate": lr, "min_lr": lr, "seed": seed, "dtype": "float32"}
-        run |= {"max_iters": 300 * scale, "eval_interval": capped(o, 15 * scale), "warmup_iters": 50 * scale}
+        run |= {"max_iters": 240 * scale, "eval_interval": capped(o, 15 * scale), "warmup_iters": 50 * scale}
+        run |= {"eval_tokens": 1 << 13}  # there are many evaluations
         events = trained(o, folder, CHARS | run)
         reached.setdefault((batch, lr), []).append(steps_to(evals(events), target))
     runs = timed(o, {f"batch {b}": CHARS | {"batch_size": b, "dtype": "float32"} for b in (12, 24)}, 65)
