@@ -38,7 +38,12 @@ def trained(o: Options, folder: Path, settings: Settings, out: Path | None = Non
     """The log of a run of train.py's main, to its end; checkpoints, too, where `out` is given."""
     with tempfile.TemporaryDirectory(dir=o.tmp) as unnamed:
         out_dir = out or Path(unnamed)
-        same = {"dataset": str(folder), "out_dir": str(out_dir), "device": str(o.device), "eval_tokens": EVAL_TOKENS}
+        same: Settings = {
+            "dataset": str(folder),
+            "out_dir": str(out_dir),
+            "device": str(o.device),
+            "eval_tokens": EVAL_TOKENS,
+        }
         same |= {"compile": o.sizes.compile, "eval_interval": 10**6, "always_save_checkpoint": False}
         c = train.TrainConfig(**(same | settings | {"max_iters": capped(o, settings["max_iters"])}))
         torch.compiler.reset()  # or the models before this one count as recompilations
@@ -86,9 +91,17 @@ def versus(a: Sequence[float], b: Sequence[float], digits: int = 4) -> str:
 
 def accumulation(o: Options) -> Found:
     folder, steps = folder_of(o), capped(o, 40)
-    model = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "warmup_iters": 5, "learning_rate": 1e-3}
+    model: Settings = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "block_size": 32,
+        "warmup_iters": 5,
+        "learning_rate": 1e-3,
+    }
     model |= {"dtype": "float32", "compile": False, "decay_lr": False}
-    rows, curves = [], []
+    rows: list[dict[str, Any]] = []
+    curves: list[list[float]] = []
     for batch, accumulated, n in ((8, 1, steps), (4, 2, steps), (8, 2, steps // 2)):
         split = {"batch_size": batch, "gradient_accumulation_steps": accumulated, "max_iters": n}
         events = trained(o, folder, model | split)
@@ -227,7 +240,8 @@ def larger_batch(o: Options) -> Found:
         reached.setdefault((batch, lr), []).append(steps_to(evals(events), target))
     runs = timed(o, {f"batch {b}": CHARS | {"batch_size": b, "dtype": "float32"} for b in (12, 24)}, 65)
     step_s = {b: statistics.median(t for r in x.rounds for t in r) / 1e3 for b, x in zip((12, 24), runs, strict=True)}
-    rows, best = [], {}
+    rows: list[dict[str, Any]] = []
+    best: dict[int, tuple[float, list[float]]] = {}  # of a batch size: the best rate, the steps with it
     for (batch, lr), of_seeds in sorted(reached.items()):
         steps = [n for n in of_seeds if n is not None]
         row = {"batch": batch, "learning rate": lr, "seeds at the target": f"{len(steps)} of {o.seeds}"}
@@ -244,12 +258,13 @@ def larger_batch(o: Options) -> Found:
         rows.append(row)
     says = [f"A step of 24 takes {factor(log_ratios(*runs))} times as long as one of 12."]
     if len(best) == 2:
-        seconds = [[n * step_s[b] for n in best[b][1]] for b in (12, 24)]
-        tokens = [[n * b * CHARS["block_size"] for n in best[b][1]] for b in (12, 24)]
+        with_12, with_24 = ([n * step_s[b] for n in best[b][1]] for b in (12, 24))
+        tokens_12, tokens_24 = ([n * b * CHARS["block_size"] for n in best[b][1]] for b in (12, 24))
         rates_of = " and ".join(f"{best[b][0]:g}" for b in (12, 24))
         says.append(
-            f"To val loss {target}, each at its best rate ({rates_of}): {statistics.fmean(seconds[0]):.1f} s with 12, "
-            f"{statistics.fmean(seconds[1]):.1f} s with 24, {versus(*seconds, 1)} s; tokens {versus(*tokens, 0)}."
+            f"To val loss {target}, each at its best rate ({rates_of}): {statistics.fmean(with_12):.1f} s with 12, "
+            f"{statistics.fmean(with_24):.1f} s with 24, {versus(with_12, with_24, 1)} s; tokens "
+            f"{versus(tokens_12, tokens_24, 0)}."
         )
     raw = {"steps": {f"{b}, {lr:g}": v for (b, lr), v in reached.items()}, "times": of_times(runs, []).raw}
     return Found(rows, says, raw, {"float32"})

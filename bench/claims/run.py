@@ -75,7 +75,12 @@ def page(o: Options, number: int, given: list[str]) -> None:
     if "--save" in given:
         path = RESULTS / f"{day}-claim-{number:02}-{o.device.type}"
         path.with_suffix(".md").write_text(f"# Claim {number}: {claim}\n\n{text}")
-        result = {"claim": claim, "command": command, "device": hardware.device_name(o.device), "versions": versions}
+        result: dict[str, Any] = {
+            "claim": claim,
+            "command": command,
+            "device": hardware.device_name(o.device),
+            "versions": versions,
+        }
         result |= {"commit": commit, "rows": found.rows, "says": found.says, "raw": found.raw}
         path.with_suffix(".json").write_text(json.dumps(result))
 

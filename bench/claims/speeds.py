@@ -19,8 +19,14 @@ def timed(o: Options, cells: dict[str, Settings], vocab_size: int) -> list[speed
     data = o.tmp / f"random-{vocab_size}"
     if not data.exists():
         speed.write_data(data, vocab_size)
-    endless = {"max_iters": 10**6, "eval_interval": 10**6, "eval_iters": 1, "dataset": data, "device": o.device}
-    runs = []
+    endless: Settings = {
+        "max_iters": 10**6,
+        "eval_interval": 10**6,
+        "eval_iters": 1,
+        "dataset": data,
+        "device": o.device,
+    }
+    runs: list[speed.Contestant] = []
     for name, cell in cells.items():
         settings = endless | {"compile": o.sizes.compile} | cell | {"out_dir": o.tmp / str(len(runs))}
         command = [sys.executable, "-u", "train.py", *(f"--{k}={v}" for k, v in settings.items())]
