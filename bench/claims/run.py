@@ -67,7 +67,8 @@ def page(o: Options, number: int, given: list[str]) -> None:
     versions, commit, day = hardware.versions(), hardware.git_commit(), time.strftime("%Y-%m-%d")
     about = f"{day}, {hardware.device_name(o.device)}; {versions}, commit {commit}"
     about += f"; {', '.join(sorted(found.dtypes))}." if found.dtypes else "."
-    command = " ".join(["python", "bench/claims/run.py", str(number), *given])
+    threads = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("OMP_")]
+    command = " ".join([*threads, "python", "bench/claims/run.py", str(number), *given])
     text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(found.rows)}\n\n" + "".join(
         f"- {s}\n" for s in found.says
     )
