@@ -72,18 +72,18 @@ def seeds(o: Options) -> range:
     return range(1337, 1337 + o.seeds)
 
 
-def mean_of(values: Sequence[float]) -> str:
+def mean_of(values: Sequence[float], digits: int = 4) -> str:
     """The mean with the half width of its 95% interval."""
     mean, half = interval(values)
-    return f"{mean:.4f}" + ("" if half is None else f" ± {half:.4f}")
+    return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 
-def versus(a: Sequence[float], b: Sequence[float], digits: int = 4) -> str:
+def versus(a: Sequence[float], b: Sequence[float], digits: int = 4, unit: str = "") -> str:
     """mean of b - mean of a, with Welch's 95% interval and what that tells."""
     d, half = difference(a, b)
     if half is None:
-        return f"{d:+.{digits}f} (one seed)"
-    return f"{d:+.{digits}f} ± {half:.{digits}f}" + ("" if abs(d) > half else ", which cannot be told from 0")
+        return f"{d:+.{digits}f}{unit} (one seed)"
+    return f"{d:+.{digits}f} ± {half:.{digits}f}{unit}" + ("" if abs(d) > half else ", which cannot be told from 0")
 
 
 # ---- the experiments -----------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def larger_batch(o: Options) -> Found:
         if len(steps) == o.seeds:
             mean = statistics.fmean(steps)
             row |= {
-                "steps": mean_of(steps),
+                "steps": mean_of(steps, 0),
                 "tokens": mean * batch * CHARS["block_size"],
                 "ms per step": step_s[batch] * 1e3,
                 "seconds": mean * step_s[batch],
@@ -268,7 +268,7 @@ def larger_batch(o: Options) -> Found:
         rates_of = " and ".join(f"{best[b][0]:g}" for b in (12, 24))
         says.append(
             f"To val loss {target}, each at its best rate ({rates_of}): {statistics.fmean(with_12):.1f} s with 12, "
-            f"{statistics.fmean(with_24):.1f} s with 24, {versus(with_12, with_24, 1)} s; tokens "
+            f"{statistics.fmean(with_24):.1f} s with 24, {versus(with_12, with_24, 1, ' s')}; tokens "
             f"{versus(tokens_12, tokens_24, 0)}."
         )
     raw = {

@@ -118,12 +118,15 @@ def compile_gain(o: Options) -> Found:
     says = []
     for plain, compiled in zip(runs[::2], runs[1::2], strict=True):
         logs, name = log_ratios(plain, compiled), plain.name.removesuffix(", plain")
-        saved_s = statistics.median(t for r in plain.rounds for t in r) / 1e3 * (1 - math.exp(interval(logs)[0]))
-        text = f"{name}: compiled takes {factor(logs)} of the time"
         cold_s, warm_s = (x - statistics.median(plain.first_s) for x in (compiled.first_s[0], min(compiled.first_s)))
-        if saved_s > 0:
-            text += f"; its start, {cold_s:.0f} s longer (from the cache {warm_s:.0f} s), is won back after "
-            text += f"{cold_s / saved_s:,.0f} steps ({max(0, warm_s) / saved_s:,.0f})"
+        text = (
+            f"{name}: compiled takes {factor(logs)} of the time; its start takes {cold_s:.0f} s more, from the cache "
+        )
+        text += f"{warm_s:.0f} s"
+        mean, half = interval(logs)
+        if half is not None and mean + half < 0:  # else there may be nothing to win it back with
+            saved_s = statistics.median(t for r in plain.rounds for t in r) / 1e3 * (1 - math.exp(mean))
+            text += f", won back after {cold_s / saved_s:,.0f} and {max(0, warm_s) / saved_s:,.0f} steps"
         says.append(text + ".")
     return of_times(runs, says)
 
