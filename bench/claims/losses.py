@@ -184,11 +184,11 @@ def random_evaluation(o: Options) -> Found:
         return statistics.fmean(losses)
 
     rows, says, raw = [], [], {}
-    whole = runner.evaluate(split, 10**9, B)
+    whole = runner.evaluate(split, 10**9, B)[0]
     for batches, repeats in ((20, 30), (200, 20)):
         repeats = capped(o, repeats)
         random = raw[f"random {batches}"] = [at_random(batches) for _ in range(repeats)]
-        fixed = raw[f"fixed {batches}"] = [runner.evaluate(split, batches * B, B) for _ in range(2)]
+        fixed = raw[f"fixed {batches}"] = [runner.evaluate(split, batches * B, B)[0] for _ in range(2)]
         for way, values in (("random", random), ("fixed", fixed)):
             row = {"windows": f"{batches} x {B}, {way}", "evaluations": len(values), "mean": statistics.fmean(values)}
             row |= {"standard deviation": statistics.stdev(values), "lowest": min(values), "highest": max(values)}
