@@ -160,4 +160,4 @@ def equal(values: list[Any]) -> str:
 
 
 def millions(v: float) -> str:
-    return f"{v / 1e6:,.2f}M"
+    return f"{v / 1e6:,.2f}M" if v >= 1e5 else f"{v:,.0f}"

@@ -89,6 +89,12 @@ def speed(arms: list[Arm]) -> list[Row]:
     def flops_per_s(run: Run) -> Any:
         return per_s(run) * run.flops_per_token
 
+    def mfu(run: Run) -> Any:
+        if run.flops_per_token and run.tokens_per_step:
+            return flops_per_s(run) / run.start["peak_flops"]
+        logged = [e["mfu"] for e in run.iters if e["mfu"]]
+        return statistics.median(logged) if logged else None
+
     def micro_batches(run: Run) -> float:
         return run.settings["gradient_accumulation_steps"] / run.start.get("world_size", 1)
 
@@ -104,7 +110,7 @@ def speed(arms: list[Arm]) -> list[Row]:
     rows += [Row("MFLOPs per token", [r.flops_per_token for r in first], lambda v: f"{v / 1e6:,.4g}")]
     rows += [of("TFLOP/s", flops_per_s, lambda v: f"{v / 1e12:.4g}")]
     rows += [Row("MFU as printed at the end", [r.start.get("printed_mfu") for r in first], percent)]
-    rows += [of("MFU on the log's peak", lambda r: flops_per_s(r) / r.start["peak_flops"], percent)]
+    rows += [of("MFU on the log's peak", mfu, percent)]
     rows += [of("the log's peak, TFLOP/s", lambda r: r.start["peak_flops"] / 1e12, lambda v: f"{v:,.4g}")]
     rows += [of("MFU on the device's own peak", lambda r: flops_per_s(r) / peaks[id(r)][0], percent)]
     rows += [of("its own peak, TFLOP/s", lambda r: peaks[id(r)][0] / 1e12, lambda v: f"{v:,.4g}")]
@@ -170,13 +176,8 @@ def as_table(title: str, arms: list[Arm], rows: list[Row], note: str = "") -> Ta
 
 
 def as_markdown(table: Table) -> str:
-    lines = [
-        f"## {table.title}",
-        "",
-        f"| {' | '.join(table.columns)} |",
-        "|---" + "|--:" * len(table.columns[1:]) + "|",
-    ]
-    lines += [f"| {' | '.join(r)} |" for r in table.rows]
+    rows = [f"| {' | '.join(c.replace('|', '/') for c in row)} |" for row in (table.columns, *table.rows)]
+    lines = [f"## {table.title}", "", rows[0], "|---" + "|--:" * len(table.columns[1:]) + "|", *rows[1:]]
     return "\n".join(lines + ([f"\n{table.note}"] if table.note else []))
 
 
@@ -214,6 +215,13 @@ def main() -> None:
     parser.add_argument("--png", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")
     a = parser.parse_args()
+    for file in filter(None, (a.html, a.png, a.json)):
+        if not Path(file).resolve().parent.is_dir():
+            raise ValueError(f"{file}: its folder does not exist; make it, or choose another")
+    if a.png and not a.png.endswith(".png"):
+        raise ValueError(f"--png {a.png}: name a .png file")
+    if not all(map(math.isfinite, a.loss)):
+        raise ValueError(f"--loss {' '.join(map(str, a.loss))}: losses are finite numbers")
     named = dict(zip(letters(len(a.runs)), (read_run(path) for path in a.runs), strict=True))
     for word in a.set:
         name, equals, value = word.partition("=")

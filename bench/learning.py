@@ -110,7 +110,11 @@ def leader(arms: list[Arm], points: list[list[Point]]) -> tuple[str, int | None]
     if len(others) == 1:
         pair = f"{arms[best].label} {said[0]}"
         return (pair if "by" in said[0] else said[0]), best if leads else None
-    return f"{arms[best].label}; behind it {', '.join(said)}", best if leads else None
+    more = f" and {len(said) - 3} more" if len(said) > 3 else ""
+    return f"{arms[best].label}; behind it {', '.join(said[:3])}{more}", best if leads else None
+
+
+OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: half as many tokens, or twice
 
 
 def not_comparable(runs: list[Run]) -> list[str]:
@@ -123,6 +127,9 @@ def not_comparable(runs: list[Run]) -> list[str]:
         "vocabularies": lambda r: r.start.get("model_args", {}).get("vocab_size"),
         "context lengths": lambda r: r.settings.get("block_size"),
     }
+    starts = [r.evals[0]["val_loss"] if r.evals and r.evals[0]["iter"] == 0 else None for r in runs]
+    if None not in starts and max(starts) - min(starts) > OTHER_VOCABULARY:  # type: ignore[type-var, operator]
+        facts["losses at step 0, and so vocabularies or data"] = lambda r: r.evals[0]["val_loss"]
     same_files = len({r.start.get("val_sha256") for r in runs}) == 1 and runs[0].start.get("val_sha256")
     out = []
     for what, f in facts.items():
@@ -156,7 +163,9 @@ def learning(arms: list[Arm], levels: list[float], reasons: list[str]) -> list[R
     lowest = over_runs("lowest val loss", arms, of(lambda r: r.best["val_loss"]), loss)
     rows += [ranked(lowest, [[(r.best["val_loss"], error(r)) for r in a.runs if r.val] for a in arms])]
     rows += [over_runs("at step", arms, of(lambda r: r.best["iter"]), AMOUNT["steps"])]
-    rows += [over_runs("perplexity there", arms, of(lambda r: math.exp(r.best["val_loss"])), lambda v: f"{v:.2f}")]
+    rows += [
+        over_runs("perplexity there", arms, of(lambda r: math.exp(min(r.best["val_loss"], 700))), lambda v: f"{v:.2f}")
+    ]
     rows += [over_runs("bits per byte there", arms, of(lambda r: bits_per_byte(r.best["val_loss"], r)), loss)]
     rows += [over_runs("val - train loss at the end", arms, of(gap), loss)]
     turned = [overfit(a.runs[0]) if a.runs[0].val else None for a in arms]
@@ -180,7 +189,7 @@ def learning(arms: list[Arm], levels: list[float], reasons: list[str]) -> list[R
             if len(arms) > 1 and None not in row.values:
                 row.lead, row.winner = ("not ranked", None) if reasons else fewest(arms, axis, level)
             rows.append(row)
-    return [r for r in rows if any(v is not None for v in r.values)]
+    return [r for r in rows if any(v is not None for v in r.values) or (levels and " to val loss " in r.label)]
 
 
 def value_at(axis: str, x: float, run: Run) -> float | None:

@@ -3,8 +3,8 @@
     python bench/report.py out-shakespeare-char-cpu
     python bench/report.py out-shakespeare-char-cpu --samples 0 --html report.html --png curves.png
 
-Reads log.jsonl in the out_dir, or a file with the printed log. Writes out_dir/report.html, which opens in any browser
-and needs no network.
+Reads log.jsonl in the out_dir and writes out_dir/report.html; of a file with the printed log it writes NAME-report.html
+here. The page opens in any browser and needs no network.
 """
 
 from __future__ import annotations
@@ -88,11 +88,7 @@ def verdict(run: Run) -> list[str]:
         said = [f"best val loss {run.best['val_loss']:.4f} at step {run.best['iter']:,}"]
     if ms := median_ms(run):
         said += [f"{ms:.2f} ms a step, MFU {shown(median(run, 'mfu'), '.2%')}"]
-    return (
-        said
-        if run.end or not run.start
-        else [*said, "the log has no end: the run was stopped, failed or still goes on"]
-    )
+    return said
 
 
 def samples(out_dir: Path, n: int, tokens: int) -> list[str]:
@@ -122,16 +118,18 @@ def main() -> None:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out_dir", help="of a run; or a file with its printed log")
-    parser.add_argument("--html", metavar="FILE", help="in place of out_dir/report.html")
+    parser.add_argument("--html", metavar="FILE", help="in place of out_dir/report.html, or NAME-report.html")
     parser.add_argument("--png", metavar="FILE", help="loss and time of a step as a picture")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
     a = parser.parse_args()
+    if a.png and not a.png.endswith(".png"):
+        raise ValueError(f"--png {a.png}: name a .png file")
     run, path = read_run(a.out_dir), Path(a.out_dir)
     complete(run)
     of_checkpoint = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
     text = page(run.name, [run], [speed(run), learning(run)], verdict(run), of_checkpoint, about(run))
-    html = Path(a.html) if a.html else path / "report.html" if path.is_dir() else path.with_suffix(".html")
+    html = Path(a.html) if a.html else path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
     html.write_text(text, encoding="utf-8")
     print(html)
     if a.png:

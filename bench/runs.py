@@ -35,6 +35,7 @@ UNSAID = (
 FACTS = {"parameters": float, "tokens_per_step": int, "tokenizer": str, "val_tokens": int, "bytes_per_token": float}
 FACTS |= {"world_size": int, "peak_flops": float, "gpu": str}
 
+SIZES = ("batch_size", "gradient_accumulation_steps", "block_size")  # whose product is the tokens of a step
 MODEL = ("n_layer", "n_embd", "block_size")  # what attention's FLOPs follow from
 
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
@@ -44,7 +45,8 @@ STEP = re.compile(
 )
 ITER = re.compile(rf"\biter (\d+): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
 OURS = re.compile(rf"tok/s ([\d,]+), lr {NUMBER}, grad_norm {NUMBER}")
-ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*) = (.+)$")
+ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=].*)$")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass
@@ -102,10 +104,12 @@ def read_run(path: str, name: str = "") -> Run:
     at = Path(path)
     at = at / "log.jsonl" if at.is_dir() else at
     try:
-        text = at.read_text(encoding="utf-8", errors="replace")
+        raw = at.read_bytes()
     except OSError as e:
         raise ValueError(f"{at}: {e.strerror}; name an out_dir with a log.jsonl, or a printed log") from None
-    run = Run(name or (at.parent.name if at.name == "log.jsonl" else at.stem))
+    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # what PowerShell writes
+    text = ANSI.sub("", raw.decode(encoding, errors="replace"))
+    run = Run(name or (at.resolve().parent.name if at.name == "log.jsonl" else at.stem))
     read = read_events if text.lstrip("\ufeff \n").startswith("{") or at.name == "log.jsonl" else read_printed
     read(run, text)
     if not run.iters and not run.evals:
@@ -123,7 +127,8 @@ def read_events(run: Run, text: str) -> None:
             e = json.loads(line)
             kind = e.pop("event")
             at = int(e.get("iter", at))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            e["settings"] = dict(e.get("settings") or {})
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             torn += bool(line.strip())
             continue
         if kind == "start":
@@ -142,7 +147,7 @@ def read_events(run: Run, text: str) -> None:
             run.end = {}
         elif kind in ("iter", "eval"):
             names = ITER_FIELDS if kind == "iter" else EVAL_FIELDS
-            e = {k: e.get(k) for k in names} | {"iter": at}
+            e = {k: finite(e.get(k)) for k in names} | {"iter": at}
             if e["train_s"] is not None:
                 e["train_s"] += before  # each start counts from zero
             (iters if kind == "iter" else evals)[at] = e
@@ -150,15 +155,16 @@ def read_events(run: Run, text: str) -> None:
             run.end = e
     run.iters, run.evals = ([x[i] for i in sorted(x)] for x in (iters, evals))
     run.flops_per_token = run.start.get("flops_per_token")
+    if not run.end:
+        run.notes.append("its log has no end: the run was stopped, failed or still goes on")
     if torn:
         run.notes.append(f"{torn} unreadable lines of its log are left out")
 
 
 def moved(run: Run, settings: dict[str, Any], start: dict[str, Any]) -> bool:
     """Whether what makes the speed differs from the start before."""
-    names = ("batch_size", "gradient_accumulation_steps", "block_size")
     facts = ("device", "dtype", "compiled", "world_size")
-    same = all(settings.get(k) == run.settings.get(k) for k in names)
+    same = all(settings.get(k) == run.settings.get(k) for k in SIZES)
     return bool(run.start) and not (same and all(start.get(k) == run.start.get(k) for k in facts))
 
 
@@ -227,6 +233,11 @@ def read_facts(run: Run, line: str) -> None:
         run.start["val_tokens"] = int(found[2].replace(",", ""))
 
 
+def finite(value: Any) -> float | None:
+    """The number, None where it is none, or not finite."""
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
 def number(text: str | None) -> float | None:
     """The number, None where there is none, or none that is finite."""
     return float(text) if text and math.isfinite(float(text)) else None
@@ -259,32 +270,36 @@ def undo_evaluation(run: Run) -> None:
     run.start |= {"printed_mfu": printed[-1]} if printed else {}
     evaluated = {e["iter"]: e for e in run.evals}
     plain = [e["time_ms"] for e in run.iters if e["iter"] not in evaluated and e["iter"] > 0 and e["time_ms"]]
+    usual = statistics.median(plain) if plain else None
     running, constants = None, []
     for e in run.iters:
         if e["mfu"] is not None and e["time_ms"]:
             running = 1 / e["time_ms"] if running is None else 0.9 * running + 0.1 / e["time_ms"]
             constants.append(e["mfu"] / running)
+    constant = statistics.median(constants) if constants else None
     for e in run.iters:
         if e["iter"] in evaluated or e["iter"] == 0:
-            if plain and e["iter"] in evaluated and e["iter"] > 0:
-                evaluated[e["iter"]]["eval_s"] = max(0.0, e["time_ms"] - statistics.median(plain)) / 1e3
+            if usual and e["iter"] in evaluated and e["iter"] > 0 and e["time_ms"]:
+                evaluated[e["iter"]]["eval_s"] = max(0.0, e["time_ms"] - usual) / 1e3
             e["time_ms"] = None
-        e["mfu"] = statistics.median(constants) / e["time_ms"] if constants and e["time_ms"] else None
+        e["mfu"] = constant / e["time_ms"] if constant and e["time_ms"] else None
 
 
 def give(run: Run, name: str, text: str) -> None:
     """Sets what the log does not say: a setting of train.py or one of FACTS. Raises ValueError where it is neither."""
     if name in FACTS:
         try:
-            value: Any = float(text) if FACTS[name] is not str else text
-        except ValueError:
+            value: Any = FACTS[name](float(text)) if FACTS[name] is not str else text
+        except (ValueError, OverflowError):
             raise ValueError(f"--set {name}={text}: not a number") from None
         if FACTS[name] is not str and not (math.isfinite(value) and value > 0):
             raise ValueError(f"--set {name}={text}: must be above 0")
-        run.start[name] = int(value) if FACTS[name] is int else value
+        run.start[name] = value
     elif name in TrainConfig.__dataclass_fields__:
         run.settings[name] = read_settings(TrainConfig, [f"--{name}={text}"])[name]
-        if name in ("batch_size", "block_size", "gradient_accumulation_steps"):
+        if name in (*SIZES, *MODEL, "n_head") and run.settings[name] < 1:
+            raise ValueError(f"--set {name}={text}: must be at least 1")
+        if name in SIZES:
             run.start.pop("tokens_per_step", None)  # follows from these
     else:
         known = ", ".join(FACTS)
@@ -294,9 +309,13 @@ def give(run: Run, name: str, text: str) -> None:
 def complete(run: Run) -> None:
     """Fills in what follows from the rest: tokens, seconds of training, FLOPs."""
     s, start = run.settings, run.start
-    sizes = ("batch_size", "gradient_accumulation_steps", "block_size")
-    if all(s.get(k) for k in sizes):
-        start.setdefault("tokens_per_step", math.prod(s[k] for k in sizes))
+    if all(s.get(k) for k in SIZES):
+        product = math.prod(s[k] for k in SIZES)
+        if start.setdefault("tokens_per_step", product) != product:
+            said = f"{start['tokens_per_step']:,} tokens per step, and its settings make {product:,}"
+            run.notes.append(f"its log says {said}: what it says counts")
+    if lost := next((e["iter"] for e in run.iters + run.evals if e.get("loss", e.get("val_loss")) is None), None):
+        run.notes.append(f"its loss is no number at step {lost:,}")
     per_step = run.tokens_per_step
     if start.get("peak_flops") == NANOGPT_PEAK and start.get("random_evaluation"):  # its MFU is that of one GPU
         start["peak_flops"] *= start.get("world_size", 1)

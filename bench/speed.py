@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Pyt
 import hardware
 import train
 from bench import timing
-from bench.timing import ENDLESS, OURS, PYTHON, ROOT, Contestant, memory_cap, run, start_with, write_data
+from bench.timing import ENDLESS, LEAST_STEPS, OURS, PYTHON, ROOT, Contestant, memory_cap, run, start_with, write_data
 from configurator import build, one_line_errors, read_settings
 from model import CHOICES
 
@@ -214,8 +214,8 @@ def main() -> None:
     timing.check_name(a.save)
     if a.save:
         import matplotlib  # noqa: F401 (before the runs, not after them, if it is missing)
-    if a.rounds < 1 or a.steps < 0:
-        raise ValueError(f"--rounds {a.rounds} --steps {a.steps}: at least one round, and 0 or more steps")
+    if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
+        raise ValueError(f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps")
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     vocab_size = a.vocab_size or (65 if c.dataset.endswith("_char") else 50257)
     with tempfile.TemporaryDirectory() as tmp:

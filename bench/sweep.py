@@ -353,7 +353,7 @@ def main() -> None:
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png as well")
     a, given = parser.parse_known_args()
     timing.check_name(a.save)
-    if a.rounds < 1 or a.seconds <= 0 or (a.steps and a.steps < timing.LEAST_STEPS) or a.steps < 0:
+    if a.rounds < 1 or not 0 < a.seconds < math.inf or (a.steps and a.steps < timing.LEAST_STEPS) or a.steps < 0:
         least = f"at least one round and {timing.LEAST_STEPS} steps, and more than 0 seconds"
         raise ConfigError(f"--rounds {a.rounds} --steps {a.steps} --seconds {a.seconds:g}: {least}")
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))

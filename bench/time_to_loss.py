@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -135,6 +136,8 @@ def main() -> None:
     timing.check_name(a.save)
     if a.save:
         import matplotlib  # noqa: F401 (before the runs, not after them, if it is missing)
+    if a.seeds < 1 or not math.isfinite(a.target):
+        raise SystemExit(f"error: --seeds {a.seeds} --target {a.target}: at least one seed, and a finite loss")
     rows = []
     with tempfile.TemporaryDirectory() as tmp:
         for seed in range(1337, 1337 + a.seeds):

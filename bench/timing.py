@@ -105,6 +105,8 @@ def card_bytes(index: int) -> int:
 
 def write_data(folder: Path, vocab_size: int) -> None:
     """Random tokens in the files of both programs: the work is the same whatever they are."""
+    if not 1 <= vocab_size < 1 << 16:
+        raise ValueError(f"--vocab_size {vocab_size}: token files hold 1 to {(1 << 16) - 1}")
     draw = np.random.default_rng(0)
     folder.mkdir()
     tokens = {split: draw.integers(0, vocab_size, n, np.uint16) for split, n in (("train", 1 << 20), ("val", 1 << 16))}
@@ -199,7 +201,7 @@ def command_line(script: str) -> str:
 
 def check_name(name: str | None) -> None:
     """ValueError where --save's name is none for a file."""
-    if name is not None and not re.fullmatch(r"[\w.+-]+", name):
+    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise ValueError(f"--save {name!r}: a name of letters, digits, dots and dashes, such as speed-124m")
 
 

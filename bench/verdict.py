@@ -10,6 +10,10 @@ from bench.learning import overfit
 from bench.runs import contradicts, implied_parameters
 from train import TrainConfig
 
+# What no step takes longer for.
+NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
+NO_SPEED |= {"warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr", "zero_init"}
+
 
 def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list[str]) -> list[str]:
     """At most ten lines: what changed, speed, learning, what may be called a cause, the run that would settle it."""
@@ -22,9 +26,12 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list
         more = f" and {len(changed) - 5} more (table 1)" if len(changed) > 5 else ""
         count = f"{len(changed)} thing{'s' * (len(changed) != 1)} changed: {', '.join(few)}{more}."
         out.append(count if changed else "Nothing known changed.")
-        for label, settings in missing.items():
-            some = ", ".join(settings[:3]) + (f" and {len(settings) - 3} more" if len(settings) > 3 else "")
-            out.append(f"Not known of {label}: {some}; give what its log does not say with --set {label}.NAME=VALUE.")
+        if missing:
+            of, names = " and ".join(missing), sorted({n for settings in missing.values() for n in settings})
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            out.append(
+                f"Not known of {of}: {some}; give what a log does not say with --set {next(iter(missing))}.NAME=VALUE."
+            )
         out += speed_lines(arms, row)
     for a in arms:
         if contradicts(a.runs[0]):
@@ -33,6 +40,9 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list
                 f"{a.label}: {millions(stated)} parameters are stated, but its MFU, time and tokens mean "
                 f"{millions(implied)} (without position embeddings): one of them is wrong."
             )
+    if len(arms) == 1 and len(arms[0].runs) > 1:
+        at_end = next((r.cells()[1] for r in losses if r.label == "val loss there"), "n/a")
+        out.append(f"{arms[0].label} are repeats that differ in their seed alone: val loss {at_end} at the end.")
     winners = [r for r in losses if "equal" in r.label]
     if reasons:
         sizes = {a.runs[0].settings["block_size"] for a in arms if "block_size" in a.runs[0].settings}
@@ -43,6 +53,8 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list
         )
     elif winners and len(arms) > 1:
         out += learning_lines(winners)
+        if not all(r.start.get("val_sha256") for a in arms for r in a.runs):
+            out.append("Whether all were evaluated on the same data, the logs do not say.")
         if all(len(a.runs) == 1 for a in arms):
             out.append("One run each: the noise of a loss is its evaluation's, without what another seed changes.")
     for a in arms:
@@ -76,8 +88,8 @@ def speed_lines(arms: list[Arm], row: dict[str, Row]) -> list[str]:
             why = "more work per second, and yet fewer tokens" if done > 1.01 else "that is why it is slower"
             why = why if done > 0.99 else "both slow it down" if cost > 1 else "slower although its tokens are cheaper"
             out.append(
-                f"A token of {arms[slow].label} costs {cost:.2f} x the FLOPs of one of {arms[fast].label}, and "
-                f"{arms[slow].label} does {done:.2f} x its FLOP/s: {why}."
+                f"A token of {arms[slow].label} costs {cost:.3g} x the FLOPs of one of {arms[fast].label}, and "
+                f"{arms[slow].label} does {done:.3g} x its FLOP/s: {why}."
             )
     return out
 
@@ -108,7 +120,9 @@ def cause_lines(
         out = []
         for effect, rows in effects.items():
             rests_on = next((r.lead for r in rows if r.winner is not None), "")
-            if rests_on:
+            if rests_on and effect == "speed" and set(changed[0]) <= NO_SPEED:
+                out.append(f"{only}, which does not touch the speed ({rests_on}): the machine was another.")
+            elif rests_on:
                 doubt = "" if repeated else f", {chance[effect]}: one run each, so repeat both"
                 out.append(f"{only}: it is the cause of the difference in {effect} ({rests_on}){doubt}.")
             elif any("not distinguishable" in r.lead for r in rows):
@@ -120,15 +134,24 @@ def cause_lines(
         return []
     reason = "not all settings are known" if blind else f"{len(changed)} things changed at once"
     known, values = TrainConfig.__dataclass_fields__, arms[1].values
-    alone = [p for p in factors(arms[:2]) if all((n in known or n == "compiled") and n != "device" for n in p)]
-    if not alone or len(changed) == 1:
-        return [f"No cause can be named: {reason}."]
-    flags = {"compile" if n == "compiled" else n: values[n] for n in alone[0]}
-    line = command(following(arms[0].runs[0].settings, flags))
-    return [
-        f"No cause can be named: {reason}.",
-        f"To settle it, change one at a time. {arms[0].label} with {how(alone[0], arms[:2])} alone: {line}",
-    ]
+    out = [f"No cause can be named: {reason}."]
+    for parts in factors(arms[:2]) if not blind else ():
+        flags = {"compile" if n == "compiled" else n: values[n] for n in parts}
+        settings = following(arms[0].runs[0].settings, flags)
+        if "device" not in flags and known.keys() >= flags.keys() and possible(settings):
+            alone = f"{arms[0].label} with {how(parts, arms[:2])} alone"
+            out.append(f"To settle it, change one at a time. {alone}: {command(settings)}")
+            break
+    return out
+
+
+def possible(settings: dict[str, Any]) -> bool:
+    """Whether train.py takes them."""
+    try:
+        TrainConfig(**{k: v for k, v in settings.items() if k in TrainConfig.__dataclass_fields__})
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def following(settings: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:

@@ -166,6 +166,39 @@ def test_damaged_logs_are_read_as_far_as_they_go(tmp_path):
     assert b.notes == ["1 damaged lines of its log are left out"]
 
 
+def test_colours_of_a_terminal_and_powershells_encoding_are_taken_off(tmp_path):
+    text = nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("".join(f"\x1b[32m{line}\x1b[0m\n" for line in text.splitlines()))
+    (tmp_path / "c.txt").write_text(text, encoding="utf-16")
+    a, b, c = (read_run(str(tmp_path / f"{name}.txt")) for name in "abc")
+    assert a.iters == b.iters == c.iters
+    assert a.evals == b.evals == c.evals
+
+
+def test_losses_that_are_no_numbers_are_said(tmp_path):
+    lines = nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0).replace(
+        "loss 3.2000, time 6000.00ms", "loss nan, time nanms"
+    )
+    (tmp_path / "a.txt").write_text(lines)
+    run = read_run(str(tmp_path / "a.txt"))
+    complete(run)
+    assert "its loss is no number at step 80" in run.notes
+    compare.compare([run], [])
+
+
+def test_damaged_events_are_left_out(tmp_path):
+    path = Path(log(tmp_path / "a", {0: 4.0, 10: 3.0}))
+    odd = ["null", "[]", '"x"', '{"event": "iter", "iter": null}', '{"event": "iter", "iter": 1e999}', '{"event": 3}']
+    odd += ['{"event": "iter", "iter": 5, "loss": "x", "time_ms": {}, "mfu": []}']
+    (path / "log.jsonl").write_text((path / "log.jsonl").read_text() + "\n".join(odd))
+    run = read_run(str(path))
+    complete(run)
+    assert len(run.iters) == 10
+    assert run.iters[5]["time_ms"] is None
+    compare.compare([run], [])
+
+
 def test_a_log_that_goes_on_behind_a_resume_counts_each_step_once(tmp_path):
     first, second = dict(list(TIMES.items())[:7]), dict(list(TIMES.items())[4:])
     path = tmp_path / "log.txt"
@@ -179,11 +212,15 @@ def test_a_log_that_goes_on_behind_a_resume_counts_each_step_once(tmp_path):
 def test_settings_that_nanogpt_echoes_are_known_with_its_defaults(tmp_path):
     echo = "Overriding config with config/x.py:\n# a comment\nbatch_size = 16 # micro\nlearning_rate = 3e-4\n"
     echo += "Overriding: n_layer = 3\nOverriding: dataset = fineweb\neval_iters = 5 * 2\nfree = words here\n"
+    echo += "n_head=6\nn_embd: int = 384\nbeta2 = 1 - 0.05\n"
     (tmp_path / "log.txt").write_text(echo + "number of parameters: 1.50M\n" + nanogpt(TIMES, (0, 40, 80), 200.0))
     run = read_run(str(tmp_path / "log.txt"))
     s = run.settings
     assert (s["batch_size"], s["learning_rate"], s["n_layer"], s["dataset"]) == (16, 3e-4, 3, "fineweb")
-    assert (s["n_embd"], s["lr_decay_iters"], s["activation"]) == (768, 600000, "gelu")
+    assert (s["n_head"], s["n_embd"], s["eval_iters"]) == (6, 384, 10)
+    assert (s["block_size"], s["lr_decay_iters"], s["activation"]) == (1024, 600000, "gelu")
+    assert "beta2" not in s
+    assert "it has beta2 = 1 - 0.05, which is not read" in run.notes
     assert "device" not in s
     assert run.start["parameters"] == 1.5e6
 
@@ -306,15 +343,21 @@ def test_a_difference_within_the_noise_is_not_distinguishable(tmp_path):
 def test_one_changed_setting_may_be_named_as_the_cause(tmp_path):
     seeds_a = [log(tmp_path / f"a{i}", {0: 4.0, 100: 3.0, 200: 2.5 + i / 100}, seed=i) for i in range(3)]
     seeds_b = [
-        log(tmp_path / f"b{i}", {0: 4.0, 100: 3.0, 200: 2.3 + i / 100}, 130, seed=i, learning_rate=3e-3)
-        for i in range(3)
+        log(tmp_path / f"b{i}", {0: 4.0, 100: 3.0, 200: 2.3 + i / 100}, 130, seed=i, n_layer=3) for i in range(3)
     ]
     rows, said, _ = compared(*seeds_a, *seeds_b)
     assert [a.label for a in arms_of([read_run(p) for p in (*seeds_a, *seeds_b)])] == ["A+B+C", "D+E+F"]
     assert rows["val loss at equal steps (200)"][2] == "D+E+F by 0.2000 (noise ±0.0227)"  # 2.776 x sqrt(2/3) x 0.01
-    only = "Only learning_rate 0.001 -> 0.003 differs: it is the cause of the difference in"
+    only = "Only n_layer 2 -> 3 differs: it is the cause of the difference in"
     assert f"{only} speed (A+B+C, 1.30 x D+E+F (noise a factor of 1.00))." in said
     assert f"{only} loss at equal steps or tokens (D+E+F by 0.2000 (noise ±0.0227))." in said
+
+
+def test_what_cannot_touch_the_speed_is_no_cause_of_it(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, ms=100)
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.5}, ms=150, learning_rate=3e-3)
+    said = compared(a, b)[1]
+    assert "which does not touch the speed (A, 1.50 x B (noise a factor of 1.05)): the machine was another." in said
 
 
 def test_one_run_each_leaves_the_seed_as_a_cause(tmp_path):
@@ -354,11 +397,12 @@ def test_other_code_is_a_change_too(tmp_path):
         ({"block_size": 16}, "different context lengths (A 8, B 16)"),
         ({"val_sha256": "bad"}, "different validation data (A f00, B bad)"),
         ({"tokenizer": "gpt2"}, "different tokenizers (A char, B gpt2)"),
+        ({"start": 10.8}, "different losses at step 0, and so vocabularies or data (A 4.0, B 10.8)"),
     ],
 )
 def test_losses_of_different_evaluations_are_not_ranked(tmp_path, changed, reason):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
-    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 1.5}, **changed)
+    b = log(tmp_path / "b", {0: changed.pop("start", 4.0), 100: 3.0, 200: 1.5}, **changed)
     rows, said, data = compared(a, b)
     assert all(cells[2] == "not ranked" for label, cells in rows.items() if label.startswith("val loss at equal"))
     assert f"The losses are not ranked: {reason}" in said
@@ -405,7 +449,7 @@ def test_noise_within_a_machine_is_no_effect_on_speed(tmp_path):
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.5}, ms=97, learning_rate=3e-3)
     assert compared(a, b)[0]["tokens/s"][2] == "B and A: not distinguishable (1.03 x, noise a factor of 1.05)"
     a = log(tmp_path / "c", {0: 4.0, 3: 3.0}, ms=100)
-    b = log(tmp_path / "d", {0: 4.0, 3: 3.0}, ms=150, learning_rate=3e-3)
+    b = log(tmp_path / "d", {0: 4.0, 3: 3.0}, ms=150, n_layer=3)
     rows, said, _ = compared(a, b)
     assert rows["tokens/s"][2] == "A, 1.50 x B (noise not known)"
     assert "an effect on speed is open, as the noise is not known; repeat both." in said
@@ -434,7 +478,7 @@ def test_a_cause_needs_every_setting_and_the_device_known(tmp_path):
     for run in runs:
         complete(run)
     said = "\n".join(compare.compare(runs, [])[1])
-    assert "Not known of A: device, dtype;" in said
+    assert "Not known of A and B: device, dtype;" in said
     assert "No cause can be named: not all settings are known." in said
     for run, device in zip(runs, ("RTX 4070", "RTX 3090"), strict=True):
         give(run, "gpu", device)
