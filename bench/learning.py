@@ -135,7 +135,8 @@ def not_comparable(runs: list[Run]) -> list[str]:
     for what, f in facts.items():
         values = [f(r) for r in runs]
         if len(set(values) - {None}) > 1 and not (what == "data sets" and same_files):
-            said = ", ".join(f"{x} {v}" for x, v in zip(letters(len(runs)), values, strict=True) if v is not None)
+            pairs = zip(letters(len(runs)), values, strict=True)
+            said = ", ".join(f"{x} {v:.2f}" if isinstance(v, float) else f"{x} {v}" for x, v in pairs if v is not None)
             out.append(f"different {what} ({said})")
     return out[:1] if out and "data" in out[0] else out
 

@@ -397,7 +397,7 @@ def test_other_code_is_a_change_too(tmp_path):
         ({"block_size": 16}, "different context lengths (A 8, B 16)"),
         ({"val_sha256": "bad"}, "different validation data (A f00, B bad)"),
         ({"tokenizer": "gpt2"}, "different tokenizers (A char, B gpt2)"),
-        ({"start": 10.8}, "different losses at step 0, and so vocabularies or data (A 4.0, B 10.8)"),
+        ({"start": 10.8}, "different losses at step 0, and so vocabularies or data (A 4.00, B 10.80)"),
     ],
 )
 def test_losses_of_different_evaluations_are_not_ranked(tmp_path, changed, reason):
