@@ -14,6 +14,7 @@ from conftest import ROOT
 
 from bench.claims import losses, run, sizes, speeds
 from bench.claims.sizes import CPU, CUDA, Options, Sizes
+from data.text.prepare import prepare
 
 PAGE = ROOT / "bench" / "claims" / "README.md"
 
@@ -106,8 +107,9 @@ def test_step_times_end_to_end_at_a_tiny_size(tmp_path):
     assert str(tmp_path) not in json.dumps(found.raw)
 
 
-def test_random_evaluations_differ_and_fixed_ones_do_not(chars, tmp_path):
-    found = losses.random_evaluation(options(tmp_path, data=str(chars), steps=3))
+def test_random_evaluations_differ_and_fixed_ones_do_not(text, tmp_path):
+    prepare(text[:20_000], tmp_path / "few", "char", "test text")
+    found = losses.random_evaluation(options(tmp_path, data=str(tmp_path / "few"), steps=2))
     spread = {r["windows"]: r["standard deviation"] for r in found.rows[:-1]}
     assert spread["20 x 12, random"] > 0
     assert spread["20 x 12, fixed"] == spread["200 x 12, fixed"] == 0
