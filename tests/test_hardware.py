@@ -37,7 +37,8 @@ def test_ranks_never_share_a_gpu(monkeypatch):
 
 
 def test_dtype_auto_on_a_cpu_is_bfloat16_only_where_it_pays(monkeypatch):
-    for has, n_embd, expected in ((True, 768, "bfloat16"), (True, 128, "bfloat16"), (True, 64, "float32"), (False, 768, "float32")):
+    cases = ((True, 768, "bfloat16"), (True, 128, "bfloat16"), (True, 64, "float32"), (False, 768, "float32"))
+    for has, n_embd, expected in cases:
         monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda has=has: has)
         assert hardware.resolve_dtype("auto", CPU, n_embd) == expected
     assert hardware.resolve_dtype("float16", CPU, 64) == "float16"
