@@ -214,7 +214,7 @@ def main() -> None:
     timing.check_name(a.save)
     if a.save:
         import matplotlib  # noqa: F401 (before the runs, not after them, if it is missing)
-    if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
+    if a.rounds < 1 or a.steps < 0 or (0 < a.steps < LEAST_STEPS and not a.profile):
         raise ValueError(f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps")
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     vocab_size = a.vocab_size or (65 if c.dataset.endswith("_char") else 50257)
