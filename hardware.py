@@ -331,7 +331,10 @@ def main() -> None:
         published = published_flops(device, dtype)
         said = f"{published[0] / 1e12:.4g} ({published[1]})" if published else "n/a"
         print(f"{dtype}: published {said}, measured now {now / 1e12:.3g}, best so far {best / 1e12:.3g} TFLOP/s")
-    print(f"the best are kept in {peaks_file()}")
+    kept = any(name.startswith(device_name(device)) for name in read_peaks())
+    print(
+        f"the best are kept in {peaks_file()}" if kept else f"{peaks_file()} cannot be written: each run measures anew"
+    )
 
 
 if __name__ == "__main__":

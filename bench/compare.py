@@ -7,7 +7,8 @@
 A run is an out_dir with its log.jsonl, or a text file with what nanoGPT or train.py printed. Runs are called A, B, C in
 the order given; those that differ in their seed alone count as repeats of one arm. What a log does not say is given
 with --set, any setting of train.py or a fact: parameters, tokens_per_step, tokenizer, val_tokens, bytes_per_token,
-world_size, peak_flops (that the log's MFU refers to). Times are of training alone, without evaluation.
+world_size, peak_flops (that the log's MFU refers to). Time is that of training and, where the log has it, of compiling,
+without evaluation. What stands behind ± is a 95% interval.
 
 Prints three tables and a verdict; --html FILE, --png FILE and --json FILE write them for a browser, as a picture and
 for programs.

@@ -12,7 +12,6 @@ Prints a table and what follows from it; --save writes both to bench/results/DAT
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -24,11 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
 
 import hardware
+from bench import timing
 from bench.claims import counts, losses, speeds
 from bench.claims.sizes import CPU, CUDA, Found, Options
 from configurator import ConfigError, one_line_errors
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 CLAIMS: dict[int, tuple[str, Callable[[Options], Found]]] = {
     1: ("A smaller micro-batch at the same tokens per step gives higher MFU.", speeds.micro_batch),
@@ -74,8 +72,6 @@ def page(o: Options, number: int, given: list[str]) -> None:
     )
     print(f"\n{text}", flush=True)
     if "--save" in given:
-        path = RESULTS / f"{day}-claim-{number:02}-{o.device.type}"
-        path.with_suffix(".md").write_text(f"# Claim {number}: {claim}\n\n{text}")
         result: dict[str, Any] = {
             "claim": claim,
             "command": command,
@@ -83,7 +79,7 @@ def page(o: Options, number: int, given: list[str]) -> None:
             "versions": versions,
         }
         result |= {"commit": commit, "rows": found.rows, "says": found.says, "raw": found.raw}
-        path.with_suffix(".json").write_text(json.dumps(result))
+        timing.save(f"claim-{number:02}-{o.device.type}", f"# Claim {number}: {claim}\n\n{text}", result, None)
 
 
 def main() -> None:

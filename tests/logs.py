@@ -1,0 +1,73 @@
+"""Logs of runs that never were: log.jsonl, and what nanoGPT prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
+SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
+
+
+def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None = 0.01, **changed: Any) -> str:
+    """A log.jsonl of a run that evaluates so, with 64 tokens per step and 1000 FLOPs per token, a step taking ms."""
+    s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
+    per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
+    start = {
+        "parameters": 120.0,
+        "flops_per_token": 1000,
+        "tokens_per_step": per_step,
+        "device": "a chip",
+        "dtype": "float32",
+    }
+    start |= {"compiled": False, "world_size": 1, "peak_flops": 4e6, "peak_source": "measured", "git_commit": "abc"}
+    start |= {"tokenizer": "char", "val_tokens": 1000, "train_tokens": 9000, "val_sha256": "f00"}
+    start |= {k: v for k, v in changed.items() if k not in SETTINGS}
+    lines = [{"event": "start", "iter": 0, "settings": s} | start]
+    for i in range(max(val) + 1):
+        done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
+        if i in val:
+            loss = {"train_loss": val[i] - 0.1, "val_loss": val[i], "val_se": se, "lr": 1e-3, "eval_s": 2.0}
+            lines.append({"event": "eval", "iter": i} | loss | done)
+        if i < max(val):
+            step = {
+                "loss": 3.0,
+                "time_ms": ms * (1 + 0.1 * (i % 3 - 1)),
+                "mfu": 0.1,
+                "tokens_per_s": 1.0,
+                "data_wait": 0.0,
+            }
+            step |= {"lr": 1e-3, "grad_norm": 1.0, "tokens": (i + 1) * per_step, "train_s": (i + 1) * ms / 1e3}
+            lines.append({"event": "iter", "iter": i} | step)
+    lines.append({"event": "end", "iter": max(val), "peak_memory_bytes": 2**31})
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    return str(path)
+
+
+def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: float) -> str:
+    """What nanoGPT prints, MFU included, for steps that take so many ms in all."""
+    out, running = [], None
+    for i, ms in times.items():
+        if i in evaluated:
+            out += [f"step {i}: train loss {4 - i / 100:.4f}, val loss {4.1 - i / 100:.4f}", "saving checkpoint to out"]
+        mfu = peak_share_ms / ms
+        running = None if i == 0 else mfu if running is None else 0.9 * running + 0.1 * mfu
+        shown = -1.0 if running is None else running
+        out.append(f"iter {i}: loss {4 - i / 100:.4f}, time {ms:.2f}ms, mfu {shown * 100:.2f}%")
+    return "\n".join(out) + "\n"
+
+
+TIMES = {
+    0: 9000.0,
+    10: 1000.0,
+    20: 1010.0,
+    30: 990.0,
+    40: 6000.0,
+    50: 1000.0,
+    60: 1000.0,
+    70: 1000.0,
+    80: 6000.0,
+    90: 1000.0,
+}
