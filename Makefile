@@ -39,7 +39,7 @@ train: $(VENV)/.run
 	$(PY) sample.py --out_dir=$(OUT) --num_samples=3 --max_new_tokens=300
 
 test: $(VENV)/.dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist=worksteal
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -24,9 +24,10 @@ from torch import Tensor
 # (bench/results/2026-11-21-loss.md).
 LOGITS_CHUNK = 1 << 25
 
-# Up to this context a CPU with bfloat16 takes attention as two plain matmuls around a softmax: the backward pass of
-# its flash attention is half of a small model's step; on long contexts it wins (LOG.md, 2026-11-21).
-EXPLICIT_ATTENTION = 256
+# Up to this context a CPU with bfloat16 trains with attention as two plain matmuls around a softmax: the backward pass
+# of its flash attention is half of a small model's step. Where inductor fuses what is around the matmuls, up to the
+# second; on longer contexts flash attention wins (LOG.md, 2026-11-21).
+EXPLICIT_ATTENTION, EXPLICIT_COMPILED = 256, 1024
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),  # what GPT-2 was trained with
@@ -136,18 +137,18 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
-def causal_mask(T: int) -> Tensor | None:
+def causal_mask(T: int, longest: int = EXPLICIT_ATTENTION) -> Tensor | None:
     """What explicit_attention adds to its scores (T, T); None where T is too long for it."""
-    return torch.full((T, T), -torch.inf).triu(1) if T <= EXPLICIT_ATTENTION else None
+    return torch.full((T, T), -torch.inf).triu(1) if longest >= T else None
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Causal attention of q, k, v (B, H, T, D) as plain matmuls; mask (T, T) is 0, above the diagonal -infinity."""
     T, D = q.shape[-2:]
-    q = q * D**-0.5
-    parts = []
-    # The first half of the queries never sees the second half of the keys: a quarter less work.
-    for first, end in ((0, T),) if T < EXPLICIT_ATTENTION else ((0, T // 2), (T // 2, T)):
+    q, parts = q * D**-0.5, []
+    rows = max(128, T // 4) if T >= 256 else T  # blocks of queries, which never see the keys behind them
+    for first in range(0, T, rows):
+        end = min(first + rows, T)
         scores = (q[:, :, first:end] @ k[:, :, :end].transpose(-2, -1)).float()
         parts.append((scores + mask[first:end, :end]).softmax(-1).type_as(v) @ v[:, :, :end])
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
@@ -167,7 +168,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         if self.shift is not None:
             x = self.shift(x, cache)
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, 2))  # (B, H, T, D)
         if self.qk_norm:
             q, k = (F.rms_norm(t, t.shape[-1:], eps=1e-5).type_as(v) for t in (q, k))
         if rotary is not None:
@@ -175,7 +176,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        if mask is not None and q.dtype == torch.bfloat16 and not dropout:
+        if mask is not None and q.dtype == torch.bfloat16 and not dropout and torch.is_grad_enabled():
             y = explicit_attention(q, k, v, mask)
         elif T > 1:  # starts at position 0 (an `if`, since torch.compile takes no symbolic is_causal)
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
@@ -357,7 +358,7 @@ class GPT(nn.Module):
             return None, F.cross_entropy(self.lm_head(h).float(), targets, ignore_index=-1)
         kind = h.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-        chunk = max(1, LOGITS_CHUNK // self.config.vocab_size)
+        chunk = -(-h.size(0) // -(-h.size(0) * self.config.vocab_size // LOGITS_CHUNK))  # all of about the same size
         total = self.chunked_loss(h, self.lm_head.weight, targets, dtype, chunk, torch.is_grad_enabled())
         return None, total / (targets >= 0).sum()
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,15 @@ from tqdm import tqdm
 import model as model_module
 from data.loader import to_device
 from data.tokens import Split
-from model import ACTIVATIONS, GPT, LinearCrossEntropy, chunked_cross_entropy
+from model import (
+    ACTIVATIONS,
+    EXPLICIT_ATTENTION,
+    EXPLICIT_COMPILED,
+    GPT,
+    LinearCrossEntropy,
+    causal_mask,
+    chunked_cross_entropy,
+)
 from runlog import clock
 
 # What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 12 layers
@@ -89,6 +100,14 @@ def opaque_loss(*args: Any) -> Tensor:
     return opaque_cross_entropy(*args)[0]
 
 
+def narrow(layer: nn.Linear, x: Tensor) -> Tensor:
+    """layer(x), its weight transposed first. The weight's gradient is then made with the wide x as the operand that
+    is transposed, which on a CPU takes three quarters of the time of the other way round (LOG.md, 2026-11-21).
+    """
+    y = x @ layer.weight.t().contiguous()
+    return y if layer.bias is None else y + layer.bias
+
+
 class Runner:
     """A model as it trains: `backward` adds a micro-batch's gradients, `module` takes (x, y) in evaluation.
 
@@ -104,10 +123,14 @@ class Runner:
         self.parameters = list(model.parameters())
         on_cpu = self.parameters[0].device.type == "cpu"
         model.chunked_loss = opaque_loss if compiled else LinearCrossEntropy.apply
+        if on_cpu:
+            longest = EXPLICIT_COMPILED if compiled else EXPLICIT_ATTENTION
+            model.transformer.mask = causal_mask(model.config.block_size, longest)
         plain = ACTIVATIONS[model.config.activation]
         block: Any
         for block in model.transformer.h:
             block.mlp.activation = opaque_gelu if compiled and on_cpu and plain is F.gelu else plain
+            block.mlp.c_proj.forward = partial(narrow if compiled and on_cpu else nn.Linear.forward, block.mlp.c_proj)
         if compiled and on_cpu and not distributed and not scaler.is_enabled():
             torch._dynamo.config.trace_autograd_ops = True
             self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
@@ -212,6 +235,20 @@ def marker(runner: Runner, batch: tuple[Tensor, Tensor]) -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) / f"deskgpt-{hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]}"
+
+
+def drop_unfinished(error: Exception, since: float) -> bool:
+    """Whether compiling failed on a library that a killed run left unfinished in inductor's cache; deletes that.
+
+    since: the time (time.time) when this run began to compile: what is newer is not deleted.
+    """
+    dropped = False
+    for name in re.findall(r"(/\S+\.so): file too short", str(error)):
+        with suppress(OSError):
+            if os.stat(name).st_mtime < since:
+                os.unlink(name)
+                dropped = True
+    return dropped
 
 
 def mark_compiled(runner: Runner, batch: tuple[Tensor, Tensor]) -> None:

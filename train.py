@@ -33,7 +33,7 @@ from data.tokens import Split, check_vocabulary, read_meta, token_files
 from model import CHOICES, GPT, GPTConfig
 from optimizer import make_optimizer
 from runlog import RunLog, clock, start_wandb
-from runner import Runner, all_sum, decide, mark_compiled
+from runner import Runner, all_sum, decide, drop_unfinished, mark_compiled
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run has from its checkpoint.
@@ -197,7 +197,7 @@ def main(c: TrainConfig) -> float:
     if c.compile == "auto" and device.type == "cpu":
         compiles = saved.get("compiled")  # to the last bit, a resumed run goes on as it was; None: to be decided
     saved = {}  # frees what the memory-mapped file holds
-    t0 = time.perf_counter()
+    t0, began = time.perf_counter(), time.time()
     while True:  # until compiled, and with a micro-batch that fits
         micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
         batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
@@ -208,8 +208,9 @@ def main(c: TrainConfig) -> float:
         except Exception as e:
             if not compiles:
                 raise
-            say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
-            compiles = False
+            compiles = drop_unfinished(e, began)  # then once more
+            if not compiles:
+                say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
             continue
         if all_sum(torch.tensor(float(fits)), device) == world:
             if compiles is not None or c.eval_only or start_iter >= c.max_iters:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -26,6 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
 BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
 
+# `make test` runs two tests at a time, and the waiting threads of two torches would take each other's cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("deskgpt", deadline=None)  # a slow machine fails no test
+hypothesis.settings.load_profile("deskgpt")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 _cache = tempfile.TemporaryDirectory()  # goes when the tests end

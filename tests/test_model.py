@@ -178,7 +178,7 @@ print(peak_memory_bytes(cpu) - before)
 # ---- choices beside GPT-2's ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("T", [5, 64, 256])
+@pytest.mark.parametrize("T", [5, 64, 256, 300, 1024])  # in 1, 1, 2, 3 and 4 blocks
 def test_explicit_attention_is_attention_with_its_gradients(T):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, T, 16, requires_grad=True) for _ in range(3))
@@ -206,6 +206,9 @@ def test_explicit_attention_is_for_bfloat16_without_dropout_and_short_contexts(m
     with torch.autocast("cpu", torch.bfloat16):
         make(replace(SMALL, dropout=0.1))(idx)
         make(replace(SMALL, block_size=512))(idx)
+        assert not used
+        with torch.no_grad():  # where nothing goes backward, flash attention is the faster
+            make()(idx)
         assert not used
         make()(idx)
     assert used == [(20, 20)] * 2

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ctypes
 import os
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch._dynamo.utils import counters
 import model as model_module
 import runner as runner_module
 from model import GPT, GPTConfig
-from runner import Runner, decide, mark_compiled, opaque_gelu
+from runner import Runner, decide, drop_unfinished, mark_compiled, opaque_gelu
 from train import main
 
 NO_SCALER: Any = torch.amp.GradScaler("cpu", enabled=False)
@@ -68,6 +70,26 @@ def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
     if not events(tmp_path, "start")[0]["compiled"]:
         pytest.skip("no working C++ compiler here")
     assert counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_longer_contexts_take_explicit_attention_where_inductor_fuses_it():
+    for T, plain, compiled in ((256, True, True), (512, False, True), (1280, False, False)):
+        model = GPT(GPTConfig(block_size=T, vocab_size=100, n_layer=1, n_head=2, n_embd=16))
+        for explicit, mode in ((compiled, True), (plain, False)):
+            Runner(model, nullcontext(), NO_SCALER, mode, distributed=False)
+            assert (model.transformer.mask is not None) == explicit
+
+
+def test_library_that_a_killed_compilation_left_unfinished_is_deleted_and_no_other(tmp_path):
+    unfinished, since = tmp_path / "kernel.so", time.time() + 1
+    unfinished.touch()
+    with pytest.raises(OSError, match="file too short") as caught:
+        ctypes.CDLL(str(unfinished))
+    assert not drop_unfinished(caught.value, since - 60)  # newer than this run: another may be writing it
+    assert drop_unfinished(caught.value, since)
+    assert not unfinished.exists()
+    assert not drop_unfinished(caught.value, since)  # so the run goes on uncompiled, rather than trying for ever
+    assert not drop_unfinished(RuntimeError("no C++ compiler"), since)
 
 
 def test_evaluation_beside_a_compiled_graph_is_the_models_own():
