@@ -130,7 +130,9 @@ class Runner:
         block: Any
         for block in model.transformer.h:
             block.mlp.activation = opaque_gelu if compiled and on_cpu and plain is F.gelu else plain
-            block.mlp.c_proj.forward = partial(narrow if compiled and on_cpu else nn.Linear.forward, block.mlp.c_proj)
+            vars(block.mlp.c_proj).pop("forward", None)
+            if compiled and on_cpu:
+                block.mlp.c_proj.forward = partial(narrow, block.mlp.c_proj)
         if compiled and on_cpu and not distributed and not scaler.is_enabled():
             torch._dynamo.config.trace_autograd_ops = True
             self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
@@ -140,7 +142,8 @@ class Runner:
     def _loss_and_gradients(self, x: Tensor, y: Tensor, micro_steps: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         with self.amp:
             loss = self.model(x, y)[1] / micro_steps
-        return loss.detach(), torch.autograd.grad(loss, self.parameters)
+        # Laid out as the parameters are: the fused AdamW goes through both in the order of memory, without a check.
+        return loss.detach(), tuple(grad.contiguous() for grad in torch.autograd.grad(loss, self.parameters))
 
     def distribute(self, device: torch.device) -> None:
         """From now on gradients are averaged over the ranks, once per step."""

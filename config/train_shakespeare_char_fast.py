@@ -5,8 +5,8 @@
 #     python train.py config/train_shakespeare_char_fast.py
 #     python train.py config/train_shakespeare_char_fast.py --n_layer=2 --max_iters=680 --learning_rate=8e-3
 #
-# The second reached 1.54, in less than half the time (one seed, LOG.md). The learning rate falls along the whole run:
-# change max_iters rather than stop early.
+# The second, fewer steps of half the layers, reaches 1.530 (bench/results/2026-11-21-fast-60s.md). The learning rate
+# falls along the whole run: change max_iters rather than stop early.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
