@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import hardware
 from configurator import is_out_of_memory
-from model import EXPLICIT_ATTENTION, EXPLICIT_COMPILED, GPT, GPTConfig, causal_mask
+from model import GPT, GPTConfig, causal_mask
 from runlog import clock
 from runner import Runner
 
@@ -54,8 +54,7 @@ def memory(
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with fake_tensors(device_type), Live(device_type) as live:
         model = GPT(config)
-        longest = EXPLICIT_COMPILED if compiled else EXPLICIT_ATTENTION
-        model.transformer.mask = causal_mask(config.block_size, longest) if device_type == "cpu" else None
+        model.transformer.mask = causal_mask(config.block_size, compiled) if device_type == "cpu" else None
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
             p.grad = torch.empty_like(p) if accumulates else None

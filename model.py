@@ -137,9 +137,10 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
-def causal_mask(T: int, longest: int = EXPLICIT_ATTENTION) -> Tensor | None:
+def causal_mask(T: int, compiled: bool = False) -> Tensor | None:
     """What explicit_attention adds to its scores (T, T); None where T is too long for it."""
-    return torch.full((T, T), -torch.inf).triu(1) if longest >= T else None
+    longest = EXPLICIT_COMPILED if compiled else EXPLICIT_ATTENTION
+    return None if longest < T else torch.full((T, T), -torch.inf).triu(1)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -160,8 +161,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v in one matmul
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        self.n_head, self.dropout, self.layer = config.n_head, config.dropout, layer
-        self.qk_norm = config.qk_norm
+        self.n_head, self.dropout, self.layer, self.qk_norm = config.n_head, config.dropout, layer, config.qk_norm
         self.shift = TokenShift() if config.token_shift else None
 
     def forward(self, x: Tensor, cache: KVCache | None, rotary: Tensor | None, mask: Tensor | None) -> Tensor:

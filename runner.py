@@ -29,15 +29,7 @@ from tqdm import tqdm
 import model as model_module
 from data.loader import to_device
 from data.tokens import Split
-from model import (
-    ACTIVATIONS,
-    EXPLICIT_ATTENTION,
-    EXPLICIT_COMPILED,
-    GPT,
-    LinearCrossEntropy,
-    causal_mask,
-    chunked_cross_entropy,
-)
+from model import ACTIVATIONS, GPT, LinearCrossEntropy, causal_mask, chunked_cross_entropy
 from runlog import clock
 
 # What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 12 layers
@@ -124,8 +116,7 @@ class Runner:
         on_cpu = self.parameters[0].device.type == "cpu"
         model.chunked_loss = opaque_loss if compiled else LinearCrossEntropy.apply
         if on_cpu:
-            longest = EXPLICIT_COMPILED if compiled else EXPLICIT_ATTENTION
-            model.transformer.mask = causal_mask(model.config.block_size, longest)
+            model.transformer.mask = causal_mask(model.config.block_size, compiled)
         plain = ACTIVATIONS[model.config.activation]
         block: Any
         for block in model.transformer.h:

@@ -5,10 +5,9 @@
 #     python train.py config/train_fineweb_125m_fast.py        # other cards: config/gpu_8gb.py ... --auto_batch=True
 #
 # 162M parameters, of which the 39M of the token embedding multiply nothing: as many FLOPs per token as the 124M of
-# config/train_fineweb_125m.py. Its activations at
-# this micro-batch are predicted to take 4.3 GiB, those of GPT-2 2.7; compiling saves a quarter, if as much
-# as in a small model (LOG.md). Learning
-# rate and schedule have not been tuned on a GPU at this size yet.
+# config/train_fineweb_125m.py. Its activations at this micro-batch are predicted to take 4.3 GiB, those of GPT-2 2.7;
+# compiling saves a quarter, if as much as in a small model (LOG.md). Learning rate and schedule have not been tuned on
+# a GPU at this size yet.
 
 out_dir = "out-fineweb-125m-fast"
 dataset = "fineweb_edu"
