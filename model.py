@@ -213,8 +213,25 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x), cache)
 
 
+def chunk_cross_entropy(h: Tensor, w: Tensor, targets: Tensor, grad_h: Tensor, grad_w: Tensor) -> Tensor:
+    """Sum of the cross-entropy of `h @ w.T`; its gradient by h goes into grad_h, that by w is added to grad_w.
+
+    h, grad_h (chunk, C), w, grad_w (V, C), targets (chunk,) with -1 ignored; empty grad_w: no gradients wanted.
+    """
+    kept, at = targets >= 0, (torch.arange(len(h), device=h.device), targets.clamp(min=0))  # at: of the targets
+    log_p = torch.log_softmax(h @ w.t(), 1, dtype=torch.float32)  # (chunk, V)
+    log_p_target = log_p[at]
+    if grad_w.numel():
+        # d loss / d logits = softmax - onehot(target); ignored rows drop out of the narrow factors
+        g = log_p.exp_().to(h.dtype)
+        g[at] = log_p_target.expm1().to(h.dtype)
+        grad_h.copy_((g @ w) * kept[:, None])
+        grad_w += g.t() @ (h * kept[:, None])
+    return -(log_p_target * kept).sum()
+
+
 def chunked_cross_entropy(
-    h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+    h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool, chunk_loss: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the cross-entropy of `h @ weight.T` against `targets`, and its gradients, holding one chunk of logits.
 
@@ -222,32 +239,15 @@ def chunked_cross_entropy(
     and no matmul runs twice. h (N, C) and weight (V, C) in any float dtype, targets (N,) with -1 ignored; matmuls run
     in `dtype`, softmax and sums in float32. Gradients as h and weight, empty unless needs_grad. Own code because
     torch 2.13's `linear_cross_entropy`, no faster, rounds a bfloat16 loss to 3 digits (torch 2.11 has none), and
-    recomputing with `torch.utils.checkpoint` pays for a fourth matmul: bench/results/2026-11-21-loss.md.
+    recomputing with `torch.utils.checkpoint` pays for a fourth matmul: bench/results/2026-11-21-loss.md. chunk_loss
+    is chunk_cross_entropy, or that compiled.
     """
     with torch.autocast(h.device.type, enabled=False):
-        N, V, w = h.size(0), weight.size(0), weight.to(dtype)
-        loss = torch.zeros((), dtype=torch.float32, device=h.device)
-        # Every chunk writes into the same tensors: fresh ones took a quarter longer on a CPU.
-        logits_buffer = h.new_empty(min(chunk, N), V, dtype=dtype)
-        log_p_buffer = torch.empty_like(logits_buffer, dtype=torch.float32)
-        if needs_grad:
-            grad_h, grad_w, grad_w_i = torch.empty_like(h), torch.zeros_like(weight), torch.empty_like(w)
-        else:
-            grad_h, grad_w = h.new_empty(0), weight.new_empty(0)
-        for i in range(0, N, chunk):
-            h_i, t_i = h[i : i + chunk].to(dtype), targets[i : i + chunk, None]
-            kept = t_i >= 0  # (chunk, 1)
-            t_i = t_i.clamp(min=0)
-            n = len(h_i)
-            logits = torch.mm(h_i, w.t(), out=logits_buffer[:n])  # (chunk, V)
-            log_p = torch.log_softmax(logits, 1, dtype=torch.float32, out=log_p_buffer[:n])
-            loss -= (log_p.gather(1, t_i) * kept).sum()
-            if needs_grad:
-                # d loss / d logits = softmax - onehot(target); ignored rows drop out of the narrow factors
-                p = log_p.exp_().scatter_add_(1, t_i, torch.full_like(t_i, -1, dtype=torch.float32))
-                g = logits.copy_(p)
-                grad_h[i : i + chunk] = (g @ w) * kept
-                grad_w += torch.mm(g.t(), h_i * kept, out=grad_w_i)
+        w, loss = weight.to(dtype), torch.zeros((), dtype=torch.float32, device=h.device)
+        grad_h, grad_w = (torch.zeros_like(t) if needs_grad else t.new_empty(0) for t in (h, weight))
+        for i in range(0, h.size(0), chunk):
+            part = slice(i, i + chunk)
+            loss += chunk_loss(h[part].to(dtype), w, targets[part], grad_h[part], grad_w)
     return loss, grad_h, grad_w
 
 
@@ -256,8 +256,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, targets, dtype, chunk, needs_grad):
-        loss, grad_h, grad_w = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad)
-        ctx.save_for_backward(grad_h, grad_w)
+        loss, *grads = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, chunk_cross_entropy)
+        ctx.save_for_backward(*grads)
         return loss
 
     @staticmethod

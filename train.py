@@ -333,14 +333,14 @@ def main(c: TrainConfig) -> float:
         # ---- one optimizer step ------------------------------------------------------------------------------
         for group in optimizer.param_groups:
             group["lr"] = lr
-        # Dropout's random stream starts anew at each step: a resumed run needs no generator state.
-        torch.manual_seed(hash((c.seed, step, rank)) % 2**63)
+        if model.config.dropout:  # its random stream starts anew at each step: a resumed run needs no generator state
+            torch.manual_seed(hash((c.seed, step, rank)) % 2**63)
         step_loss = torch.zeros((), device=device)
         for micro in range(micro_steps):
             x, y = loader.next()
             step_loss += runner.backward(x, y, micro_steps, last=micro == micro_steps - 1)
         scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip or math.inf)
+        grad_norm = torch.nn.utils.clip_grad_norm_(runner.parameters, c.grad_clip or math.inf)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)

@@ -43,6 +43,15 @@ needs_bpe = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="no TIKTOKEN_CACHE_DIR with GPT-2's BPE files"
 )
 
+
+@pytest.fixture(autouse=True)
+def _each_test_compiles_anew():
+    """Past eight models torch compiles no further one with the same code, which no run of its own ever meets."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 # A run of less than a second, as settings.
 TINY: dict[str, Any] = {
     "n_layer": 2,

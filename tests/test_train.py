@@ -174,13 +174,13 @@ def test_standard_error_of_an_evaluation_is_that_of_the_mean_of_its_batches(char
 def test_ranks_and_steps_drop_out_differently(chars, tmp_path, monkeypatch):
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
-    main(tiny(chars, tmp_path / "0"))
+    main(tiny(chars, tmp_path / "0", dropout=0.1))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(train.dist, "init_process_group", lambda _: None)
     monkeypatch.setattr(train.dist, "barrier", lambda: None)
     monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr("runner.DDP", lambda model, device_ids: model)
-    main(tiny(chars, tmp_path / "1"))
+    main(tiny(chars, tmp_path / "1", dropout=0.1))
     assert seeds[0] == seeds[7] == 1337  # initial weights are the same
     assert len(set(seeds)) == 1 + 2 * 6
 
