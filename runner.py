@@ -38,6 +38,10 @@ COLD_S, COLD_S_PER_LAYER = 5.0, 4.0
 WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
 SAVED = 0.25
 
+# Whether the compiler knows AVX2 and AVX-512, as each that can compile torch's headers does, inductor tries every time:
+# 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-21). What the processor has it looks up anyway.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 
 # Inductor's own exact GELU on a CPU takes more than twice the time of torch's kernel, and the chunks of the loss,
 # unrolled into a graph, would keep the gradients of all their logits until the graph's end: both stay whole in it.
