@@ -38,8 +38,8 @@ COLD_S, COLD_S_PER_LAYER = 5.0, 4.0
 WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
 SAVED = 0.25
 
-# Whether the compiler knows AVX2 and AVX-512, as each that can compile torch's headers does, inductor tries every time:
-# 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-21). What the processor has it looks up anyway.
+# Inductor tries at each start whether the compiler knows AVX2 and AVX-512, as all that torch's headers compile with do:
+# 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-21). What the processor has is looked up.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
