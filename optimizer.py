@@ -54,7 +54,8 @@ class Muon(torch.optim.AdamW):
     Muon (Jordan et al. 2024) with Nesterov momentum. Steps are scaled by 0.2 * sqrt(larger side), so that they are as
     long as AdamW's and one learning rate and weight decay serve both (Moonlight, arXiv:2502.16982, section 2.2).
     torch.optim.Muon goes through the matrices one by one; here equal shapes go through the Newton-Schulz iteration as
-    one batch, and the q, k, v of a fused (3C, C) matrix as three. Under DDP every rank computes all of it.
+    one batch, wide ones transposed, and the q, k, v of a fused (3C, C) matrix as three. Under DDP every rank computes
+    all of it.
     """
 
     @torch.no_grad()
@@ -81,26 +82,27 @@ class Muon(torch.optim.AdamW):
         momenta = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = torch._foreach_lerp(grads, momenta, group["momentum"])
-        alike = defaultdict(list)  # views of parameters and their steps, by shape
+        alike = defaultdict(list)  # views of parameters and their steps, on end, by shape
         for p, u in zip(params, steps, strict=True):
             n = 3 if p.size(0) == 3 * p.size(1) else 1
-            for p_i, u_i in zip(p.chunk(n), u.chunk(n), strict=True):
-                alike[p_i.shape].append((p_i, u_i))
+            for pair in zip(p.chunk(n), u.chunk(n), strict=True):
+                tall = [m if m.size(0) >= m.size(1) else m.mT for m in pair]
+                alike[tall[0].shape].append(tall)
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         for shape, pairs in alike.items():
             views, updates = zip(*pairs, strict=True)
             u = orthogonalized(torch.stack(updates))
-            torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+            torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * shape[0] ** 0.5)
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Matrices (n, rows, columns) with singular values brought near 1, by Newton-Schulz, in bfloat16 if it is fast."""
+    """Matrices (n, rows, columns), no wider than high, with singular values brought near 1, by Newton-Schulz, in
+    bfloat16 if it is fast.
+    """
     a, b, c = NEWTON_SCHULZ
-    wide = x.size(1) <= x.size(2)
     y = x.bfloat16() if hardware.multiplies_bfloat16(x.device) else x
     y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = y @ y.mT if wide else y.mT @ y  # of the shorter side
-        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        y = torch.baddbmm(y, p, y, beta=a) if wide else torch.baddbmm(y, y, p, beta=a)
+        gram = y.mT @ y
+        y = torch.baddbmm(y, y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
     return y.type_as(x)
