@@ -34,7 +34,7 @@ from runlog import clock
 
 # What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 12 layers
 # on two cores (LOG.md, 2026-11-21), where they varied by half.
-COLD_S, COLD_S_PER_LAYER = 5.0, 4.0
+COLD_S, COLD_S_PER_LAYER = 15.0, 3.0
 WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
 SAVED = 0.25
 

@@ -129,7 +129,7 @@ def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
     assert why.startswith("compile=auto: not compiling, which takes at least about 4.0s and saves about 0.")
     pays, why = decide(runner, batch(), 10**9)
     assert pays
-    assert why.startswith("compile=auto: compiling, which takes about 13.0s (not in the cache) and saves about ")
+    assert why.startswith("compile=auto: compiling, which takes about 21.0s (not in the cache) and saves about ")
     mark_compiled(runner, batch())
     assert "takes about 4.0s (in the cache)" in decide(runner, batch(), 10**9)[1]
     assert "not in the cache" in decide(make(**MODERN_SETTINGS), batch(), 10**9)[1]
