@@ -27,7 +27,7 @@ from peaks import published_peak
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # On a CPU with bfloat16 instructions autocast pays from about this width on: at 64 the casts cost more than the matmuls
-# save (bench/results/2026-11-21-cpu-dtype.md), at 128 a step takes 0.71 of the time (2026-11-21-speed-tiny.md).
+# save (bench/results/2026-11-21-cpu-dtype.md), at 128 a step takes 0.76 of the time (2026-11-22-speed-tiny.md).
 CPU_BFLOAT16_MIN_N_EMBD = 128
 
 # The square matmuls whose best speed is a device's measured peak, by size, and the one that is a look in passing.

@@ -33,13 +33,13 @@ from model import ACTIVATIONS, GPT, LinearCrossEntropy, causal_mask, chunk_cross
 from runlog import clock
 
 # What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 12 layers
-# on two cores (LOG.md, 2026-11-21), where they varied by half.
+# on two cores (LOG.md, 2026-11-22), where they varied by half.
 COLD_S, COLD_S_PER_LAYER = 15.0, 3.0
 WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
 SAVED = 0.25
 
 # Inductor tries at each start whether the compiler knows AVX2 and AVX-512, as all that torch's headers compile with do:
-# 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-21). What the processor has is looked up.
+# 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-22). What the processor has is looked up.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 

@@ -75,6 +75,7 @@ def ways(dtype: torch.dtype) -> dict[str, Loss]:
 
 
 def main(c: LossConfig) -> None:
+    hardware.keep_freed_memory()  # as a training run does
     device = hardware.resolve_device(c.device)
     torch.manual_seed(0)
     h = torch.randn(c.tokens, c.n_embd, device=device).requires_grad_()

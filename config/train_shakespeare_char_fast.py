@@ -1,12 +1,13 @@
-# Shakespeare by characters: val loss 1.454 where nanoGPT's GPU run has 1.4697, in three minutes on two CPU cores with
-# AMX (bench/results/2026-11-21-fast-180s.md); longer where bfloat16 has no instructions or there is no C++ compiler.
+# Shakespeare by characters: val loss 1.459 where nanoGPT's GPU run has 1.4697, in three minutes on two CPU cores with
+# AMX (bench/results/2026-11-22-fast-180s.md); longer where bfloat16 has no instructions or there is no C++ compiler.
 #
 #     python data/shakespeare_char/prepare.py
 #     python train.py config/train_shakespeare_char_fast.py
-#     python train.py config/train_shakespeare_char_fast.py --n_layer=2 --max_iters=680 --learning_rate=8e-3
+#     python train.py config/train_shakespeare_char_fast.py --n_layer=2 --norm=layer --max_iters=680 --learning_rate=8e-3
 #
-# The second, fewer steps of half the layers, reaches 1.530 (bench/results/2026-11-21-fast-60s.md). The learning rate
-# falls along the whole run: change max_iters rather than stop early.
+# The second, fewer steps of half the layers, reaches 1.525 in a minute (bench/results/2026-11-22-fast-60s.md); it is too
+# short to compile, and of the norms torch has a kernel for `layer` only. The learning rate falls along the whole run:
+# change max_iters rather than stop early.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
