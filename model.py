@@ -21,7 +21,7 @@ from torch import Tensor
 
 # Logits of at most this many elements are made in one piece; more are made, used and dropped in chunks.
 # 2^25 are 667 tokens of GPT-2's vocabulary, 134 MB in float32; smaller chunks cost speed, larger ones only memory
-# (bench/results/2026-11-21-loss.md).
+# (bench/results/2026-11-22-loss.md).
 LOGITS_CHUNK = 1 << 25
 
 # Up to this context a CPU with bfloat16 trains with attention as two plain matmuls around a softmax: the backward pass
@@ -239,7 +239,7 @@ def chunked_cross_entropy(
     and no matmul runs twice. h (N, C) and weight (V, C) in any float dtype, targets (N,) with -1 ignored; matmuls run
     in `dtype`, softmax and sums in float32. Gradients as h and weight, empty unless needs_grad. Own code because
     torch 2.13's `linear_cross_entropy`, no faster, rounds a bfloat16 loss to 3 digits (torch 2.11 has none), and
-    recomputing with `torch.utils.checkpoint` pays for a fourth matmul: bench/results/2026-11-21-loss.md. chunk_loss
+    recomputing with `torch.utils.checkpoint` pays for a fourth matmul: bench/results/2026-11-22-loss.md. chunk_loss
     is chunk_cross_entropy, or that compiled.
     """
     with torch.autocast(h.device.type, enabled=False):

@@ -3,11 +3,12 @@
 #
 #     python data/shakespeare_char/prepare.py
 #     python train.py config/train_shakespeare_char_fast.py
-#     python train.py config/train_shakespeare_char_fast.py --n_layer=2 --norm=layer --max_iters=680 --learning_rate=8e-3
+#     python train.py config/train_shakespeare_char_fast.py --n_layer=2 --max_iters=680 --learning_rate=8e-3 \
+#       --norm=layer
 #
-# The second, fewer steps of half the layers, reaches 1.525 in a minute (bench/results/2026-11-22-fast-60s.md); it is too
-# short to compile, and of the norms torch has a kernel for `layer` only. The learning rate falls along the whole run:
-# change max_iters rather than stop early.
+# The second, fewer steps of half the layers, reaches 1.525 in a minute (bench/results/2026-11-22-fast-60s.md). It is
+# too short to compile, and uncompiled `layer` is faster: torch has no kernel for the other norm on a CPU. The learning
+# rate falls along the whole run: change max_iters rather than stop early.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
