@@ -218,7 +218,7 @@ def chunk_cross_entropy(h: Tensor, w: Tensor, targets: Tensor, grad_h: Tensor, g
 
     h, grad_h (chunk, C), w, grad_w (V, C), targets (chunk,) with -1 ignored; empty grad_w: no gradients wanted.
     """
-    kept, at = targets >= 0, (torch.arange(len(h), device=h.device), targets.clamp(min=0))  # at: of the targets
+    kept, at = targets >= 0, (torch.arange(len(h), device=h.device), targets.clamp(min=0))  # at: each row's target
     log_p = torch.log_softmax(h @ w.t(), 1, dtype=torch.float32)  # (chunk, V)
     log_p_target = log_p[at]
     if grad_w.numel():
