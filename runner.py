@@ -32,7 +32,7 @@ from data.tokens import Split
 from model import ACTIVATIONS, GPT, LinearCrossEntropy, causal_mask, chunk_cross_entropy, chunked_cross_entropy
 from runlog import clock
 
-# What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 12 layers
+# What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 6 layers
 # on two cores (LOG.md, 2026-11-22), where they varied by half.
 COLD_S, COLD_S_PER_LAYER = 15.0, 3.0
 WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
@@ -61,7 +61,7 @@ opaque_gelu = torch.ops.deskgpt.gelu.default
 
 @cache
 def compiled_chunk() -> Callable[..., Tensor]:
-    """The body of the loss's loop as a graph, which goes through the logits a third as often between its matmuls."""
+    """The body of the loss's loop as a graph: half the time between its matmuls on a CPU (LOG.md, 2026-11-22)."""
     return torch.compile(chunk_cross_entropy, dynamic=False)
 
 
