@@ -11,10 +11,13 @@ DDP's buckets (4 bytes per parameter). The CUDA context and the allocator's gaps
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -25,36 +28,51 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hardware
-from configurator import is_out_of_memory
-from model import GPT, GPTConfig, causal_mask
+from model import GPT, LONGEST_EXPLICIT, GPTConfig, causal_mask
 from runlog import clock
-from runner import Runner
+from runner import Runner, all_max
+
+if TYPE_CHECKING:
+    from data.tokens import Split
+    from train import TrainConfig
 
 USABLE = 0.9  # of a GPU's memory: the rest is CUDA's context and the allocator's gaps
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 ASSUMED_MFU = 0.4  # of a run that has not been measured yet
 
+# Of a run that is given minutes, not steps:
+EVAL_SHARE = 0.2  # of its time for evaluation, at most
+LEAST_EVAL_BATCHES = 8  # of each split: fewer say nothing of their own noise
+WARMUP_SHARE = 0.1  # of its steps for the learning rate's warm-up, at most
+TIMED, TIMED_S = 7, 3.0  # steps that are timed, at most, and seconds
+
 # ---- memory --------------------------------------------------------------------------------------------------
 
 
 def memory(
-    config: GPTConfig, batch_size: int, dtype: str, device_type: str, compiled: bool, accumulates: bool = True
+    config: GPTConfig,
+    batch_size: int,
+    dtype: str,
+    device_type: str,
+    compiled: bool,
+    accumulates: bool = True,
+    explicit: bool = False,
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
     dtype is that of the matmuls, resolved. accumulates: whether a step has several micro-batches, so that earlier
-    gradients are alive in a forward pass. activations: what the forward pass keeps until the loss begins, token ids
+    gradients are alive in a forward pass. explicit: see runner.Form. activations: what the forward pass keeps until the loss begins, token ids
     included. logits: all that the loss adds to it, or, where that needs more, what the backward pass does. optimizer:
     AdamW's moments; Muon keeps less, and while it steps, when the activations are gone, takes about as much.
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small, large = (memory(config, b, dtype, device_type, compiled, accumulates) for b in (n, 2 * n))
+        small, large = (memory(config, b, dtype, device_type, compiled, accumulates, explicit) for b in (n, 2 * n))
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with fake_tensors(device_type), Live(device_type) as live:
         model = GPT(config)
-        model.transformer.mask = causal_mask(config.block_size, compiled) if device_type == "cpu" else None
+        model.transformer.mask = causal_mask(config.block_size) if explicit else None
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
             p.grad = torch.empty_like(p) if accumulates else None
@@ -147,41 +165,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         yield
 
 
-# ---- trying out ----------------------------------------------------------------------------------------------
-
-
-def try_out(
-    runner: Runner,
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
-    eval_only: bool,
-    copies: int,
-    micro_steps: int,
-) -> bool:
-    """A training pass (unless eval_only) and one of evaluation, which also compile; False where memory runs out.
-
-    Takes room, as a step will, for AdamW's moments and for so many more copies of the weights: earlier micro-batches'
-    gradients, DDP's buckets. Leaves no gradients behind. Raises what compiling raises.
-    """
-    parameters = runner.parameters
-    copies += 0 if optimizer.state else 2
-    try:
-        if not eval_only:
-            room = [torch.empty_like(p) for p in parameters * copies]
-            runner.backward(*batch, micro_steps)  # a compiled graph is one for this number
-            del room
-        runner.module.eval()
-        with torch.no_grad(), runner.amp:
-            runner.module(*batch)
-        runner.module.train()
-        hardware.synchronize(batch[0].device)
-        return True
-    except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(e):
-            raise
-        return False
-    finally:
-        optimizer.zero_grad()
+# ---- what fits -----------------------------------------------------------------------------------------------
 
 
 def smaller_batch(
@@ -219,6 +203,103 @@ def smaller_batch(
     return same
 
 
+# ---- time ----------------------------------------------------------------------------------------------------
+
+
+def steps_within(
+    seconds: float,
+    c: TrainConfig,
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    splits: tuple[Split, ...],
+    start_iter: int,
+    world: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Settings with which a run of c ends in about so many seconds: max_iters at most, and what depends on it.
+
+    Steps and evaluation are timed. Where evaluations would take more than EVAL_SHARE of the time they read less; where
+    the schedule is longer than the steps it is shortened. All ranks get the same. Leaves the weights as they are.
+    """
+    micro_steps = c.gradient_accumulation_steps // world
+    step_s, batch_s = time_step(runner, optimizer, batch, micro_steps), time_evaluation(runner, batch)
+    step_s, batch_s = (all_max(s, runner.device) for s in (step_s, batch_s))
+    left = c.max_iters - start_iter
+    windows = math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
+    batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * world)) for split in splits)
+    evaluations = (
+        2 + left // c.eval_interval if left * step_s < seconds else 2 + int(seconds / step_s) // c.eval_interval
+    )
+    most = max(2 * LEAST_EVAL_BATCHES, int(EVAL_SHARE * seconds / (evaluations * batch_s)))
+    settings: dict[str, Any] = {}
+    if batches > most:
+        batches = most
+        if c.eval_tokens:
+            settings["eval_tokens"] = most // 2 * c.batch_size * world * c.block_size
+        else:
+            settings["eval_iters"] = most // 2 * world
+    eval_s = batches * batch_s
+    # Evaluations at the beginning, at the end, and one for each eval_interval steps.
+    fit = math.floor((seconds - 2 * eval_s) / (step_s + eval_s / c.eval_interval))
+    steps = max(1, min(left, fit))
+    settings["max_iters"] = start_iter + steps
+    settings["warmup_iters"] = min(c.warmup_iters, math.ceil(steps * WARMUP_SHARE))
+    settings["lr_decay_iters"] = min(c.lr_decay_iters, settings["max_iters"])
+    settings["cooldown_iters"] = min(c.cooldown_iters, steps)
+    evaluations = 2 + (steps - 1) // c.eval_interval
+    tokens = steps * c.batch_size * c.gradient_accumulation_steps * c.block_size
+    total_s = steps * step_s + evaluations * eval_s
+    say(
+        f"max_minutes={c.max_minutes:g}: {steps:,} steps of about {step_s * 1e3:.3g} ms ({tokens:,} tokens) and "
+        f"{evaluations} evaluations of about {clock(eval_s)}: done in about {clock(total_s)}"
+    )
+    return settings
+
+
+def time_step(
+    runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro_steps: int
+) -> float:
+    """Median seconds of an optimizer step of so many micro-batches; with a learning rate of 0, and no state left."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    passes, updates = [], []
+    for _ in range(TIMED):
+        t0 = time.perf_counter()
+        runner.backward(*batch, micro_steps)
+        hardware.synchronize(runner.device)
+        t1 = time.perf_counter()
+        torch.nn.utils.clip_grad_norm_(runner.parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        hardware.synchronize(runner.device)
+        passes.append(t1 - t0)
+        updates.append(time.perf_counter() - t1)
+        if sum(passes) > TIMED_S:
+            break
+    optimizer.state.clear()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    # The first update makes the optimizer's state.
+    return micro_steps * statistics.median(passes) + statistics.median(updates[1:] or updates)
+
+
+@torch.no_grad()
+def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
+    """Median seconds of a micro-batch of evaluation."""
+    times = []
+    runner.module.eval()
+    for _ in range(3):
+        t0 = time.perf_counter()
+        with runner.amp:
+            runner.module(*batch)
+        hardware.synchronize(runner.device)
+        times.append(time.perf_counter() - t0)
+    runner.module.train()
+    return statistics.median(times)
+
+
 # ---- dry run -------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +328,9 @@ def report(
     )
     say(f"tokens per step: {tokens:,} = {batch_size} x {accumulation} x {config.block_size}")
     say(f"FLOPs per step, forward and backward: {flops:.3e}")
-    parts = memory(config, batch_size, dtype, device.type, compiled, accumulation > world)
+    # Which attention is faster on a CPU shows in a run only; explicit attention takes more.
+    explicit = device.type == "cpu" and not config.dropout and config.block_size <= LONGEST_EXPLICIT
+    parts = memory(config, batch_size, dtype, device.type, compiled, accumulation > world, explicit)
     total, limit = sum(parts.values()), hardware.memory_bytes(device)
     of = f" of {limit / 2**30:.1f} GiB" if limit else ""
     say(f"predicted peak memory of {hardware.device_name(device)}, {dtype}: {total / 2**30:.2f}{of}")

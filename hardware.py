@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import math
 import os
 import platform
@@ -22,13 +21,10 @@ from pathlib import Path
 
 import torch
 
+import remembered
 from peaks import published_peak
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# On a CPU with bfloat16 instructions autocast pays from about this width on: at 64 the casts cost more than the matmuls
-# save (bench/results/2026-11-21-cpu-dtype.md), at 128 a step takes 0.76 of the time (2026-11-22-speed-tiny.md).
-CPU_BFLOAT16_MIN_N_EMBD = 128
 
 # The square matmuls whose best speed is a device's measured peak, by size, and the one that is a look in passing.
 MATMUL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
@@ -68,28 +64,14 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     return device
 
 
-def resolve_dtype(name: str, device: torch.device, n_embd: int) -> str:
-    """The dtype that matmuls run in: `name`, or for "auto" the fastest that trains as well as float32."""
-    if name != "auto":
-        return name
+def fast_dtype(device: torch.device) -> str:
+    """The dtype with the faster matmuls, of those that train as well as float32: by measurement on a CPU."""
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if device.type == "cpu" and n_embd >= CPU_BFLOAT16_MIN_N_EMBD and cpu_has_bfloat16():
-        return "bfloat16"
+    if device.type == "cpu":
+        float32, bfloat16 = (measured_matmul_flops(device, dtype) for dtype in ("float32", "bfloat16"))
+        return "bfloat16" if bfloat16 > float32 else "float32"
     return "float32"
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16 matmuls; without them they are far slower than float32's."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and cpu_has_bfloat16()
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 in hardware: AMX or AVX512-BF16 on x86."""
-    # torch 2.11 to 2.13 have no public way to ask for either.
-    return any(getattr(torch.cpu, f, bool)() for f in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
@@ -207,11 +189,12 @@ def measured_matmul_flops(device: torch.device, dtype: str) -> float:
 
 def keep_best(device: torch.device, dtype: str, measured: float) -> float:
     """The better of a measured peak and the one in the file, which it then holds."""
-    peaks, key = read_peaks(), peak_key(device, dtype)
-    if measured > peaks.get(key, 0.0):
-        write_peaks({**peaks, key: measured})
+    key = peak_key(device, dtype)
+    best = read_peaks().get(key, 0.0)
+    if measured > best:
+        remembered.keep("peaks", key, measured)
         return measured
-    return peaks.get(key, measured)
+    return best or measured
 
 
 def peak_key(device: torch.device, dtype: str) -> str:
@@ -259,30 +242,9 @@ def matmul_flops(device: torch.device, dtype: str, n: int) -> float:
     return 2 * n**3 / best_s
 
 
-def peaks_file() -> Path:
-    """Where the measured peaks of this machine are kept; raises RuntimeError where the user has no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt" / "peaks.json"
-
-
 def read_peaks() -> dict[str, float]:
     """Measured FLOP/s by device, dtype and version of torch; whatever is no such figure is left out."""
-    try:
-        peaks = json.loads(peaks_file().read_text(encoding="utf-8"))
-        return {k: v for k, v in peaks.items() if isinstance(v, float) and 0 < v < math.inf}
-    except (OSError, RuntimeError, ValueError, AttributeError):
-        return {}
-
-
-def write_peaks(peaks: dict[str, float]) -> None:
-    """Replaces the file in one step; where that cannot be, the next run measures again."""
-    try:
-        path = peaks_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_text(json.dumps(peaks, indent=1), encoding="utf-8")
-        new.replace(path)
-    except (OSError, RuntimeError):
-        pass
+    return {k: v for k, v in remembered.read("peaks").items() if isinstance(v, float) and 0 < v < math.inf}
 
 
 def device_name(device: torch.device) -> str:
@@ -333,7 +295,9 @@ def main() -> None:
         print(f"{dtype}: published {said}, measured now {now / 1e12:.3g}, best so far {best / 1e12:.3g} TFLOP/s")
     kept = any(name.startswith(device_name(device)) for name in read_peaks())
     print(
-        f"the best are kept in {peaks_file()}" if kept else f"{peaks_file()} cannot be written: each run measures anew"
+        f"the best are kept in {remembered.path_of('peaks')}"
+        if kept
+        else f"{remembered.path_of('peaks')} cannot be written: each run measures anew"
     )
 
 

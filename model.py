@@ -24,10 +24,8 @@ from torch import Tensor
 # (bench/results/2026-11-22-loss.md).
 LOGITS_CHUNK = 1 << 25
 
-# Up to this context a CPU with bfloat16 trains with attention as two plain matmuls around a softmax: the backward pass
-# of its flash attention is half of a small model's step. Where inductor fuses what is around the matmuls, up to the
-# second; on longer contexts flash attention wins (LOG.md, 2026-11-21).
-EXPLICIT_ATTENTION, EXPLICIT_COMPILED = 256, 1024
+# Explicit attention keeps B·H·T·T weights: from here on too many to try it.
+LONGEST_EXPLICIT = 1024
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),  # what GPT-2 was trained with
@@ -137,10 +135,9 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
-def causal_mask(T: int, compiled: bool = False) -> Tensor | None:
-    """What explicit_attention adds to its scores (T, T); None where T is too long for it."""
-    longest = EXPLICIT_COMPILED if compiled else EXPLICIT_ATTENTION
-    return None if longest < T else torch.full((T, T), -torch.inf).triu(1)
+def causal_mask(T: int) -> Tensor:
+    """What explicit_attention adds to its scores (T, T): 0, and -infinity above the diagonal."""
+    return torch.full((T, T), -torch.inf).triu(1)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -176,7 +173,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         dropout = self.dropout if self.training else 0.0
-        if mask is not None and q.dtype == torch.bfloat16 and not dropout and torch.is_grad_enabled():
+        if mask is not None and not dropout and torch.is_grad_enabled():
             y = explicit_attention(q, k, v, mask)
         elif T > 1:  # starts at position 0 (an `if`, since torch.compile takes no symbolic is_causal)
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
@@ -270,7 +267,7 @@ class Transformer(nn.Module):
     """Everything up to the final norm."""
 
     rotary: Tensor | None  # cosines and sines of rotary positions (2, block_size, D / 2)
-    mask: Tensor | None  # of explicit attention (block_size, block_size)
+    mask: Tensor | None  # of explicit attention (block_size, block_size), where training takes that
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -284,7 +281,7 @@ class Transformer(nn.Module):
             angles = torch.outer(torch.arange(config.block_size), 10000.0 ** -(torch.arange(0, D, 2) / D))  # (T, D / 2)
             rotary = torch.stack((angles.cos(), angles.sin()))
         self.register_buffer("rotary", rotary, persistent=False)
-        self.register_buffer("mask", causal_mask(config.block_size), persistent=False)
+        self.register_buffer("mask", None, persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -368,7 +365,7 @@ class GPT(nn.Module):
             longest = self.config.block_size
             raise ValueError(f"block_size={block_size} exceeds the model's {longest}; try --block_size={longest}")
         self.config = replace(self.config, block_size=block_size)
-        self.transformer.block_size, self.transformer.mask = block_size, causal_mask(block_size)
+        self.transformer.block_size, self.transformer.mask = block_size, None
         if self.config.position == "learned":
             kept = self.transformer.wpe.weight[:block_size].clone()
             self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)

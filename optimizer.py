@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hardware
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
@@ -28,10 +27,12 @@ def make_optimizer(
     betas: tuple[float, float],
     momentum: float,
     device_type: str,
+    bfloat16: bool = False,
 ) -> torch.optim.AdamW:
-    """AdamW, or Muon with AdamW for what is no hidden matrix, of all parameters of the model.
+    """AdamW, or Muon for the blocks' matrices with AdamW for embeddings, head, norms and biases.
 
-    Matrices and embeddings decay; biases and the gains of norms have nothing to regularise.
+    Matrices and embeddings decay; biases and the gains of norms have nothing to regularise. bfloat16: whether Muon's
+    own matmuls run in it, for devices on which it is the faster.
     """
     fused = device_type in ("cuda", "cpu", "mps")  # one kernel for all tensors; all three have it in torch 2.11
     options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused}
@@ -45,7 +46,8 @@ def make_optimizer(
     ]
     if not muon:
         return torch.optim.AdamW(groups, **options)
-    return Muon([*groups, {"params": muon, "weight_decay": weight_decay, "momentum": momentum}], **options)
+    groups.append({"params": muon, "weight_decay": weight_decay, "momentum": momentum})
+    return Muon(groups, torch.bfloat16 if bfloat16 else torch.float32, **options)
 
 
 class Muon(torch.optim.AdamW):
@@ -55,8 +57,12 @@ class Muon(torch.optim.AdamW):
     long as AdamW's and one learning rate and weight decay serve both (Moonlight, arXiv:2502.16982, section 2.2).
     torch.optim.Muon goes through the matrices one by one; here equal shapes go through the Newton-Schulz iteration as
     one batch, wide ones transposed, and the q, k, v of a fused (3C, C) matrix as three. Under DDP every rank computes
-    all of it.
+    all of it. The iteration runs in `dtype`.
     """
+
+    def __init__(self, groups: Any, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -91,16 +97,17 @@ class Muon(torch.optim.AdamW):
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         for shape, pairs in alike.items():
             views, updates = zip(*pairs, strict=True)
-            u = orthogonalized(torch.stack(updates))
+            u = orthogonalized(torch.stack(updates), self.dtype)
             torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * shape[0] ** 0.5)
 
 
-def orthogonalized(x: Tensor) -> Tensor:
-    """Matrices (n, rows, columns), no wider than high, with singular values brought near 1, by Newton-Schulz, in
-    bfloat16 if it is fast.
+def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices (n, rows, columns), no wider than high, with singular values brought near 1, by Newton-Schulz in dtype.
+
+    Its five iterations leave singular values between 0.7 and 1.2, beside which bfloat16's rounding does not count.
     """
     a, b, c = NEWTON_SCHULZ
-    y = x.bfloat16() if hardware.multiplies_bfloat16(x.device) else x
+    y = x.to(dtype)
     y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = y.mT @ y

@@ -1,4 +1,4 @@
-"""How a model runs in training: as it is, or compiled where that pays; on one device, or one of several under DDP.
+"""How a model runs in training: as it is or compiled, in which precision; on one device, or one of several under DDP.
 
 On a CPU without DDP a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
 as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autograd's hooks.
@@ -6,15 +6,12 @@ as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autogr
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import re
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,21 +23,23 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import model as model_module
+import hardware
 from data.loader import to_device
 from data.tokens import Split
 from model import ACTIVATIONS, GPT, LinearCrossEntropy, causal_mask, chunk_cross_entropy, chunked_cross_entropy
-from runlog import clock
 
-# What compiling a CPU's graph takes and the share of a step that it saves: round figures of runs with 2 to 6 layers
-# on two cores (LOG.md, 2026-11-22), where they varied by half.
-COLD_S, COLD_S_PER_LAYER = 15.0, 3.0
-WARM_S, WARM_S_PER_LAYER = 2.0, 1.0
-SAVED = 0.25
 
-# Inductor tries at each start whether the compiler knows AVX2 and AVX-512, as all that torch's headers compile with do:
-# 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-22). What the processor has is looked up.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+@dataclass(frozen=True)
+class Form:
+    """How a micro-batch is computed. The default is the plain one, against which the others are checked."""
+
+    dtype: str = "float32"  # of the matmuls
+    compiled: bool = False
+    explicit: bool = False  # attention as plain matmuls around a softmax, not one flash kernel: CPU, training only
+
+    def __str__(self) -> str:
+        compiled = "compiled" if self.compiled else "not compiled"
+        return f"{self.dtype}, {compiled}" + (", explicit attention" if self.explicit else "")
 
 
 # Inductor's own exact GELU on a CPU takes more than twice the time of torch's kernel, and the chunks of the loss,
@@ -91,6 +90,16 @@ def opaque_loss(*args: Any) -> Tensor:
     return opaque_cross_entropy(*args)[0]
 
 
+def set_up_inductor() -> None:
+    """Settings of the compiler's code generator for a CPU; those of the user's environment win."""
+    import torch._inductor.config as inductor
+
+    # At each start inductor tries whether the compiler knows AVX2 and AVX-512, which all that torch's headers compile
+    # with do: 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-22).
+    if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
+        inductor.cpp.vec_isa_ok = True
+
+
 def narrow(layer: nn.Linear, x: Tensor) -> Tensor:
     """layer(x), its weight transposed first. The weight's gradient is then made with the wide x as the operand that
     is transposed, which on a CPU takes three quarters of the time of the other way round (LOG.md, 2026-11-21).
@@ -105,17 +114,32 @@ class Runner:
     The joint graph is for training; evaluation then runs uncompiled, which saves compiling it.
     """
 
-    def __init__(self, model: GPT, amp: AbstractContextManager, scaler: Any, compiled: bool, distributed: bool) -> None:
-        self.model, self.amp, self.scaler, self.compiled = model, amp, scaler, compiled
-        self.distributed = distributed
+    def __init__(self, model: GPT, form: Form, distributed: bool = False) -> None:
+        self.model, self.form, self.distributed = model, form, distributed
         self.module: nn.Module = model
         self.trained: nn.Module | None = None  # module under DDP
         self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
         self.parameters = list(model.parameters())
-        on_cpu = self.parameters[0].device.type == "cpu"
+        self.device = self.parameters[0].device
+        self.amp = hardware.autocast(self.device, form.dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
+        self._mask = causal_mask(model.config.block_size).to(self.device) if form.explicit else None
+        self.use()
+        if not form.compiled:
+            return
+        set_up_inductor()
+        if self.device.type == "cpu" and not distributed and not self.scaler.is_enabled():
+            torch._dynamo.config.trace_autograd_ops = True
+            self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
+        else:
+            self.module = torch.compile(model)  # type: ignore[assignment]
+
+    def use(self) -> None:
+        """Puts the model into this form, after another runner had it in its own."""
+        compiled, on_cpu = self.form.compiled, self.device.type == "cpu"
+        model = self.model
         model.chunked_loss = opaque_loss if compiled else LinearCrossEntropy.apply
-        if on_cpu:
-            model.transformer.mask = causal_mask(model.config.block_size, compiled)
+        model.transformer.mask = self._mask
         plain = ACTIVATIONS[model.config.activation]
         block: Any
         for block in model.transformer.h:
@@ -123,11 +147,6 @@ class Runner:
             vars(block.mlp.c_proj).pop("forward", None)
             if compiled and on_cpu:
                 block.mlp.c_proj.forward = partial(narrow, block.mlp.c_proj)
-        if compiled and on_cpu and not distributed and not scaler.is_enabled():
-            torch._dynamo.config.trace_autograd_ops = True
-            self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
-        elif compiled:
-            self.module = torch.compile(model)  # type: ignore[assignment]
 
     def _loss_and_gradients(self, x: Tensor, y: Tensor, micro_steps: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         with self.amp:
@@ -135,9 +154,9 @@ class Runner:
         # Laid out as the parameters are: the fused AdamW goes through both in the order of memory, without a check.
         return loss.detach(), tuple(grad.contiguous() for grad in torch.autograd.grad(loss, self.parameters))
 
-    def distribute(self, device: torch.device) -> None:
+    def distribute(self) -> None:
         """From now on gradients are averaged over the ranks, once per step."""
-        self.trained = DDP(self.module, device_ids=[device.index] if device.type == "cuda" else None)
+        self.trained = DDP(self.module, device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def backward(self, x: Tensor, y: Tensor, micro_steps: int = 1, last: bool = True) -> Tensor:
         """Adds the gradients of the loss of (x, y), divided by micro_steps, to those there; returns that loss.
@@ -156,6 +175,10 @@ class Runner:
             self.scaler.scale(loss).backward()
         return loss.detach()
 
+    def gradients(self) -> list[Tensor]:
+        """Those of all parameters, in their order."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
     @torch.no_grad()
     def evaluate(
         self, split: Split, windows: int, batch_size: int, rank: int = 0, world: int = 1
@@ -165,20 +188,19 @@ class Runner:
         The error is what other text of this length would change, from the spread of the batches' means; None for
         fewer than eight batches, which tell too little of it. The ranks share the batches.
         """
-        device = self.parameters[0].device
         self.module.eval()
         n, losses = split.n_eval_windows(windows), []
         firsts = range(rank * batch_size, n, world * batch_size)  # first row of each batch of this rank
         # disable=None: shown only on a terminal
         for first in tqdm(firsts, "evaluating", leave=False, disable=True if rank else None):
-            x, y = to_device(split.eval_batch(first + np.arange(batch_size), n), device)
+            x, y = to_device(split.eval_batch(first + np.arange(batch_size), n), self.device)
             with self.amp:
                 losses.append(self.module(x, y)[1] * min(batch_size, n - first))  # the last batch may hold fewer
         self.module.train()
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
-        mean = all_sum(sums.sum(), device).item() / n
+        mean = all_sum(sums.sum(), self.device).item() / n
         rows = torch.tensor([min(batch_size, n - first) for first in firsts], dtype=torch.float64)
-        squares = all_sum((sums - mean * rows).square().sum(), device).item()
+        squares = all_sum((sums - mean * rows).square().sum(), self.device).item()
         batches = -(-n // batch_size)
         return mean, math.sqrt(squares * batches / (batches - 1)) / n if batches >= 8 else None
 
@@ -191,60 +213,10 @@ def all_sum(x: Tensor, device: torch.device) -> Tensor:
     return x
 
 
-# ---- whether to compile --------------------------------------------------------------------------------------
-
-
-def decide(runner: Runner, batch: tuple[Tensor, Tensor], micro_batches: int) -> tuple[bool, str]:
-    """Whether compiling pays for a run of so many micro-batches like `batch` on this CPU, and why.
-
-    Times two uncompiled micro-batches, which are not the first. Leaves gradients behind.
-    """
-    times = []
-    for _ in range(2):
-        t0 = time.perf_counter()
-        runner.backward(*batch)
-        times.append(time.perf_counter() - t0)
-    layers, saved_s = runner.model.config.n_layer, SAVED * min(times) * micro_batches
-    warm_s, cold_s = WARM_S + WARM_S_PER_LAYER * layers, COLD_S + COLD_S_PER_LAYER * layers
-    if saved_s <= warm_s:  # looking into the cache would only load torch._dynamo, for over a second
-        return False, (
-            f"compile=auto: not compiling, which takes at least about {clock(warm_s)} "
-            f"and saves about {clock(saved_s)} of this run"
-        )
-    warm = marker(runner, batch).exists()
-    cost_s = warm_s if warm else cold_s
-    pays = saved_s > cost_s
-    return pays, (
-        f"compile=auto: {'compiling' if pays else 'not compiling'}, which takes about {clock(cost_s)} "
-        f"({'' if warm else 'not '}in the cache) and saves about {clock(saved_s)} of this run"
-    )
-
-
-def marker(runner: Runner, batch: tuple[Tensor, Tensor]) -> Path:
-    """A file in inductor's cache that says: this model, micro-batch, dtype, torch and code have been compiled."""
-    code = Path(model_module.__file__).read_bytes() + Path(__file__).read_bytes()
-    dtype = getattr(runner.amp, "fast_dtype", None)  # of autocast, where it is on
-    what = (runner.model.config, batch[0].shape, dtype, runner.distributed, torch.__version__)
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / f"deskgpt-{hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]}"
-
-
-def drop_unfinished(error: Exception, since: float) -> bool:
-    """Whether compiling failed on a library that a killed run left unfinished in inductor's cache; deletes that.
-
-    since: the time (time.time) when this run began to compile: what is newer is not deleted.
-    """
-    dropped = False
-    for name in re.findall(r"(/\S+\.so): file too short", str(error)):
-        with suppress(OSError):
-            if os.stat(name).st_mtime < since:
-                os.unlink(name)
-                dropped = True
-    return dropped
-
-
-def mark_compiled(runner: Runner, batch: tuple[Tensor, Tensor]) -> None:
-    """Notes in inductor's cache what has been compiled, for `decide` in later runs."""
-    with suppress(OSError):
-        marker(runner, batch).touch()
+def all_max(x: float, device: torch.device) -> float:
+    """The largest x of all ranks."""
+    tensor = torch.tensor(x, dtype=torch.float64)
+    if dist.is_initialized():
+        tensor = tensor.to(device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()

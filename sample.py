@@ -70,8 +70,9 @@ def main(c: SampleConfig) -> list[str]:
     model.eval().to(device)
     # One row at a time the weights' way through memory is all that counts, and autocast would cast them anew for
     # every token: float32 unless asked for on a CPU.
-    dtype = "float32" if c.dtype == "auto" and device.type == "cpu" else c.dtype
-    amp = hardware.autocast(device, hardware.resolve_dtype(dtype, device, model.config.n_embd))
+    fast = "float32" if device.type == "cpu" else hardware.fast_dtype(device)
+    dtype = fast if c.dtype == "auto" else c.dtype
+    amp = hardware.autocast(device, dtype)
 
     # ---- prompt --------------------------------------------------------------------------------------------
     prompt = read_text([Path(c.start[5:])]) if c.start.startswith("FILE:") else c.start

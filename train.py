@@ -22,9 +22,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import checkpoint
 import estimate
+import forms
 import hardware
 from configurator import build, one_line_errors, read_settings
 from data.loader import Loader, to_device
@@ -33,7 +35,7 @@ from data.tokens import Split, check_vocabulary, read_meta, token_files
 from model import CHOICES, GPT, GPTConfig
 from optimizer import make_optimizer
 from runlog import RunLog, clock, start_wandb
-from runner import Runner, all_sum, decide, drop_unfinished, mark_compiled
+from runner import Form, all_sum
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run has from its checkpoint.
@@ -76,6 +78,7 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # its maximum
     max_iters: int = 600000  # steps
+    max_minutes: float = 0.0  # as many of max_iters as take so long here, compiling and evaluation included; 0 = all
     weight_decay: float = 1e-1  # of matrices and embeddings
     beta1: float = 0.9
     beta2: float = 0.95
@@ -119,6 +122,7 @@ class TrainConfig:
 def main(c: TrainConfig) -> float:
     """Trains as c says; returns the best validation loss (nats per token), math.inf where none was taken."""
     # ---- ranks and device ------------------------------------------------------------------------------------
+    began = time.perf_counter()
     rank, world, local_rank = (
         int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
@@ -165,9 +169,9 @@ def main(c: TrainConfig) -> float:
         shorter = name == "block_size" and c.eval_only  # to evaluate with the context of another model
         if getattr(c, name) != getattr(args, name) and not shorter:
             raise ValueError(f"{name}={getattr(c, name)}, but {source} has {name}={getattr(args, name)}: leave it out")
-    dtype = hardware.resolve_dtype(c.dtype, device, args.n_embd)
     T = c.block_size
     if c.dry_run:
+        dtype = hardware.fast_dtype(device) if c.dtype == "auto" else c.dtype
         shape = (c.batch_size, c.gradient_accumulation_steps, world)
         estimate.report(replace(args, block_size=T), device, dtype, c.compile is not False, *shape, c.max_iters, say)
         return math.inf
@@ -183,55 +187,35 @@ def main(c: TrainConfig) -> float:
         say(f"the data had {saved['train_tokens']:,} train tokens before: from here on, batches come in another order")
     best_val_loss: float = saved.get("best_val_loss", math.inf)
 
-    # ---- optimizer, compile, DDP -----------------------------------------------------------------------------
+    # ---- how it runs here, optimizer, DDP --------------------------------------------------------------------
     model.to(device)
-    amp = hardware.autocast(device, dtype)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    left_s = 60 * c.max_minutes - (time.perf_counter() - began) if c.max_minutes else None
+    batch_of = functools.partial(first_micro_batch, train_split, global_batch, device)
+    steps = 0 if c.eval_only else c.max_iters - start_iter
+    earlier = saved.get("form", {})
+    if earlier.get("device") != device.type:
+        earlier = {}  # what is fast on another kind of device says nothing of this one
+    runner, c = forms.settle(model, c, earlier, batch_of, world, distributed, left_s, steps, say)
+    micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
+    dtype, scaler = runner.form.dtype, runner.scaler
+    fast = dtype == "bfloat16" if device.type == "cpu" else hardware.fast_dtype(device) == "bfloat16"
     betas = (c.beta1, c.beta2)
-    optimizer = make_optimizer(model, c.optimizer, c.weight_decay, c.learning_rate, betas, c.momentum, device.type)
+    optimizer = make_optimizer(
+        model, c.optimizer, c.weight_decay, c.learning_rate, betas, c.momentum, device.type, fast
+    )
+    if c.max_minutes and not c.eval_only:
+        left_s = 60 * c.max_minutes - (time.perf_counter() - began)
+        batch = batch_of(c.batch_size)
+        splits = (train_split, val_split)
+        c = replace(c, **estimate.steps_within(left_s, c, runner, optimizer, batch, splits, start_iter, world, say))
     if start_iter and not c.eval_only:
         checkpoint.restore_optimizer(optimizer, saved["optimizer"], source)
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
-    compiles: bool | None = device.type == "cuda" if c.compile == "auto" else c.compile
-    if c.compile == "auto" and device.type == "cpu":
-        compiles = saved.get("compiled")  # to the last bit, a resumed run goes on as it was; None: to be decided
     saved = {}  # frees what the memory-mapped file holds
-    t0, began = time.perf_counter(), time.time()
-    while True:  # until compiled, and with a micro-batch that fits
-        micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
-        batch = to_device(train_split.train_batch(0, np.arange(c.batch_size), global_batch), device)
-        try:
-            runner = Runner(model, amp, scaler, bool(compiles), distributed)
-            copies = (micro_steps > 1) + distributed
-            fits = estimate.try_out(runner, optimizer, batch, c.eval_only, copies, micro_steps)
-        except Exception as e:
-            if not compiles:
-                raise
-            compiles = drop_unfinished(e, began)  # then once more
-            if not compiles:
-                say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
-            continue
-        if all_sum(torch.tensor(float(fits)), device) == world:
-            if compiles is not None or c.eval_only or start_iter >= c.max_iters:
-                break
-            pays, why = decide(runner, batch, micro_steps * (c.max_iters - start_iter))
-            compiles = all_sum(torch.tensor(float(pays)), device).item() == world  # all ranks do the same
-            say(why)
-            if not compiles:
-                break
-            continue
-        shape = (c.batch_size, c.gradient_accumulation_steps, 0 if c.eval_tokens else c.eval_iters)
-        same: dict[str, Any] = estimate.smaller_batch(*shape, model.config, dtype, device, c.auto_batch)
-        c = replace(c, **same)
-        say(f"out of memory: going on with {same}, which is the same training")
-        hardware.release_memory(device)
-    optimizer.zero_grad()
-    if runner.compiled and not c.eval_only:
-        mark_compiled(runner, batch)
     if distributed:
-        runner.distribute(device)
-    warm_up_s = time.perf_counter() - t0
+        runner.distribute()
+    warm_up_s = time.perf_counter() - began
 
     # ---- log -------------------------------------------------------------------------------------------------
     out_dir = checkpoint.folder_of(c.out_dir)
@@ -249,8 +233,7 @@ def main(c: TrainConfig) -> float:
     total_peak = all_sum(torch.tensor([peak], dtype=torch.float64), device).item()  # of all ranks
     say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
     say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
-    how = "compiled" if runner.compiled else "not compiled"
-    say(f"device: {world} x {hardware.device_name(device)}, {dtype}, {how}")
+    say(f"device: {world} x {hardware.device_name(device)}, {runner.form}")
     say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
     say(f"tokens per iteration will be: {tokens_per_step:,}")
     log.write(
@@ -268,7 +251,8 @@ def main(c: TrainConfig) -> float:
         device=hardware.device_name(device),
         world_size=world,
         dtype=dtype,
-        compiled=runner.compiled,
+        compiled=runner.form.compiled,
+        explicit_attention=runner.form.explicit,
         peak_flops=total_peak,
         peak_source=peak_source,
         warm_up_s=warm_up_s,
@@ -277,7 +261,8 @@ def main(c: TrainConfig) -> float:
     )
     # ---- train -----------------------------------------------------------------------------------------------
     step = start_iter
-    windows = -(-c.eval_tokens // T) or c.eval_iters * c.batch_size  # of each split, at most
+    windows = eval_windows(c)
+    watch = GradientWatch([name for name, _ in model.named_parameters()], device)
     loader = Loader(train_split, device, c.batch_size, micro_steps, step, rank, world)
     window_steps, window_s = 0, 0.0  # since the last log line: steps, and seconds of these alone
     train_s = wait_s = eval_s = save_s = last_eval_s = last_save_s = 0.0
@@ -302,9 +287,8 @@ def main(c: TrainConfig) -> float:
             said = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s"
             say(f"step {step}: {said}{error}")
             if not math.isfinite(val_loss):
-                raise ValueError(
-                    f"val loss is {val_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"
-                )
+                remedy = advice(runner.form, step == start_iter)
+                raise ValueError(f"val loss is {val_loss} at step {step}; what {out_dir} holds stays; {remedy}")
             improved = val_loss < best_val_loss
             best_val_loss = min(best_val_loss, val_loss)
             if step > start_iter and rank == 0 and (improved or c.always_save_checkpoint):
@@ -319,7 +303,7 @@ def main(c: TrainConfig) -> float:
                     "scaler": scaler.state_dict(),
                     "tokenizer": meta["tokenizer"],
                     "train_tokens": train_split.tokens,
-                    "compiled": runner.compiled,
+                    "form": asdict(runner.form) | {"device": device.type},
                     "wandb_run_id": wandb_run.id if wandb_run else wandb_run_id,
                 }
                 checkpoint.save(state, out_dir, best=improved)
@@ -340,14 +324,21 @@ def main(c: TrainConfig) -> float:
             x, y = loader.next()
             step_loss += runner.backward(x, y, micro_steps, last=micro == micro_steps - 1)
         scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(runner.parameters, c.grad_clip or math.inf)
+        grad_norms = torch.stack(torch._foreach_norm(runner.gradients()))
+        grad_norm = torch.linalg.vector_norm(grad_norms)
+        torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
+        if not scaler.is_enabled() or scaler.get_scale() < 1:  # above 1 it skips such steps, and scales less
+            watch.see(step, grad_norms)
+        logs = step % c.log_interval == 0 or step == c.max_iters - 1
+        if logs or device.type == "cpu":  # elsewhere asking would wait for the device
+            watch.raise_if_not_finite(runner.form, start_iter, f"what {out_dir} holds stays")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         window_steps += 1
 
         # ---- log ---------------------------------------------------------------------------------------------
-        if step % c.log_interval == 0 or step == c.max_iters - 1:
+        if logs:
             mean_loss = all_sum(step_loss, device).item() / world
             hardware.synchronize(device)
             t1 = time.perf_counter()
@@ -366,9 +357,8 @@ def main(c: TrainConfig) -> float:
                 f"data wait {data_wait * 100:.1f}%, eta {clock(eta_s)}"
             )
             if not math.isfinite(mean_loss):
-                raise ValueError(
-                    f"loss is {mean_loss} at step {step}; what {out_dir} holds stays; try a lower --learning_rate"
-                )
+                remedy = advice(runner.form, step == start_iter)
+                raise ValueError(f"loss is {mean_loss} at step {step}; what {out_dir} holds stays; {remedy}")
             log.write(
                 "iter",
                 iter=step,
@@ -411,6 +401,55 @@ def main(c: TrainConfig) -> float:
     return best_val_loss
 
 
+def first_micro_batch(split: Split, global_batch: int, device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
+    """The first sequences of the first step's batch: inputs and targets (rows, T)."""
+    return to_device(split.train_batch(0, np.arange(rows), global_batch), device)
+
+
+def eval_windows(c: TrainConfig) -> int:
+    """Windows of each split that an evaluation reads, at most."""
+    return math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
+
+
+class GradientWatch:
+    """Remembers the first step whose gradients were not finite, on the device: seeing a step does not wait for it."""
+
+    def __init__(self, names: list[str], device: torch.device) -> None:
+        self.names = names
+        self.step = torch.full((), -1, device=device)
+        self.bad = torch.zeros(len(names), dtype=torch.bool, device=device)
+
+    def see(self, step: int, norms: Tensor) -> None:
+        """norms: of each parameter's gradient, in the order of the names."""
+        bad = ~norms.isfinite()
+        is_first = bad.any() & (self.step < 0)
+        self.step = torch.where(is_first, step, self.step)
+        self.bad = torch.where(is_first, bad, self.bad)
+
+    def raise_if_not_finite(self, form: Form, first_step: int, kept: str) -> None:
+        """ValueError for a step whose gradients were not finite: which, and what can be done about it."""
+        step = int(self.step)
+        if step < 0:
+            return
+        names = [name for name, bad in zip(self.names, self.bad.tolist(), strict=True) if bad]
+        which = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if names[2:] else "")
+        which = "all parameters" if len(names) == len(self.names) else f"{which} of {len(self.names)} parameters"
+        raise ValueError(
+            f"gradients are not finite at step {step} ({form}): those of {which}; {kept}; "
+            f"{advice(form, step == first_step)}"
+        )
+
+
+def advice(form: Form, first: bool) -> str:
+    """What to try after a loss or gradients that are not finite; first: before this run has changed the weights."""
+    tries = ["--compile=False"] if form.compiled else []
+    tries += ["--dtype=float32"] if form.dtype != "float32" else []
+    if not first:
+        return f"try a lower --learning_rate{', then ' + ', then '.join(tries) if tries else ''}"
+    remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
+    return f"no update of this run came before, so it is not the learning rate: {remedy}"
+
+
 def learning_rate(c: TrainConfig, step: int) -> float:
     """Linear warm-up to c.learning_rate, then down to min_lr at lr_decay_iters as lr_schedule says, then min_lr."""
     if not c.decay_lr:
@@ -435,9 +474,12 @@ def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     args = GPTConfig.of(saved["model_args"], out_dir)
     sizes = [f"--{name}={getattr(args, name)}" for name in MODEL_SETTINGS]
     known = {k: v for k, v in saved["config"].items() if k in TrainConfig.__dataclass_fields__}
-    return read_settings(
-        TrainConfig, [*sizes, *argv], known | {"out_dir": out_dir, "init_from": "resume", "eval_only": False}
-    )
+    # The checkpoint's max_iters are what its max_minutes came to. More minutes are asked for anew, and mean more steps.
+    known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
+    settings = read_settings(TrainConfig, [*sizes, *argv], known)
+    if settings["max_minutes"] and not any(arg.startswith("--max_iters=") for arg in argv):
+        settings["max_iters"] = TrainConfig.__dataclass_fields__["max_iters"].default
+    return settings
 
 
 if __name__ == "__main__":

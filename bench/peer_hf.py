@@ -22,7 +22,7 @@ from data.tokens import Split, read_meta
 
 def main(c: dict) -> None:
     device = hardware.resolve_device(c["device"])
-    dtype = hardware.resolve_dtype(c["dtype"], device, c["n_embd"])
+    dtype = hardware.fast_dtype(device) if c["dtype"] == "auto" else c["dtype"]
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as ours and nanoGPT have it
     folder, B, T = Path(c["dataset"]), c["batch_size"], c["block_size"]

@@ -143,7 +143,7 @@ def predicted_bytes(c: train.TrainConfig, vocab_size: int) -> int:
     """Peak of a step of c, as estimate.py has it."""
     args = GPTConfig(vocab_size=vocab_size, dropout=c.dropout, **{k: getattr(c, k) for k in train.MODEL_SETTINGS})
     device = hardware.resolve_device(c.device)
-    dtype = hardware.resolve_dtype(c.dtype, device, c.n_embd)
+    dtype = hardware.fast_dtype(device) if c.dtype == "auto" else c.dtype
     accumulates = c.gradient_accumulation_steps > 1
     return sum(estimate.memory(args, c.batch_size, dtype, device.type, c.compile is not False, accumulates).values())
 
