@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -249,7 +250,9 @@ def main(c: TrainConfig) -> float:
     total_peak = all_sum(torch.tensor([peak], dtype=torch.float64), device).item()  # of all ranks
     say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
     say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
-    how = "compiled" if runner.compiled else "not compiled"
+    compiler = hardware.compiler_name(device) if runner.compiled else None
+    by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
+    how = f"compiled{by}" if runner.compiled else "not compiled"
     say(f"device: {world} x {hardware.device_name(device)}, {dtype}, {how}")
     say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
     say(f"tokens per iteration will be: {tokens_per_step:,}")
@@ -266,9 +269,11 @@ def main(c: TrainConfig) -> float:
         val_tokens=val_split.tokens,
         val_sha256=val_split.fingerprint(),
         device=hardware.device_name(device),
+        cpu=hardware.cpu_facts() if device.type == "cpu" else None,
         world_size=world,
         dtype=dtype,
         compiled=runner.compiled,
+        compiler=compiler,
         peak_flops=total_peak,
         peak_source=peak_source,
         warm_up_s=warm_up_s,
