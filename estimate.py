@@ -61,9 +61,10 @@ def memory(
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
     dtype is that of the matmuls, resolved. accumulates: whether a step has several micro-batches, so that earlier
-    gradients are alive in a forward pass. explicit: see runner.Form. activations: what the forward pass keeps until the loss begins, token ids
-    included. logits: all that the loss adds to it, or, where that needs more, what the backward pass does. optimizer:
-    AdamW's moments; Muon keeps less, and while it steps, when the activations are gone, takes about as much.
+    gradients are alive in a forward pass. explicit: see runner.Form. activations: what the forward pass keeps until the
+    loss begins, token ids included. logits: all that the loss adds to it, or, where that needs more, what the backward
+    pass does. optimizer: AdamW's moments; Muon keeps less, and while it steps, when the activations are gone, takes
+    about as much.
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more

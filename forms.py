@@ -102,7 +102,7 @@ def settle(
     else:
         form = Form(dtype, explicit=explicit)
 
-    compiles: bool | None = c.compile if c.compile != "auto" else True if device.type == "cuda" else False
+    compiles: bool | None = device.type == "cuda" if c.compile == "auto" else c.compile
     if c.compile == "auto" and measured:
         compiles = earlier.get("compiled")
     runner = trials.attempt(replace(form, compiled=True)) if compiles else None

@@ -18,6 +18,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # The square matmuls whose best speed is a device's measured peak, by size, and the one that is a look in passing.
 MATMUL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
 QUICK_SIZES: dict[str, tuple[int, ...]] = {"cpu": (1024,), "gpu": (4096,)}
+
+# Instruction sets that matmuls run on, the most capable first, and their flags in /proc/cpuinfo, in
+# torch.cpu.get_capabilities and in macOS's sysctl.
+INSTRUCTION_SETS: dict[str, set[str]] = {
+    "AMX-FP16": {"amx_fp16"},
+    "AMX-BF16": {"amx_bf16"},
+    "AVX512-FP16": {"avx512_fp16"},
+    "AVX512-BF16": {"avx512_bf16"},
+    "AVX-512": {"avx512f", "avx512_f"},
+    "AVX2": {"avx2"},
+    "SVE": {"sve"},
+    "BF16": {"bf16", "feat_bf16"},
+    "NEON": {"asimd", "neon", "advsimd"},
+}
+IMPLIED = {"AVX-512": "AVX2", "SVE": "NEON"}
+# What torch has to answer with yes, beside the flag: without the kernel's permission AMX cannot be used.
+TORCH_ASKS = {
+    "AMX-FP16": ("_is_amx_fp16_supported", "_init_amx"),
+    "AMX-BF16": ("_is_amx_tile_supported", "_init_amx"),
+    "AVX512-BF16": ("_is_avx512_bf16_supported",),
+}
+# Environment variables that make oneDNN and MKL act as on a lesser processor.
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 
 # Most bytes allocated on a GPU before a sweep of matmuls, which is no part of what a run needs.
 _peak_before_sweep: dict[torch.device, int] = {}
@@ -248,19 +272,124 @@ def read_peaks() -> dict[str, float]:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as it calls itself, such as "NVIDIA GeForce RTX 4070"; a CPU with the threads that torch uses."""
+    """The device as it calls itself, such as "NVIDIA GeForce RTX 4070".
+
+    A CPU with what its speed depends on: "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads". See cpu_facts.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
         return torch.backends.mps.get_name()  # "Apple M2 Max"
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = models[0] if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+    facts = cpu_facts()
+    inside = "; ".join(filter(None, [", ".join(facts["instruction_sets"]), *facts["limits"]]))
+    name = f"{facts['name']} ({inside})" if inside else facts["name"]
+    counts = [f"{n} {unit}{'s' * (n != 1)}" for unit in ("core", "thread") if (n := facts[f"{unit}s"])]
+    return ", ".join([name, *counts])
+
+
+def cpu_facts() -> dict[str, Any]:
+    """The processor for log.jsonl: name, instruction_sets, limits (what lowers them, in words), cores, threads.
+
+    cores are those that this process may use, None where the system does not say; threads those of torch.
+    """
+    name, sets = processor()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limits = processor_limits(sets)
+    threads = torch.get_num_threads()
+    return {"name": name, "instruction_sets": sets, "limits": limits, "cores": cores, "threads": threads}
+
+
+@functools.cache  # a run asks several times, and macOS answers by a process
+def processor() -> tuple[str, list[str]]:
+    """(name, instruction sets) of the CPU, as the system and torch see it."""
+    name, flags = parse_processor(processor_text())
+    if not flags and hasattr(torch.cpu, "get_capabilities"):  # not in every torch; answers on Windows as well
+        flags = {flag for flag, there in torch.cpu.get_capabilities().items() if there is True}
+    usable = [s for s in instruction_sets(flags) if all(torch_says(question) for question in TORCH_ASKS.get(s, ()))]
+    return name or platform.processor() or platform.machine() or "CPU", usable
+
+
+def processor_text() -> str:
+    """What Linux or macOS tells of the first processors; nothing on other systems."""
+    try:
+        if sys.platform == "darwin":
+            command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
+            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+            return f.read(1 << 14)  # the rest repeats it, and takes a while where cores are many
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def parse_processor(text: str) -> tuple[str, set[str]]:
+    """(name, flags in lower case) in the text of /proc/cpuinfo or sysctl; empty where it does not say."""
+    facts: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())  # of the first core
+    name = facts.get("model name") or facts.get("machdep.cpu.brand_string", "")
+    if not name and "CPU part" in facts:  # Linux names a design of Arm by its numbers alone
+        name = f"Arm {facts.get('CPU implementer')}:{facts['CPU part']}"
+    flags = facts.get("flags", "") or facts.get("Features", "")
+    optional = {key.rpartition(".")[2] for key, value in facts.items() if "hw.optional." in key and value == "1"}
+    return name, {flag.lower() for flag in (*flags.split(), *optional)}
+
+
+def instruction_sets(flags: set[str]) -> list[str]:
+    """Those of INSTRUCTION_SETS that the flags tell of, without what others imply."""
+    found = [s for s, names in INSTRUCTION_SETS.items() if names & flags]
+    implied = {IMPLIED.get(s) for s in found}
+    return [s for s in found if s not in implied]
+
+
+def torch_says(question: str) -> bool:
+    """Torch's answer to one of its private questions about the CPU; yes where this version does not have it."""
+    return bool(getattr(torch.cpu, question, lambda: True)())
+
+
+def processor_limits(sets: list[str]) -> list[str]:
+    """What torch's libraries are held to below what the processor has, and by what."""
+    aten = torch.backends.cpu.get_cpu_capability()
+    best = "AVX512" if "AVX-512" in sets else "AVX2" if "AVX2" in sets else aten
+    limits = []
+    if "ATEN_CPU_CAPABILITY" in os.environ:
+        limits.append(f"as {aten}, by ATEN_CPU_CAPABILITY")
+    elif aten != best:
+        limits.append(f"as {aten}, by torch")
+    return limits + [f"as {os.environ[name].upper()}, by {name}" for name in LIMITS if os.environ.get(name)]
+
+
+def compiler_name(device: torch.device) -> str | None:
+    """What torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None where that is not known.
+
+    A processor or vector length that inductor was told to compile for follows: "..., march=x86-64-v3".
+    """
+    if device.type == "cuda":
+        return triton_name()
+    if device.type != "cpu":
+        return None
+    from torch._inductor import config, cpp_builder
+
+    try:
+        command = [cpp_builder.get_cpp_compiler(), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, RuntimeError, subprocess.TimeoutExpired):  # RuntimeError: inductor finds none
+        return None
+    version = (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself in stderr
+    if not version:
+        return None
+    told = {name: getattr(config.cpp, name, None) for name in ("march", "simdlen")}
+    return ", ".join([version, *(f"{name}={value}" for name, value in told.items() if value is not None)])
+
+
+def triton_name() -> str | None:
+    """Triton and its version, under whichever name it is installed."""
+    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"):
+        try:
+            return f"triton {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            pass
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -293,7 +422,7 @@ def main() -> None:
         published = published_flops(device, dtype)
         said = f"{published[0] / 1e12:.4g} ({published[1]})" if published else "n/a"
         print(f"{dtype}: published {said}, measured now {now / 1e12:.3g}, best so far {best / 1e12:.3g} TFLOP/s")
-    kept = any(name.startswith(device_name(device)) for name in read_peaks())
+    kept = any(name.startswith(f"{device_name(device)}, ") for name in read_peaks())
     print(
         f"the best are kept in {remembered.path_of('peaks')}"
         if kept

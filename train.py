@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -233,7 +234,9 @@ def main(c: TrainConfig) -> float:
     total_peak = all_sum(torch.tensor([peak], dtype=torch.float64), device).item()  # of all ranks
     say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
     say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
-    say(f"device: {world} x {hardware.device_name(device)}, {runner.form}")
+    compiler = hardware.compiler_name(device) if runner.form.compiled else None
+    by = re.sub(r" \(.*?\)", "", f", {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
+    say(f"device: {world} x {hardware.device_name(device)}, {runner.form}{by}")
     say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
     say(f"tokens per iteration will be: {tokens_per_step:,}")
     log.write(
@@ -249,10 +252,12 @@ def main(c: TrainConfig) -> float:
         val_tokens=val_split.tokens,
         val_sha256=val_split.fingerprint(),
         device=hardware.device_name(device),
+        cpu=hardware.cpu_facts() if device.type == "cpu" else None,
         world_size=world,
         dtype=dtype,
         compiled=runner.form.compiled,
         explicit_attention=runner.form.explicit,
+        compiler=compiler,
         peak_flops=total_peak,
         peak_source=peak_source,
         warm_up_s=warm_up_s,

@@ -14,7 +14,7 @@ from train import TrainConfig
 # Settings that neither the training nor its speed depend on.
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "dry_run", "log_interval", "auto_batch"}
 SILENT |= {"always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name", "seed", "dataset", "init_from"}
-FACTS = ("device", "world_size", "dtype", "compiled", "versions", "git_commit")
+FACTS = ("device", "world_size", "dtype", "compiled", "compiler", "versions", "git_commit")
 NEEDED = {*TrainConfig.__dataclass_fields__} - SILENT - {"backend", "device", "compile", "min_lr", "lr_decay_iters"}
 
 

@@ -106,7 +106,8 @@ def main(c: LossConfig) -> None:
     assert w.grad is not None
     exact_grad = w.grad.clone()
     print(f"{hardware.device_name(device)}, {c.dtype}, N={c.tokens} C={c.n_embd} V={c.vocab_size}")
-    print(f"{hardware.versions()}, commit {hardware.git_commit()}")
+    compiler = hardware.compiler_name(device) or "compiler n/a"
+    print(f"{hardware.versions()}, {compiler}, commit {hardware.git_commit()}")
     times: dict[str, list[float]] = {name: [] for name in functions}
     errors = {}
     for _ in range(1 + c.rounds):

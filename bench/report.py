@@ -106,6 +106,7 @@ def about(run: Run) -> str:
     s = run.start
     versions = ", ".join(f"{name} {version}" for name, version in s.get("versions", {}).items())
     compiled = {True: "compiled", False: "not compiled", None: ""}[s.get("compiled")]
+    compiled += f" by {s['compiler']}" if s.get("compiler") else ""
     said = [f"{s['world_size']} x {s['device']}, {s['dtype']}, {compiled}" if "device" in s else "", versions]
     said += [f"commit {s['git_commit']}" if s.get("git_commit") else ""]
     said += [f"{s['parameters']:,} parameters, {s['tokens_per_step']:,} tokens per step" if "parameters" in s else ""]

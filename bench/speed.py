@@ -236,7 +236,8 @@ def main() -> None:
     start = runs[0].start
     sizes = {**{n: getattr(c, n) for n in SHARED[:8]}, "vocab_size": start["model_args"]["vocab_size"]}
     about = (
-        f"{timing.about(start)}. MFU refers to {start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']}). "
+        f"{timing.about(*(x.start for x in runs))}. "
+        f"MFU refers to {start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']}). "
         f"{a.rounds} rounds of {a.steps} steps."
     )
     about += f" The card acts as one of {a.memory_gb:g} GB." if a.memory_gb else ""

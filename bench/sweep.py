@@ -378,10 +378,11 @@ def main() -> None:
     if all(cell.status for cell in cells):
         raise ValueError(f"no cell has figures; {cells[0].x.name}: {cells[0].status}")
     rows = figures(cells)
-    start = next(cell.x.start for cell in cells if not cell.status)
+    starts = [cell.x.start for cell in cells if not cell.status]
+    start = starts[0]
     advice = recommendations(rows, given, c)
     peaks = dict.fromkeys(f"{r['peak_flops'] / 1e12:.2f} TFLOP/s ({r['peak_source']})" for r in rows if not r["status"])
-    about = f"{timing.about(start)}. MFU refers to {' and '.join(peaks)}. {len(rows)} cells, {rounds} rounds."
+    about = f"{timing.about(*starts)}. MFU refers to {' and '.join(peaks)}. {len(rows)} cells, {rounds} rounds."
     about += f" The card acts as one of {a.memory_gb:g} GB." if a.memory_gb else ""
     command = timing.command_line("sweep.py")
     text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(rows)}\n"

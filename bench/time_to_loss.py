@@ -148,11 +148,12 @@ def main() -> None:
             print(
                 f"seed {seed}: val loss {r['val_loss']:.4f} after {r['seconds']:.1f}s, {r['steps']:,} steps", flush=True
             )
-    start = rows[0]["start"]
+    starts = [r["start"] for r in rows]
+    start = starts[0]
     s = start["settings"]
     evaluated = s["eval_tokens"] or s["eval_iters"] * s["batch_size"] * s["block_size"]
     about = (
-        f"{timing.about(start)}; "
+        f"{timing.about(*starts)}; "
         f"{start['dtype']}, {'compiled' if start['compiled'] else 'not compiled'}. {start['parameters']:,} parameters, "
         f"context of {s['block_size']} tokens, {start['tokens_per_step']:,} tokens per step, {s['max_iters']:,} steps; "
         f"evaluated on {min(evaluated, start['val_tokens']):,} of {start['val_tokens']:,} val tokens."

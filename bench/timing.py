@@ -189,9 +189,12 @@ def peak_memory(pid: int, on_gpu: bool) -> int | None:
 # ---- results -------------------------------------------------------------------------------------------------
 
 
-def about(start: dict[str, Any]) -> str:
-    """Today, the machine, versions and commit, from a run's start event."""
-    return f"{time.strftime('%Y-%m-%d')}, {start['device']}; {start['versions']}, commit {start['git_commit']}"
+def about(*starts: dict[str, Any]) -> str:
+    """Today, the machine, versions and commit, from the first of some runs' start events; the compilers of them all."""
+    start = starts[0]
+    made_by = dict.fromkeys(f", {s['compiler']}" for s in starts if s.get("compiler"))
+    facts = f"{start['device']}; {start['versions']}{''.join(made_by)}, commit {start['git_commit']}"
+    return f"{time.strftime('%Y-%m-%d')}, {facts}"
 
 
 def command_line(script: str) -> str:

@@ -50,6 +50,7 @@ def trained(o: Options, folder: Path, settings: Settings, out: Path | None = Non
         with redirect_stdout(io.StringIO()):
             train.main(c)
         events = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    o.compilers |= {e["compiler"] for e in events if e.get("compiler")}
     own = ", ".join(f"{k} {settings[k]}" for k in ("batch_size", "learning_rate", "dtype", "seed") if k in settings)
     print(f"{own}: val loss {evals(events)[-1]['val_loss']:.4f} after {c.max_iters:,} steps", flush=True)
     return events

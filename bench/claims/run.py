@@ -64,7 +64,8 @@ def page(o: Options, number: int, given: list[str]) -> None:
     found = experiment(o)
     versions, commit, day = hardware.versions(), hardware.git_commit(), time.strftime("%Y-%m-%d")
     about = f"{day}, {hardware.device_name(o.device)}; {versions}, commit {commit}"
-    about += f"; {', '.join(sorted(found.dtypes))}." if found.dtypes else "."
+    made_with = [*sorted(found.dtypes), *sorted(o.compilers)]
+    about += f"; {', '.join(made_with)}." if made_with else "."
     threads = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("OMP_")]
     command = " ".join([*threads, "python", "bench/claims/run.py", str(number), *given])
     text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(found.rows)}\n\n" + "".join(
@@ -77,6 +78,7 @@ def page(o: Options, number: int, given: list[str]) -> None:
             "command": command,
             "device": hardware.device_name(o.device),
             "versions": versions,
+            "compilers": sorted(o.compilers),
         }
         result |= {"commit": commit, "rows": found.rows, "says": found.says, "raw": found.raw}
         timing.save(f"claim-{number:02}-{o.device.type}", f"# Claim {number}: {claim}\n\n{text}", result, None)

@@ -86,6 +86,7 @@ class Options:
     log: str
     documents: str
     tmp: Path
+    compilers: set[str] = field(default_factory=set)  # of the runs so far that were compiled
 
 
 @dataclass

@@ -34,6 +34,7 @@ def timed(o: Options, cells: dict[str, Settings], vocab_size: int) -> list[speed
     for number, x in itertools.product(range(o.rounds), runs):
         speed.run(x, min(o.sizes.steps, o.steps or o.sizes.steps))
         print(f"round {number + 1}, {x.name}: {statistics.median(x.rounds[-1]):.4g} ms per step", flush=True)
+    o.compilers |= {x.start["compiler"] for x in runs if x.start["compiler"]}
     return runs
 
 
