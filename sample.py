@@ -22,7 +22,9 @@ from configurator import configure, one_line_errors
 from data.text.prepare import read_text
 from data.tokenizer import Tokenizer, from_meta
 from data.tokens import read_meta
-from model import GPT, GPTConfig
+from forms import TOLERANCE
+from model import GPT, GPTConfig, KVCache
+from runner import set_up_inductor
 
 DATA = Path(__file__).parent / "data"
 
@@ -86,14 +88,24 @@ def main(c: SampleConfig) -> list[str]:
     rows = 1 if c.stream else c.num_samples  # generated in one batch
     prompts = torch.from_numpy(ids).to(device).expand(rows, -1)
     if c.compile:
+        print("compiling, which takes a while", file=sys.stderr)
+        expected = hidden_states(model, prompts)
+        set_up_inductor()
         model.transformer.compile(dynamic=True)  # the part that generation calls
         try:
             with amp:
-                list(model.generate(prompts, 2))  # one graph for the prompt, one for what follows
+                found = hidden_states(model, prompts)
         except Exception as e:
             reason = " ".join(str(e).split())[:200]
             print(f"compile=True does not work here ({reason}); sampling without it", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
+        else:
+            off = ((found - expected).norm() / expected.norm()).item()
+            if not off <= TOLERANCE[dtype]:  # nan is not
+                raise ValueError(
+                    f"compile=True: what the compiled model computes in {dtype} differs from plain float32 by "
+                    f"{off:.3g}, at most {TOLERANCE[dtype]:g} is rounding; leave --compile out"
+                )
 
     # ---- generate ------------------------------------------------------------------------------------------
     texts = []
@@ -148,6 +160,19 @@ def load(c: SampleConfig) -> tuple[GPT, Tokenizer]:
             f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of dataset {dataset!r} missing in {DATA}?"
         )
     return model, tokenizer
+
+
+@torch.inference_mode()
+def hidden_states(model: GPT, prompts: torch.Tensor) -> torch.Tensor:
+    """Final hidden states (rows, 2 * n_embd) of the prompts' last token and of one more, as generation gets them.
+
+    They take the two ways of generation: all of a prompt at once, then a single token beside the cache.
+    """
+    limit = model.config.block_size
+    cache = KVCache(model.config)
+    last = model.transformer(prompts[:, -max(1, limit - 1) :], cache)[:, -1]
+    following = model.transformer(prompts[:, -1:], cache if limit > 1 else None)[:, -1]
+    return torch.cat((last, following), 1).float()
 
 
 class Sample:
