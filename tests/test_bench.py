@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, TINY, flags, shell, tiny
@@ -24,6 +25,13 @@ print("step 0: train loss 4.2, val loss 4.2")
 for i in range(1000):
     print(f"iter {i}: loss 4.2000, time {500 if i == 0 else 20 + i % 2}.00ms, mfu -100.00%")
 """
+
+
+def test_results_name_the_machine_and_the_compilers():
+    plain: dict[str, Any] = {"device": "a CPU (AVX2), 2 cores", "versions": {}, "git_commit": "abc", "compiler": None}
+    compiled = plain | {"compiler": "g++ 12.2.0"}
+    assert timing.about(plain).endswith(", a CPU (AVX2), 2 cores; {}, commit abc")
+    assert timing.about(plain, compiled, compiled, {}).endswith(", a CPU (AVX2), 2 cores; {}, g++ 12.2.0, commit abc")
 
 
 def test_speed_times_the_peers_on_the_same_work(tmp_path):

@@ -175,6 +175,7 @@ def test_names_that_are_near_are_other_cards():
         "AMD Radeon Graphics",
         "Apple M4",
         "Intel(R) Xeon(R) Processor, 2 threads",
+        "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads",
         "RTX 6000",  # Quadro, Ada or PRO
         "RTX 4000",
         "RTX",
@@ -376,6 +377,141 @@ def test_script_tells_what_this_machine_reaches(tmp_path):
             rf"^{dtype}: published .*, measured now [\d.]+, best so far [\d.]+ TFLOP/s$", done.stdout, re.M
         )
     assert len(json.loads((tmp_path / "deskgpt" / "peaks.json").read_text())) == 3
+
+
+def cpuinfo(name: str, flags: str) -> str:
+    first = f"processor\t: 0\nmodel name\t: {name}\nflags\t\t: fpu sse2 {flags} arat\nbugs\t\t: spectre_v1\n"
+    return first + "\nprocessor\t: 1\nmodel name\t: another\nflags\t\t: fpu amx_fp16\n"
+
+
+ARM = "processor\t: 0\nFeatures\t: fp {}\nCPU implementer\t: 0x41\nCPU part\t: {}\n"
+EMERALD_RAPIDS = "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16"
+XEON = "Intel(R) Xeon(R) Processor"
+PROCESSORS: list[tuple[str, str, list[str]]] = [
+    (
+        cpuinfo(XEON, f"{EMERALD_RAPIDS} amx_bf16 amx_tile amx_int8"),
+        XEON,
+        ["AMX-BF16", "AVX512-FP16", "AVX512-BF16", "AVX-512"],
+    ),
+    (cpuinfo(XEON, EMERALD_RAPIDS), XEON, ["AVX512-FP16", "AVX512-BF16", "AVX-512"]),
+    (
+        cpuinfo("AMD Ryzen 9 7950X", "avx avx2 avx512f avx512vl avx512_bf16"),
+        "AMD Ryzen 9 7950X",
+        ["AVX512-BF16", "AVX-512"],
+    ),
+    (cpuinfo("AMD Ryzen 7 5800H", "avx avx2 fma"), "AMD Ryzen 7 5800H", ["AVX2"]),
+    (cpuinfo("Intel(R) Core(TM) i5-2400", "avx"), "Intel(R) Core(TM) i5-2400", []),
+    (ARM.format("asimd i8mm bf16 sve svebf16", "0xd40"), "Arm 0x41:0xd40", ["SVE", "BF16"]),
+    (ARM.format("asimd bf16", "0xd4d"), "Arm 0x41:0xd4d", ["BF16", "NEON"]),
+    (
+        "machdep.cpu.brand_string: Apple M2\nhw.optional.neon: 1\nhw.optional.arm.FEAT_BF16: 1\nhw.optional.avx2_0: 0",
+        "Apple M2",
+        ["BF16", "NEON"],
+    ),
+    ("hw.optional.neon: 0\nhw.optional.arm.FEAT_BF16: 0", "", []),
+    ("", "", []),
+]
+
+
+@pytest.mark.parametrize(("text", "name", "sets"), PROCESSORS)
+def test_processor_is_known_by_name_and_instruction_sets(text, name, sets):
+    found, flags = hardware.parse_processor(text)
+    assert (found, hardware.instruction_sets(flags)) == (name, sets)
+
+
+@pytest.fixture
+def xeon(monkeypatch):
+    """A machine whose system tells of AMX and AVX-512: device_name's answer with what torch then says."""
+    monkeypatch.setattr(hardware, "processor_text", lambda: PROCESSORS[0][0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3}, raising=False)
+    for name in ("ATEN_CPU_CAPABILITY", *hardware.LIMITS):
+        monkeypatch.delenv(name, raising=False)
+
+    def says(amx: bool, aten: str) -> str:
+        for question in {q for questions in hardware.TORCH_ASKS.values() for q in questions}:
+            monkeypatch.setattr(torch.cpu, question, lambda yes=amx or "amx" not in question: yes, raising=False)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
+        hardware.processor.cache_clear()
+        return hardware.device_name(CPU)
+
+    yield says
+    hardware.processor.cache_clear()
+
+
+def test_name_of_a_cpu_is_what_torch_goes_by(xeon, monkeypatch):
+    sets = "AVX512-FP16, AVX512-BF16, AVX-512"
+    assert xeon(amx=True, aten="AVX512") == f"{XEON} (AMX-BF16, {sets}), 2 cores, 1 thread"
+    assert xeon(amx=False, aten="AVX512") == f"{XEON} ({sets}), 2 cores, 1 thread"  # the kernel does not permit it
+    assert xeon(amx=False, aten="AVX2") == f"{XEON} ({sets}; as AVX2, by torch), 2 cores, 1 thread"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core")
+    assert (
+        xeon(amx=False, aten="AVX512") == f"{XEON} ({sets}; as AVX512_CORE, by ONEDNN_MAX_CPU_ISA), 2 cores, 1 thread"
+    )
+
+
+def test_processor_that_the_system_keeps_quiet_about_has_a_name_all_the_same(xeon, monkeypatch):
+    monkeypatch.setattr(hardware, "processor_text", lambda: "")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "l2_cache_size": 1}, raising=False)
+    assert xeon(amx=True, aten="AVX2").endswith(" (AVX2), 2 cores, 1 thread")
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.setattr(hardware.platform, "processor", lambda: "")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert xeon(amx=True, aten="DEFAULT") == "CPU, 1 thread"
+
+
+def test_emulated_machine_has_another_name_and_another_peak():
+    code = (
+        "import hardware as h; d = h.resolve_device('cpu'); print(h.device_name(d), h.peak_key(d, 'float32'), sep='|')"
+    )
+    emulated = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    plain, other = (
+        shell("python", "-c", code, env={**os.environ, **env}).stdout.strip().split("|") for env in ({}, emulated)
+    )
+    assert plain[0] == hardware.device_name(CPU)
+    assert re.search(r"; as \w+, by ATEN_CPU_CAPABILITY; as AVX2, by ONEDNN_MAX_CPU_ISA\), ", other[0])
+    assert other[1].startswith(f"{other[0]}, float32, torch ")
+    assert plain[1] != other[1]
+
+
+def test_compiler_is_named_by_itself_and_what_it_is_told(tmp_path, monkeypatch):
+    from torch._inductor import config, cpp_builder
+
+    path = tmp_path / "c++"
+    path.write_text("#!/bin/sh\necho 'g++ (Debian 12.2.0-14) 12.2.0'; echo 'Copyright'")
+    path.chmod(0o755)
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: str(path))
+    monkeypatch.setattr(config.cpp, "march", None)
+    monkeypatch.setattr(config.cpp, "simdlen", None)
+    assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0"
+    monkeypatch.setattr(config.cpp, "march", "x86-64-v3")
+    assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0, march=x86-64-v3"
+    for broken in ("#!/bin/sh\n", None):
+        path.write_text(broken) if broken else path.unlink()
+        assert hardware.compiler_name(CPU) is None
+
+    def none() -> str:
+        raise cpp_builder.exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    assert hardware.compiler_name(CPU) is None
+
+
+def test_compiler_for_cuda_is_triton_under_any_of_its_names(monkeypatch):
+    installed = {"triton-windows": "3.7.0"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise hardware.metadata.PackageNotFoundError
+        return installed[package]
+
+    monkeypatch.setattr(hardware.metadata, "version", version)
+    assert hardware.compiler_name(torch.device("cuda")) == "triton 3.7.0"
+    installed.clear()
+    assert hardware.compiler_name(torch.device("cuda")) is None
+    assert hardware.compiler_name(torch.device("mps")) is None
 
 
 def test_git_commit_marks_changes(tmp_path, monkeypatch):

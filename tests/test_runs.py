@@ -159,6 +159,14 @@ def test_our_own_run_reads_the_same_from_its_log_and_from_what_it_printed(chars,
     assert all(e["val_se"] > 0 for e in a.evals)
 
 
+def test_printed_log_of_a_compiled_run_names_its_machine(tmp_path):
+    device = "Some CPU (AVX-512; as AVX2, by ATEN_CPU_CAPABILITY), 2 cores, 2 threads"
+    line = f"device: 1 x {device}, bfloat16, compiled by g++ 12.2.0\n"
+    (tmp_path / "log.txt").write_text(line + nanogpt(TIMES, (0, 40, 80), 1.0))
+    start = read_run(str(tmp_path / "log.txt")).start
+    assert (start["device"], start["dtype"], start["compiled"]) == (device, "bfloat16", True)
+
+
 def test_a_resumed_run_counts_on(tmp_path):
     path = Path(log(tmp_path / "a", {0: 4.0, 10: 3.0, 20: 2.5}))
     text = (path / "log.jsonl").read_text().splitlines()

@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny, trajectory, vector, weights
 
 import checkpoint
+import hardware
 import train
 from data.tokenizer import BytesTokenizer
 from data.tokens import write_dataset
@@ -110,7 +111,11 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     assert first["peak_flops"] > 1e9
     assert first["peak_source"] == "measured float32 matmul"
     assert first["versions"]["torch"] == torch.__version__
-    assert first["device"]
+    assert first["device"].startswith(first["cpu"]["name"])
+    assert first["cpu"]["instruction_sets"] == hardware.processor()[1]
+    assert first["cpu"]["threads"] == torch.get_num_threads()
+    assert 1 <= first["cpu"]["cores"] <= (os.cpu_count() or 0)
+    assert first["compiler"] is None
     assert "git_commit" in first
     for e in events(tmp_path, "iter"):
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
@@ -313,9 +318,14 @@ def test_laptop_run_gets_below_2_5_in_300_steps(chars, tmp_path, script):
 def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
     for on in (False, True):
         settings = TINY | {"compile": on, "dataset": chars, "out_dir": tmp_path / str(on)}
-        assert script("train.py", *flags(**settings)).code == 0
-    if not events(tmp_path / "True", "start")[0]["compiled"]:
+        done = script("train.py", *flags(**settings))
+        assert done.code == 0
+    start = events(tmp_path / "True", "start")[0]
+    if not start["compiled"]:
         pytest.skip("no working C++ compiler here")
+    device_line = re.escape(f"device: 1 x {start['device']}, float32, compiled by ")
+    assert re.search(rf"^{device_line}[^()]+$", done.out, re.M)
+    assert start["compiler"] == hardware.compiler_name(torch.device("cpu"))
     plain, compiled = (trajectory(tmp_path / str(c))["iter"] for c in (False, True))
     for step in plain:
         assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
