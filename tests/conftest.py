@@ -30,8 +30,8 @@ BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
 # `make test` runs two tests at a time, and the waiting threads of two torches would take each other's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("deskgpt", deadline=None)  # a slow machine fails no test
-hypothesis.settings.load_profile("deskgpt")
+hypothesis.settings.register_profile("whole", deadline=None)  # a slow machine fails no test
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 _cache = tempfile.TemporaryDirectory()  # goes when the tests end
@@ -42,6 +42,10 @@ if BPE_CACHE.is_dir():
 needs_bpe = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="no TIKTOKEN_CACHE_DIR with GPT-2's BPE files"
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "whole")
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ def test_results_name_the_machine_and_the_compilers():
     assert timing.about(plain, compiled, compiled, {}).endswith(", a CPU (AVX2), 2 cores; {}, g++ 12.2.0, commit abc")
 
 
+@pytest.mark.slow
 def test_speed_times_the_peers_on_the_same_work(tmp_path):
     (tmp_path / "train.py").write_text(NANOGPT)
     peers = [f"--peer=nanogpt:{tmp_path}", "--peer", f"nanogpt+malloc:{tmp_path}", "--peer=ours:--n_layer=1"]
@@ -52,14 +53,14 @@ def test_speed_times_the_peers_on_the_same_work(tmp_path):
     assert "MFU refers to" in done.stdout
 
 
-def test_speed_says_what_is_wrong_with_a_peer(tmp_path):
+def test_speed_says_what_is_wrong_with_a_peer(tmp_path, script):
     for peer, reason in (
         (f"nanogpt:{tmp_path}", f"{tmp_path} holds no train.py; name a checkout of nanoGPT"),
         ("llamacpp", "not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or hf"),
     ):
-        done = shell("python", "bench/speed.py", *flags(**SMALL), f"--peer={peer}")
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-        assert reason in done.stderr
+        done = script("bench/speed.py", *flags(**SMALL), f"--peer={peer}")
+        assert (done.code, done.err.count("\n")) == (1, 1)
+        assert reason in done.err
 
 
 @pytest.mark.parametrize("peer", ["hf", "nanogpt:anywhere"])
@@ -123,6 +124,7 @@ def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):
     assert x.first_s == [0.4, 0.4, 0.4]
 
 
+@pytest.mark.slow
 def test_save_writes_the_table_and_keeps_dots_in_the_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["speed.py", *flags(**SMALL), "--vocab_size=65", "--steps=4", "--rounds=2"])
@@ -159,6 +161,7 @@ def test_figures_of_the_speed_table_are_these():
     assert (b["ours_faster"], b["ours_faster_least"], b["ours_faster_most"]) == (2.5, 2.0, 3.0)
 
 
+@pytest.mark.slow
 def test_profile_shows_the_operations_of_our_steps():
     done = shell("python", "bench/speed.py", *flags(**SMALL), "--vocab_size=65", "--profile", "--steps=2")
     assert done.returncode == 0, done.stderr
@@ -166,6 +169,7 @@ def test_profile_shows_the_operations_of_our_steps():
     assert adamw.split()[-1] == "2"  # calls
 
 
+@pytest.mark.slow
 def test_time_to_loss_stops_at_the_target_or_says_that_it_was_missed(chars, tmp_path):
     settings = flags(**TINY | {"dataset": chars, "max_iters": 40, "eval_interval": 2})
     sure = time_to_loss.run([*settings], 1, 4.2, tmp_path / "a")

@@ -83,6 +83,7 @@ def test_perplexity_is_the_exponential_of_the_loss(script, tmp_path):
     assert "has no line like nanoGPT's" in empty.err
 
 
+@pytest.mark.slow
 def test_accumulation_at_the_same_tokens_per_step_keeps_steps_and_losses(chars, tmp_path):
     found = losses.accumulation(options(tmp_path, data=str(chars), steps=10))
     assert [(r["tokens per step"], r["steps"], r["tokens"]) for r in found.rows] == [
@@ -94,6 +95,7 @@ def test_accumulation_at_the_same_tokens_per_step_keeps_steps_and_losses(chars, 
     assert found.raw[0][1:5] != pytest.approx(found.raw[2][1:5], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_step_times_end_to_end_at_a_tiny_size(tmp_path):
     tiny = Sizes(
         **{name: getattr(CPU, name) for name in CPU.__dataclass_fields__}
@@ -107,6 +109,7 @@ def test_step_times_end_to_end_at_a_tiny_size(tmp_path):
     assert str(tmp_path) not in json.dumps(found.raw)
 
 
+@pytest.mark.slow
 def test_random_evaluations_differ_and_fixed_ones_do_not(text, tmp_path):
     prepare(text[:20_000], tmp_path / "few", "char", "test text")
     found = losses.random_evaluation(options(tmp_path, data=str(tmp_path / "few"), steps=2))

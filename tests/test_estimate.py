@@ -78,6 +78,15 @@ def kept_by(real: Real) -> int:
     return sum(size for address, size in kept.items() if address not in weights)
 
 
+@pytest.fixture
+def no_onednn(monkeypatch):
+    """Without oneDNN, whose workspaces estimate.py does not count and the processor decides.
+
+    With AVX512-FP16, for one, some of its float16 matmuls take float32 copies of their operands and their result.
+    """
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 CASES = [  # model, batch, dtype, tokens in a chunk of the loss: some make it in one piece
     (SMALL, 4, "float32", 64),
     (SMALL, 4, "bfloat16", 100),
@@ -98,12 +107,14 @@ def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype
 
 @pytest.mark.parametrize(("config", "batch_size", "dtype", "chunk"), CASES)
 @pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.usefixtures("no_onednn")
 def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, chunk, micro_steps, monkeypatch):
     monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * config.vocab_size)
     predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, accumulates=micro_steps > 1)
-    assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.02)
+    assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.01)
 
 
+@pytest.mark.usefixtures("no_onednn")
 def test_muon_needs_no_more_than_is_predicted():
     real = Real(SMALL, 4, "float32")
     real.optimizer = make_optimizer(real.model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
@@ -111,6 +122,7 @@ def test_muon_needs_no_more_than_is_predicted():
     assert peak < 1.02 * sum(estimate.memory(SMALL, 4, "float32", "cpu", compiled=False).values())
 
 
+@pytest.mark.slow
 def test_predicted_activations_are_what_a_compiled_model_keeps():
     config = replace(SMALL, n_layer=3, block_size=1280)  # too long for a CPU's explicit attention: as on CUDA
     real = Real(config, 1, "bfloat16")
@@ -235,6 +247,7 @@ def test_run_that_found_its_batch_resumes_with_it(chars, tmp_path, memory_for_fi
     assert [e["loss"] for e in whole] == [e["loss"] for e in halves]
 
 
+@pytest.mark.slow
 def test_ranks_halve_together_though_memory_runs_out_on_one(chars, tmp_path):
     (tmp_path / "limited.py").write_text(f"""
 import os, sys
@@ -289,7 +302,7 @@ def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("card", [8, 12, 16, 24, 80])
+@pytest.mark.parametrize("card", [12, *(pytest.param(gb, marks=pytest.mark.slow) for gb in (8, 16, 24, 80))])
 def test_card_presets_keep_the_tokens_of_a_step_and_fit(card):
     files = ["config/train_fineweb_125m.py", f"config/gpu_{card}gb.py"]
     for run in (files, ["config/train_gpt2.py", files[1]], ["config/train_fineweb_40m.py", files[1]]):

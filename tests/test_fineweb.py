@@ -64,7 +64,7 @@ def test_text_file_is_one_document(tmp_path, script: Script, documents):
 
 
 @needs_bpe
-@pytest.mark.parametrize("name", ["a.parquet", "a.txt"])
+@pytest.mark.parametrize("name", ["a.parquet", pytest.param("a.txt", marks=pytest.mark.slow)])
 def test_gpt2_tokens_are_tiktokens_and_special_strings_are_text(tmp_path, script: Script, documents, name):
     import tiktoken
 
@@ -194,6 +194,7 @@ def test_encoder_that_fails_leaves_no_hole(tmp_path, script: Script, prepared, m
     assert contents(tmp_path) == contents(prepared[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, documents):
     encoding = "gpt2" if "TIKTOKEN_CACHE_DIR" in os.environ else "bytes"
@@ -225,6 +226,7 @@ def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, docu
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
 def test_full_disk_keeps_finished_shards_and_the_run_goes_on_later(tmp_path, prepared):
     source, out = prepared
@@ -262,6 +264,7 @@ def test_two_at_once_do_not_mix(tmp_path, script: Script, prepared):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's record of peak memory")
 def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     texts = [f"{i} {text}" for i in range(160) for text in documents]

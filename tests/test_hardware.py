@@ -367,6 +367,7 @@ def test_slow_device_is_not_kept_busy_and_no_random_numbers_are_taken(monkeypatc
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_script_tells_what_this_machine_reaches(tmp_path):
     done = shell(
         "python", "hardware.py", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}

@@ -83,6 +83,7 @@ def test_hub_that_refuses_is_one_line(tmp_path, hub):
     assert "the hub refuses (404" in line
 
 
+@pytest.mark.slow
 def test_other_subsets_and_one_that_is_none(tmp_path, hub, documents):
     done = online(hub, tmp_path, *SMALL, "--subset=nope")
     assert done.returncode == 1
@@ -119,6 +120,7 @@ def test_pauses_between_attempts_grow(monkeypatch):
         retried(lambda: dict[str, int]()["x"])
 
 
+@pytest.mark.slow
 @needs_bpe
 def test_pretokenized_shards_are_fetched_as_many_as_needed(tmp_path, hub):
     small = "p.PRETOKENIZED_SHARD, p.PRETOKENIZED_TOKENS = 5000, 11234"

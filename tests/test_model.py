@@ -374,6 +374,7 @@ with FakeTensorMode():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch has no devices made in Python",

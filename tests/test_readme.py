@@ -1,4 +1,7 @@
-"""Every command of README.md, as a user types it, in a copy of the repository, on models that take a moment."""
+"""The commands of README.md, as a user types them, in a copy of the repository, on models that take a moment.
+
+The quick suite runs those of CORE, the whole one all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,15 @@ SHORT = (
     "--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 --eval_iters=1"
 )
 SHORT += " --compile=False --device=cpu"
+# What a first afternoon takes; each goes on from what those before it left.
+CORE = (
+    "make train",
+    "python data/text/prepare.py novel.txt",
+    "python train.py config/train_shakespeare_char_cpu.py --dataset=mine",
+    "python sample.py --out_dir=",
+    "python train.py --init_from=resume",
+    "python bench/compare.py",
+)
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
 
@@ -66,11 +78,23 @@ def gpt2_weights(clone: Path) -> Path:
     return folder
 
 
+def core_lines() -> list[str]:
+    """The first line of README for each of CORE, in README's order."""
+    firsts = []
+    for start in CORE:
+        found = [line for line in LINES if line.startswith(start)]
+        assert found, f"README has no command that begins with {start!r}"
+        firsts.append(found[0])
+    return [line for line in LINES if line in firsts]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="README's commands are for a POSIX shell")
-def test_commands_of_the_readme(clone):
+@pytest.mark.parametrize("which", ["core", pytest.param("all", marks=pytest.mark.slow)])
+def test_commands_of_the_readme(clone, which):
     assert LINES[:2] == ["make train", "make test"]
     skipped = []
-    for line in LINES:
+    lines = LINES if which == "all" else core_lines()
+    for line in lines:
         command = line.split("  #")[0].strip()
         if command == "make test":
             continue  # what is running now
@@ -113,9 +137,10 @@ def test_commands_of_the_readme(clone):
         elif "bench/sweep.py" in command:
             assert re.search(r"^python train.py config/.* --batch_size=[12] --gradient_accumulation_steps", out, re.M)
     if skipped:
-        pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(LINES)} commands; the others passed")
+        pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(lines)} commands; the others passed")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="make is for POSIX")
 def test_make_train_without_a_network_or_shakespeare_takes_pythons_sources(clone, tmp_path):
     shutil.copytree(clone, tmp_path / "c", ignore=shutil.ignore_patterns("out*", "*.bin", "meta.json", "input.txt"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from conftest import events, tiny
 
 import checkpoint
@@ -16,6 +17,7 @@ def test_log_goes_on_behind_a_torn_line(tmp_path):
     assert path.read_text().splitlines() == ['{"event": "iter"}', '{"event": "it', '{"event": "start", "iter": 3}']
 
 
+@pytest.mark.slow
 def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")

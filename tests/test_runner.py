@@ -48,6 +48,7 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
     return loss, [p.grad for p in runner.parameters if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN_SETTINGS])
 @pytest.mark.parametrize(("chunked", "bfloat16"), [(False, False), (True, False), (True, True)])
 def test_compiled_graph_gives_the_losses_and_gradients_of_the_model_as_it_is(settings, chunked, bfloat16, monkeypatch):
@@ -65,6 +66,7 @@ def test_compiled_graph_gives_the_losses_and_gradients_of_the_model_as_it_is(set
             assert (a - b).norm() <= (0.05 if bfloat16 else 1e-5) * b.norm() + 1e-6
 
 
+@pytest.mark.slow
 def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
     before = counters["stats"]["unique_graphs"]
     main(tiny(chars, tmp_path, compile=True, gradient_accumulation_steps=2))
@@ -141,6 +143,7 @@ def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_
     assert "compile=auto: not compiling, which takes at least about" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
     settings = {**MODERN_SETTINGS, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}

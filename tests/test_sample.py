@@ -96,6 +96,7 @@ def test_weights_that_are_no_numbers_write_no_text(run, tmp_path):
         samples(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modern", [{}, MODERN_SETTINGS])
 def test_compiled_model_writes_the_same(modern, run, chars, tmp_path, capsys):
     from torch._dynamo.utils import counters
@@ -112,6 +113,7 @@ def test_compiled_model_writes_the_same(modern, run, chars, tmp_path, capsys):
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_sampling_says_so_and_goes_on(run, tmp_path, script):
     env = os.environ | {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     settings = flags(out_dir=run, start="the ", num_samples=2, max_new_tokens=5)

@@ -250,6 +250,7 @@ def test_a_cell_predicted_beyond_the_memory_of_the_machine_is_not_started(sweep_
     assert "batch_size=2, n_embd=64: predicted 0.0 GiB of 0.0: not run" in out
 
 
+@pytest.mark.slow
 def test_sweep_of_real_runs_writes_table_heat_map_and_json(tmp_path):
     own = ["--grid=batch_size=2,4", "--steps=8", "--rounds=2", "--vocab_size=65", f"--out={tmp_path / 'sweep'}"]
     done = shell("python", "bench/sweep.py", *flags(**SMALL), "--auto_batch=True", *own)

@@ -82,6 +82,7 @@ def test_log_lines_are_nanogpts_with_more_behind_and_the_same_as_json(chars, tmp
     assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", done.out)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
 def test_evaluation_shows_its_progress_on_a_terminal(chars, tmp_path):
     import pty
@@ -303,6 +304,7 @@ def test_importing_the_scripts_does_nothing():
 # ---- learning ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_laptop_run_gets_below_2_5_in_300_steps(chars, tmp_path, script):
     config = "config/train_shakespeare_char_cpu.py"
     done = script("train.py", config, f"--dataset={chars}", f"--out_dir={tmp_path}", "--max_iters=300")
