@@ -147,7 +147,7 @@ def make_environment(venv: Path) -> None:
     lacking = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
     if lacking:
         sys.exit(
-            f"error: Python at {sys.executable} lacks {' and '.join(lacking)}, which make virtual environments; "
+            f"error: Python at {sys.executable} lacks {' and '.join(lacking)}, without which it makes no environment; "
             "on Debian and Ubuntu: sudo apt install python3-venv"
         )
     say(f"making the environment {venv.name}")
