@@ -142,6 +142,8 @@ def main(c: TrainConfig) -> float:
             "nccl" if c.backend == "auto" and device.type == "cuda" else c.backend.replace("auto", "gloo")
         )
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_: None  # flushed: for files, tee and tail
+    if c.device == "auto" and device.type == "cpu" and rank == 0 and (reason := hardware.unseen_gpu()):
+        say(f"{reason}; training on the CPU")
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def main(c: TrainConfig) -> float:
                 raise
             compiles = drop_unfinished(e, began)  # then once more
             if not compiles:
-                say(f"compile=True does not work here ({' '.join(str(e).split())[:200]}); training without it, slower")
+                say(f"compile=True does not work here ({hardware.why_not_compiled(e)}); training without it, slower")
             continue
         if all_sum(torch.tensor(float(fits)), device) == world:
             if compiles is not None or c.eval_only or start_iter >= c.max_iters:
