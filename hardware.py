@@ -127,13 +127,13 @@ def unseen_gpu() -> str | None:
     torch_is += f" is built for CUDA {torch.version.cuda}"
     # Within one major version, a build for a newer CUDA runs on an older driver (CUDA's minor version compatibility).
     if takes and int(takes[1]) < int(torch.version.cuda.split(".")[0]):
-        return f'{torch_is}, but {driver_is}: update the driver for {gpu}, or install {build} ("Get Started", pytorch.org)'
+        return f'{torch_is}, but {driver_is}: update the driver of {gpu}, or take {build} (pytorch.org, "Get Started")'
     try:
         torch.cuda.init()
         reason = "no reason given"
     except RuntimeError as e:
         reason = " ".join(str(e).split())[:200]
-    return f"nvidia-smi lists {gpu} ({driver_is}), but {torch_is} does not see it ({reason}): update the driver, or reboot"
+    return f"nvidia-smi lists {gpu} ({driver_is}); {torch_is}, does not see it ({reason}): update the driver or reboot"
 
 
 def why_not_compiled(error: Exception) -> str:
@@ -141,7 +141,8 @@ def why_not_compiled(error: Exception) -> str:
     words = " ".join(str(error).split())
     for pattern, remedy in COMPILE_NEEDS.items():
         if re.search(pattern, words):
-            return remedy.get(sys.platform, remedy["linux"])
+            said = remedy.get(sys.platform, remedy["linux"])
+            return f"CXX={os.environ['CXX']!r}: {said}" if "C++" in said and "CXX" in os.environ else said
     return words[:200]
 
 

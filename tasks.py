@@ -39,7 +39,7 @@ def main(argv: list) -> None:
         arguments, extra = argv[:at], argv[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["train", "test", "test-all", "check", "check-machines", "clean"])
-    parser.add_argument("--text", metavar="FILE", default="", help="train on this text, in place of Shakespeare's plays")
+    parser.add_argument("--text", metavar="FILE", default="", help="train on this, not on Shakespeare's plays")
     parser.add_argument("--out", metavar="FOLDER", default="out-first", help="of the run (default: %(default)s)")
     parser.add_argument("--venv", metavar="FOLDER", default=".venv", help="the environment (default: %(default)s)")
     args = parser.parse_args(arguments)
@@ -97,7 +97,7 @@ def prepare(python: Path, text: str) -> str:
         return "shakespeare_char"
     if (data / "python_char" / "val.bin").exists() and not (data / "shakespeare_char" / "input.txt").exists():
         return "python_char"
-    say("preparing Shakespeare's plays, 1 MB, which are downloaded where they are not here yet")
+    say("preparing Shakespeare's plays: 1 MB is downloaded where it is not here yet, which is tried for 20 seconds")
     command = [str(python), "data/shakespeare_char/prepare.py"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = done.stdout.strip()
@@ -124,7 +124,7 @@ def install(venv: Path, kind: str) -> Path:
         return python
     make_environment(venv)
     what = "torch and the other packages" if kind == "run" else "torch, the other packages and what the tests need"
-    say(f"installing {what} into {venv.name}: a few minutes the first time")
+    say(f"installing {what} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
     if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
         say('no NVIDIA card was found: "No NVIDIA GPU" in README.md tells how to get a much smaller torch')
     files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
@@ -198,7 +198,8 @@ def clean(venv: Path) -> None:
 
 def run(*command: object) -> None:
     """Shows a command and runs it; ends this script with its exit status where that is not 0."""
-    say("+ " + " ".join(shlex.quote(str(word)) for word in command))
+    shown = " ".join(shlex.quote(str(word)) for word in command)
+    say("+ " + shown.replace(str(ROOT) + os.sep, ""))
     code = call(*command)
     if code:
         sys.exit(code if code > 0 else 128 - code)  # as a shell says by which signal a command ended
