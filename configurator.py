@@ -192,9 +192,9 @@ def is_out_of_memory(e: BaseException) -> bool:
 def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[None]:
     """Turns what a user can cause into one line on stderr and an exit status: 2 for settings, 1 otherwise.
 
-    That is any OSError, running out of memory (the line then tells the remedy given), and a ValueError that our
-    own code raised; one that comes out of a library is a defect of ours and keeps its traceback, as all do with
-    DESKGPT_TRACEBACK=1. Text that the terminal's encoding lacks is shown as "?".
+    That is any OSError, a package that is not installed, running out of memory (the line then tells the remedy given),
+    and a ValueError that our own code raised; one that comes out of a library is a defect of ours and keeps its
+    traceback, as all do with DESKGPT_TRACEBACK=1. Text that the terminal's encoding lacks is shown as "?".
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -206,7 +206,7 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except (ValueError, OSError, RuntimeError, MemoryError) as e:
+    except (ValueError, OSError, RuntimeError, MemoryError, ModuleNotFoundError) as e:
         raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename).resolve()
         inside = raised_in.is_relative_to(Path(__file__).resolve().parent) and "site-packages" not in raised_in.parts
         if is_out_of_memory(e):
@@ -215,6 +215,8 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
             message = f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
         elif isinstance(e, ValueError) and inside:
             message = str(e)
+        elif isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a package, not a part of one
+            message = f"this needs the package {e.name}, which is not installed: pip install {e.name}"
         else:
             raise
         if os.environ.get("DESKGPT_TRACEBACK"):

@@ -264,7 +264,9 @@ class Trials:
                 return None, "out of memory", ""
             if not form.compiled:
                 raise
-            return None, *(("again", "") if drop_unfinished(e, self.began) else ("does not compile", in_a_line(e)))
+            return None, *(
+                ("again", "") if drop_unfinished(e, self.began) else ("does not compile", hardware.why_not_compiled(e))
+            )
         finally:
             for p in self.model.parameters():
                 p.grad = None
@@ -547,10 +549,6 @@ def in_words(form: Form, among: list[Form]) -> str:
     if len({f.explicit for f in among}) > 1:
         words.append("with explicit attention" if form.explicit else "with flash attention")
     return " ".join(words) or form.dtype
-
-
-def in_a_line(e: Exception) -> str:
-    return " ".join(str(e).split())[:200]
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import gc
 import math
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -53,6 +55,23 @@ TORCH_ASKS = {
 }
 # Environment variables that make oneDNN and MKL act as on a lesser processor.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+NVIDIA_SMI_TIMEOUT_S = 5.0  # some seconds where no process keeps the driver loaded
+
+# What torch.compile cannot do without: words of inductor's, Triton's and the compiler's errors, and the remedy.
+COMPILE_NEEDS = {
+    r"No working C\+\+ compiler|Compiler: \S+ is not found|Failed to find C compiler": {
+        "linux": "there is no C++ compiler: install g++ (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)",
+        "darwin": "there is no C++ compiler: xcode-select --install",
+        "win32": "there is no C++ compiler: install Build Tools for Visual Studio, and start from its command prompt",
+    },
+    r"fatal error: Python\.h": {
+        "linux": "the compiler finds no Python.h: install Python's headers (Debian, Ubuntu: apt install python3-dev)",
+    },
+    r"working triton installation|No module named 'triton": {
+        "linux": "there is no working Triton: pip install triton",
+        "win32": "there is no working Triton: pip install triton-windows",
+    },
+}
 
 # Most bytes allocated on a GPU before a sweep of matmuls, which is no part of what a run needs.
 _peak_before_sweep: dict[torch.device, int] = {}
@@ -71,7 +90,8 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
         raise ValueError(f"device={name!r} is not a device; try --device=auto, cpu, cuda, cuda:0 or mps") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device={name}: torch {torch.__version__} sees no CUDA device; try --device=auto")
+            reason = unseen_gpu() or f"torch {torch.__version__} sees no CUDA device"
+            raise ValueError(f"device={name}: {reason}; or try --device=auto")
         if local_ranks > 1 and device.index is not None:
             raise ValueError(f"device={device} is one GPU for {local_ranks} ranks; try --device=cuda")
         n = torch.cuda.device_count()
@@ -86,6 +106,63 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     elif device.type not in ("cpu", "mps"):
         raise ValueError(f"device={name} is not supported; try --device=auto, cpu, cuda, cuda:0 or mps")
     return device
+
+
+def unseen_gpu() -> str | None:
+    """Why torch does not see the NVIDIA GPU of this machine, and the remedy; None where it does or there is none.
+
+    Asks nvidia-smi, which knows nothing of Python, for the GPU, the driver and the newest CUDA that the driver takes.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None or torch.cuda.is_available():
+        return None
+    try:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+        table = subprocess.run([program], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if listed.returncode == 9:  # by its manual: the driver is not loaded
+        return "nvidia-smi finds no NVIDIA driver at work: reboot if it was just updated, or install it anew"
+    names = re.findall(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", listed.stdout, re.M)
+    if not names:
+        return None
+    gpu = names[0] if len(names) == 1 else f"{len(names)} GPUs ({names[0]}, ...)"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu} from torch; unset it to use that"
+    # The words before the versions differ from driver to driver: "Driver Version", "KMD Version", "CUDA UMD Version".
+    driver = re.search(r"(?:Driver|KMD) Version: *([\d.]+)", table)
+    takes = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", table)
+    driver_is = f"driver {driver[1]}" if driver else "the driver"
+    if takes:
+        driver_is += f" takes CUDA up to {takes[1]}.{takes[2]}"
+    build = f"a build for CUDA {takes[1]}" if takes else "a build for CUDA"
+    torch_is = f"torch {torch.__version__}"
+    if torch.version.cuda is None:
+        return (
+            f"nvidia-smi lists {gpu}, but {torch_is} is a build without CUDA ({driver_is}): "
+            f'pip uninstall torch, then install {build} as pytorch.org says under "Get Started"'
+        )
+    torch_is += f" is built for CUDA {torch.version.cuda}"
+    # Within one major version, a build for a newer CUDA runs on an older driver (CUDA's minor version compatibility).
+    if takes and int(takes[1]) < int(torch.version.cuda.split(".")[0]):
+        return f'{torch_is}, but {driver_is}: update the driver of {gpu}, or take {build} (pytorch.org, "Get Started")'
+    try:
+        torch.cuda.init()
+        reason = "no reason given"
+    except RuntimeError as e:
+        reason = " ".join(str(e).split())[:200]
+    return f"nvidia-smi lists {gpu} ({driver_is}); {torch_is}, does not see it ({reason}): update the driver or reboot"
+
+
+def why_not_compiled(error: Exception) -> str:
+    """What torch.compile failed for, in one line: the package that it lacks here, else the error's own words."""
+    words = " ".join(str(error).split())
+    for pattern, remedy in COMPILE_NEEDS.items():
+        if re.search(pattern, words):
+            said = remedy.get(sys.platform, remedy["linux"])
+            return f"CXX={os.environ['CXX']!r}: {said}" if "C++" in said and "CXX" in os.environ else said
+    return words[:200]
 
 
 def fast_dtype(device: torch.device) -> str:
@@ -413,6 +490,8 @@ def git_commit() -> str | None:
 def main() -> None:
     """Prints what this machine is and reaches; what it measures is kept if it is the best so far."""
     device = resolve_device("auto")
+    if device.type == "cpu" and (reason := unseen_gpu()):
+        print(reason)
     memory = memory_bytes(device)
     size = "n/a" if memory is None else f"{memory / 2**30:.1f} GiB"
     print(f"{device_name(device)}, memory {size}, torch {torch.__version__}")

@@ -65,6 +65,8 @@ def main(c: SampleConfig) -> list[str]:
     """Prints samples as c says; returns their texts, prompt included."""
     # ---- model and tokenizer -------------------------------------------------------------------------------
     device = hardware.resolve_device(c.device)
+    if c.device == "auto" and device.type == "cpu" and (reason := hardware.unseen_gpu()):
+        print(f"{reason}; sampling on the CPU", file=sys.stderr)
     model, tokenizer = load(c)
     if not all(p.isfinite().all() for p in model.parameters()):
         source = c.out_dir if c.init_from == "resume" else c.init_from
@@ -96,7 +98,7 @@ def main(c: SampleConfig) -> list[str]:
             with amp:
                 found = hidden_states(model, prompts)
         except Exception as e:
-            reason = " ".join(str(e).split())[:200]
+            reason = hardware.why_not_compiled(e)
             print(f"compile=True does not work here ({reason}); sampling without it", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
         else:

@@ -147,6 +147,8 @@ def main(c: TrainConfig) -> float:
             "nccl" if c.backend == "auto" and device.type == "cuda" else c.backend.replace("auto", "gloo")
         )
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_: None  # flushed: for files, tee and tail
+    if c.device == "auto" and device.type == "cpu" and rank == 0 and (reason := hardware.unseen_gpu()):
+        say(f"{reason}; training on the CPU")
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------

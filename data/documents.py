@@ -52,6 +52,8 @@ class Source:
                     yield Row(file, row, format_of(path) != "text" or row == 0, text)
                     row, failures = row + 1, 0
                 file, row = file + 1, 0
+            except ImportError:
+                raise
             except Exception as e:  # the hub's, its HTTP client's, pyarrow's and json's errors share no class
                 if not is_network_fault(e):
                     raise self.unreadable(path, e) from None
@@ -64,6 +66,8 @@ class Source:
         from pyarrow.dataset import ParquetFragmentScanOptions
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, over many lines, what it raises
+        if path.endswith(".zst"):
+            import zstandard  # noqa: F401 (what `datasets` unpacks it with: where it is missing, this says so)
         files = [path if "://" in path else glob.escape(path)]  # `datasets` takes patterns
         if format_of(path) != "parquet":
             options = {"sample_by": "line", "keep_linebreaks": True}

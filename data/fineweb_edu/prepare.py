@@ -19,12 +19,12 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
@@ -52,6 +52,8 @@ def main(args: argparse.Namespace) -> None:
         if getattr(args, option) and (given := [o for o in others if getattr(args, o)]):
             raise ConfigError(f"--{given[0]} means nothing beside --{option}; leave one of them out")
     vars(args).update({k: v for k, v in DEFAULTS.items() if not getattr(args, k)})
+    from filelock import FileLock, Timeout
+
     lock = FileLock(args.out / ".lock")  # let go of by the system, however this process ends
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -366,9 +368,28 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def cache_of_this_run() -> tempfile.TemporaryDirectory[str] | None:
+    """A cache that `datasets` and the hub take, where the user's cannot be written; it goes with what is returned.
+
+    They make folders there even for files that are here already.
+    """
+    try:
+        user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(os.environ.get("HF_HOME") or Path(user_cache, "huggingface"), "datasets")
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return None
+    except (OSError, RuntimeError):  # no home at all
+        pass
+    cache = tempfile.TemporaryDirectory()
+    os.environ["HF_HOME"] = cache.name
+    return cache
+
+
 if __name__ == "__main__":
     os.environ.setdefault("USE_TORCH", "0")  # `datasets` would import it, for nothing
     os.environ.setdefault("RAYON_NUM_THREADS", "1")  # threads of fastokens' own bring nothing
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # of its faults, those of the network cannot be told apart
+    cache = cache_of_this_run()
     with one_line_errors():
         main(arguments(sys.argv[1:]))
