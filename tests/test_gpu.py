@@ -15,7 +15,7 @@ from data.tokens import Split
 from estimate import memory
 from model import GPT, GPTConfig
 from optimizer import make_optimizer
-from runner import Runner
+from runner import Form, Runner
 from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -121,9 +121,7 @@ def test_predicted_total_is_within_15_percent_of_what_cuda_allocates(compiled, d
     before = torch.cuda.memory_allocated()
     model = GPT(config).to("cuda")
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cuda")
-    runner = Runner(
-        model, hardware.autocast(torch.device("cuda"), dtype), torch.amp.GradScaler(enabled=False), compiled, False
-    )
+    runner = Runner(model, Form(dtype, compiled))
     x, y = (torch.randint(0, config.vocab_size, (4, config.block_size), device="cuda") for _ in "xy")
     for _ in range(2):  # the second step has AdamW's moments, and nothing of the compiling
         torch.cuda.reset_peak_memory_stats()

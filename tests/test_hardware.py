@@ -15,6 +15,7 @@ from torch.utils.benchmark import Timer
 
 import hardware
 import peaks
+import remembered
 from peaks import published_peak
 
 CPU = torch.device("cpu")
@@ -36,12 +37,11 @@ def test_ranks_never_share_a_gpu(monkeypatch):
         hardware.resolve_device("cuda:1", 0, 2)
 
 
-def test_dtype_auto_on_a_cpu_is_bfloat16_only_where_it_pays(monkeypatch):
-    cases = ((True, 768, "bfloat16"), (True, 128, "bfloat16"), (True, 64, "float32"), (False, 768, "float32"))
-    for has, n_embd, expected in cases:
-        monkeypatch.setattr(hardware, "cpu_has_bfloat16", lambda has=has: has)
-        assert hardware.resolve_dtype("auto", CPU, n_embd) == expected
-    assert hardware.resolve_dtype("float16", CPU, 64) == "float16"
+def test_fast_dtype_of_a_cpu_is_the_one_with_the_faster_matmuls(monkeypatch):
+    for float32, bfloat16, expected in ((1e12, 2e12, "bfloat16"), (2e12, 1e12, "float32"), (1e12, math.nan, "float32")):
+        flops = {"float32": float32, "bfloat16": bfloat16}
+        monkeypatch.setattr(hardware, "measured_matmul_flops", lambda device, dtype, flops=flops: flops[dtype])
+        assert hardware.fast_dtype(CPU) == expected
 
 
 def test_measured_peak_is_one_that_a_matmul_reaches():
@@ -299,7 +299,7 @@ def test_measured_peak_is_kept_and_only_looked_at_again(sweeps):
     assert hardware.measured_matmul_flops(CPU, "float32") == 2e12  # of this process: no sweep
     assert sweeps.peak(1e12) == 2e12
     assert sweeps.asked == ["quick"]
-    assert [p.name for p in hardware.peaks_file().parent.iterdir()] == ["peaks.json"]
+    assert [p.name for p in remembered.path_of("peaks").parent.iterdir()] == ["peaks.json"]
 
 
 def test_best_measured_peak_is_kept(sweeps):
@@ -317,7 +317,7 @@ def test_best_measured_peak_is_kept(sweeps):
     "content", ["", "{", "[1]", "null", '{"KEY": "fast"}', '{"KEY": -1.0}', '{"KEY": NaN}', "\xff"]
 )
 def test_damaged_file_of_peaks_is_as_none(sweeps, content):
-    path = hardware.peaks_file()
+    path = remembered.path_of("peaks")
     path.parent.mkdir(parents=True)
     content = content.replace("KEY", hardware.peak_key(CPU, "float32"))
     path.write_bytes(content.encode("latin-1"))

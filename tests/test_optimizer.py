@@ -77,11 +77,12 @@ def test_muon_takes_the_steps_of_torchs_own_and_adamw_the_rest():
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (2, 16, 64), (1, 8, 256)])
-def test_orthogonalized_matrices_have_singular_values_near_one_and_the_directions_they_had(shape):
+def test_orthogonalized_matrices_have_singular_values_near_one_and_the_directions_they_had(shape, dtype):
     torch.manual_seed(1)
     x = torch.randn(shape) * 100 + torch.randn(shape[0], 1, 1)
-    y = orthogonalized(x)
+    y = orthogonalized(x, dtype)
     singular = torch.linalg.svdvals(y)
     large = torch.linalg.svdvals(x) > 0.05 * torch.linalg.svdvals(x).amax(1, keepdim=True)
     assert singular[large].min() > 0.6

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import ctypes
 import os
-import time
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,10 +13,8 @@ from torch._dynamo.utils import counters
 import model as model_module
 import runner as runner_module
 from model import GPT, GPTConfig
-from runner import Runner, decide, drop_unfinished, mark_compiled, opaque_gelu
+from runner import Form, Runner, opaque_gelu
 from train import main
-
-NO_SCALER: Any = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def make(bfloat16: bool = False, compiled: bool = False, **settings: Any) -> Runner:
@@ -28,8 +23,8 @@ def make(bfloat16: bool = False, compiled: bool = False, **settings: Any) -> Run
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
-    amp: Any = torch.autocast("cpu", torch.bfloat16) if bfloat16 else nullcontext()
-    return Runner(model, amp, NO_SCALER, compiled, distributed=False)
+    dtype = "bfloat16" if bfloat16 else "float32"
+    return Runner(model, Form(dtype, compiled, explicit=bfloat16))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +37,7 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
     try:
         loss = sum(runner.backward(*batch(), micro_steps).item() for _ in range(micro_steps))
     except Exception as e:
-        if runner.compiled and "compiler" in str(e).lower():
+        if runner.form.compiled and "compiler" in str(e).lower():
             pytest.skip("no working C++ compiler here")
         raise
     return loss, [p.grad for p in runner.parameters if p.grad is not None]
@@ -75,26 +70,6 @@ def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
     assert counters["stats"]["unique_graphs"] - before == 1
 
 
-def test_longer_contexts_take_explicit_attention_where_inductor_fuses_it():
-    for T, plain, compiled in ((256, True, True), (512, False, True), (1280, False, False)):
-        model = GPT(GPTConfig(block_size=T, vocab_size=100, n_layer=1, n_head=2, n_embd=16))
-        for explicit, mode in ((compiled, True), (plain, False)):
-            Runner(model, nullcontext(), NO_SCALER, mode, distributed=False)
-            assert (model.transformer.mask is not None) == explicit
-
-
-def test_library_that_a_killed_compilation_left_unfinished_is_deleted_and_no_other(tmp_path):
-    unfinished, since = tmp_path / "kernel.so", time.time() + 1
-    unfinished.touch()
-    with pytest.raises(OSError, match="file too short") as caught:
-        ctypes.CDLL(str(unfinished))
-    assert not drop_unfinished(caught.value, since - 60)  # newer than this run: another may be writing it
-    assert drop_unfinished(caught.value, since)
-    assert not unfinished.exists()
-    assert not drop_unfinished(caught.value, since)  # so the run goes on uncompiled, rather than trying for ever
-    assert not drop_unfinished(RuntimeError("no C++ compiler"), since)
-
-
 def test_evaluation_beside_a_compiled_graph_is_the_models_own():
     x, y = batch()
     with torch.no_grad():
@@ -123,27 +98,6 @@ def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(ours, (h, w)), torch.autograd.grad(plain, (h, w)))
 
 
-def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    runner = make()
-    pays, why = decide(runner, batch(), 10)
-    assert not pays
-    assert why.startswith("compile=auto: not compiling, which takes at least about 4.0s and saves about 0.")
-    pays, why = decide(runner, batch(), 10**9)
-    assert pays
-    assert why.startswith("compile=auto: compiling, which takes about 21.0s (not in the cache) and saves about ")
-    mark_compiled(runner, batch())
-    assert "takes about 4.0s (in the cache)" in decide(runner, batch(), 10**9)[1]
-    assert "not in the cache" in decide(make(**MODERN_SETTINGS), batch(), 10**9)[1]
-
-
-def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
-    main(tiny(chars, tmp_path, compile="auto"))
-    assert not events(tmp_path, "start")[0]["compiled"]
-    assert "compile=auto: not compiling, which takes at least about" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
     settings = {**MODERN_SETTINGS, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}

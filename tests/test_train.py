@@ -8,13 +8,12 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny, trajectory, vector, weights
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, vector, weights
 
 import checkpoint
 import hardware
@@ -22,7 +21,7 @@ import train
 from data.tokenizer import BytesTokenizer
 from data.tokens import write_dataset
 from model import GPT, GPTConfig
-from runner import Runner
+from runner import Form, Runner
 from train import TrainConfig, main
 
 # ---- the global batch ----------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     split = train.Split(chars, "val", c.block_size, 100)
     split.n_eval_windows = lambda at_most: 7  # type: ignore[method-assign]
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
-    runner = Runner(model, nullcontext(), torch.amp.GradScaler("cpu", enabled=False), False, False)
+    runner = Runner(model, Form())
     mean, error = runner.evaluate(split, 7, c.batch_size)
     assert mean == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     shares = [runner.evaluate(split, 7, c.batch_size, rank, 2)[0] for rank in (0, 1)]
@@ -169,7 +168,7 @@ def test_standard_error_of_an_evaluation_is_that_of_the_mean_of_its_batches(char
     c = tiny(chars, tmp_path)
     split = train.Split(chars, "val", c.block_size, 100)
     model = GPT(GPTConfig(c.block_size, 100, c.n_layer, c.n_head, c.n_embd))
-    runner = Runner(model, nullcontext(), torch.amp.GradScaler("cpu", enabled=False), False, False)
+    runner = Runner(model, Form())
     split.n_eval_windows = lambda at_most: 24  # type: ignore[method-assign]
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
     means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
@@ -269,8 +268,95 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
     before = (tmp_path / "ckpt.pt").read_bytes()
     done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=30", "--learning_rate=1e30")
     assert done.code == 1
-    assert re.fullmatch(r"error: (val )?loss is (nan|inf) at step \d+; .*try a lower --learning_rate\n", done.err)
+    what = r"gradients are not finite at step \d+ .*|(val )?loss is (nan|inf) at step \d+"
+    assert re.fullmatch(rf"error: ({what}); .*try a lower --learning_rate\n", done.err)
     assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("bad_step", [0, 4])
+def test_gradient_that_is_no_number_is_reported_at_its_step_before_it_changes_a_weight(
+    bad_step, chars, tmp_path, monkeypatch
+):
+    backward, seen = Runner.backward, []
+
+    def planted(self, *args, **kwargs):
+        loss = backward(self, *args, **kwargs)
+        if kwargs:  # a step of the run: trying out gives no keywords
+            if len(seen) == bad_step:
+                self.model.transformer.h[1].mlp.c_fc.weight.grad[0, 0] = math.nan
+            seen.append(self)
+        return loss
+
+    monkeypatch.setattr(Runner, "backward", planted)
+    message = (
+        rf"gradients are not finite at step {bad_step} \(float32, not compiled\): "
+        r"those of transformer\.h\.1\.mlp\.c_fc\.weight of \d+ parameters; what .* holds stays; "
+    )
+    message += "no update of this run came before, so it is not" if bad_step == 0 else "try a lower --learning_rate"
+    with pytest.raises(ValueError, match=message):
+        main(tiny(chars, tmp_path, max_iters=20, eval_interval=20, log_interval=10))
+    assert len(seen) == bad_step + 1
+    assert all(p.isfinite().all() for p in seen[-1].model.parameters())
+
+
+def test_advice_names_what_is_in_use_and_not_the_learning_rate_before_an_update():
+    fast = Form("bfloat16", compiled=True)
+    assert train.advice(fast, first=False) == "try a lower --learning_rate, then --compile=False, then --dtype=float32"
+    assert train.advice(Form(), first=False) == "try a lower --learning_rate"
+    assert train.advice(fast, first=True).endswith("not the learning rate: try --compile=False, then --dtype=float32")
+    assert "the weights that it starts from, and the data" in train.advice(Form(), first=True)
+
+
+# ---- a run of so many minutes --------------------------------------------------------------------------------
+
+
+def test_run_of_some_minutes_writes_its_steps_into_the_settings_and_ends_near_its_time(chars, tmp_path, capsys):
+    t0 = time.perf_counter()
+    main(
+        tiny(
+            chars,
+            tmp_path,
+            max_minutes=0.1,
+            max_iters=10**7,
+            eval_interval=10**6,
+            lr_decay_iters=10**7,
+            log_interval=50,
+        )
+    )
+    took_s = time.perf_counter() - t0
+    taken = events(tmp_path, "start")[0]["settings"]
+    steps = taken["max_iters"]
+    assert 10 < steps < 10**5
+    assert taken["lr_decay_iters"] == steps
+    assert checkpoint.load(tmp_path)["iter_num"] == steps == events(tmp_path, "end")[0]["iter"]
+    assert f"max_minutes=0.1: {steps:,} steps of about" in capsys.readouterr().out
+    assert took_s < 30  # of 6: other work may take the machine meanwhile
+
+
+def test_minutes_are_at_most_max_iters_and_at_least_one_step(chars, tmp_path):
+    main(tiny(chars, tmp_path / "a", max_minutes=60.0, max_iters=4))
+    assert events(tmp_path / "a", "end")[0]["iter"] == 4
+    main(tiny(chars, tmp_path / "b", max_minutes=1e-4, max_iters=4))
+    assert events(tmp_path / "b", "end")[0]["iter"] == 1
+
+
+def test_timing_the_steps_changes_no_weight_and_leaves_no_state(chars, tmp_path):
+    for optimizer in ("adamw", "muon"):
+        settings = {"max_iters": 5, "optimizer": optimizer, "warmup_iters": 0}
+        main(tiny(chars, tmp_path / f"steps-{optimizer}", **settings))
+        main(tiny(chars, tmp_path / f"minutes-{optimizer}", max_minutes=60.0, **settings))
+        assert_equal(*(weights(tmp_path / f"{kind}-{optimizer}") for kind in ("steps", "minutes")))
+
+
+def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new_ones(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_minutes=60.0, max_iters=4))
+    resume = [f"--out_dir={tmp_path}", "--init_from=resume"]
+    c = TrainConfig(**train.resumed_settings(resume, str(tmp_path)))
+    assert (c.max_iters, c.max_minutes) == (4, 0.0)
+    c = TrainConfig(**train.resumed_settings([*resume, "--max_minutes=0.02"], str(tmp_path)))
+    assert (c.max_iters, c.max_minutes) == (600000, 0.02)
+    main(c)
+    assert 4 < events(tmp_path, "end")[-1]["iter"] < 10**5
 
 
 def test_learning_rate_warms_up_and_falls_along_half_a_cosine():

@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, weights
+from tiny_models import MODERN_SETTINGS
+from torch import Tensor
+
+import forms
+import hardware
+import model as model_module
+import remembered
+from forms import PLAIN, Trials, Wrong, drop_unfinished, gradient_errors, not_silent, nothing_is_zero, settle
+from model import GPT, GPTConfig
+from runner import Form, Runner
+from train import TrainConfig, main, resumed_settings
+
+SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
+SIZES |= {"gradient_accumulation_steps": 1, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "remembered"))
+
+
+def a_model(**settings: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=2, n_embd=32, bias=False, **settings))
+
+
+def batch_of(rows: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, 100, (rows, 33), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def settled(said: list[str] | None = None, earlier: dict[str, Any] | None = None, **settings: Any) -> Runner:
+    """The runner of a run with these settings."""
+    model = a_model(**{k: v for k, v in settings.items() if k in MODERN_SETTINGS or k == "dropout"})
+    say = (said if said is not None else []).append
+    c = TrainConfig(**SIZES | settings)
+    return settle(model, c, earlier or {}, batch_of, 1, False, None, c.max_iters, say)[0]
+
+
+# ---- the check -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrong_attention(monkeypatch):
+    """Explicit attention whose last of 32 positions is wrong, by a little and without a NaN."""
+    right = model_module.explicit_attention
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        y = right(q, k, v, mask)
+        return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2)
+
+    monkeypatch.setattr(model_module, "explicit_attention", wrong)
+
+
+WRONG = (
+    r"gradients in bfloat16, not compiled, explicit attention are not those of plain float32: those of "
+    r"transformer\.h\.\d\.\S+ ?(\(.\) )?differ by 0\.\d+, at most 0.1 is rounding"
+)
+
+
+def test_wrong_kernel_is_found_and_the_run_goes_on_with_the_plain_form(wrong_attention):
+    said: list[str] = []
+    earlier = {"dtype": "bfloat16", "explicit": True, "compiled": False}
+    runner = settled(said, earlier, compile=False)
+    assert runner.form == PLAIN
+    assert any(re.fullmatch(f"{WRONG}; going on in float32", line) for line in said), said
+    said.clear()
+    assert settled(said, earlier, compile=False).form == PLAIN  # remembered, and where
+    assert any(str(remembered.path_of("forms")) in line for line in said)
+
+
+def test_right_kernel_is_taken_and_checked_once():
+    said: list[str] = []
+    earlier = {"dtype": "bfloat16", "explicit": True, "compiled": False}
+    for start in range(2):
+        said.clear()
+        assert settled(said, earlier, compile=False).form == Form("bfloat16", explicit=True)
+        assert [line.startswith("comparing loss and gradients") for line in said] == ([True] if start == 0 else [])
+
+
+def test_wrong_kernel_in_the_dtype_that_was_asked_for_ends_the_run(wrong_attention):
+    earlier = {"explicit": True, "compiled": False}
+    with pytest.raises(ValueError, match=f"^dtype=bfloat16: {WRONG}; leave --dtype out, or try --dtype=float32$"):
+        settled([], earlier, dtype="bfloat16", compile=False)
+
+
+@pytest.mark.parametrize(("wish", "ends"), [("auto", False), (True, True)])
+def test_wrong_kernel_of_the_compiler_is_found(wish, ends, tmp_path, monkeypatch):
+    """Inductor has a bug to order, for tests: its ReLU adds one."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    said: list[str] = []
+    settings: dict[str, Any] = {"activation": "relu2", "compile": wish, "dtype": "float32"}
+    earlier = {"compiled": True, "explicit": False}
+    with inductor.patch({"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}):
+        try:
+            form = settled(said, earlier, **settings).form
+            problem = said[-1]
+        except ValueError as e:
+            form, problem = None, str(e)
+    if any("does not work here" in line for line in said):
+        pytest.skip("no working C++ compiler here")
+    if ends:
+        assert re.search(r"^compile=True: .* in float32, compiled .*; leave --compile out, or try", problem)
+        assert form is None
+    else:
+        assert re.search("in float32, compiled.*; going on without compiling$", problem)
+        assert form == PLAIN
+
+
+def test_each_part_of_a_gradient_counts_by_itself_and_rounding_of_nothing_does_not():
+    torch.manual_seed(0)
+    names = ["h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias", "lm_head.weight"]
+    right = [torch.randn(12, 4), torch.randn(12), torch.randn(50, 4)]
+    right[0][:4] *= 1e-2  # queries
+    right[1][4:8] *= 1e-9  # a key's bias
+    found = [g.clone() for g in right]
+    assert max(gradient_errors(names, found, right).values()) == 0
+    found[1][4:8] = torch.randn(4) * 1e-7
+    assert max(gradient_errors(names, found, right).values()) < 1e-3
+    found[0][:4] = 0
+    errors = gradient_errors(names, found, right)
+    assert max(errors, key=lambda name: errors[name]) == "h.0.attn.c_attn.weight (q)"
+    assert errors["h.0.attn.c_attn.weight (q)"] == pytest.approx(1)
+    found[2][0, 0] = torch.nan
+    assert gradient_errors(names, found, right)["lm_head.weight"] == torch.inf
+
+
+def test_matrices_of_zeros_hide_no_gradient_from_the_check_and_are_zero_again():
+    model = a_model(**MODERN_SETTINGS)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    runner = Runner(model, PLAIN)
+    runner.backward(*batch_of(4))
+    assert not all(g.any() for g in runner.gradients())  # which is why
+    for p in model.parameters():
+        p.grad = None
+    with nothing_is_zero(model):
+        runner.backward(*batch_of(4))
+    assert all(g.any() for g in runner.gradients())
+    assert_equal(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dropout": 0.2}, MODERN_SETTINGS])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_passes_the_check_with_all_choices_of_the_model(settings, dtype):
+    said: list[str] = []
+    assert settled(said, {"explicit": False}, dtype=dtype, compile=False, **settings).form.dtype == dtype
+    assert said[0].startswith("comparing loss and gradients")
+
+
+def test_dropout_hides_no_kernel_that_is_not_finite(monkeypatch):
+    monkeypatch.setattr(model_module.F, "scaled_dot_product_attention", lambda q, k, v, **_: v * torch.nan)
+    with pytest.raises(ValueError, match="plain float32 gives a loss of nan .* the weights that the run starts from"):
+        settled([], {"explicit": False}, dtype="bfloat16", compile=False, dropout=0.2)
+
+
+def test_where_float32_does_not_fit_one_sequence_is_compared(monkeypatch, wrong_attention):
+    plain = forms.plain_float32
+
+    def limited(model: GPT, batch: tuple[Tensor, Tensor]) -> Any:
+        if batch[0].size(0) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(model, batch)
+
+    monkeypatch.setattr(forms, "plain_float32", limited)
+    earlier = {"dtype": "bfloat16", "compiled": False}
+    assert settled([], earlier | {"explicit": False}, compile=False).form.dtype == "bfloat16"
+    said: list[str] = []
+    assert settled(said, earlier | {"explicit": True}, compile=False).form == PLAIN
+    assert any(re.fullmatch(f"{WRONG}; going on in float32", line) for line in said), said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+def test_ranks_give_up_a_form_together_though_it_is_wrong_on_one(chars, tmp_path):
+    (tmp_path / "planted.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, forms, train
+from configurator import configure
+compare = forms.compare
+def planted(*args):
+    if os.environ["RANK"] == "1":
+        raise forms.Wrong("planted")
+    compare(*args)
+forms.compare = planted
+forms.Trials.times = lambda self, some: {form: 1.0 if form.dtype == "bfloat16" else 2.0 for form in some}
+train.main(configure(train.TrainConfig, sys.argv[1:]))
+""")
+    settings = TINY | {"gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path / "out"}
+    settings |= {"dtype": "auto", "compile": False}
+    done = shell(*TORCHRUN[:-1], tmp_path / "planted.py", *flags(**settings))
+    assert done.returncode == 0, done.stderr
+    assert events(tmp_path / "out", "start")[0]["dtype"] == "float32"
+    assert "; going on in float32" in done.stdout
+
+
+# ---- the fastest ---------------------------------------------------------------------------------------------
+
+
+def times_of(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[list[Form]]:
+    """A machine on which the forms take so long; returns what was asked for."""
+    asked = []
+
+    def times(self: Trials, some: list[Form]) -> dict[Form, float]:
+        asked.append(some)
+        return {form: seconds[form.dtype + "_explicit" * form.explicit] for form in some}
+
+    monkeypatch.setattr(Trials, "times", times)
+    return asked
+
+
+def test_auto_takes_what_was_fastest_here_and_measures_once(monkeypatch):
+    asked = times_of(monkeypatch, float32=3.0, float32_explicit=2.0, bfloat16=5.0, bfloat16_explicit=4.0)
+    said: list[str] = []
+    assert settled(said, compile=False).form == Form("float32", explicit=True)
+    assert "comparing float32 and bfloat16 on this machine" in said
+    assert any(line.startswith("fastest here: float32 with explicit attention (forward and") for line in said)
+    assert settled([], compile=False).form == Form("float32", explicit=True)
+    assert len(asked) == 1
+    settled([], compile=False, activation="relu2")  # another model
+    assert len(asked) == 2
+
+
+def test_times_that_are_not_those_of_this_machine_or_damaged_are_measured_again(monkeypatch):
+    asked = times_of(monkeypatch, float32=1.0, float32_explicit=2.0, bfloat16=5.0, bfloat16_explicit=4.0)
+    settled([], compile=False)
+    path = remembered.path_of("forms")
+    for damage in ("", "[1]", '{"a": 1', path.read_text().replace("2.0", '"fast"')):
+        path.write_text(damage)
+        assert settled([], compile=False).form == PLAIN
+    assert len(asked) == 5
+    monkeypatch.setattr(hardware, "device_name", lambda device: "another processor")
+    settled([], compile=False)
+    assert len(asked) == 6
+
+
+def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monkeypatch):
+    asked = times_of(monkeypatch, float32=1.0, float32_explicit=2.0, bfloat16=5.0, bfloat16_explicit=4.0)
+    assert settled([], {"dtype": "bfloat16", "explicit": True, "compiled": False}).form == Form("bfloat16", False, True)
+    assert not asked
+    assert settled([], dtype="bfloat16", compile=False).form == Form("bfloat16", explicit=True)
+    assert [[f.dtype for f in some] for some in asked] == [["bfloat16", "bfloat16"]]
+    assert settled([], compile=False, dropout=0.1).form == PLAIN  # explicit attention has no dropout
+    assert [str(f) for f in asked[1]] == ["float32, not compiled", "bfloat16, not compiled"]
+
+
+def test_real_times_are_those_of_a_pass_and_the_slower_form_loses():
+    model = a_model()
+    trials = Trials(model, TrainConfig(**SIZES), batch_of, 1, False, print)
+    backward = Runner.backward
+
+    class Slow(Runner):
+        def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+            if self.form.dtype == "bfloat16":
+                time.sleep(0.05)
+            return backward(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forms, "Runner", Slow)
+        found = trials.times([PLAIN, Form("bfloat16")])
+    assert 0 < found[PLAIN] < found[Form("bfloat16")]
+    assert found[Form("bfloat16")] > 0.05
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    trials = Trials(a_model(), TrainConfig(**SIZES), batch_of, 1, False, print)
+    form, batch = Form(compiled=True), batch_of(4)
+    pays, why = trials.compiling_pays(form, batch, 0.01, 10.0)
+    assert not pays
+    assert why == "not compiling, which takes at least about 4.0s and saves about 2.5s of this run"
+    pays, why = trials.compiling_pays(form, batch, 0.01, 1000.0)
+    assert pays
+    assert why == "compiling, which takes about 21.0s (not in the cache) and saves about 4m10s of this run"
+    trials.mark(form, batch, 0.005, cold_s=42.0)  # which it took here, and half of the time it saves
+    assert trials.compiling_pays(form, batch, 0.01, 10.0) == (
+        True,
+        "compiling, which takes about 4.0s (in the cache) and saves about 5.0s of this run",
+    )
+    other = Form("bfloat16", compiled=True)
+    assert "takes about 42.0s (not in the cache)" in trials.compiling_pays(other, batch, 0.01, 1000.0)[1]
+
+
+def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path, compile="auto"))
+    assert not events(tmp_path, "start")[0]["compiled"]
+    assert "compile=auto: not compiling, which takes at least about" in capsys.readouterr().out
+
+
+def test_compiled_form_that_is_no_faster_is_dropped_and_not_tried_again(monkeypatch):
+    tried = []
+
+    def attempt(self: Trials, form: Form) -> Runner:
+        tried.append(form)
+        return Runner(self.model, replace(form, compiled=False))
+
+    monkeypatch.setattr(Trials, "attempt", attempt)
+    monkeypatch.setattr(Trials, "in_turns", lambda *_: (1.0, 1.1))
+    monkeypatch.setattr(Trials, "mark", lambda *_: None)
+    earlier, said = {"dtype": "float32", "explicit": False}, []
+    for _ in range(2):
+        assert settled(said, earlier, max_iters=10**9).form == PLAIN
+    compiled = [form for form in tried if form.compiled]
+    assert compiled == [Form(compiled=True), Form(compiled=True, explicit=True)]
+    assert said[-1].startswith("compile=auto: not compiling, which was no faster before")
+
+
+def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
+    times_of(monkeypatch, float32=2.0, float32_explicit=3.0, bfloat16=1.0, bfloat16_explicit=4.0)
+    main(tiny(chars, tmp_path / "whole"))
+    main(tiny(chars, tmp_path / "halves", max_iters=3, lr_decay_iters=6))
+    assert events(tmp_path / "halves", "start")[0]["dtype"] == "bfloat16"
+    monkeypatch.setattr(Trials, "times", lambda *_: pytest.fail("asked again"))
+    argv = [f"--out_dir={tmp_path / 'halves'}", "--init_from=resume", "--max_iters=6"]
+    main(TrainConfig(**resumed_settings(argv, str(tmp_path / "halves"))))
+    assert [e["dtype"] for e in events(tmp_path / "halves", "start")] == ["bfloat16"] * 2
+    assert_equal(*(weights(tmp_path / name) for name in ("whole", "halves")))
+
+
+# ---- the rest ------------------------------------------------------------------------------------------------
+
+
+def test_what_takes_long_is_not_silent(monkeypatch):
+    monkeypatch.setattr(forms, "SILENCE_S", 0.02)
+    said: list[str] = []
+    with not_silent("still compiling", said.append):
+        time.sleep(0.2)
+    assert len(said) >= 2
+    assert re.fullmatch(r"still compiling \(\d\.\ds\)", said[0])
+    count = len(said)
+    time.sleep(0.1)
+    assert len(said) == count
+
+
+def test_library_that_a_killed_compilation_left_unfinished_is_deleted_and_no_other(tmp_path):
+    unfinished, since = tmp_path / "kernel.so", time.time() + 1
+    unfinished.touch()
+    with pytest.raises(OSError, match="file too short") as caught:
+        ctypes.CDLL(str(unfinished))
+    assert not drop_unfinished(caught.value, since - 60)  # newer than this run: another may be writing it
+    assert drop_unfinished(caught.value, since)
+    assert not unfinished.exists()
+    assert not drop_unfinished(caught.value, since)  # so the run goes on uncompiled, rather than trying for ever
+    assert not drop_unfinished(RuntimeError("no C++ compiler"), since)
+
+
+def test_nothing_that_is_remembered_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a-file"))
+    (tmp_path / "a-file").touch()
+    remembered.keep("forms", "a", 1)
+    assert remembered.read("forms") == {}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    remembered.keep("forms", "a", 1)
+    remembered.keep("forms", "b", "right")
+    assert remembered.read("forms") == {"a": 1, "b": "right"}
+    assert json.loads(Path(remembered.path_of("forms")).read_text()) == {"a": 1, "b": "right"}
+    assert issubclass(Wrong, ValueError)
