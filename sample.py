@@ -92,7 +92,8 @@ def main(c: SampleConfig) -> list[str]:
     if c.compile:
         print("compiling, which takes a while", file=sys.stderr)
         expected = hidden_states(model, prompts)
-        set_up_inductor()
+        if device.type == "cpu":
+            set_up_inductor()
         model.transformer.compile(dynamic=True)  # the part that generation calls
         try:
             with amp:

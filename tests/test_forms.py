@@ -199,7 +199,7 @@ def planted(*args):
         raise forms.Wrong("planted")
     compare(*args)
 forms.compare = planted
-forms.Trials.times = lambda self, some: {form: 1.0 if form.dtype == "bfloat16" else 2.0 for form in some}
+forms.Trials.times = lambda self, some: {{f: 1.0 if f.dtype == "bfloat16" else 2.0 for f in some}}
 train.main(configure(train.TrainConfig, sys.argv[1:]))
 """)
     settings = TINY | {"gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path / "out"}

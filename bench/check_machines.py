@@ -1,0 +1,255 @@
+"""Trains the fast recipe's shapes for a few steps as on lesser processors than this one, and holds them to float32.
+
+    python bench/check_machines.py                       # or: make check-machines; about three minutes
+    python bench/check_machines.py --only "AVX2"         # those whose name has this in it
+    python bench/check_machines.py --save=check-machines # writes bench/results/DATE-check-machines.md as well
+
+Each machine is a process that sees less of the processor, by the variables of ATen, oneDNN and inductor. In it every
+form of the model (dtype, compiled or not, kind of attention) goes through the check that train.py makes. A form that is
+refused does no harm. One that is taken must learn as plain float32 does, step by step. Ends with exit status 1 where
+one does not, or where a form that is not compiled is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+
+import torch
+from torch import Tensor
+
+import forms
+import hardware
+from bench import timing
+from configurator import one_line_errors
+from model import GPT, GPTConfig
+from optimizer import make_optimizer
+from runner import Form, Runner
+from train import TrainConfig
+
+STEPS = 4
+AT_ONCE = 2
+TIMEOUT_S = 240
+# After a few steps, rounding has gone into the weights as well.
+LOSS_OFF = {"float32": 1e-3, "bfloat16": 2e-2}
+
+# One layer of config/train_shakespeare_char_fast.py, and of nanoGPT's small ones, with fewer sequences.
+MODELS: dict[str, dict[str, Any]] = {
+    "fast": {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "tie_weights": False}
+    | {"zero_init": True, "token_shift": True, "n_embd": 256},
+    "GPT-2": {"activation": "gelu", "n_embd": 128},
+}
+SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 4, "block_size": 128}
+BATCH_SIZE, VOCAB_SIZE = 4, 65
+FORMS = {
+    "fast": [
+        Form("bfloat16"),
+        Form("bfloat16", explicit=True),
+        Form("float32", compiled=True),
+        Form("bfloat16", compiled=True, explicit=True),
+    ],
+    "GPT-2": [Form("float32", explicit=True), Form("bfloat16", explicit=True), Form("bfloat16", compiled=True)],
+}
+
+
+def machines() -> dict[str, dict[str, str]]:
+    """What each machine is told, by its name: environment variables, inductor's simdlen, or no to torch's questions.
+
+    Those that this processor cannot act as are left out.
+    """
+    sets = hardware.processor()[1]
+    x86 = bool({"AVX2", "AVX-512"} & set(sets))
+    wide = "AVX-512" in sets
+    out: dict[str, dict[str, str]] = {"as it is": {}, "ATen default": {"ATEN_CPU_CAPABILITY": "default"}}
+    out["inductor simdlen 0"] = {"simdlen": "0"}
+    if x86:
+        out |= {
+            "ATen avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+            "oneDNN AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+            "inductor simdlen 256": {"simdlen": "256"},
+            "inductor x86-64-v3": {"TORCHINDUCTOR_CPP_MARCH": "x86-64-v3", "simdlen": "256"},
+            "AVX2 throughout": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "simdlen": "256"},
+        }
+    if wide:
+        out |= {
+            "ATen avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
+            "oneDNN AVX512_CORE": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+            "oneDNN AVX512_CORE_BF16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+            "oneDNN unlimited": {"ONEDNN_MAX_CPU_ISA": "ALL"},
+            "inductor simdlen 512": {"simdlen": "512"},
+            "inductor x86-64-v4": {"TORCHINDUCTOR_CPP_MARCH": "x86-64-v4"},
+            "torch without AMX and AVX512-BF16": {"torch": "no"},
+        }
+    return out
+
+
+# ---- in a machine --------------------------------------------------------------------------------------------
+
+
+def act_as(told: dict[str, str]) -> None:
+    """What the environment cannot say, before torch's kernels are chosen."""
+    import torch._inductor.config as inductor
+
+    if "simdlen" in told:
+        inductor.cpp.simdlen = int(told["simdlen"])
+    if "torch" in told:
+        for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_supported", "_init_amx"):
+            setattr(torch.cpu, question, lambda: False)
+
+
+def batch_of(rows: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    # Each token says which follows it, mostly: something to learn within a few steps.
+    ids = torch.randint(0, VOCAB_SIZE, (rows, 1), generator=draw)
+    steps = torch.randint(1, 3, (rows, SIZES["block_size"]), generator=draw)
+    ids = torch.cat((ids, ids + steps.cumsum(1)), 1) % VOCAB_SIZE
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def learn(runner: Runner) -> tuple[list[float], list[Tensor]]:
+    """Losses of a few steps of AdamW from the same weights, and the gradients after them."""
+    torch.manual_seed(0)
+    fresh = GPT(runner.model.config)
+    runner.model.load_state_dict(fresh.state_dict())
+    optimizer = make_optimizer(runner.model, "adamw", 0.1, 3e-3, (0.9, 0.95), 0.95, "cpu")
+    losses = []
+    for _ in range(STEPS):
+        losses.append(runner.backward(*batch_of(BATCH_SIZE)).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    losses.append(runner.backward(*batch_of(BATCH_SIZE)).item())
+    return losses, forms.taken_gradients(runner, 1)
+
+
+def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
+    """What became of one form: refused and why, or how far losses and gradients are from plain float32's."""
+    torch.compiler.reset()
+    settings = SIZES | MODELS[name] | {"batch_size": BATCH_SIZE, "gradient_accumulation_steps": 1, "device": "cpu"}
+    said: list[str] = []
+    trials = forms.Trials(model, TrainConfig(**settings), batch_of, 1, False, said.append)
+    t0 = time.perf_counter()
+    runner = trials.attempt(form)
+    found: dict[str, Any] = {"model": name, "form": str(form), "compiled": form.compiled}
+    if runner is None:
+        return found | {"refused": said[-1], "seconds": time.perf_counter() - t0}
+    losses, gradients = learn(runner)
+    expected_losses, _ = learn(Runner(model, Form()))
+    # At the weights that this form has come to: those of the other have come elsewhere by a little.
+    runner.use()
+    learn(runner)
+    expected = forms.plain_float32(model, batch_of(BATCH_SIZE))[1]
+    names = [n for n, _ in model.named_parameters()]
+    errors = forms.gradient_errors(names, gradients, expected)
+    worst = max(errors, key=lambda n: errors[n])
+    off = max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True))
+    right = off <= LOSS_OFF[form.dtype] and errors[worst] <= forms.TOLERANCE[form.dtype]
+    found |= {"loss_off": off, "gradient_off": errors[worst], "parameter": worst, "right": right}
+    return found | {"seconds": time.perf_counter() - t0}
+
+
+def child(name: str) -> None:
+    """Prints a JSON line for each form on the machine called `name`, and one about it."""
+    told = machines()[name]
+    act_as(told)
+    cpu = torch.device("cpu")
+    print(json.dumps({"device": hardware.device_name(cpu), "compiler": hardware.compiler_name(cpu)}), flush=True)
+    for model_name, some in FORMS.items():
+        model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, bias=False, **SIZES, **MODELS[model_name]))
+        for form in some:
+            print(json.dumps(check_form(model, model_name, form)), flush=True)
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------
+
+
+def run(name: str, told: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+    """The lines of one machine's process; a last one with `failed` where it ended before."""
+    env = os.environ | {k: v for k, v in told.items() if k.isupper()}
+    # A cache of what is remembered and compiled for each: the key of inductor's does not know every flag.
+    env |= {"XDG_CACHE_HOME": str(folder / name), "TORCHINDUCTOR_CACHE_DIR": str(folder / name / "inductor")}
+    env["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, __file__, "--child", name]
+    try:
+        done = subprocess.run(command, env=env, cwd=timing.ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return [{"failed": f"took more than {TIMEOUT_S} s"}]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        lines.append({"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]})
+    return lines
+
+
+def verdict(line: dict[str, Any]) -> str:
+    """right, refused, or what is wrong with a form."""
+    if "failed" in line:
+        return f"FAILED: {line['failed']}"
+    if "refused" in line:
+        why = line["refused"]
+        return f"refused: {why}" if line["compiled"] else f"REFUSED, though it is not compiled: {why}"
+    return "right" if line["right"] else "WRONG, and not refused"
+
+
+def row(machine: str, line: dict[str, Any]) -> str:
+    figures = [f"{line['loss_off']:.1e}", f"{line['gradient_off']:.1e}"] if "loss_off" in line else ["", ""]
+    cells = [machine, line.get("model", ""), line.get("form", ""), *figures, verdict(line)]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="WORD", help="machines whose name has this in it")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json as well")
+    parser.add_argument("--child", metavar="MACHINE", help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    timing.check_name(a.save)
+    if a.child:
+        child(a.child)
+        return 0
+    chosen = {name: told for name, told in machines().items() if a.only in name}
+    if not chosen:
+        raise ValueError(f"--only {a.only!r}: no machine has this in its name; there are {', '.join(machines())}")
+    print(f"{len(chosen)} machines, {AT_ONCE} at a time", flush=True)
+    head = ["machine", "model", "form", "loss off by", "gradient off by", "verdict"]
+    table = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    results: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp, ThreadPoolExecutor(AT_ONCE) as pool:
+        pending = {name: pool.submit(run, name, told, Path(tmp)) for name, told in chosen.items()}
+        for name, future in pending.items():
+            results[name] = future.result()
+            for line in results[name]:
+                if "device" not in line:
+                    table.append(row(name, line))
+                    print(table[-1], flush=True)
+    failed = [line for lines in results.values() for line in lines if verdict_is_bad(line)]
+    says = f"{len(failed)} wrong" if failed else "all that is taken learns as plain float32 does"
+    print(says)
+    if a.save:
+        cpu = torch.device("cpu")
+        start = {"device": hardware.device_name(cpu), "versions": hardware.versions()}
+        start |= {"git_commit": hardware.git_commit(), "compiler": hardware.compiler_name(cpu)}
+        told = "\n".join(f"- {n}: `{t or '{}'}`, {results[n][0].get('device')}" for n, t in chosen.items())
+        command = timing.command_line("check_machines.py")
+        text = f"# Check of machines\n\n{timing.about(start)}\n\n```sh\n{command}\n```\n\n"
+        text += "\n".join(table) + f"\n\nWhat each was told, and its name then:\n\n{told}\n"
+        timing.save(a.save, text, {"machines": results, "forms": [asdict(f) for s in FORMS.values() for f in s]}, None)
+    return 1 if failed else 0
+
+
+def verdict_is_bad(line: dict[str, Any]) -> bool:
+    return "device" not in line and verdict(line) != "right" and not verdict(line).startswith("refused")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        sys.exit(main())
