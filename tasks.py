@@ -126,7 +126,7 @@ def install(venv: Path, kind: str) -> Path:
     what = "torch and the other packages" if kind == "run" else "torch, the other packages and what the tests need"
     say(f"installing {what} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
     if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
-        say('no NVIDIA card was found: "No NVIDIA GPU" in README.md tells how to get a much smaller torch')
+        say("no NVIDIA card was found: docs/install.md tells how to get a much smaller torch")
     files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
     code = call(python, "-m", "pip", "install", "--disable-pip-version-check", *files)
     if code:
