@@ -33,7 +33,7 @@ CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
 def main(argv: list) -> None:
     if sys.version_info < NEEDED:
         sys.exit(too_old(sys.version_info, sys.executable))
-    arguments, extra = argv, []  # type: ignore[var-annotated]
+    arguments, extra = argv, []
     if "--" in argv:
         at = argv.index("--")
         arguments, extra = argv[:at], argv[at + 1 :]
@@ -130,7 +130,11 @@ def install(venv: Path, kind: str) -> Path:
     files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
     code = call(python, "-m", "pip", "install", "--disable-pip-version-check", *files)
     if code:
-        sys.exit(f"error: pip could not install {REQUIREMENTS[kind]} into {venv}: see above; then run this again")
+        # Without a network pip speaks of "conflicting dependencies": constraints with nothing to choose from.
+        sys.exit(
+            f"error: pip could not install {REQUIREMENTS[kind]} into {venv}, see above; is there a network, and "
+            f"is there a torch for Python {sys.version.split()[0]} on this system? Then run this again"
+        )
     for k in kinds:
         stamp(venv, k).write_text(content(k))
     return python
