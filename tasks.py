@@ -33,7 +33,7 @@ CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
 def main(argv: list) -> None:
     if sys.version_info < NEEDED:
         sys.exit(too_old(sys.version_info, sys.executable))
-    arguments, extra = argv, []  # type: ignore[var-annotated]
+    arguments, extra = argv, []
     if "--" in argv:
         at = argv.index("--")
         arguments, extra = argv[:at], argv[at + 1 :]
@@ -126,11 +126,15 @@ def install(venv: Path, kind: str) -> Path:
     what = "torch and the other packages" if kind == "run" else "torch, the other packages and what the tests need"
     say(f"installing {what} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
     if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
-        say('no NVIDIA card was found: "No NVIDIA GPU" in README.md tells how to get a much smaller torch')
+        say("no NVIDIA card was found: docs/install.md tells how to get a much smaller torch")
     files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
     code = call(python, "-m", "pip", "install", "--disable-pip-version-check", *files)
     if code:
-        sys.exit(f"error: pip could not install {REQUIREMENTS[kind]} into {venv}: see above; then run this again")
+        # Without a network pip speaks of "conflicting dependencies": constraints with nothing to choose from.
+        sys.exit(
+            f"error: pip could not install {REQUIREMENTS[kind]} into {venv}, see above; is there a network, and "
+            f"is there a torch for Python {sys.version.split()[0]} on this system? Then run this again"
+        )
     for k in kinds:
         stamp(venv, k).write_text(content(k))
     return python

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import shell
+from conftest import TINY, flags, shell
 from torch.utils.benchmark import Timer
 
 import hardware
@@ -42,6 +42,121 @@ def test_fast_dtype_of_a_cpu_is_the_one_with_the_faster_matmuls(monkeypatch):
         flops = {"float32": float32, "bfloat16": bfloat16}
         monkeypatch.setattr(hardware, "measured_matmul_flops", lambda device, dtype, flops=flops: flops[dtype])
         assert hardware.fast_dtype(CPU) == expected
+
+
+# Two headers of nvidia-smi: the words before the versions have changed with driver 610.
+OLD_HEADER = "| NVIDIA-SMI 570.86.10    Driver Version: 570.86.10    CUDA Version: 12.8     |"
+NEW_HEADER = "| NVIDIA-SMI 610.43.02    KMD Version: 610.43.02       CUDA UMD Version: 13.3 |"
+ONE_GPU = "GPU 0: NVIDIA GeForce RTX 4070 (UUID: GPU-1b9e4b5c-0000-0000-0000-000000000000)"
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Puts a program on the PATH that answers like nvidia-smi, and torch on a build for `cuda` that sees no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    def answers(header: str, gpus: str = ONE_GPU, cuda: str | None = None, status: int = 0) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && echo '{gpus}' || echo '{header}'\nexit {status}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    return answers
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
+def test_gpu_that_torch_does_not_see_is_named_with_the_remedy(nvidia_smi, monkeypatch):
+    def said() -> str:
+        reason = hardware.unseen_gpu()
+        assert reason
+        assert "\n" not in reason
+        return reason
+
+    nvidia_smi(OLD_HEADER)
+    assert f"lists NVIDIA GeForce RTX 4070, but torch {torch.__version__} is a build without CUDA" in said()
+    assert "driver 570.86.10 takes CUDA up to 12.8" in said()
+    assert "install a build for CUDA 12 as pytorch.org says" in said()
+    nvidia_smi(NEW_HEADER, f"{ONE_GPU}\n{ONE_GPU.replace('GPU 0', 'GPU 1')}")
+    assert "2 GPUs (NVIDIA GeForce RTX 4070, ...)" in said()
+    assert "driver 610.43.02 takes CUDA up to 13.3" in said()
+    nvidia_smi(OLD_HEADER, cuda="13.0")
+    assert "is built for CUDA 13.0, but driver 570.86.10 takes CUDA up to 12.8: update the driver" in said()
+    nvidia_smi(OLD_HEADER, cuda="12.9")  # runs on it: something else is wrong, which torch may know
+
+    def init() -> None:
+        raise RuntimeError("CUDA unknown error -\nthis may be due to an incorrectly set up environment")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert "does not see it (CUDA unknown error - this may be due" in said()
+    nvidia_smi("no header at all")
+    assert "a build without CUDA (the driver): " in said()
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert (
+            said() == f"CUDA_VISIBLE_DEVICES={hidden!r} hides NVIDIA GeForce RTX 4070 from torch; unset it to use that"
+        )
+    nvidia_smi("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", "", status=9)
+    assert "finds no NVIDIA driver at work: reboot" in said()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
+def test_without_a_gpu_nothing_is_said(nvidia_smi, tmp_path, monkeypatch):
+    nvidia_smi(OLD_HEADER, "No devices were found", status=6)
+    assert hardware.unseen_gpu() is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(hardware, "NVIDIA_SMI_TIMEOUT_S", 0.2)
+    assert hardware.unseen_gpu() is None
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert hardware.unseen_gpu() is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
+def test_scripts_say_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_path, script):
+    nvidia_smi(OLD_HEADER)
+    settings = flags(**(TINY | {"dataset": chars, "out_dir": tmp_path / "out", "device": "auto"}))
+    done = script("train.py", *settings)
+    assert done.code == 0
+    assert re.search(r"^nvidia-smi lists .*; training on the CPU$", done.out, re.M)
+    done = script("sample.py", f"--out_dir={tmp_path / 'out'}", "--num_samples=1", "--max_new_tokens=3")
+    assert done.code == 0
+    assert re.fullmatch(r"nvidia-smi lists .*; sampling on the CPU\n", done.err)
+    done = script("train.py", *settings, "--device=cuda")
+    assert done.code == 1
+    assert re.fullmatch(r"error: device=cuda: nvidia-smi lists .* without CUDA .*; or try --device=auto\n", done.err)
+    assert "nvidia-smi" not in script("train.py", *settings, "--device=cpu").out
+
+
+@pytest.mark.parametrize(
+    ("error", "platform", "remedy"),
+    [
+        ("Compiler: cl is not found.", "win32", "Build Tools for Visual Studio"),
+        ("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", "darwin", "xcode-select"),
+        (
+            "RuntimeError: Failed to find C compiler. Please specify via CC environment variable",
+            "linux",
+            "apt install g",
+        ),
+        ("x.cpp:1:10: fatal error: Python.h: No such file or directory", "linux", "apt install python3-dev"),
+        ("Cannot find a working triton installation. Either the package", "win32", "pip install triton-windows"),
+        ("Cannot find a working triton installation. Either the package", "linux", "pip install triton"),
+        ("something\n  else", "linux", "something else"),
+    ],
+)
+def test_what_compiling_lacks_is_named_with_its_package(monkeypatch, error, platform, remedy):
+    monkeypatch.setattr(hardware.sys, "platform", platform)
+    assert remedy in hardware.why_not_compiled(RuntimeError(error))
+
+
+def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
+    env = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    settings = flags(**(TINY | {"dataset": chars, "out_dir": tmp_path / "out", "compile": True}))
+    done = shell("python", "train.py", *settings, env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"does not work here \(CXX='/nonexistent': there is no C\+\+ compiler: ", done.stdout)
+    assert "step 6: train loss" in done.stdout
 
 
 def test_measured_peak_is_one_that_a_matmul_reaches():

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from conftest import BPE_CACHE, ROOT, SHAKESPEARE
 
+import tasks
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINES = [line for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in block.splitlines() if line]
 SHORT = (
@@ -48,12 +50,13 @@ def clone(tmp_path_factory, text) -> Path:
         (folder / name).write_text(corpus[:20_000] if name != "prompt.txt" else "the ")
     documents = [dict.fromkeys(("text", "body"), corpus[i : i + 2000]) for i in range(0, 100_000, 2000)]
     (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
-    python = folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    for stamp in (".run", ".dev"):
-        (folder / ".venv" / stamp).touch()
+    for name in ("python", "python3"):
+        python = folder / ".venv" / "bin" / name
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
+    for kind in tasks.REQUIREMENTS:  # as if all were installed
+        tasks.stamp(folder / ".venv", kind).write_text(tasks.content(kind))
     return folder
 
 
@@ -144,8 +147,6 @@ def test_commands_of_the_readme(clone, which):
 @pytest.mark.skipif(os.name == "nt", reason="make is for POSIX")
 def test_make_train_without_a_network_or_shakespeare_takes_pythons_sources(clone, tmp_path):
     shutil.copytree(clone, tmp_path / "c", ignore=shutil.ignore_patterns("out*", "*.bin", "meta.json", "input.txt"))
-    for stamp in (".run", ".dev"):
-        (tmp_path / "c" / ".venv" / stamp).touch()
     command = f'https_proxy=http://127.0.0.1:9 make train ARGS="{SHORT} --eval_tokens=64"'
     out = run(tmp_path / "c", command)
     assert "training on the source code of Python's standard library instead" in out

@@ -1,0 +1,259 @@
+"""tasks.py and the Makefile: what they run, in which order, on a Python that only notes how it was called."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import tasks
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the Python that stands in is a shell script")
+
+# Makes "environments" that are copies of itself, and fails where a file says so.
+PYTHON = """#!/bin/sh
+cd "FOLDER"
+echo "$*" >> calls
+case "$*" in
+  "-c import pip") [ ! -e no-pip ];;
+  "-m venv"*)
+    for venv; do :; done
+    [ "$3" != --clear ] || rm -rf "$venv"
+    mkdir -p "$venv/bin" && cp "$0" "$venv/bin/python" && touch "$venv/pyvenv.cfg" && rm -f no-pip
+    [ ! -e no-venv ];;
+  "-m pip install"*) [ ! -e no-network ];;
+  data/shakespeare_char/*) echo "error: cannot download"; exit 1;;
+  *killed*) kill -9 $$;;
+  *fails*) exit 3;;
+esac
+"""
+
+
+class Machine:
+    """A checkout with a Python; `calls` are the commands since the last look, without questions (python -c ...)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.venv, self.python = folder, folder / ".venv", folder / "python3"
+        self.python.write_text(PYTHON.replace("FOLDER", str(folder)))
+        self.python.chmod(0o755)
+        for name in (tasks.CONSTRAINTS, *tasks.REQUIREMENTS.values()):
+            shutil.copy(ROOT / name, folder)
+        (folder / "data").mkdir()
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.write_text("")
+        return [line for line in lines if not line.startswith("-c ")]
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Machine:
+    monkeypatch.setattr(tasks, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(machine.python))
+    return machine
+
+
+def pip(name: str) -> str:
+    return f"-m pip install --disable-pip-version-check -r {name} -c constraints.txt"
+
+
+def test_train_on_a_new_machine_installs_prepares_trains_and_samples(machine):
+    tasks.main(["train", "--", "--max_iters=3"])
+    calls = machine.calls()
+    assert calls == [
+        f"-m venv --clear {machine.venv}",
+        pip("requirements.txt"),
+        "data/shakespeare_char/prepare.py",
+        "data/python_char/prepare.py",
+        "train.py config/train_shakespeare_char_fast.py --dataset=python_char --out_dir=out-first --max_iters=3",
+        "sample.py --out_dir=out-first --num_samples=3 --max_new_tokens=300",
+    ]
+    tasks.main(["train", "--", "--max_iters=3"])
+    assert machine.calls() == calls[2:]
+
+
+def test_own_text_and_prepared_data_are_taken(machine, monkeypatch):
+    (machine.folder / "elsewhere").mkdir()
+    (machine.folder / "elsewhere" / "my novel.txt").touch()
+    monkeypatch.chdir(machine.folder / "elsewhere")
+    tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine"])
+    text = machine.folder / "elsewhere" / "my novel.txt"
+    prepare, train, _ = machine.calls()[2:]
+    assert prepare == f"data/text/prepare.py {text} --name own_text"
+    assert train.endswith("--dataset=own_text --out_dir=out-mine")
+    for name in ("python_char", "shakespeare_char"):
+        (machine.folder / "data" / name).mkdir()
+        (machine.folder / "data" / name / "val.bin").touch()
+        tasks.main(["train"])
+        train, _ = machine.calls()
+        assert f"--dataset={name} " in train
+
+
+def test_text_that_is_not_there_is_said_before_anything_is_installed(machine):
+    with pytest.raises(SystemExit, match=r"^error: cannot read nvoel.txt: .*is its name right\?"):
+        tasks.main(["train", "--text", "nvoel.txt"])
+    assert machine.calls() == []
+
+
+def test_tests_need_one_installation_which_serves_training_too(machine):
+    tasks.main(["test", "--", "-k", "resume"])
+    pytest_call = "-m pytest -n 2 --dist=worksteal"
+    assert machine.calls()[1:] == [pip("requirements-dev.txt"), f"{pytest_call} -m not slow -k resume"]
+    tasks.main(["test-all"])
+    assert machine.calls() == [pytest_call, "bench/check_machines.py"]
+    tasks.main(["check"])
+    assert machine.calls() == ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
+    tasks.main(["train"])
+    assert not [call for call in machine.calls() if "pip" in call]
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "constraints.txt"])
+def test_changed_requirements_are_installed_again(machine, name):
+    tasks.install(machine.venv, "run")
+    machine.calls()
+    with open(machine.folder / name, "a") as f:
+        f.write("\n# another one")
+    tasks.install(machine.venv, "run")
+    assert machine.calls() == [pip("requirements.txt")]
+
+
+def test_failed_installation_is_begun_again(machine):
+    (machine.folder / "no-network").touch()
+    with pytest.raises(SystemExit, match="pip could not install requirements.txt"):
+        tasks.install(machine.venv, "run")
+    (machine.folder / "no-network").unlink()
+    machine.calls()
+    tasks.install(machine.venv, "run")
+    assert machine.calls() == [pip("requirements.txt")]
+
+
+def test_without_ensurepip_nothing_is_made_and_the_package_is_named(machine, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else find(name))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="lacks ensurepip, .*: sudo apt install python3-venv$"):
+            tasks.install(machine.venv, "run")
+        assert not machine.venv.exists()
+        assert machine.calls() == []
+
+
+def test_environment_that_could_not_be_made_leaves_nothing(machine):
+    (machine.folder / "no-venv").touch()
+    with pytest.raises(SystemExit, match="venv could not make"):
+        tasks.install(machine.venv, "run")
+    assert not machine.venv.exists()
+
+
+def test_half_an_environment_is_completed_and_a_broken_one_made_anew(machine):
+    tasks.install(machine.venv, "run")
+    (machine.venv / ".run").unlink()
+    (machine.venv / "package").touch()
+    (machine.folder / "no-pip").touch()  # what Debian's `python3 -m venv` leaves without python3-venv
+    machine.calls()
+    tasks.install(machine.venv, "run")
+    assert machine.calls()[0] == f"-m venv {machine.venv}"
+    assert (machine.venv / "package").exists()
+    python = machine.venv / "bin" / "python"
+    python.unlink()
+    python.symlink_to(machine.folder / "python3.10")  # which a new release of the system has removed
+    machine.calls()
+    tasks.install(machine.venv, "run")
+    assert machine.calls() == [f"-m venv --clear {machine.venv}", pip("requirements.txt")]
+
+
+def test_folder_that_is_no_environment_is_left_alone(machine, capsys):
+    machine.venv.mkdir()
+    (machine.venv / "thesis.tex").touch()
+    with pytest.raises(SystemExit, match="is no virtual environment and not empty; name another folder"):
+        tasks.install(machine.venv, "run")
+    tasks.main(["clean"])
+    assert "left as it is" in capsys.readouterr().out
+    assert (machine.venv / "thesis.tex").exists()
+
+
+def test_clean_removes_environment_and_caches_and_no_run(machine):
+    tasks.install(machine.venv, "run")
+    for name in (".mypy_cache", "out-first"):
+        (machine.folder / name).mkdir()
+    tasks.main(["clean"])
+    assert not machine.venv.exists()
+    assert not (machine.folder / ".mypy_cache").exists()
+    assert (machine.folder / "out-first").exists()
+
+
+@pytest.mark.parametrize(("word", "status"), [("fails", 3), ("killed", 137)])
+def test_status_of_a_command_is_passed_on(machine, word, status):
+    with pytest.raises(SystemExit) as e:
+        tasks.run(machine.python, word)
+    assert e.value.code == status
+
+
+def test_ctrl_c_waits_until_the_command_has_ended_in_its_own_way(tmp_path):
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import signal, sys, time\n"
+        "def end(*_):\n"
+        "    time.sleep(0.6)  # subprocess.run would kill after 0.25\n"
+        "    open('saved', 'w').close()\n"
+        "    sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, end)\n"
+        "open('ready', 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tasks; tasks.call(sys.executable, 'child.py')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) != 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_old_python_gets_one_line():
+    line = "Python 3.11 or newer is needed, this is 3.9.2 at /usr/bin/python3; "
+    line += "install it or name one: make PYTHON=python3.12"
+    assert tasks.too_old((3, 9, 2, "final", 0), "/usr/bin/python3") == line
+    source = (ROOT / "tasks.py").read_text()
+    ast.parse(source, feature_version=(3, 6))  # a newer construct would be a SyntaxError in its place
+    imported = re.findall(r"^(?:import|from) (\w+)", source, re.M)
+    assert set(imported) <= {*sys.stdlib_module_names} - {"__future__", "dataclasses", "tomllib"}
+    assert tasks.NEEDED == (3, 11)
+    assert 'requires-python = ">=3.11"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_constraints_name_an_exact_version_of_every_requirement():
+    def lines(name: str) -> list[str]:
+        return [line for line in (ROOT / name).read_text().splitlines() if line[:1] not in ("#", "-", "")]
+
+    exact = dict(line.split("==") for line in lines("constraints.txt"))
+    wanted = [*lines("requirements.txt"), *lines("requirements-dev.txt")]
+    names = [re.match(r"[\w-]+", line) for line in wanted]
+    assert {name[0] for name in names if name} == exact.keys()
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make")
+def test_make_hands_everything_to_tasks(machine):
+    shutil.copy(ROOT / "Makefile", machine.folder)
+    options = [f"PYTHON={machine.python}", "TEXT=my novel.txt", "OUT=o", "VENV=v", "ARGS=--a=1 --b"]
+    for target in ("train", "test-all"):
+        subprocess.run(["make", "--no-print-directory", target, *options], cwd=machine.folder, check=True)
+    assert machine.calls() == [
+        "tasks.py train --venv v --out o --text my novel.txt -- --a=1 --b",
+        "tasks.py test-all --venv v -- --a=1 --b",
+    ]
