@@ -309,7 +309,14 @@ def test_what_was_prepared_trains(tmp_path, script: Script, prepared):
     out = prepared[1]
     small: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "batch_size": 2, "max_iters": 4}
     small |= {"gradient_accumulation_steps": 4, "eval_interval": 2, "eval_tokens": 512, "compile": False}
-    small |= {"device": "cpu", "dataset": out, "out_dir": tmp_path, "warmup_iters": 1, "learning_rate": 1e-2}
+    small |= {
+        "device": "cpu",
+        "dtype": "float32",
+        "dataset": out,
+        "out_dir": tmp_path,
+        "warmup_iters": 1,
+        "learning_rate": 1e-2,
+    }
     done = script("train.py", "config/train_fineweb_125m.py", *flags(**small, align_documents=True))
     assert done.code == 0, done.err
     losses = [e["val_loss"] for e in events(tmp_path, "eval")]

@@ -21,13 +21,16 @@ from train import TrainConfig, main
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
+CARD = {"device": "cuda", "dtype": "auto"}
+
+
 def tiny(data, out_dir, **settings):
-    return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir), "device": "cuda"} | settings))
+    return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | CARD | settings))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gpu_takes_the_steps_that_the_cpu_takes(chars, tmp_path, dtype):
-    main(tiny(chars, tmp_path / "cpu", device="cpu"))
+    main(tiny(chars, tmp_path / "cpu", device="cpu", dtype="float32"))
     main(tiny(chars, tmp_path / "gpu", dtype=dtype))
     tolerance = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}[dtype]  # float32 matmuls are TF32
     for a, b in zip(events(tmp_path / "cpu", "iter"), events(tmp_path / "gpu", "iter"), strict=True):
@@ -82,7 +85,7 @@ def test_samples_with_the_cache_are_those_without():
 def test_two_gpus_share_a_run(chars, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    settings = TINY | {"device": "cuda", "gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path}
+    settings = TINY | CARD | {"gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path}
     done = shell(*TORCHRUN, *flags(**settings))
     assert done.returncode == 0, done.stderr
     assert events(tmp_path, "start")[0]["world_size"] == 2
@@ -92,7 +95,7 @@ def test_two_gpus_share_a_run(chars, tmp_path):
 
 
 def test_one_rank_under_torchrun_uses_nccl(chars, tmp_path):
-    settings = TINY | {"device": "cuda", "dataset": chars, "out_dir": tmp_path}
+    settings = TINY | CARD | {"dataset": chars, "out_dir": tmp_path}
     words = [w.replace("=2", "=1") for w in TORCHRUN]
     done = shell(*words, *flags(**settings))
     assert done.returncode == 0, done.stderr

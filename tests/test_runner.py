@@ -105,7 +105,9 @@ def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
     c = tiny(chars, tmp_path / "one", gradient_accumulation_steps=2, eval_iters=1, **settings)
     main(c)
     names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "warmup_iters", "max_iters", "eval_interval")
-    shared = {n: getattr(c, n) for n in (*names, "eval_iters", "compile", "device", "gradient_accumulation_steps")}
+    shared = {
+        n: getattr(c, n) for n in (*names, "eval_iters", "compile", "device", "dtype", "gradient_accumulation_steps")
+    }
     done = shell(*TORCHRUN, *flags(**shared, **settings, dataset=chars, out_dir=tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     for kind, key in (("iter", "loss"), ("eval", "val_loss")):
