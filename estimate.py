@@ -226,6 +226,7 @@ def steps_within(
     micro_steps = c.gradient_accumulation_steps // world
     step_s, batch_s = time_step(runner, optimizer, batch, micro_steps), time_evaluation(runner, batch)
     step_s, batch_s = (all_max(s, runner.device) for s in (step_s, batch_s))
+    seconds = max(seconds, 0.0)
     left = c.max_iters - start_iter
     windows = math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
     batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * world)) for split in splits)

@@ -30,7 +30,7 @@ import remembered
 from configurator import is_out_of_memory
 from model import GPT, LONGEST_EXPLICIT
 from runlog import clock
-from runner import Form, Runner, all_max, all_sum
+from runner import Form, Runner, all_max
 
 if TYPE_CHECKING:
     from train import TrainConfig
@@ -139,7 +139,7 @@ class Trials:
 
     def all(self, yes: bool) -> bool:
         """Whether it is so on all ranks."""
-        return all_sum(torch.tensor(float(yes)), self.device).item() == self.world if self.distributed else yes
+        return all_max(float(not yes), self.device) == 0
 
     # ---- the fastest that is not compiled ----------------------------------------------------------------
 
@@ -158,10 +158,7 @@ class Trials:
                 times = self.times(forms)
             remembered.keep("forms", key, {str(f): s for f, s in times.items()})
         best = min(times, key=lambda form: times[form])
-        if self.distributed:  # the ranks may have measured other times
-            index = torch.tensor(float(forms.index(best))).to(self.device)
-            torch.distributed.broadcast(index, 0)
-            best = forms[int(index.item())]
+        best = forms[int(all_max(float(forms.index(best)), self.device))]  # ranks may have measured other times
         said = ", ".join(f"{in_words(f, forms)} {s * 1e3:.3g} ms" for f, s in times.items())
         where = f"measured before, in {remembered.path_of('forms')}" if from_file else "measured now"
         self.say(f"fastest here: {in_words(best, forms)} (forward and backward pass: {said}; {where})")

@@ -41,8 +41,8 @@ class Form:
     explicit: bool = False  # attention as plain matmuls around a softmax, not one flash kernel: CPU, training only
 
     def __str__(self) -> str:
-        compiled = "compiled" if self.compiled else "not compiled"
-        return f"{self.dtype}, {compiled}" + (", explicit attention" if self.explicit else "")
+        explicit = ", explicit attention" if self.explicit else ""
+        return f"{self.dtype}{explicit}, {'compiled' if self.compiled else 'not compiled'}"
 
 
 # Inductor's own exact GELU on a CPU takes more than twice the time of torch's kernel, and the chunks of the loss,
@@ -159,13 +159,19 @@ class Runner:
         self.device = self.parameters[0].device
         self.amp = hardware.autocast(self.device, form.dtype)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
+        on_cpu = self.device.type == "cpu"
+        # Made once: a compiled graph is one for these very objects.
         self._mask = causal_mask(model.config.block_size).to(self.device) if form.explicit else None
+        self._activation = ACTIVATIONS[model.config.activation]
+        if form.compiled and on_cpu and self._activation is F.gelu:
+            self._activation = opaque_gelu
+        self._narrow = [partial(narrow, block.mlp.c_proj) for block in self._blocks() if form.compiled and on_cpu]
         self.use()
         if not form.compiled:
             return
-        if self.device.type == "cpu":
+        if on_cpu:
             set_up_inductor()
-        if self.device.type == "cpu" and not distributed and not self.scaler.is_enabled():
+        if on_cpu and not distributed and not self.scaler.is_enabled():
             torch._dynamo.config.trace_autograd_ops = True
             self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
         else:
@@ -173,17 +179,16 @@ class Runner:
 
     def use(self) -> None:
         """Puts the model into this form, after another runner had it in its own."""
-        compiled, on_cpu = self.form.compiled, self.device.type == "cpu"
-        model = self.model
-        model.chunked_loss = opaque_loss if compiled else LinearCrossEntropy.apply
-        model.transformer.mask = self._mask
-        plain = ACTIVATIONS[model.config.activation]
-        block: Any
-        for block in model.transformer.h:
-            block.mlp.activation = opaque_gelu if compiled and on_cpu and plain is F.gelu else plain
+        self.model.chunked_loss = opaque_loss if self.form.compiled else LinearCrossEntropy.apply
+        self.model.transformer.mask = self._mask
+        for i, block in enumerate(self._blocks()):
+            block.mlp.activation = self._activation
             vars(block.mlp.c_proj).pop("forward", None)
-            if compiled and on_cpu:
-                block.mlp.c_proj.forward = partial(narrow, block.mlp.c_proj)
+            if self._narrow:
+                block.mlp.c_proj.forward = self._narrow[i]
+
+    def _blocks(self) -> list[Any]:
+        return list(self.model.transformer.h)
 
     def _loss_and_gradients(self, x: Tensor, y: Tensor, micro_steps: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         with self.amp:

@@ -67,7 +67,7 @@ def wrong_attention(monkeypatch):
 
 
 WRONG = (
-    r"gradients in bfloat16, not compiled, explicit attention are not those of plain float32: those of "
+    r"gradients in bfloat16, explicit attention, not compiled are not those of plain float32: those of "
     r"transformer\.h\.\d\.\S+ ?(\(.\) )?differ by 0\.\d+, at most 0.1 is rounding"
 )
 
@@ -314,7 +314,8 @@ def test_compiled_form_that_is_no_faster_is_dropped_and_not_tried_again(monkeypa
     monkeypatch.setattr(Trials, "attempt", attempt)
     monkeypatch.setattr(Trials, "in_turns", lambda *_: (1.0, 1.1))
     monkeypatch.setattr(Trials, "mark", lambda *_: None)
-    earlier, said = {"dtype": "float32", "explicit": False}, []
+    said: list[str] = []
+    earlier = {"dtype": "float32", "explicit": False}
     for _ in range(2):
         assert settled(said, earlier, max_iters=10**9).form == PLAIN
     compiled = [form for form in tried if form.compiled]

@@ -19,6 +19,7 @@ import hardware
 import model as model_module
 from model import GPT, GPTConfig, explicit_attention, rotate
 from optimizer import make_optimizer
+from runner import Form, Runner
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -191,7 +192,7 @@ def test_explicit_attention_is_attention_with_its_gradients(T):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_explicit_attention_is_for_bfloat16_without_dropout_and_short_contexts(monkeypatch):
+def test_explicit_attention_is_for_training_without_dropout_where_it_was_asked_for(monkeypatch):
     used = []
 
     def attention(q, k, v, mask):
@@ -200,18 +201,16 @@ def test_explicit_attention_is_for_bfloat16_without_dropout_and_short_contexts(m
 
     monkeypatch.setattr(model_module, "explicit_attention", attention)
     idx = tokens(2, 20)
-    for model in (make(), make(replace(SMALL, dropout=0.1)), make(replace(SMALL, block_size=512))):
-        model(idx)
-        assert not used
-    with torch.autocast("cpu", torch.bfloat16):
-        make(replace(SMALL, dropout=0.1))(idx)
-        make(replace(SMALL, block_size=512))(idx)
-        assert not used
+    for explicit in (False, True):
+        plain, dropped = make(), make(replace(SMALL, dropout=0.1))
+        for model in (plain, dropped):
+            Runner(model, Form(explicit=explicit))
+        dropped(idx)
         with torch.no_grad():  # where nothing goes backward, flash attention is the faster
-            make()(idx)
+            plain(idx)
         assert not used
-        make()(idx)
-    assert used == [(20, 20)] * 2
+        plain(idx)
+        assert used == [(20, 20)] * 2 * explicit
 
 
 def test_rotated_queries_meet_keys_by_their_distance_alone():

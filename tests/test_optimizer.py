@@ -21,7 +21,7 @@ def model_with_gradients() -> GPT:
 
 
 def make(model: GPT, name: str) -> torch.optim.Optimizer:
-    return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, "cpu")
+    return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, "cpu", bfloat16=True)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -277,7 +277,8 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
 def test_gradient_that_is_no_number_is_reported_at_its_step_before_it_changes_a_weight(
     bad_step, chars, tmp_path, monkeypatch
 ):
-    backward, seen = Runner.backward, []
+    backward = Runner.backward
+    seen: list[Runner] = []
 
     def planted(self, *args, **kwargs):
         loss = backward(self, *args, **kwargs)
