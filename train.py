@@ -237,7 +237,7 @@ def main(c: TrainConfig) -> float:
     say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
     say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
     compiler = hardware.compiler_name(device) if runner.form.compiled else None
-    by = re.sub(r" \(.*?\)", "", f", {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
+    by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
     say(f"device: {world} x {hardware.device_name(device)}, {runner.form}{by}")
     say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
     say(f"tokens per iteration will be: {tokens_per_step:,}")

@@ -236,7 +236,7 @@ def main() -> int:
     print(says)
     if a.save:
         cpu = torch.device("cpu")
-        start = {"device": hardware.device_name(cpu), "versions": hardware.versions()}
+        start: dict[str, Any] = {"device": hardware.device_name(cpu), "versions": hardware.versions()}
         start |= {"git_commit": hardware.git_commit(), "compiler": hardware.compiler_name(cpu)}
         told = "\n".join(f"- {n}: `{t or '{}'}`, {results[n][0].get('device')}" for n, t in chosen.items())
         command = timing.command_line("check_machines.py")

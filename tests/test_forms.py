@@ -230,7 +230,7 @@ def test_auto_takes_what_was_fastest_here_and_measures_once(monkeypatch):
     said: list[str] = []
     assert settled(said, compile=False).form == Form("float32", explicit=True)
     assert "comparing float32 and bfloat16 on this machine" in said
-    assert any(line.startswith("fastest here: float32 with explicit attention (forward and") for line in said)
+    assert any(line.startswith("fastest here: float32 with explicit attention (a forward and") for line in said)
     assert settled([], compile=False).form == Form("float32", explicit=True)
     assert len(asked) == 1
     settled([], compile=False, activation="relu2")  # another model
@@ -299,7 +299,7 @@ def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
 
 
 def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
-    main(tiny(chars, tmp_path, compile="auto"))
+    main(tiny(chars, tmp_path, compile="auto", dtype="auto"))
     assert not events(tmp_path, "start")[0]["compiled"]
     assert "compile=auto: not compiling, which takes at least about" in capsys.readouterr().out
 
@@ -325,8 +325,8 @@ def test_compiled_form_that_is_no_faster_is_dropped_and_not_tried_again(monkeypa
 
 def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
     times_of(monkeypatch, float32=2.0, float32_explicit=3.0, bfloat16=1.0, bfloat16_explicit=4.0)
-    main(tiny(chars, tmp_path / "whole"))
-    main(tiny(chars, tmp_path / "halves", max_iters=3, lr_decay_iters=6))
+    main(tiny(chars, tmp_path / "whole", dtype="auto"))
+    main(tiny(chars, tmp_path / "halves", dtype="auto", max_iters=3, lr_decay_iters=6))
     assert events(tmp_path / "halves", "start")[0]["dtype"] == "bfloat16"
     monkeypatch.setattr(Trials, "times", lambda *_: pytest.fail("asked again"))
     argv = [f"--out_dir={tmp_path / 'halves'}", "--init_from=resume", "--max_iters=6"]
