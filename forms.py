@@ -51,7 +51,8 @@ FLOOR = 1e-3
 DROPOUT_LOSS, DROPOUT_NORM = 1.2, 3.0
 
 PROBE_S = 0.3  # about what a timed pass takes: of so many sequences of the micro-batch
-ROUNDS = 3
+ROUNDS = 3  # of several forms that take turns
+MOST_ROUNDS, TURNS_S = 25, 1.0  # of two that are compared closely, and about the seconds
 CLEARLY_FASTER = 0.97  # of the time of a form named before it, which is the plainer one
 HOPELESS = 1.5  # a form that is this much slower in its first timed pass gets no other
 
@@ -299,7 +300,8 @@ class Trials:
         micro_batches: how many are left, at most; seconds: how long the run may last, None: as long as these take.
         """
         batch = self.batch_of(self.c.batch_size)
-        plain_s = min(self.seconds(plain, batch) for _ in range(2))
+        with not_silent("still timing a micro-batch", self.say):
+            plain_s = min(self.seconds(plain, batch) for _ in range(2))
         rest_s = plain_s * micro_batches
         if seconds is not None:
             rest_s = min(rest_s, seconds)
@@ -327,7 +329,8 @@ class Trials:
                 return best
             took_s = time.perf_counter() - t0
             batch = self.batch_of(self.c.batch_size)
-            best_s, form_s = self.in_turns(best, runner, batch)
+            with not_silent("still timing micro-batches, compiled and not", self.say):
+                best_s, form_s = self.in_turns(best, runner, batch)
             self.mark(form, batch, form_s, took_s if cold else None)
             self.say(f"a micro-batch takes {form_s * 1e3:.3g} ms in {form}, {best_s * 1e3:.3g} ms in {best.form}")
             if self.all(form_s < best_s):
@@ -337,9 +340,13 @@ class Trials:
         return best
 
     def in_turns(self, a: Runner, b: Runner, batch: Batch) -> tuple[float, float]:
-        """Median seconds of a pass of each, taking turns."""
-        pairs = [(self.seconds(a, batch), self.seconds(b, batch)) for _ in range(ROUNDS)]
-        return statistics.median(s for s, _ in pairs), statistics.median(s for _, s in pairs)
+        """Median seconds of a pass of each, taking turns; the more often the shorter a pass."""
+        times_a, times_b = [self.seconds(a, batch)], [self.seconds(b, batch)]
+        rounds = max(2, min(MOST_ROUNDS, int(TURNS_S / (times_a[0] + times_b[0]))))
+        for _ in range(rounds - 1):
+            times_a.append(self.seconds(a, batch))
+            times_b.append(self.seconds(b, batch))
+        return statistics.median(times_a), statistics.median(times_b)
 
     def compiling_pays(self, form: Form, batch: Batch, plain_s: float, rest_s: float) -> tuple[bool, str]:
         """Whether compiling pays for a run that would take rest_s seconds without it, and why."""

@@ -487,6 +487,12 @@ def git_commit() -> str | None:
     return out.stdout.strip() or None
 
 
+def fastest_matmul(device: torch.device) -> float:
+    """The best FLOP/s that square matmuls reach here, in float32 or bfloat16; 0 where none can run."""
+    flops = [measured_matmul_flops(device, dtype) for dtype in ("float32", "bfloat16")]
+    return max((f for f in flops if f > 0), default=0.0)  # of what is not a number, nothing is said
+
+
 def main() -> None:
     """Prints what this machine is and reaches; what it measures is kept if it is the best so far."""
     device = resolve_device("auto")

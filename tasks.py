@@ -27,6 +27,13 @@ NEEDED = (3, 11)
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = "constraints.txt"
 REQUIREMENTS = {"run": "requirements.txt", "dev": "requirements-dev.txt"}  # the second includes the first
+# Which model learns most in the three minutes of the first run, by the TFLOP/s that matmuls reach: at least so many,
+# layers, settings, and the validation loss to expect (bench/results/2026-11-22-first-run.md).
+FIRST_MODELS = (
+    (0.7, 4, [], "1.46 to 1.5"),
+    (0.1, 2, ["--n_layer=2", "--norm=layer", "--learning_rate=8e-3"], "1.5 to 1.6"),
+    (0.0, 1, ["--n_layer=1", "--norm=layer", "--learning_rate=8e-3"], "1.6 to 2"),
+)
 CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
 
 
@@ -80,11 +87,29 @@ def too_old(version: tuple, executable: str) -> str:
 
 
 def train(python: Path, text: str, out: str, settings: list) -> None:
-    """Prepares data, trains a small model on it and prints text from it."""
+    """Prepares data, trains a small model on it for about three minutes and prints text from it."""
     dataset = prepare(python, text)
-    recipe = ["config/train_shakespeare_char_fast.py"]
+    recipe = ["config/train_shakespeare_char_fast.py", "--max_minutes=3", *first_model(python)]
     run(python, "train.py", *recipe, "--dataset=" + dataset, "--out_dir=" + out, *settings)
     run(python, "sample.py", "--out_dir=" + out, "--num_samples=3", "--max_new_tokens=300")
+
+
+def first_model(python: Path) -> list:
+    """Settings of the model that learns most in three minutes here, going by how fast matmuls are."""
+    say("measuring how fast this machine multiplies")
+    code = "import hardware; d = hardware.resolve_device('auto'); print(d.type, hardware.fastest_matmul(d))"
+    done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return []  # train.py says what is wrong
+    device, flops = done.stdout.split()[-2:]
+    tflops = float(flops) / 1e12
+    layers, settings, expected = next(row[1:] for row in FIRST_MODELS if device != "cpu" or tflops >= row[0])
+    say(
+        "{:.2g} TFLOP/s on {}: a model of {} layer{}; on Shakespeare's plays its validation loss comes to about {}".format(
+            tflops, device, layers, "s" if layers > 1 else "", expected
+        )
+    )
+    return settings
 
 
 def prepare(python: Path, text: str) -> str:

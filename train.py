@@ -206,6 +206,8 @@ def main(c: TrainConfig) -> float:
     optimizer = make_optimizer(
         model, c.optimizer, c.weight_decay, c.learning_rate, betas, c.momentum, device.type, fast
     )
+    if distributed:
+        runner.distribute()
     if c.max_minutes and not c.eval_only:
         left_s = 60 * c.max_minutes - (time.perf_counter() - began)
         batch = batch_of(c.batch_size)
@@ -216,8 +218,6 @@ def main(c: TrainConfig) -> float:
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
     wandb_run_id = saved.get("wandb_run_id")
     saved = {}  # frees what the memory-mapped file holds
-    if distributed:
-        runner.distribute()
     warm_up_s = time.perf_counter() - began
 
     # ---- log -------------------------------------------------------------------------------------------------
