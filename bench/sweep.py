@@ -250,16 +250,20 @@ def figures(cells: list[Cell]) -> list[dict[str, Any]]:
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     names = list(rows[0]["settings"])
     compiled = any(r.get("compiled") for r in rows)
-    head = [*names, "dtype", "compiled", "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "peak memory"]
+    own_dtype = "dtype" not in names  # as a setting it has a column already
+    head = [*names, *(["dtype"] if own_dtype else []), "compiled", "tokens/step", "ms/step (p10, p90)"]
+    head += ["tokens/s (rounds)", "MFU", "peak memory"]
     head += ["data wait"] + (["compiling, cold", "warm", "pays after"] if compiled else [])
     lines = [f"| {' | '.join(head)} |", "|" + "--:|" * len(head)]
     for r in rows:
         cells = [str(v) for v in r["settings"].values()]
         if r["status"]:
-            cells += ["", "", "", r["status"]] + [""] * (len(head) - len(names) - 4)
+            cells += [""] * (head.index("tokens/step") + 1 - len(names)) + [r["status"]]
+            cells += [""] * (len(head) - len(cells))
         else:
             memory = "n/a" if r["memory_gb"] is None else f"{r['memory_gb']:.2f} GB"
-            cells += [r["dtype"], "yes" if r["compiled"] else "no", f"{r['tokens_per_step']:,}"]
+            cells += [r["dtype"]] if own_dtype else []
+            cells += ["yes" if r["compiled"] else "no", f"{r['tokens_per_step']:,}"]
             cells += [f"{r['ms']:.4g} ({r['p10']:.4g}, {r['p90']:.4g})"]
             cells += [f"{r['tokens_per_s']:,.0f} ({r['least']:,.0f} to {r['most']:,.0f})", f"{r['mfu']:.1%}", memory]
             cells += [f"{r['data_wait']:.1%}"]
