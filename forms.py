@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ CANCELLED = 1e-5
 DROPOUT_LOSS, DROPOUT_NORM = 1.2, 3.0
 
 PROBE_S = 0.3  # about what a timed pass takes: of so many sequences of the micro-batch
+LONG_S = 3.0  # a pass of one sequence that takes longer is timed once
 ROUNDS = 3  # of several forms that take turns
 MOST_ROUNDS, TURNS_S = 25, 1.0  # of two that are compared closely, and about the seconds
 CLEARLY_FASTER = 0.97  # of the time of a form named before it, which is the plainer one
@@ -86,7 +87,7 @@ def settle(
 ) -> tuple[Runner, TrainConfig]:
     """The Runner that trains as c says in the fastest right form, and c with a micro-batch that fits.
 
-    earlier: the dtype, compiled and explicit that a resumed run had, as far as its checkpoint says. batch_of: the first
+    earlier: what `saved_form` made of a resumed run's form. batch_of: the first
     micro-batch of so many sequences. The run has so many steps, or, where seconds are given, lasts so long. Leaves
     weights as they were, and no gradients. Raises ValueError where no form is right that c admits, or memory runs out.
     """
@@ -116,6 +117,23 @@ def settle(
     if compiles is None and steps > 0:
         runner = trials.compiled_where_it_pays(runner, seconds, trials.micro_steps() * steps)
     return runner, trials.c
+
+
+def saved_form(runner: Runner) -> dict[str, Any]:
+    """A form as checkpoints hold it."""
+    return asdict(runner.form) | {"device": runner.device.type}
+
+
+def earlier_form(saved: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The dtype, compiled and explicit of the run that a checkpoint is of, as far as it says them for this device.
+
+    What is fast on another kind of device says nothing of this one. Older checkpoints know `compiled` alone.
+    """
+    form = saved.get("form", {"compiled": saved.get("compiled"), "device": device.type})
+    if not isinstance(form, dict) or form.get("device") != device.type:
+        return {}
+    known = {name: form.get(name) for name in ("compiled", "explicit") if isinstance(form.get(name), bool)}
+    return known | ({"dtype": form["dtype"]} if form.get("dtype") in hardware.DTYPES else {})
 
 
 class Trials:
@@ -178,11 +196,12 @@ class Trials:
         rows = max(1, min(self.c.batch_size, int(PROBE_S / one_s)))
         batch = self.batch_of(rows)
         runners = {form: Runner(self.model, form) for form in forms}
-        for runner in runners.values():
+        is_long = one_s > LONG_S
+        for runner in () if is_long else runners.values():
             self.seconds(runner, batch)  # the first pass allocates and prepares kernels
         best = {form: self.seconds(runner, batch) for form, runner in runners.items()}
         alive = [form for form in forms if best[form] <= HOPELESS * min(best.values())]
-        for _ in range(ROUNDS - 1 if alive[1:] else 0):
+        for _ in range(0 if is_long or not alive[1:] else ROUNDS - 1):
             for form in alive:
                 best[form] = min(best[form], self.seconds(runners[form], batch))
         return best

@@ -29,7 +29,7 @@ CONSTRAINTS = "constraints.txt"
 REQUIREMENTS = {"run": "requirements.txt", "dev": "requirements-dev.txt"}  # the second includes the first
 # Which model learns most in the three minutes of the first run, by the TFLOP/s that matmuls reach: at least so many,
 # layers, settings, and the validation loss to expect (bench/results/2026-11-22-first-run.md).
-FIRST_MODELS = (
+FIRST_MODELS: tuple = (
     (0.7, 4, [], "1.46 to 1.5"),
     (0.1, 2, ["--n_layer=2", "--norm=layer", "--learning_rate=8e-3"], "1.5 to 1.6"),
     (0.0, 1, ["--n_layer=1", "--norm=layer", "--learning_rate=8e-3"], "1.6 to 2"),
@@ -104,11 +104,9 @@ def first_model(python: Path) -> list:
     device, flops = done.stdout.split()[-2:]
     tflops = float(flops) / 1e12
     layers, settings, expected = next(row[1:] for row in FIRST_MODELS if device != "cpu" or tflops >= row[0])
-    say(
-        "{:.2g} TFLOP/s on {}: a model of {} layer{}; on Shakespeare's plays its validation loss comes to about {}".format(
-            tflops, device, layers, "s" if layers > 1 else "", expected
-        )
-    )
+    model = f"a model of {layers} layer{'s' if layers > 1 else ''}"
+    say(f"matmuls reach {tflops:.2g} TFLOP/s on {device}: {model} for three minutes;")
+    say(f"on Shakespeare's plays its validation loss comes to about {expected}")
     return settings
 
 

@@ -195,9 +195,7 @@ def main(c: TrainConfig) -> float:
     left_s = 60 * c.max_minutes - (time.perf_counter() - began) if c.max_minutes else None
     batch_of = functools.partial(first_micro_batch, train_split, global_batch, device)
     steps = 0 if c.eval_only else c.max_iters - start_iter
-    earlier = saved.get("form", {})
-    if earlier.get("device") != device.type:
-        earlier = {}  # what is fast on another kind of device says nothing of this one
+    earlier = forms.earlier_form(saved, device)
     runner, c = forms.settle(model, c, earlier, batch_of, world, distributed, left_s, steps, say)
     micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
     dtype, scaler = runner.form.dtype, runner.scaler
@@ -310,7 +308,7 @@ def main(c: TrainConfig) -> float:
                     "scaler": scaler.state_dict(),
                     "tokenizer": meta["tokenizer"],
                     "train_tokens": train_split.tokens,
-                    "form": asdict(runner.form) | {"device": device.type},
+                    "form": forms.saved_form(runner),
                     "wandb_run_id": wandb_run.id if wandb_run else wandb_run_id,
                 }
                 checkpoint.save(state, out_dir, best=improved)

@@ -19,7 +19,7 @@ import forms
 import hardware
 import model as model_module
 import remembered
-from forms import PLAIN, Trials, Wrong, drop_unfinished, gradient_errors, not_silent, nothing_is_zero, settle
+from forms import PLAIN, Trials, drop_unfinished, gradient_errors, not_silent, nothing_is_zero, settle
 from model import GPT, GPTConfig
 from runner import Form, Runner
 from train import TrainConfig, main, resumed_settings
@@ -335,6 +335,25 @@ def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
     assert_equal(*(weights(tmp_path / name) for name in ("whole", "halves")))
 
 
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {},
+        {"compiled": None},
+        {"form": None},
+        {"form": {"device": "cpu"}},
+        {"form": {"device": "cuda", "dtype": "bfloat16", "compiled": True}},
+        {"form": {"device": "cpu", "dtype": "int8", "compiled": "yes", "explicit": 3}},
+    ],
+)
+def test_form_of_another_device_or_none_of_ours_is_not_taken_from_a_checkpoint(saved):
+    assert forms.earlier_form(saved, torch.device("cpu")) == {}
+
+
+def test_older_checkpoints_say_whether_they_were_compiled():
+    assert forms.earlier_form({"compiled": True}, torch.device("cpu")) == {"compiled": True}
+
+
 # ---- the rest ------------------------------------------------------------------------------------------------
 
 
@@ -372,4 +391,3 @@ def test_nothing_that_is_remembered_is_needed(tmp_path, monkeypatch):
     remembered.keep("forms", "b", "right")
     assert remembered.read("forms") == {"a": 1, "b": "right"}
     assert json.loads(Path(remembered.path_of("forms")).read_text()) == {"a": 1, "b": "right"}
-    assert issubclass(Wrong, ValueError)

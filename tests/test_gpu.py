@@ -187,3 +187,12 @@ def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkey
     assert (hardware.peak_memory_bytes(device) or 0) <= max(peak, held + workspace)
     x = torch.empty(2**30, dtype=torch.uint8, device=device)
     assert (hardware.peak_memory_bytes(device) or 0) >= x.numel()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_form_passes_the_check_against_float32(compiled, dtype, chars, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
+    main(tiny(chars, tmp_path / "out", compile=compiled, dtype=dtype, n_embd=128))
+    assert "comparing loss and gradients in " in capsys.readouterr().out
+    assert events(tmp_path / "out", "start")[0]["compiled"] == compiled
