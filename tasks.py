@@ -101,7 +101,7 @@ def first_model(python: Path) -> list:
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return []  # train.py says what is wrong
-    device, flops = done.stdout.split()[-2:]
+    device, flops = done.stdout.split()
     tflops = float(flops) / 1e12
     layers, settings, expected = next(row[1:] for row in FIRST_MODELS if device != "cpu" or tflops >= row[0])
     model = f"a model of {layers} layer{'s' if layers > 1 else ''}"

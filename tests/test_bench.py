@@ -193,3 +193,36 @@ def test_time_to_loss_of_a_run_that_fails_tells_why(tmp_path):
     assert re.fullmatch(r"error: the run ended before its first evaluation: error: .*/nowhere.*\n", done.stderr)
     assert sys.executable not in done.stderr
     assert str(ROOT) not in done.stdout
+
+
+def test_check_of_machines_fails_what_is_wrong_and_not_refused():
+    from bench.check_machines import verdict, verdict_is_bad
+
+    compiled = {"compiled": True, "seconds": 1.0}
+    refused = "gradients are not those of plain float32"
+    assert not verdict_is_bad(compiled | {"right": True})
+    assert not verdict_is_bad(compiled | {"refused": refused})
+    for line in (compiled | {"right": False}, {"compiled": False, "refused": refused}, {"failed": "exit status -4"}):
+        assert verdict_is_bad(line), verdict(line)
+
+
+@pytest.mark.slow
+def test_check_of_machines_finds_a_kernel_that_is_wrong(monkeypatch):
+    from bench import check_machines
+
+    model = check_machines.GPT(check_machines.GPTConfig(vocab_size=65, **check_machines.SIZES, n_embd=32))
+    right = check_machines.check_form(model, "GPT-2", check_machines.Form("float32", explicit=True))
+    assert right["right"]
+    # It passes the check of a run and is wrong afterwards: the steps show it.
+    monkeypatch.setattr("forms.compare", lambda *_: None)
+    attention = check_machines.Runner.backward
+
+    def planted(self, *args):
+        loss = attention(self, *args)
+        if self.form.explicit:
+            self.parameters[0].grad *= 3
+        return loss
+
+    monkeypatch.setattr(check_machines.Runner, "backward", planted)
+    wrong = check_machines.check_form(model, "GPT-2", check_machines.Form("float32", explicit=True))
+    assert not wrong["right"]

@@ -114,6 +114,27 @@ def test_compiled_model_writes_the_same(modern, run, chars, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_compiled_sampling_that_computes_something_else_ends(run, chars, tmp_path, monkeypatch):
+    """Inductor has a bug to order, for tests: its ReLU adds one."""
+    import torch._inductor.config as inductor
+
+    out, settings = str(tmp_path / "relu2"), TINY | {"activation": "relu2", "eval_interval": 6}
+    train(TrainConfig(**(settings | {"dataset": str(chars), "out_dir": out})))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    with inductor.patch({"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}):
+        try:
+            samples(Path(out), compile=True)
+        except ValueError as e:
+            message = str(e)
+            assert re.match(
+                r"compile=True: what the compiled model computes in float32 differs from plain .* by", message
+            )
+            assert message.endswith("leave --compile out")
+            return
+    pytest.skip("no working C++ compiler here")
+
+
+@pytest.mark.slow
 def test_without_a_compiler_sampling_says_so_and_goes_on(run, tmp_path, script):
     env = os.environ | {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     settings = flags(out_dir=run, start="the ", num_samples=2, max_new_tokens=5)

@@ -26,6 +26,7 @@ cd "FOLDER"
 echo "$*" >> calls
 case "$*" in
   "-c import pip") [ ! -e no-pip ];;
+  "-c import hardware"*) cat matmul;;
   "-m venv"*)
     for venv; do :; done
     [ "$3" != --clear ] || rm -rf "$venv"
@@ -39,6 +40,9 @@ esac
 """
 
 
+FIRST = "train.py config/train_shakespeare_char_fast.py --max_minutes=3"
+
+
 class Machine:
     """A checkout with a Python; `calls` are the commands since the last look, without questions (python -c ...)."""
 
@@ -49,6 +53,7 @@ class Machine:
         for name in (tasks.CONSTRAINTS, *tasks.REQUIREMENTS.values()):
             shutil.copy(ROOT / name, folder)
         (folder / "data").mkdir()
+        (folder / "matmul").write_text("cpu 2e12\n")
 
     def calls(self) -> list[str]:
         path = self.folder / "calls"
@@ -78,11 +83,23 @@ def test_train_on_a_new_machine_installs_prepares_trains_and_samples(machine):
         pip("requirements.txt"),
         "data/shakespeare_char/prepare.py",
         "data/python_char/prepare.py",
-        "train.py config/train_shakespeare_char_fast.py --dataset=python_char --out_dir=out-first --max_iters=3",
+        f"{FIRST} --dataset=python_char --out_dir=out-first --max_iters=3",
         "sample.py --out_dir=out-first --num_samples=3 --max_new_tokens=300",
     ]
     tasks.main(["train", "--", "--max_iters=3"])
     assert machine.calls() == calls[2:]
+
+
+@pytest.mark.parametrize(
+    ("matmul", "layers"), [("cuda 1e11", 4), ("cpu 1e12", 4), ("cpu 3.3e11", 2), ("cpu 5e10", 1), ("mps 0.0", 4)]
+)
+def test_first_model_fits_the_machine(matmul, layers, machine, capsys):
+    (machine.folder / "matmul").write_text(matmul)
+    tasks.main(["train"])
+    [train] = [call for call in machine.calls() if call.startswith("train.py")]
+    smaller = f" --n_layer={layers} --norm=layer --learning_rate=8e-3" if layers < 4 else ""
+    assert train == f"{FIRST}{smaller} --dataset=python_char --out_dir=out-first"
+    assert f"a model of {layers} layer" in capsys.readouterr().out
 
 
 def test_own_text_and_prepared_data_are_taken(machine, monkeypatch):
