@@ -198,11 +198,17 @@ def test_time_to_loss_of_a_run_that_fails_tells_why(tmp_path):
 def test_check_of_machines_fails_what_is_wrong_and_not_refused():
     from bench.check_machines import verdict, verdict_is_bad
 
-    compiled = {"compiled": True, "seconds": 1.0}
-    refused = "gradients are not those of plain float32"
+    compiled: dict[str, Any] = {"compiled": True, "compiler": "g++ 12"}
+    wrong, no_compiler = "gradients are not those of plain float32", "compile=True does not work here"
     assert not verdict_is_bad(compiled | {"right": True})
-    assert not verdict_is_bad(compiled | {"refused": refused})
-    for line in (compiled | {"right": False}, {"compiled": False, "refused": refused}, {"failed": "exit status -4"}):
+    assert not verdict_is_bad(compiled | {"refused": wrong})
+    assert not verdict_is_bad(compiled | {"refused": no_compiler, "compiler": None})
+    bad: list[dict[str, Any]] = [
+        compiled | {"right": False},
+        compiled | {"refused": no_compiler},
+        {"failed": "exit status -4"},
+    ]
+    for line in (*bad, {"compiled": False, "refused": wrong}):
         assert verdict_is_bad(line), verdict(line)
 
 
