@@ -53,7 +53,7 @@ DROPOUT_LOSS, DROPOUT_NORM = 1.2, 3.0
 PROBE_S = 0.3  # about what a timed pass takes: of so many sequences of the micro-batch
 LONG_S = 3.0  # a pass of one sequence that takes longer is timed once
 ROUNDS = 3  # of several forms that take turns
-MOST_ROUNDS, TURNS_S = 25, 1.0  # of two that are compared closely, and about the seconds
+MOST_ROUNDS, TURNS_S = 50, 2.0  # of two that are compared closely, and about the seconds
 CLEARLY_FASTER = 0.97  # of the time of a form named before it, which is the plainer one
 HOPELESS = 1.5  # a form that is this much slower in its first timed pass gets no other
 
