@@ -332,16 +332,17 @@ class Trials:
             forms = [replace(plain.form, compiled=True, explicit=explicit) for explicit in (first, not first)]
         key = self.check_key(forms[0], batch) + ", fastest"
         known = remembered.read("forms").get(key)
-        if self.all(known in [*map(str, forms), str(plain.form)]):
+        compared = self.all(known in [*map(str, forms), str(plain.form)])  # in an earlier run
+        if compared:
             forms = [form for form in forms if str(form) == known]
         if not forms:
             self.say(f"compile=auto: not compiling, which was no faster before: {remembered.path_of('forms')}")
             return plain
-        pays, why = self.compiling_pays(forms[0], batch, plain_s, rest_s)
+        pays, why = self.compiling_pays(forms[0], batch, rest_s)
         self.say(f"compile=auto: {why}")
         if not self.all(pays):
             return plain
-        best = plain
+        best, best_share = plain, 1.0  # of plain's time
         for form in forms:
             if form is not forms[0] and not self.all(rest_s * WORTH_TRYING > self.cold_s()):
                 return best  # not all were tried: nothing to remember
@@ -349,14 +350,18 @@ class Trials:
             runner = self.attempt(form)
             if runner is None:
                 return best
+            if compared:
+                return runner
             took_s = time.perf_counter() - t0
             batch = self.batch_of(self.c.batch_size)
             with not_silent("still timing micro-batches, compiled and not", self.say):
                 best_s, form_s = self.in_turns(best, runner, batch)
-            self.mark(form, batch, form_s, took_s if cold else None)
+            # Ratios, since the machine's speed is another in another hour.
+            share = best_share * form_s / best_s
+            self.mark(form, batch, share, took_s if cold else None)
             self.say(f"a micro-batch takes {form_s * 1e3:.3g} ms in {form}, {best_s * 1e3:.3g} ms in {best.form}")
             if self.all(form_s < best_s):
-                best = runner
+                best, best_share = runner, share
         best.use()
         remembered.keep("forms", key, str(best.form))
         return best
@@ -370,12 +375,10 @@ class Trials:
             times_b.append(self.seconds(b, batch))
         return statistics.median(times_a), statistics.median(times_b)
 
-    def compiling_pays(self, form: Form, batch: Batch, plain_s: float, rest_s: float) -> tuple[bool, str]:
+    def compiling_pays(self, form: Form, batch: Batch, rest_s: float) -> tuple[bool, str]:
         """Whether compiling pays for a run that would take rest_s seconds without it, and why."""
-        known = remembered.read("forms").get(self.check_key(form, batch) + ", time")
-        saved_s = rest_s * SAVED
-        if isinstance(known, float):
-            saved_s = rest_s * (1 - known / plain_s)
+        known = remembered.read("forms").get(self.check_key(form, batch) + ", share of the time")
+        saved_s = rest_s * (1 - known if isinstance(known, float) else SAVED)
         warm_s = WARM_S + WARM_S_PER_LAYER * self.model.config.n_layer
         if saved_s <= warm_s:  # looking into the cache would only load torch._dynamo, for over a second
             return False, (
@@ -415,9 +418,9 @@ class Trials:
 
         return Path(cache_dir()) / f"deskgpt-{self.digest(batch, form)}"
 
-    def mark(self, form: Form, batch: Batch, step_s: float, cold_s: float | None) -> None:
-        """Remembers the seconds of a compiled form's pass and, where the cache had nothing, those of compiling it."""
-        remembered.keep("forms", self.check_key(form, batch) + ", time", step_s)
+    def mark(self, form: Form, batch: Batch, share: float, cold_s: float | None) -> None:
+        """Remembers a compiled form's share of the plain form's time and, where the cache was empty, what it took."""
+        remembered.keep("forms", self.check_key(form, batch) + ", share of the time", share)
         if cold_s is not None:
             guess = COLD_S + COLD_S_PER_LAYER * self.model.config.n_layer
             remembered.keep("forms", f"{machine(self.device)}: compiling", cold_s / guess)

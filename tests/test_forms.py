@@ -283,19 +283,19 @@ def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     trials = Trials(a_model(), TrainConfig(**SIZES), batch_of, 1, False, print)
     form, batch = Form(compiled=True), batch_of(4)
-    pays, why = trials.compiling_pays(form, batch, 0.01, 10.0)
+    pays, why = trials.compiling_pays(form, batch, 10.0)
     assert not pays
     assert why == "not compiling, which takes at least about 4.0s and saves about 2.5s of this run"
-    pays, why = trials.compiling_pays(form, batch, 0.01, 1000.0)
+    pays, why = trials.compiling_pays(form, batch, 1000.0)
     assert pays
     assert why == "compiling, which takes about 21.0s (not in the cache) and saves about 4m10s of this run"
-    trials.mark(form, batch, 0.005, cold_s=42.0)  # which it took here, and half of the time it saves
-    assert trials.compiling_pays(form, batch, 0.01, 10.0) == (
+    trials.mark(form, batch, 0.5, cold_s=42.0)  # which it took here, and half of the time it saves
+    assert trials.compiling_pays(form, batch, 10.0) == (
         True,
         "compiling, which takes about 4.0s (in the cache) and saves about 5.0s of this run",
     )
     other = Form("bfloat16", compiled=True)
-    assert "takes about 42.0s (not in the cache)" in trials.compiling_pays(other, batch, 0.01, 1000.0)[1]
+    assert "takes about 42.0s (not in the cache)" in trials.compiling_pays(other, batch, 1000.0)[1]
 
 
 def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
