@@ -218,43 +218,46 @@ def steps_within(
     world: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Settings with which a run of c ends in about so many seconds: max_iters at most, and what depends on it.
+    """Settings with which a run of c ends in about so many seconds, of one that would take longer; the rest stays.
 
-    Steps and evaluation are timed. Where evaluations would take more than EVAL_SHARE of the time they read less; where
-    the schedule is longer than the steps it is shortened. All ranks get the same. Leaves the weights as they are.
+    Steps and evaluation are timed. max_iters becomes the steps that fit, and what is longer than these in the schedule
+    is shortened. Where evaluations would take more than EVAL_SHARE of the time, they read less. All ranks get the same
+    settings. Leaves the weights as they are.
     """
-    micro_steps = c.gradient_accumulation_steps // world
-    step_s, batch_s = time_step(runner, optimizer, batch, micro_steps), time_evaluation(runner, batch)
-    step_s, batch_s = (all_max(s, runner.device) for s in (step_s, batch_s))
     seconds = max(seconds, 0.0)
-    left = c.max_iters - start_iter
+    step_s = all_max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // world), runner.device)
+    batch_s = all_max(time_evaluation(runner, batch), runner.device)
     windows = math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
     batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * world)) for split in splits)
-    evaluations = (
-        2 + left // c.eval_interval if left * step_s < seconds else 2 + int(seconds / step_s) // c.eval_interval
-    )
-    most = max(2 * LEAST_EVAL_BATCHES, int(EVAL_SHARE * seconds / (evaluations * batch_s)))
     settings: dict[str, Any] = {}
-    if batches > most:
-        batches = most
-        if c.eval_tokens:
-            settings["eval_tokens"] = most // 2 * c.batch_size * world * c.block_size
-        else:
-            settings["eval_iters"] = most // 2 * world
-    eval_s = batches * batch_s
-    # Evaluations at the beginning, at the end, and one for each eval_interval steps.
-    fit = math.floor((seconds - 2 * eval_s) / (step_s + eval_s / c.eval_interval))
-    steps = max(1, min(left, fit))
-    settings["max_iters"] = start_iter + steps
-    settings["warmup_iters"] = min(c.warmup_iters, math.ceil(steps * WARMUP_SHARE))
-    settings["lr_decay_iters"] = min(c.lr_decay_iters, settings["max_iters"])
-    settings["cooldown_iters"] = min(c.cooldown_iters, steps)
-    evaluations = 2 + (steps - 1) // c.eval_interval
+
+    def evaluations(steps: int) -> int:
+        """At the beginning, after each eval_interval steps and at the end."""
+        return 2 + (steps - 1) // c.eval_interval
+
+    steps = c.max_iters - start_iter
+    if steps * step_s + evaluations(steps) * batches * batch_s > seconds:
+        most = int(EVAL_SHARE * seconds / (evaluations(int(seconds / step_s)) * batch_s))
+        per_split = max(LEAST_EVAL_BATCHES, most // len(splits))
+        if batches > per_split * len(splits):
+            batches = per_split * len(splits)
+            if c.eval_tokens:
+                settings["eval_tokens"] = per_split * c.batch_size * world * c.block_size
+            else:
+                settings["eval_iters"] = per_split * world
+        eval_s = batches * batch_s
+        fit = int((seconds - 2 * eval_s) / (step_s + eval_s / c.eval_interval))
+        steps = max(1, min(steps, fit))
+        settings["max_iters"] = start_iter + steps
+        settings["warmup_iters"] = min(c.warmup_iters, math.ceil(steps * WARMUP_SHARE))
+        settings["lr_decay_iters"] = min(c.lr_decay_iters, settings["max_iters"])
+        settings["cooldown_iters"] = min(c.cooldown_iters, steps)
     tokens = steps * c.batch_size * c.gradient_accumulation_steps * c.block_size
-    total_s = steps * step_s + evaluations * eval_s
+    eval_s = batches * batch_s
+    total_s = steps * step_s + evaluations(steps) * eval_s
     say(
         f"max_minutes={c.max_minutes:g}: {steps:,} steps of about {step_s * 1e3:.3g} ms ({tokens:,} tokens) and "
-        f"{evaluations} evaluations of about {clock(eval_s)}: done in about {clock(total_s)}"
+        f"{evaluations(steps)} evaluations of about {clock(eval_s)}: done in about {clock(total_s)}"
     )
     return settings
 

@@ -39,11 +39,12 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
 
 PLAIN = Form()
 
-# How far a gradient may be from plain float32's: |difference| / |gradient|, for each parameter. Measured over the
-# model's choices, one to twelve layers and eleven kinds of processor (bench/results/2026-11-22-check-machines.md), the
-# largest were 0.035 in bfloat16 and 4e-5 in float32. A kernel that loses one element in 64 is off by 0.12.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
-LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+# How far the loss may be from plain float32's, and each gradient: |difference| / |gradient|. The largest
+# measured over the model's choices and one to twelve layers (LOG.md, 2026-11-22) were 0.038 and 2e-4 in bfloat16 and
+# 2.3e-6 and 2e-7 in float32; fifteen real and emulated processors stay below these
+# (bench/results/2026-11-22-check-machines.md). A kernel that loses one of 64 elements is off by 0.12.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "tf32": 0.1}
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "tf32": 1e-2}
 # The gradient of a key's bias is cancelled by the softmax: 1e-8 of the one of the whole bias is left of it in float32,
 # where the smallest real one, of queries at the start, is 5e-3.
 CANCELLED = 1e-5
@@ -87,16 +88,18 @@ def settle(
 ) -> tuple[Runner, TrainConfig]:
     """The Runner that trains as c says in the fastest right form, and c with a micro-batch that fits.
 
-    earlier: what `saved_form` made of a resumed run's form. batch_of: the first
-    micro-batch of so many sequences. The run has so many steps, or, where seconds are given, lasts so long. Leaves
-    weights as they were, and no gradients. Raises ValueError where no form is right that c admits, or memory runs out.
+    earlier: what `earlier_form` read of a resumed run's form. batch_of: the first micro-batch of so many sequences.
+    steps: of the run; seconds: how long it may last, None: as long as they take. Leaves weights as they were, and no
+    gradients. Raises ValueError where no form that c admits is right, or memory runs out.
     """
     trials = Trials(model, c, batch_of, world, distributed, say)
     device = trials.device
     measured = device.type == "cpu" and not c.eval_only
-    dtype = (
-        c.dtype if c.dtype != "auto" else earlier.get("dtype") or (None if measured else hardware.fast_dtype(device))
-    )
+    dtype: str | None = c.dtype
+    if dtype == "auto":
+        dtype = earlier.get("dtype")
+    if dtype is None and not measured:
+        dtype = hardware.fast_dtype(device)
     explicit = earlier.get("explicit")
     if explicit is None and (not measured or model.config.dropout or c.block_size > LONGEST_EXPLICIT):
         explicit = False
@@ -296,6 +299,8 @@ class Trials:
         """Says that a form computes something else; raises ValueError where the user has asked for it."""
         if form.compiled and self.c.compile is True:
             raise ValueError(f"compile=True: {problem}; leave --compile out, or try --compile=False")
+        if form == PLAIN:  # TF32, on CUDA: there is nothing plainer to go on with
+            raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
         if not form.compiled and self.c.dtype != "auto":
             raise ValueError(f"dtype={form.dtype}: {problem}; leave --dtype out, or try --dtype=float32")
         self.say(f"{problem}; going on {'without compiling' if form.compiled else 'in float32'}")
@@ -444,33 +449,32 @@ def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int) -> None:
     model, form = runner.model, runner.form
     names = [name for name, _ in model.named_parameters()]
     found_loss, found = loss.item(), taken_gradients(runner, micro_steps)
-    try:
-        expected_loss, expected = plain_float32(model, batch)
-    except RuntimeError as e:
-        if not is_out_of_memory(e) or batch[0].size(0) == 1:
-            raise
-        hardware.synchronize(runner.device)
+    expected = plain_float32(model, batch)
+    if expected is None:
         x, y = batch
         only_first = torch.full_like(y, -1)
         only_first[0] = y[0]
         del found
-        drop_gradients(runner)
         runner.use()
         found_loss = (runner.backward(x, only_first, micro_steps) * micro_steps).item()
         found = taken_gradients(runner, micro_steps)
-        expected_loss, expected = plain_float32(model, (x[:1], y[:1]))
-    finally:
-        runner.use()
-    if not math.isfinite(expected_loss) or not all(g.isfinite().all() for g in expected):
+        expected = plain_float32(model, (x[:1], y[:1]))
+    runner.use()
+    if expected is None:
+        raise MemoryError  # not even one sequence
+    expected_loss, gradients = expected
+    if not math.isfinite(expected_loss) or not all(g.isfinite().all() for g in gradients):
         raise ValueError(
             f"plain float32 gives a loss of {expected_loss} or gradients that are not finite on the first micro-batch: "
             "not the form but the weights that the run starts from, or the data, are at fault; take another checkpoint"
         )
-    compare(form, names, found_loss, found, expected_loss, expected, bool(model.config.dropout))
+    precision = "tf32" if form.dtype == "float32" and runner.device.type == "cuda" else form.dtype
+    compare(form, precision, names, found_loss, found, expected_loss, gradients, bool(model.config.dropout))
 
 
 def compare(
     form: Form,
+    precision: str,
     names: list[str],
     found_loss: float,
     found: list[Tensor],
@@ -478,14 +482,14 @@ def compare(
     expected: list[Tensor],
     dropout: bool,
 ) -> None:
-    """Raises Wrong where a loss or a gradient is further from the expected one than its dtype explains."""
-    off = abs(found_loss - expected_loss) / abs(expected_loss)
-    limit = DROPOUT_LOSS - 1 if dropout else LOSS_TOLERANCE[form.dtype]
+    """Raises Wrong where a loss or a gradient is further from the expected one than its precision explains."""
+    off = abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-30)
+    limit = DROPOUT_LOSS - 1 if dropout else LOSS_TOLERANCE[precision]
     if not off <= limit:  # nan is not
         raise Wrong(f"the loss in {form} is {found_loss:.6g}, in plain float32 {expected_loss:.6g}")
     errors = norm_ratios(names, found, expected) if dropout else gradient_errors(names, found, expected)
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    limit = DROPOUT_NORM if dropout else TOLERANCE[form.dtype]
+    worst = max(errors, key=lambda name: errors[name])
+    limit = DROPOUT_NORM if dropout else TOLERANCE[precision]
     if not errors[worst] <= limit:
         how = "norms differ by a factor of" if dropout else "differ by"
         raise Wrong(
@@ -522,18 +526,21 @@ def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -
     return ratios
 
 
-def plain_float32(model: GPT, batch: Batch) -> tuple[float, list[Tensor]]:
-    """Loss and gradients of the model as it is, in full float32. Leaves no gradients."""
+def plain_float32(model: GPT, batch: Batch) -> tuple[float, list[Tensor]] | None:
+    """Loss and gradients of the model as it is, in full float32; None where memory runs out. Leaves no gradients."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no TF32
+    runner = Runner(model, PLAIN)
     try:
-        runner = Runner(model, PLAIN)
         loss = runner.backward(*batch)
         return loss.item(), taken_gradients(runner, 1)
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        return None
     finally:
         torch.set_float32_matmul_precision(precision)
-        for p in model.parameters():
-            p.grad = None
+        drop_gradients(runner)
 
 
 def taken_gradients(runner: Runner, micro_steps: int) -> list[Tensor]:

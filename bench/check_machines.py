@@ -150,7 +150,9 @@ def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
     # At the weights that this form has come to: those of the other have come elsewhere by a little.
     runner.use()
     learn(runner)
-    expected = forms.plain_float32(model, batch_of(BATCH_SIZE))[1]
+    plain = forms.plain_float32(model, batch_of(BATCH_SIZE))
+    assert plain is not None  # it fits
+    expected = plain[1]
     names = [n for n, _ in model.named_parameters()]
     errors = forms.gradient_errors(names, gradients, expected)
     worst = max(errors, key=lambda n: errors[n])

@@ -173,9 +173,7 @@ def test_where_float32_does_not_fit_one_sequence_is_compared(monkeypatch, wrong_
     plain = forms.plain_float32
 
     def limited(model: GPT, batch: tuple[Tensor, Tensor]) -> Any:
-        if batch[0].size(0) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return plain(model, batch)
+        return None if batch[0].size(0) > 1 else plain(model, batch)
 
     monkeypatch.setattr(forms, "plain_float32", limited)
     earlier = {"dtype": "bfloat16", "compiled": False}
