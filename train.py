@@ -267,6 +267,7 @@ def main(c: TrainConfig) -> float:
     # ---- train -----------------------------------------------------------------------------------------------
     step = start_iter
     windows = eval_windows(c)
+    kept = f"what {out_dir} holds stays"
     watch = GradientWatch([name for name, _ in model.named_parameters()], device)
     loader = Loader(train_split, device, c.batch_size, micro_steps, step, rank, world)
     window_steps, window_s = 0, 0.0  # since the last log line: steps, and seconds of these alone
@@ -280,6 +281,7 @@ def main(c: TrainConfig) -> float:
             hardware.synchronize(device)
             t1 = time.perf_counter()
             window_s += t1 - t0
+            watch.raise_if_not_finite(runner.form, start_iter, kept)
             (train_loss, _), (val_loss, val_se) = (
                 runner.evaluate(s, windows, c.batch_size, rank, world) for s in (train_split, val_split)
             )
@@ -293,7 +295,7 @@ def main(c: TrainConfig) -> float:
             say(f"step {step}: {said}{error}")
             if not math.isfinite(val_loss):
                 remedy = advice(runner.form, step == start_iter)
-                raise ValueError(f"val loss is {val_loss} at step {step}; what {out_dir} holds stays; {remedy}")
+                raise ValueError(f"val loss is {val_loss} at step {step}; {kept}; {remedy}")
             improved = val_loss < best_val_loss
             best_val_loss = min(best_val_loss, val_loss)
             if step > start_iter and rank == 0 and (improved or c.always_save_checkpoint):
@@ -336,7 +338,7 @@ def main(c: TrainConfig) -> float:
             watch.see(step, grad_norms)
         logs = step % c.log_interval == 0 or step == c.max_iters - 1
         if logs or device.type == "cpu":  # elsewhere asking would wait for the device
-            watch.raise_if_not_finite(runner.form, start_iter, f"what {out_dir} holds stays")
+            watch.raise_if_not_finite(runner.form, start_iter, kept)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -363,7 +365,7 @@ def main(c: TrainConfig) -> float:
             )
             if not math.isfinite(mean_loss):
                 remedy = advice(runner.form, step == start_iter)
-                raise ValueError(f"loss is {mean_loss} at step {step}; what {out_dir} holds stays; {remedy}")
+                raise ValueError(f"loss is {mean_loss} at step {step}; {kept}; {remedy}")
             log.write(
                 "iter",
                 iter=step,
