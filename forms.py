@@ -197,9 +197,17 @@ class Trials:
         self.seconds(first, (x, y))
         one_s = self.seconds(first, (x, y))
         rows = max(1, min(self.c.batch_size, int(PROBE_S / one_s)))
+        try:
+            return self.times_of(forms, rows, one_s > LONG_S)
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e) or rows == 1:
+                raise
+        return self.times_of(forms, 1, one_s > LONG_S)  # what fits is found later
+
+    def times_of(self, forms: list[Form], rows: int, is_long: bool) -> dict[Form, float]:
+        """Seconds of a pass of so many sequences; is_long: one each has to do."""
         batch = self.batch_of(rows)
         runners = {form: Runner(self.model, form) for form in forms}
-        is_long = one_s > LONG_S
         for runner in () if is_long else runners.values():
             self.seconds(runner, batch)  # the first pass allocates and prepares kernels
         best = {form: self.seconds(runner, batch) for form, runner in runners.items()}

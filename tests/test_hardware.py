@@ -599,11 +599,10 @@ def test_compiler_is_named_by_itself_and_what_it_is_told(tmp_path, monkeypatch):
     path.write_text("#!/bin/sh\necho 'g++ (Debian 12.2.0-14) 12.2.0'; echo 'Copyright'")
     path.chmod(0o755)
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: str(path))
-    monkeypatch.setattr(config.cpp, "march", None)
-    monkeypatch.setattr(config.cpp, "simdlen", None)
-    assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0"
-    monkeypatch.setattr(config.cpp, "march", "x86-64-v3")
-    assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0, march=x86-64-v3"
+    with config.patch({"cpp.simdlen": None}):
+        assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0"
+    with config.patch({"cpp.simdlen": 256}):
+        assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0, simdlen=256"
     for broken in ("#!/bin/sh\n", None):
         path.write_text(broken) if broken else path.unlink()
         assert hardware.compiler_name(CPU) is None
