@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -282,9 +283,11 @@ def main(c: TrainConfig) -> float:
             t1 = time.perf_counter()
             window_s += t1 - t0
             watch.raise_if_not_finite(runner.form, start_iter, kept)
-            (train_loss, _), (val_loss, val_se) = (
-                runner.evaluate(s, windows, c.batch_size, rank, world) for s in (train_split, val_split)
-            )
+            # A terminal shows a progress bar.
+            shown = nullcontext() if sys.stderr.isatty() else forms.not_silent("still evaluating", say)
+            with shown:
+                train_loss, _ = runner.evaluate(train_split, windows, c.batch_size, rank, world)
+                val_loss, val_se = runner.evaluate(val_split, windows, c.batch_size, rank, world)
             t0 = time.perf_counter()
             last_eval_s, eval_s = t0 - t1, eval_s + t0 - t1
             losses = {"train_loss": train_loss, "val_loss": val_loss, "val_se": val_se}  # its standard error
