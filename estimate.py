@@ -68,7 +68,8 @@ def memory(
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small, large = (memory(config, b, dtype, device_type, compiled, accumulates, explicit) for b in (n, 2 * n))
+        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit)
+        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with fake_tensors(device_type), Live(device_type) as live:
@@ -207,6 +208,11 @@ def smaller_batch(
 # ---- time ----------------------------------------------------------------------------------------------------
 
 
+def eval_windows(c: TrainConfig) -> int:
+    """Windows of each split that an evaluation reads, at most."""
+    return math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
+
+
 def steps_within(
     seconds: float,
     c: TrainConfig,
@@ -227,7 +233,7 @@ def steps_within(
     seconds = max(seconds, 0.0)
     step_s = all_max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // world), runner.device)
     batch_s = all_max(time_evaluation(runner, batch), runner.device)
-    windows = math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
+    windows = eval_windows(c)
     batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * world)) for split in splits)
     settings: dict[str, Any] = {}
 

@@ -337,6 +337,11 @@ class Trials:
         rest_s = plain_s * micro_batches
         if seconds is not None:
             rest_s = min(rest_s, seconds)
+        if not self.all(rest_s * SAVED > self.warm_s()):
+            # Not even with all of it in the cache: no need to ask the compiler its name and look.
+            said = f"takes at least about {clock(self.warm_s())} and saves about {clock(rest_s * SAVED)} of this run"
+            self.say(f"compile=auto: not compiling, which {said}")
+            return plain
         forms = [replace(plain.form, compiled=True)]
         if self.c.block_size <= LONGEST_EXPLICIT and not self.model.config.dropout:
             # The likelier one first, since a short run tries no other: compiled, explicit attention was the faster in
@@ -381,7 +386,8 @@ class Trials:
 
     def in_turns(self, a: Runner, b: Runner, batch: Batch) -> tuple[float, float]:
         """Median seconds of a pass of each, taking turns; the more often the shorter a pass."""
-        times_a, times_b = [self.seconds(a, batch)], [self.seconds(b, batch)]
+        times_a = [self.seconds(a, batch)]
+        times_b = [self.seconds(b, batch)]
         rounds = max(2, min(MOST_ROUNDS, int(TURNS_S / (times_a[0] + times_b[0]))))
         for _ in range(rounds - 1):
             times_a.append(self.seconds(a, batch))
@@ -392,19 +398,17 @@ class Trials:
         """Whether compiling pays for a run that would take rest_s seconds without it, and why."""
         known = remembered.read("forms").get(self.check_key(form, batch) + ", share of the time")
         saved_s = rest_s * (1 - known if isinstance(known, float) else SAVED)
-        warm_s = WARM_S + WARM_S_PER_LAYER * self.model.config.n_layer
-        if saved_s <= warm_s:  # looking into the cache would only load torch._dynamo, for over a second
-            return False, (
-                f"not compiling, which takes at least about {clock(warm_s)} "
-                f"and saves about {clock(max(0.0, saved_s))} of this run"
-            )
         warm = self.marker(form, batch).exists()
-        cost_s = warm_s if warm else self.cold_s()
+        cost_s = self.warm_s() if warm else self.cold_s()
         pays = saved_s > cost_s
         return pays, (
             f"{'compiling' if pays else 'not compiling'}, which takes about {clock(cost_s)} "
-            f"({'' if warm else 'not '}in the cache) and saves about {clock(saved_s)} of this run"
+            f"({'' if warm else 'not '}in the cache) and saves about {clock(max(0.0, saved_s))} of this run"
         )
+
+    def warm_s(self) -> float:
+        """Seconds that compiling the model takes with all of it in the cache."""
+        return WARM_S + WARM_S_PER_LAYER * self.model.config.n_layer
 
     def cold_s(self) -> float:
         """Seconds that compiling the model takes with an empty cache, going by what it took on this machine before."""
@@ -529,7 +533,8 @@ def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -
     least = CANCELLED * math.sqrt(sum(g.square().sum().item() for g in expected))
     ratios = {}
     for name, got, right in zip(names, found, expected, strict=True):
-        a, b = (max(g.norm().item(), least) for g in (got, right))
+        a = max(got.norm().item(), least)
+        b = max(right.norm().item(), least)
         ratios[name] = max(a / b, b / a) if got.isfinite().all() else math.inf
     return ratios
 

@@ -267,7 +267,7 @@ def main(c: TrainConfig) -> float:
     )
     # ---- train -----------------------------------------------------------------------------------------------
     step = start_iter
-    windows = eval_windows(c)
+    windows = estimate.eval_windows(c)
     kept = f"what {out_dir} holds stays"
     watch = GradientWatch([name for name, _ in model.named_parameters()], device)
     loader = Loader(train_split, device, c.batch_size, micro_steps, step, rank, world)
@@ -414,11 +414,6 @@ def main(c: TrainConfig) -> float:
 def first_micro_batch(split: Split, global_batch: int, device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
     """The first sequences of the first step's batch: inputs and targets (rows, T)."""
     return to_device(split.train_batch(0, np.arange(rows), global_batch), device)
-
-
-def eval_windows(c: TrainConfig) -> int:
-    """Windows of each split that an evaluation reads, at most."""
-    return math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
 
 
 class GradientWatch:

@@ -150,6 +150,7 @@ def test_what_compiling_lacks_is_named_with_its_package(monkeypatch, error, plat
     assert remedy in hardware.why_not_compiled(RuntimeError(error))
 
 
+@pytest.mark.slow
 def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
     env = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     settings = flags(**(TINY | {"dataset": chars, "out_dir": tmp_path / "out", "compile": True}))

@@ -58,6 +58,7 @@ def online(hub: Hub, tmp_path: Path, *args: str | Path, setup: str = "") -> subp
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_subset_streams_from_the_hub_through_faults_of_the_network(tmp_path, hub, documents):
     hub.faults = ["503", "cut"]
     done = online(hub, tmp_path, *SMALL)
