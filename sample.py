@@ -16,15 +16,14 @@ from typing import Literal
 
 import torch
 
-import checkpoint
-import hardware
-from configurator import configure, one_line_errors
+from configurator import configure
 from data.text.prepare import read_text
+from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
-from data.tokens import read_meta
-from forms import TOLERANCE
+from deskgpt import checkpoint, compiling, hardware, peak_flops
+from deskgpt.errors import one_line_errors
+from deskgpt.forms import TOLERANCE
 from model import GPT, GPTConfig, KVCache
-from runner import set_up_inductor
 
 DATA = Path(__file__).parent / "data"
 
@@ -74,7 +73,7 @@ def main(c: SampleConfig) -> list[str]:
     model.eval().to(device)
     # One row at a time the weights' way through memory is all that counts, and autocast would cast them anew for
     # every token: float32 unless asked for on a CPU.
-    fast = "float32" if device.type == "cpu" else hardware.fast_dtype(device)
+    fast = "float32" if device.type == "cpu" else peak_flops.fast_dtype(device)
     dtype = fast if c.dtype == "auto" else c.dtype
     amp = hardware.autocast(device, dtype)
 
@@ -93,13 +92,13 @@ def main(c: SampleConfig) -> list[str]:
         print("compiling, which takes a while", file=sys.stderr)
         expected = hidden_states(model, prompts)
         if device.type == "cpu":
-            set_up_inductor()
+            compiling.set_up_inductor()
         model.transformer.compile(dynamic=True)  # the part that generation calls
         try:
             with amp:
                 found = hidden_states(model, prompts)
         except Exception as e:
-            reason = hardware.why_not_compiled(e)
+            reason = compiling.why_not_compiled(e)
             print(f"compile=True does not work here ({reason}); sampling without it", file=sys.stderr)
             torch.compiler.set_stance("force_eager")
         else:

@@ -97,7 +97,8 @@ def train(python: Path, text: str, out: str, settings: list) -> None:
 def first_model(python: Path) -> list:
     """Settings of the model that learns most in three minutes here, going by how fast matmuls are."""
     say("measuring how fast this machine multiplies")
-    code = "import hardware; d = hardware.resolve_device('auto'); print(d.type, hardware.fastest_matmul(d))"
+    code = "from deskgpt import hardware, peak_flops; device = hardware.resolve_device('auto'); "
+    code += "print(device.type, peak_flops.fastest_matmul(device))"
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return []  # train.py says what is wrong

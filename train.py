@@ -26,18 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import checkpoint
-import estimate
-import forms
-import hardware
-from configurator import build, one_line_errors, read_settings
+from configurator import build, read_settings
 from data.loader import Loader, to_device
+from data.splits import Split
+from data.token_files import check_vocabulary, read_meta, token_files
 from data.tokenizer import padded_vocab_size
-from data.tokens import Split, check_vocabulary, read_meta, token_files
+from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, runlog
+from deskgpt.errors import one_line_errors
+from deskgpt.optimizer import make_optimizer
+from deskgpt.runlog import RunLog, clock, start_wandb
+from deskgpt.runner import Form, all_sum
 from model import CHOICES, GPT, GPTConfig
-from optimizer import make_optimizer
-from runlog import RunLog, clock, start_wandb
-from runner import Form, all_sum
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run has from its checkpoint.
@@ -175,7 +174,7 @@ def main(c: TrainConfig) -> float:
             raise ValueError(f"{name}={getattr(c, name)}, but {source} has {name}={getattr(args, name)}: leave it out")
     T = c.block_size
     if c.dry_run:
-        dtype = hardware.fast_dtype(device) if c.dtype == "auto" else c.dtype
+        dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
         shape = (c.batch_size, c.gradient_accumulation_steps, world)
         estimate.report(replace(args, block_size=T), device, dtype, c.compile is not False, *shape, c.max_iters, say)
         return math.inf
@@ -200,7 +199,7 @@ def main(c: TrainConfig) -> float:
     runner, c = forms.settle(model, c, earlier, batch_of, world, distributed, left_s, steps, say)
     micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
     dtype, scaler = runner.form.dtype, runner.scaler
-    fast = dtype == "bfloat16" if device.type == "cpu" else hardware.fast_dtype(device) == "bfloat16"
+    fast = dtype == "bfloat16" if device.type == "cpu" else peak_flops.fast_dtype(device) == "bfloat16"
     betas = (c.beta1, c.beta2)
     optimizer = make_optimizer(
         model, c.optimizer, c.weight_decay, c.learning_rate, betas, c.momentum, device.type, fast
@@ -231,11 +230,11 @@ def main(c: TrainConfig) -> float:
     log = RunLog(out_dir / "log.jsonl" if records else None, wandb_run)
     tokens_per_step = global_batch * T
     flops_per_token = model.estimate_flops()
-    peak, peak_source = hardware.peak_flops(device, dtype)
+    peak, peak_source = peak_flops.peak_flops(device, dtype)
     total_peak = all_sum(torch.tensor([peak], dtype=torch.float64), device).item()  # of all ranks
     say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
     say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
-    compiler = hardware.compiler_name(device) if runner.form.compiled else None
+    compiler = compiling.compiler_name(device) if runner.form.compiled else None
     by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
     say(f"device: {world} x {hardware.device_name(device)}, {runner.form}{by}")
     say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
@@ -262,8 +261,8 @@ def main(c: TrainConfig) -> float:
         peak_flops=total_peak,
         peak_source=peak_source,
         warm_up_s=warm_up_s,
-        versions=hardware.versions(),
-        git_commit=hardware.git_commit(),
+        versions=runlog.versions(),
+        git_commit=runlog.git_commit(),
     )
     # ---- train -----------------------------------------------------------------------------------------------
     step = start_iter

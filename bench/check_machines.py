@@ -29,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Pyt
 import torch
 from torch import Tensor
 
-import forms
-import hardware
 from bench import timing
-from configurator import one_line_errors
+from deskgpt import compiling, forms, hardware, runlog
+from deskgpt.errors import one_line_errors
+from deskgpt.optimizer import make_optimizer
+from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
-from optimizer import make_optimizer
-from runner import Form, Runner
 from train import TrainConfig
 
 STEPS = 4
@@ -142,7 +141,7 @@ def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
     t0 = time.perf_counter()
     runner = trials.attempt(form)
     found: dict[str, Any] = {"model": name, "form": str(form), "compiled": form.compiled}
-    found["compiler"] = hardware.compiler_name(trials.device)
+    found["compiler"] = compiling.compiler_name(trials.device)
     if runner is None:
         return found | {"refused": said[-1], "seconds": time.perf_counter() - t0}
     losses, gradients = learn(runner)
@@ -167,7 +166,7 @@ def child(name: str) -> None:
     told = machines()[name]
     act_as(told)
     cpu = torch.device("cpu")
-    print(json.dumps({"device": hardware.device_name(cpu), "compiler": hardware.compiler_name(cpu)}), flush=True)
+    print(json.dumps({"device": hardware.device_name(cpu), "compiler": compiling.compiler_name(cpu)}), flush=True)
     for model_name, some in FORMS.items():
         model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, bias=False, **SIZES, **MODELS[model_name]))
         wanted = [*some, FLOAT32_COMPILED] if model_name == "fast" and name in WITH_FLOAT32_COMPILED else some
@@ -246,8 +245,8 @@ def main() -> int:
     print(says)
     if a.save:
         cpu = torch.device("cpu")
-        start: dict[str, Any] = {"device": hardware.device_name(cpu), "versions": hardware.versions()}
-        start |= {"git_commit": hardware.git_commit(), "compiler": hardware.compiler_name(cpu)}
+        start: dict[str, Any] = {"device": hardware.device_name(cpu), "versions": runlog.versions()}
+        start |= {"git_commit": runlog.git_commit(), "compiler": compiling.compiler_name(cpu)}
         told = "\n".join(f"- {n}: `{t or '{}'}`, {results[n][0].get('device')}" for n, t in chosen.items())
         command = timing.command_line("check_machines.py")
         text = f"# Check of machines\n\n{timing.about(start)}\n\n```sh\n{command}\n```\n\n"

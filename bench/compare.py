@@ -29,15 +29,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-import hardware
-from bench.arms import Arm, Row, arms_of, changes, letters, millions, over_runs, unknown
-from bench.learning import learning, not_comparable
-from bench.noise import difference
-from bench.page import Table, page, picture
-from bench.runs import Run, complete, give, implied_parameters, read_run
-from bench.verdict import verdict
-from configurator import one_line_errors
-from runlog import clock
+from bench.analysis.arms import Arm, Row, arms_of, changes, letters, millions, over_runs, unknown
+from bench.analysis.learning import learning, not_comparable
+from bench.analysis.noise import difference
+from bench.analysis.page import Table, page, picture
+from bench.analysis.runs import Run, complete, give, implied_parameters, read_run
+from bench.analysis.verdict import verdict
+from deskgpt.errors import one_line_errors
+from deskgpt.gpu_peaks import published_peak
+from deskgpt.runlog import clock
 
 # ---- speed ---------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def own_peak(run: Run) -> tuple[float, str] | None:
         # As train.py and nanoGPT compute: float32 in TF32 where there is one, bfloat16 where that is not emulated.
         kinds = {"float32": ("tf32", "float32"), "float16": ("float16",)}.get(str(dtype), ("bfloat16", "float16"))
         for kind in kinds:
-            if found := hardware.published_peak(name, kind):
+            if found := published_peak(name, kind):
                 return found[0] * run.start.get("world_size", 1), f"{name}, {found[1]}"
         raise ValueError(f"--device {name}: no published peak is known of it for {' or '.join(kinds)}; leave it out")
     if run.start.get("device") and run.start.get("peak_flops"):

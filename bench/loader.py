@@ -24,10 +24,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-import hardware
-from configurator import configure, one_line_errors
+from configurator import configure
 from data.loader import Loader
-from data.tokens import Split, read_tokens, token_files, write_tokens
+from data.splits import Split
+from data.token_files import read_tokens, token_files, write_tokens
+from deskgpt import hardware, runlog
+from deskgpt.errors import one_line_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def main(c: LoaderConfig) -> None:
         write_shards(folder, c)
         shards = token_files(folder, "train")
         there = sum(len(read_tokens(p)) for p in shards)
-        print(f"{hardware.device_name(device)}; {hardware.versions()}, commit {hardware.git_commit()}")
+        print(f"{hardware.device_name(device)}; {runlog.versions()}, commit {runlog.git_commit()}")
         print(f"{there:,} tokens in {len(shards)} shards, {'cold' if c.cold else 'warm'}; {c}")
         start = 50256 if c.align_documents else None
         if c.cold:

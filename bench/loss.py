@@ -25,10 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-import hardware
-from configurator import configure, one_line_errors
+from configurator import configure
+from deskgpt import compiling, hardware, runlog
+from deskgpt.errors import one_line_errors
+from deskgpt.runner import opaque_loss
 from model import LinearCrossEntropy
-from runner import opaque_loss
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -106,8 +107,8 @@ def main(c: LossConfig) -> None:
     assert w.grad is not None
     exact_grad = w.grad.clone()
     print(f"{hardware.device_name(device)}, {c.dtype}, N={c.tokens} C={c.n_embd} V={c.vocab_size}")
-    compiler = hardware.compiler_name(device) or "compiler n/a"
-    print(f"{hardware.versions()}, {compiler}, commit {hardware.git_commit()}")
+    compiler = compiling.compiler_name(device) or "compiler n/a"
+    print(f"{runlog.versions()}, {compiler}, commit {runlog.git_commit()}")
     times: dict[str, list[float]] = {name: [] for name in functions}
     errors = {}
     for _ in range(1 + c.rounds):

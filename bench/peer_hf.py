@@ -16,13 +16,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-import hardware
-from data.tokens import Split, read_meta
+from data.splits import Split
+from data.token_files import read_meta
+from deskgpt import hardware, peak_flops
 
 
 def main(c: dict) -> None:
     device = hardware.resolve_device(c["device"])
-    dtype = hardware.fast_dtype(device) if c["dtype"] == "auto" else c["dtype"]
+    dtype = peak_flops.fast_dtype(device) if c["dtype"] == "auto" else c["dtype"]
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as ours and nanoGPT have it
     folder, B, T = Path(c["dataset"]), c["batch_size"], c["block_size"]

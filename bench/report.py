@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
+from bench.analysis.learning import overfit
+from bench.analysis.page import Table, page, picture
+from bench.analysis.runs import Run, complete, read_run
 from bench.compare import band, evaluation, median_ms
-from bench.learning import overfit
-from bench.page import Table, page, picture
-from bench.runs import Run, complete, read_run
-from configurator import one_line_errors
-from runlog import clock
+from deskgpt.errors import one_line_errors
+from deskgpt.runlog import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 

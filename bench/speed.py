@@ -29,11 +29,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-import hardware
 import train
 from bench import timing
 from bench.timing import ENDLESS, LEAST_STEPS, OURS, PYTHON, ROOT, Contestant, memory_cap, run, start_with, write_data
-from configurator import build, one_line_errors, read_settings
+from configurator import build, read_settings
+from deskgpt import hardware
+from deskgpt.errors import one_line_errors
 from model import CHOICES
 
 # What nanoGPT's train.py knows too and what makes its work the same.
@@ -51,7 +52,7 @@ SHARED += ("learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
 WITH_MALLOC = """
 import sys
 sys.path.insert(0, {path!r})
-import hardware
+from deskgpt import hardware
 assert hardware.keep_freed_memory()
 sys.path.remove({path!r})
 """

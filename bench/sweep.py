@@ -38,18 +38,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-import estimate
-import hardware
 import train
 from bench import timing
-from bench.heatmap import plot
-from bench.noise import interval
+from bench.analysis.heatmap import plot
+from bench.analysis.noise import interval
 from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, memory_cap, start_with, write_data
-from configurator import ConfigError, build, one_line_errors, read_settings
+from configurator import build, read_settings
+from data.token_files import read_meta
 from data.tokenizer import padded_vocab_size
-from data.tokens import read_meta
+from deskgpt import estimate, hardware, peak_flops
+from deskgpt.errors import ConfigError, one_line_errors
+from deskgpt.runlog import clock
 from model import GPTConfig
-from runlog import clock
 
 SPLIT = ("batch_size", "gradient_accumulation_steps")
 # What the sweep itself says about each run.
@@ -143,7 +143,7 @@ def predicted_bytes(c: train.TrainConfig, vocab_size: int) -> int:
     """Peak of a step of c, as estimate.py has it."""
     args = GPTConfig(vocab_size=vocab_size, dropout=c.dropout, **{k: getattr(c, k) for k in train.MODEL_SETTINGS})
     device = hardware.resolve_device(c.device)
-    dtype = hardware.fast_dtype(device) if c.dtype == "auto" else c.dtype
+    dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
     accumulates = c.gradient_accumulation_steps > 1
     return sum(estimate.memory(args, c.batch_size, dtype, device.type, c.compile is not False, accumulates).values())
 

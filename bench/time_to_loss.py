@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Pyt
 
 from bench import timing
 from bench.timing import ROOT
-from configurator import one_line_errors
+from deskgpt.errors import one_line_errors
 
 
 def events_of(out_dir: Path, kind: str) -> list[dict[str, Any]]:

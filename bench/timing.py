@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from data.tokens import sha256, write_tokens
+from data.token_files import write_tokens
+from deskgpt.files import sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"

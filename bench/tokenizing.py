@@ -30,11 +30,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
 
-from configurator import configure, one_line_errors
+from configurator import configure
 from data import tokenizer
 from data.fineweb_edu.prepare import arguments, local_source
 from data.fineweb_edu.prepare import main as prepare
 from data.python_char.prepare import standard_library
+from deskgpt.errors import one_line_errors
 
 Way = Callable[[list[str], Path], tuple[int, float]]
 
@@ -148,7 +149,7 @@ def main(c: TokenizingConfig) -> None:
 
     import torch
 
-    import hardware
+    from deskgpt import hardware, runlog
 
     with tempfile.TemporaryDirectory() as folder:
         files = corpus(c, Path(folder))
@@ -160,8 +161,8 @@ def main(c: TokenizingConfig) -> None:
                 child = subprocess.run(command, input=json.dumps(files), capture_output=True, text=True, check=True)
                 of_way.append(json.loads(child.stdout))
     print(f"{hardware.device_name(torch.device('cpu'))}; {megabytes:.0f} MB of text, {c.rounds} rounds")
-    versions = hardware.versions() | {p: version(p) for p in ("tiktoken", "fastokens", "datasets")}
-    print(f"{versions}, commit {hardware.git_commit()}")
+    versions = runlog.versions() | {p: version(p) for p in ("tiktoken", "fastokens", "datasets")}
+    print(f"{versions}, commit {runlog.git_commit()}")
     print(f"{'way':<40} {'MB/s':>7} {'from':>6} {'to':>6} {'tok/s':>12} {'x plain':>8} {'peak MB':>8}")
     plain_s = statistics.median(r["seconds"] for r in next(iter(results.values())))
     for name, of_way in results.items():

@@ -15,9 +15,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from configurator import one_line_errors
+from data.token_files import read_meta, read_tokens, token_files
 from data.tokenizer import from_meta
-from data.tokens import file_sha256, read_meta, read_tokens, token_files
+from deskgpt.errors import one_line_errors
+from deskgpt.files import file_sha256
 
 
 def describe(folder: Path) -> bool:

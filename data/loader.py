@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.tokens import I64, Split
+from data.splits import Split
+from data.token_files import I64
 
 THREADS, AHEAD = 4, 8  # ahead: micro-batches; several at once, since a disk answers several as fast as one
 

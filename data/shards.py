@@ -23,8 +23,9 @@ import numpy as np
 from tqdm import tqdm
 
 from data.documents import Row, Source
+from data.token_files import HEADER_BYTES, llmc_header, read_tokens
 from data.tokenizer import Ids, Tokenizer, pieces
-from data.tokens import HEADER_BYTES, file_sha256, llmc_header, read_tokens, write_atomically
+from deskgpt.files import file_sha256, write_atomically
 
 TASK_CHARS = 1 << 19  # a task of the tokenizing threads; far more than what handing it over costs
 

@@ -18,9 +18,9 @@ import hypothesis
 import pytest
 import torch
 
-import checkpoint
 from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
+from deskgpt import checkpoint
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]

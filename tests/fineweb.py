@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import zstandard
 from conftest import ROOT, Finished
 
-from data.tokens import read_tokens
+from data.token_files import read_tokens
 
 PREPARE = "data/fineweb_edu/prepare.py"
 REAL_DOCUMENTS = ROOT.parent / "shared" / "data" / "fineweb_edu_schema"

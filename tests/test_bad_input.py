@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, TINY, flags
 
+from data.token_files import write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
-from data.tokens import write_dataset, write_tokens
 from train import TrainConfig, main
 
 

@@ -14,9 +14,9 @@ import torch
 from conftest import ROOT
 from safetensors.torch import save_file
 
-import checkpoint
+from deskgpt import checkpoint
+from deskgpt.optimizer import make_optimizer
 from model import GPT, GPTConfig
-from optimizer import make_optimizer
 
 CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
 
@@ -71,7 +71,8 @@ def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_
 # ---- accidents -----------------------------------------------------------------------------------------------
 
 SAVE_FOREVER = """
-import sys, torch, checkpoint
+import sys, torch
+from deskgpt import checkpoint
 from pathlib import Path
 state = torch.load(sys.argv[1], weights_only=True) | {"padding": torch.zeros(2_000_000)}
 n = 0
@@ -106,7 +107,8 @@ def test_kill_during_save_keeps_a_loadable_checkpoint(tmp_path):
 def test_full_disk_keeps_the_checkpoint_before_and_says_so(tmp_path):
     checkpoint.save(state(1), tmp_path, best=True)
     code = """
-import resource, signal, sys, torch, checkpoint
+import resource, signal, sys, torch
+from deskgpt import checkpoint
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 state = torch.load(Path(sys.argv[1]) / "ckpt.pt", weights_only=True) | {"padding": torch.zeros(1_000_000)}

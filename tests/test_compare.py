@@ -13,11 +13,11 @@ from conftest import flags, shell
 from logs import TIMES, log, nanogpt
 
 from bench import compare
-from bench.arms import arms_of, factors
-from bench.learning import at, spent_until, standard_error
-from bench.runs import Run, complete, give, read_run
-from bench.verdict import following
-from runlog import clock
+from bench.analysis.arms import arms_of, factors
+from bench.analysis.learning import at, spent_until, standard_error
+from bench.analysis.runs import Run, complete, give, read_run
+from bench.analysis.verdict import following
+from deskgpt.runlog import clock
 
 
 def compared(*paths: str) -> tuple[dict[str, list[str]], str, dict[str, Any]]:

@@ -10,7 +10,8 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import ConfigError, configure, one_line_errors, read_settings
+from configurator import configure, read_settings
+from deskgpt.errors import ConfigError, one_line_errors
 from sample import SampleConfig
 from train import TrainConfig
 

@@ -27,7 +27,8 @@ from fineweb import (
 import data.documents
 from data.describe import describe
 from data.documents import Source
-from data.tokens import Split, write_tokens
+from data.splits import Split
+from data.token_files import write_tokens
 
 
 def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):

@@ -11,13 +11,12 @@ import torch
 from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny
 from torch.profiler import ProfilerActivity, profile
 
-import estimate
-import hardware
 import model as model_module
 from configurator import read_settings
-from estimate import memory
+from deskgpt import estimate, hardware
+from deskgpt.estimate import memory
+from deskgpt.optimizer import make_optimizer
 from model import GPT, GPTConfig
-from optimizer import make_optimizer
 from train import MODEL_SETTINGS, TrainConfig, main, resumed_settings
 
 CPU = torch.device("cpu")

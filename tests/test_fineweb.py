@@ -31,8 +31,8 @@ from fineweb import (
 )
 
 from data.describe import describe
+from data.splits import Split
 from data.tokenizer import BytesTokenizer
-from data.tokens import Split
 
 # ---- what is written -----------------------------------------------------------------------------------------
 

@@ -15,13 +15,11 @@ from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, t
 from tiny_models import MODERN_SETTINGS
 from torch import Tensor
 
-import forms
-import hardware
 import model as model_module
-import remembered
-from forms import PLAIN, Trials, drop_unfinished, gradient_errors, not_silent, nothing_is_zero, settle
+from deskgpt import forms, hardware, remembered
+from deskgpt.forms import PLAIN, Trials, drop_unfinished, gradient_errors, not_silent, nothing_is_zero, settle
+from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
-from runner import Form, Runner
 from train import TrainConfig, main, resumed_settings
 
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}

@@ -7,15 +7,14 @@ import pytest
 import torch
 from conftest import TINY, TORCHRUN, events, flags, shell
 
-import checkpoint
-import hardware
 import model as model_module
 from data.loader import Loader
-from data.tokens import Split
-from estimate import memory
+from data.splits import Split
+from deskgpt import checkpoint, hardware, peak_flops
+from deskgpt.estimate import memory
+from deskgpt.optimizer import make_optimizer
+from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
-from optimizer import make_optimizer
-from runner import Form, Runner
 from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -174,13 +173,13 @@ def test_batches_made_ahead_are_those_made_on_the_spot(chars):
 
 def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    hardware.measured_matmul_flops.cache_clear()
+    peak_flops.measured_matmul_flops.cache_clear()
     device = torch.device("cuda", 0)
     held, peak = torch.cuda.memory_allocated(device), hardware.peak_memory_bytes(device) or 0
     for dtype in ("float32", "bfloat16", "float16"):
-        flops, _ = hardware.peak_flops(device, dtype)
+        flops, _ = peak_flops.peak_flops(device, dtype)
         assert flops > 1e11
-        measured = hardware.measured_matmul_flops(device, dtype)
+        measured = peak_flops.measured_matmul_flops(device, dtype)
         assert 0.3 * flops < measured <= 1.02 * flops
     workspace = 64 * 2**20  # cuBLAS', more than it takes
     assert torch.cuda.memory_allocated(device) <= held + workspace

@@ -13,10 +13,8 @@ import torch
 from conftest import TINY, flags, shell
 from torch.utils.benchmark import Timer
 
-import hardware
-import peaks
-import remembered
-from peaks import published_peak
+from deskgpt import compiling, gpu_peaks, hardware, peak_flops, remembered, runlog
+from deskgpt.gpu_peaks import published_peak
 
 CPU = torch.device("cpu")
 
@@ -40,8 +38,8 @@ def test_ranks_never_share_a_gpu(monkeypatch):
 def test_fast_dtype_of_a_cpu_is_the_one_with_the_faster_matmuls(monkeypatch):
     for float32, bfloat16, expected in ((1e12, 2e12, "bfloat16"), (2e12, 1e12, "float32"), (1e12, math.nan, "float32")):
         flops = {"float32": float32, "bfloat16": bfloat16}
-        monkeypatch.setattr(hardware, "measured_matmul_flops", lambda device, dtype, flops=flops: flops[dtype])
-        assert hardware.fast_dtype(CPU) == expected
+        monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda device, dtype, flops=flops: flops[dtype])
+        assert peak_flops.fast_dtype(CPU) == expected
 
 
 # Two headers of nvidia-smi: the words before the versions have changed with driver 610.
@@ -147,7 +145,7 @@ def test_scripts_say_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_path
 )
 def test_what_compiling_lacks_is_named_with_its_package(monkeypatch, error, platform, remedy):
     monkeypatch.setattr(hardware.sys, "platform", platform)
-    assert remedy in hardware.why_not_compiled(RuntimeError(error))
+    assert remedy in compiling.why_not_compiled(RuntimeError(error))
 
 
 @pytest.mark.slow
@@ -161,7 +159,7 @@ def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
 
 
 def test_measured_peak_is_one_that_a_matmul_reaches():
-    peak, source = hardware.peak_flops(CPU, "float32")
+    peak, source = peak_flops.peak_flops(CPU, "float32")
     assert source == "measured float32 matmul"
     a = torch.randn(1024, 1024)
     times = [Timer("a @ a", globals={"a": a}).timeit(1).median for _ in range(10)]
@@ -246,7 +244,7 @@ def test_peak_names_its_source():
 
 
 def test_bfloat16_is_as_fast_as_float16_from_ampere_on_and_not_there_before():
-    for card in [c for cards in peaks._cards().values() for c in cards if c.flops]:
+    for card in [c for cards in gpu_peaks._cards().values() for c in cards if c.flops]:
         older = any(
             word in card.source for word in ("Turing", "GTX 16", "V100", "P100", "NVIDIA specifications", "Apple")
         )
@@ -345,8 +343,8 @@ def gpu(monkeypatch, tmp_path):
 
     def says(name: str, sms: int, measured: float) -> torch.device:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        monkeypatch.setattr(hardware, "compute_units", lambda device: sms)
-        monkeypatch.setattr(hardware, "measured_matmul_flops", lambda device, dtype: measured)
+        monkeypatch.setattr(peak_flops, "compute_units", lambda device: sms)
+        monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda device, dtype: measured)
         return torch.device("cuda")
 
     return says
@@ -355,64 +353,64 @@ def gpu(monkeypatch, tmp_path):
 def test_known_gpu_has_the_published_peak_and_what_matmuls_reach_beside_it(gpu):
     h200 = gpu("NVIDIA H200", 132, 745e12)
     said = "NVIDIA data sheet, bfloat16; measured here 745 TFLOP/s (75%)"
-    assert hardware.peak_flops(h200, "bfloat16") == (989e12, said)
-    assert hardware.peak_flops(gpu("NVIDIA H200", 132, 1000e12), "bfloat16")[0] == 989e12
-    assert hardware.peak_flops(gpu("NVIDIA H200", 132, math.nan), "bfloat16") == (
+    assert peak_flops.peak_flops(h200, "bfloat16") == (989e12, said)
+    assert peak_flops.peak_flops(gpu("NVIDIA H200", 132, 1000e12), "bfloat16")[0] == 989e12
+    assert peak_flops.peak_flops(gpu("NVIDIA H200", 132, math.nan), "bfloat16") == (
         989e12,
         "NVIDIA data sheet, bfloat16; not measured",
     )
 
 
 def test_float32_is_tf32_on_gpus_that_have_it(gpu, monkeypatch):
-    assert hardware.peak_flops(gpu("NVIDIA H200", 132, 400e12), "float32")[0] == 494.5e12
-    assert hardware.peak_flops(gpu("Tesla T4", 40, 4e12), "float32")[0] == pytest.approx(8.14e12, rel=1e-3)
+    assert peak_flops.peak_flops(gpu("NVIDIA H200", 132, 400e12), "float32")[0] == 494.5e12
+    assert peak_flops.peak_flops(gpu("Tesla T4", 40, 4e12), "float32")[0] == pytest.approx(8.14e12, rel=1e-3)
     instinct = gpu("AMD Instinct MI300X", 304, 100e12)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert hardware.peak_flops(instinct, "float32")[0] == pytest.approx(163.4e12, rel=1e-3)
+    assert peak_flops.peak_flops(instinct, "float32")[0] == pytest.approx(163.4e12, rel=1e-3)
 
 
 def test_measured_peak_above_the_published_one_is_taken_and_said(gpu):
-    flops, source = hardware.peak_flops(gpu("NVIDIA H200", 132, 1100e12), "bfloat16")
+    flops, source = peak_flops.peak_flops(gpu("NVIDIA H200", 132, 1100e12), "bfloat16")
     assert flops == 1100e12
     assert source.startswith("measured bfloat16 matmul, 111% of NVIDIA data sheet, bfloat16: ")
-    assert "its row in peaks.py is wrong" in source
+    assert "its row in gpu_peaks.py is wrong" in source
 
 
 def test_gpu_that_is_not_in_the_table_is_measured(gpu):
     for name, sms in (("NVIDIA H200 MIG 1g.18gb", 16), ("NVIDIA H200", 16), ("Tesla T4", 40)):
         expected = (1.5e12, "measured bfloat16 matmul")
-        assert hardware.peak_flops(gpu(name, sms, 1.5e12), "bfloat16") == expected
+        assert peak_flops.peak_flops(gpu(name, sms, 1.5e12), "bfloat16") == expected
 
 
 @pytest.fixture
 def sweeps(monkeypatch, tmp_path):
     """Answers of the next sweeps in FLOP/s; what they were asked for is in `sweeps.asked`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hardware.measured_matmul_flops.cache_clear()
+    peak_flops.measured_matmul_flops.cache_clear()
 
     class Sweeps(list):
         asked: list[str] = []  # noqa: RUF012 (a new one for each class)
 
         def __call__(self, device: torch.device, dtype: str, sizes: Any) -> float:
-            self.asked.append("quick" if sizes is hardware.QUICK_SIZES else "full")
+            self.asked.append("quick" if sizes is peak_flops.QUICK_SIZES else "full")
             return self.pop(0)
 
         def peak(self, *answers: float) -> float:
             """The measured peak in a new process in which sweeps find these."""
             self[:], self.asked[:] = answers, []
-            hardware.measured_matmul_flops.cache_clear()
-            return hardware.measured_matmul_flops(CPU, "float32")
+            peak_flops.measured_matmul_flops.cache_clear()
+            return peak_flops.measured_matmul_flops(CPU, "float32")
 
     fake = Sweeps()
-    monkeypatch.setattr(hardware, "sweep_matmuls", fake)
+    monkeypatch.setattr(peak_flops, "sweep_matmuls", fake)
     yield fake
-    hardware.measured_matmul_flops.cache_clear()
+    peak_flops.measured_matmul_flops.cache_clear()
 
 
 def test_measured_peak_is_kept_and_only_looked_at_again(sweeps):
     assert sweeps.peak(2e12) == 2e12
     assert sweeps.asked == ["full"]
-    assert hardware.measured_matmul_flops(CPU, "float32") == 2e12  # of this process: no sweep
+    assert peak_flops.measured_matmul_flops(CPU, "float32") == 2e12  # of this process: no sweep
     assert sweeps.peak(1e12) == 2e12
     assert sweeps.asked == ["quick"]
     assert [p.name for p in remembered.path_of("peaks").parent.iterdir()] == ["peaks.json"]
@@ -425,7 +423,7 @@ def test_best_measured_peak_is_kept(sweeps):
     assert sweeps.peak(1e12) == 3e12
     assert sweeps.peak(3.1e12, 2.5e12) == 3e12
     assert sweeps.peak(math.nan) == 3e12
-    assert hardware.keep_best(CPU, "bfloat16", 5e12) == 5e12
+    assert peak_flops.keep_best(CPU, "bfloat16", 5e12) == 5e12
     assert sweeps.peak(1e12) == 3e12  # of each dtype its own
 
 
@@ -435,7 +433,7 @@ def test_best_measured_peak_is_kept(sweeps):
 def test_damaged_file_of_peaks_is_as_none(sweeps, content):
     path = remembered.path_of("peaks")
     path.parent.mkdir(parents=True)
-    content = content.replace("KEY", hardware.peak_key(CPU, "float32"))
+    content = content.replace("KEY", peak_flops.peak_key(CPU, "float32"))
     path.write_bytes(content.encode("latin-1"))
     assert sweeps.peak(2e12) == 2e12
     assert sweeps.asked == ["full"]
@@ -458,11 +456,11 @@ def test_sweep_that_runs_out_of_memory_counts_what_ran(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return n * 1e12
 
-    monkeypatch.setattr(hardware, "matmul_flops", flops)
-    assert hardware.sweep_matmuls(CPU, "float32", {"cpu": (512, 1024, 2048)}) == 1024e12
-    assert math.isnan(hardware.sweep_matmuls(CPU, "float32", {"cpu": (2048,)}))
-    monkeypatch.setattr(hardware, "measured_matmul_flops", lambda *_: math.nan)
-    flop_s, source = hardware.peak_flops(CPU, "float32")
+    monkeypatch.setattr(peak_flops, "matmul_flops", flops)
+    assert peak_flops.sweep_matmuls(CPU, "float32", {"cpu": (512, 1024, 2048)}) == 1024e12
+    assert math.isnan(peak_flops.sweep_matmuls(CPU, "float32", {"cpu": (2048,)}))
+    monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda *_: math.nan)
+    flop_s, source = peak_flops.peak_flops(CPU, "float32")
     assert math.isnan(flop_s)
     assert source == "float32 matmul cannot be measured here"
 
@@ -474,20 +472,18 @@ def test_slow_device_is_not_kept_busy_and_no_random_numbers_are_taken(monkeypatc
         sizes.append(n)
         return 1e10
 
-    monkeypatch.setattr(hardware, "matmul_flops", flops)
-    assert hardware.sweep_matmuls(CPU, "float32", hardware.MATMUL_SIZES) == 1e10
+    monkeypatch.setattr(peak_flops, "matmul_flops", flops)
+    assert peak_flops.sweep_matmuls(CPU, "float32", peak_flops.MATMUL_SIZES) == 1e10
     assert sizes == [512, 1024]
     monkeypatch.undo()
     before = torch.get_rng_state()
-    hardware.sweep_matmuls(CPU, "float32", hardware.QUICK_SIZES)
+    peak_flops.sweep_matmuls(CPU, "float32", peak_flops.QUICK_SIZES)
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.slow
 def test_script_tells_what_this_machine_reaches(tmp_path):
-    done = shell(
-        "python", "hardware.py", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    )
+    done = shell("python", "runlog.py", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     for dtype in hardware.DTYPES:
         assert re.search(
@@ -581,7 +577,8 @@ def test_processor_that_the_system_keeps_quiet_about_has_a_name_all_the_same(xeo
 
 def test_emulated_machine_has_another_name_and_another_peak():
     code = (
-        "import hardware as h; d = h.resolve_device('cpu'); print(h.device_name(d), h.peak_key(d, 'float32'), sep='|')"
+        "from deskgpt import hardware as h, peak_flops as p; d = h.resolve_device('cpu'); "
+        "print(h.device_name(d), p.peak_key(d, 'float32'), sep='|')"
     )
     emulated = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     plain, other = (
@@ -601,18 +598,18 @@ def test_compiler_is_named_by_itself_and_what_it_is_told(tmp_path, monkeypatch):
     path.chmod(0o755)
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: str(path))
     with config.patch({"cpp.simdlen": None}):
-        assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0"
+        assert compiling.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0"
     with config.patch({"cpp.simdlen": 256}):
-        assert hardware.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0, simdlen=256"
+        assert compiling.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0, simdlen=256"
     for broken in ("#!/bin/sh\n", None):
         path.write_text(broken) if broken else path.unlink()
-        assert hardware.compiler_name(CPU) is None
+        assert compiling.compiler_name(CPU) is None
 
     def none() -> str:
         raise cpp_builder.exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    assert hardware.compiler_name(CPU) is None
+    assert compiling.compiler_name(CPU) is None
 
 
 def test_compiler_for_cuda_is_triton_under_any_of_its_names(monkeypatch):
@@ -620,14 +617,14 @@ def test_compiler_for_cuda_is_triton_under_any_of_its_names(monkeypatch):
 
     def version(package: str) -> str:
         if package not in installed:
-            raise hardware.metadata.PackageNotFoundError
+            raise compiling.metadata.PackageNotFoundError
         return installed[package]
 
-    monkeypatch.setattr(hardware.metadata, "version", version)
-    assert hardware.compiler_name(torch.device("cuda")) == "triton 3.7.0"
+    monkeypatch.setattr(compiling.metadata, "version", version)
+    assert compiling.compiler_name(torch.device("cuda")) == "triton 3.7.0"
     installed.clear()
-    assert hardware.compiler_name(torch.device("cuda")) is None
-    assert hardware.compiler_name(torch.device("mps")) is None
+    assert compiling.compiler_name(torch.device("cuda")) is None
+    assert compiling.compiler_name(torch.device("mps")) is None
 
 
 def test_git_commit_marks_changes(tmp_path, monkeypatch):
@@ -635,17 +632,17 @@ def test_git_commit_marks_changes(tmp_path, monkeypatch):
         identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
 
-    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "hardware.py"))
-    assert hardware.git_commit() is None
+    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
+    assert runlog.git_commit() is None
     git("init")
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-m", "x")
-    commit = hardware.git_commit()
+    commit = runlog.git_commit()
     assert commit
     assert len(commit) == 12
     (tmp_path / "a").write_text("2")
-    assert hardware.git_commit() == commit + "+changes"
+    assert runlog.git_commit() == commit + "+changes"
 
 
 def test_memory_is_counted_in_bytes():
@@ -661,5 +658,5 @@ def test_autocast_runs_matmuls_in_the_dtype(name):
 
 
 def test_freed_memory_is_kept_where_glibc_does_it():
-    code = "import hardware; assert hardware.keep_freed_memory() == (hardware.platform.libc_ver()[0] == 'glibc')"
+    code = "from deskgpt.hardware import *; assert keep_freed_memory() == (platform.libc_ver()[0] == 'glibc')"
     assert shell("python", "-c", code).returncode == 0

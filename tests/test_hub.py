@@ -22,7 +22,7 @@ from fineweb import (
 
 import data.documents
 from data.documents import retried
-from data.tokens import write_tokens
+from data.token_files import write_tokens
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from data.loader import AHEAD, Loader
-from data.tokens import Split, write_tokens
+from data.splits import Split
+from data.token_files import write_tokens
 
 CPU = torch.device("cpu")
 

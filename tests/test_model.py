@@ -14,12 +14,11 @@ from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import checkpoint
-import hardware
 import model as model_module
+from deskgpt import checkpoint, hardware
+from deskgpt.optimizer import make_optimizer
+from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig, explicit_attention, rotate
-from optimizer import make_optimizer
-from runner import Form, Runner
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -159,7 +158,7 @@ def test_large_vocabulary_never_holds_all_logits():
     # 4096 tokens x 50304 ids are 824 MB in float32: forward and backward must stay below that together.
     code = """
 import torch
-from hardware import peak_memory_bytes
+from deskgpt.hardware import peak_memory_bytes
 from model import GPT, GPTConfig
 cpu = torch.device("cpu")
 torch.manual_seed(0)
@@ -351,7 +350,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 from model import GPT, GPTConfig
-from optimizer import make_optimizer
+from deskgpt.optimizer import make_optimizer
 
 class Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self):

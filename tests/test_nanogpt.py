@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import events, tiny
 
-import checkpoint
+from deskgpt import checkpoint
+from deskgpt.optimizer import make_optimizer
 from model import GPT, GPTConfig
-from optimizer import make_optimizer
 from train import main
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.noise import difference, interval, t975
+from bench.analysis.noise import difference, interval, t975
 
 
 def test_interval_is_the_textbooks():

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from deskgpt.optimizer import Muon, make_optimizer, orthogonalized
 from model import GPT, GPTConfig
-from optimizer import Muon, make_optimizer, orthogonalized
 
 CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
 

@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT, SHAKESPEARE, needs_bpe
 
 from data.shakespeare_char.prepare import SHA256, download
+from data.token_files import read_meta, read_tokens
 from data.tokenizer import from_meta
-from data.tokens import read_meta, read_tokens
 
 needs_shakespeare = pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare's text is not at hand")
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY, assert_equal, events, flags, tiny, trajectory, weights
 from tiny_models import MODERN_SETTINGS
 
-import checkpoint
+from deskgpt import checkpoint
 from train import TrainConfig, main
 
 FAST = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}

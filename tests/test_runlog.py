@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from conftest import events, tiny
 
-import checkpoint
-from runlog import RunLog
+from deskgpt import checkpoint
+from deskgpt.runlog import RunLog
 from train import main
 
 

@@ -11,9 +11,10 @@ from tiny_models import MODERN_SETTINGS
 from torch._dynamo.utils import counters
 
 import model as model_module
-import runner as runner_module
+from deskgpt import runner as runner_module
+from deskgpt.compiling import work_around_gcc
+from deskgpt.runner import Form, Runner, opaque_gelu
 from model import GPT, GPTConfig
-from runner import Form, Runner, opaque_gelu, work_around_gcc
 from train import main
 
 

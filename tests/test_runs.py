@@ -10,8 +10,8 @@ from conftest import ROOT, tiny
 from logs import TIMES, log, nanogpt
 
 from bench import compare
-from bench.learning import overfit
-from bench.runs import complete, give, implied_parameters, read_run
+from bench.analysis.learning import overfit
+from bench.analysis.runs import complete, give, implied_parameters, read_run
 from train import main
 
 REAL = ROOT.parent / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny_models import MODERN_SETTINGS
 
-import checkpoint
+from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from data.tokens import write_dataset
+from deskgpt import checkpoint
 from model import GPT, GPTConfig
 from sample import Sample, SampleConfig, main
 from train import TrainConfig

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conftest import TINY, flags, shell, tiny
 
-import hardware
 from bench import sweep, timing
-from configurator import ConfigError
+from deskgpt import hardware
+from deskgpt.errors import ConfigError
 from train import TrainConfig
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "warmup_iters")}

@@ -26,7 +26,7 @@ cd "FOLDER"
 echo "$*" >> calls
 case "$*" in
   "-c import pip") [ ! -e no-pip ];;
-  "-c import hardware"*) cat matmul;;
+  "-c from deskgpt import"*) cat matmul;;
   "-m venv"*)
     for venv; do :; done
     [ "$3" != --clear ] || rm -rf "$venv"

@@ -15,13 +15,12 @@ import pytest
 import torch
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, vector, weights
 
-import checkpoint
-import hardware
 import train
+from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from data.tokens import write_dataset
+from deskgpt import checkpoint, compiling, hardware
+from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
-from runner import Form, Runner
 from train import TrainConfig, main
 
 # ---- the global batch ----------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
     monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
     monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(train.hardware, "peak_flops", lambda *_: (1e12, "assumed"))
+    monkeypatch.setattr(train.peak_flops, "peak_flops", lambda *_: (1e12, "assumed"))
     main(tiny(chars, tmp_path, max_iters=10, log_interval=4))  # evaluates at 0, 3, 6, 9, 10; logs at 0, 4, 8, 9
     assert [e["time_ms"] for e in events(tmp_path, "iter")] == [250.0] * 4
     assert [e["train_s"] for e in events(tmp_path, "iter")] == [0.25, 1.25, 2.25, 2.5]
@@ -184,7 +183,7 @@ def test_ranks_and_steps_drop_out_differently(chars, tmp_path, monkeypatch):
     monkeypatch.setattr(train.dist, "init_process_group", lambda _: None)
     monkeypatch.setattr(train.dist, "barrier", lambda: None)
     monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr("runner.DDP", lambda model, device_ids: model)
+    monkeypatch.setattr("deskgpt.runner.DDP", lambda model, device_ids: model)
     main(tiny(chars, tmp_path / "1", dropout=0.1))
     assert seeds[0] == seeds[7] == 1337  # initial weights are the same
     assert len(set(seeds)) == 1 + 2 * 6
@@ -380,8 +379,9 @@ def test_other_schedules_fall_along_straight_lines():
 
 
 def test_importing_the_scripts_does_nothing():
-    code = "import train, sample, model, checkpoint, hardware, runlog, configurator, data.tokens, data.tokenizer, sys;"
-    code += "import estimate, data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
+    code = "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
+    code += "import data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
+    code += "[__import__('deskgpt.' + m.name) for m in pkgutil.iter_modules(deskgpt.__path__)];"
     slow = ("wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo")
     code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
     done = shell("python", "-c", code)
@@ -415,7 +415,7 @@ def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
     assert start["compiled"], done.out
     device_line = re.escape(f"device: 1 x {start['device']}, float32")
     assert re.search(rf"^{device_line}(, explicit attention)?, compiled by [^()]+$", done.out, re.M)
-    assert start["compiler"] == hardware.compiler_name(torch.device("cpu"))
+    assert start["compiler"] == compiling.compiler_name(torch.device("cpu"))
     plain, compiled = (trajectory(tmp_path / str(c))["iter"] for c in (False, True))
     for step in plain:
         assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)

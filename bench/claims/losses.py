@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-import checkpoint
-import hardware
 import train
+from bench.analysis.noise import difference, interval
 from bench.claims.sizes import CHARS, EVAL_TOKENS, Events, Found, Options, Settings
 from bench.claims.speeds import factor, log_ratios, of_times, timed
-from bench.noise import difference, interval
-from data.tokens import Split, read_tokens, token_files
+from data.splits import Split
+from data.token_files import read_tokens, token_files
+from deskgpt import checkpoint, peak_flops
+from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
-from runner import Form, Runner
 
 
 def folder_of(o: Options, name: str = "shakespeare_char") -> Path:
@@ -209,7 +209,7 @@ def characters(o: Options) -> Found:
     lengths, asked = ({capped(o, n) for n in steps} for steps in ((2000, 10_000), (2000, 5000, 10_000)))
     # Losses only, which are the same in the faster dtype and compiled (claim 8).
     settings = CHARS | {"eval_tokens": 1 << 17, "eval_interval": min(1000, *asked)}
-    settings |= {"dtype": hardware.fast_dtype(o.device), "compile": "auto"}
+    settings |= {"dtype": peak_flops.fast_dtype(o.device), "compile": "auto"}
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for seed, length in itertools.product(seeds(o), sorted(lengths)):
         for e in evals(trained(o, folder, settings | {"seed": seed, "max_iters": length})):

@@ -22,11 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
 
-import hardware
 from bench import timing
 from bench.claims import counts, losses, speeds
 from bench.claims.sizes import CPU, CUDA, Found, Options
-from configurator import ConfigError, one_line_errors
+from deskgpt import hardware, runlog
+from deskgpt.errors import ConfigError, one_line_errors
 
 CLAIMS: dict[int, tuple[str, Callable[[Options], Found]]] = {
     1: ("A smaller micro-batch at the same tokens per step gives higher MFU.", speeds.micro_batch),
@@ -62,7 +62,7 @@ def page(o: Options, number: int, given: list[str]) -> None:
     claim, experiment = CLAIMS[number]
     print(f"{number}. {claim}", flush=True)
     found = experiment(o)
-    versions, commit, day = hardware.versions(), hardware.git_commit(), time.strftime("%Y-%m-%d")
+    versions, commit, day = runlog.versions(), runlog.git_commit(), time.strftime("%Y-%m-%d")
     about = f"{day}, {hardware.device_name(o.device)}; {versions}, commit {commit}"
     made_with = [*sorted(found.dtypes), *sorted(o.compilers)]
     about += f"; {', '.join(made_with)}." if made_with else "."

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import speed
+from bench.analysis.noise import interval
 from bench.claims.sizes import Found, Options, Settings, Sizes, heads
-from bench.noise import interval
 
 
 def timed(o: Options, cells: dict[str, Settings], vocab_size: int) -> list[speed.Contestant]:

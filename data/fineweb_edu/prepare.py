@@ -29,11 +29,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
 
-from configurator import ConfigError, one_line_errors  # noqa: E402
 from data.documents import FORMATS, PACKED, Source, format_of, retried  # noqa: E402
 from data.shards import gigabytes, is_there, plan, write_shards  # noqa: E402
+from data.token_files import read_tokens  # noqa: E402
 from data.tokenizer import from_meta  # noqa: E402
-from data.tokens import file_sha256, read_tokens, write_atomically  # noqa: E402
+from deskgpt.errors import ConfigError, one_line_errors  # noqa: E402
+from deskgpt.files import file_sha256, write_atomically  # noqa: E402
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9, "default": 1.3e12}  # about

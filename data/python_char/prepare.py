@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
 
-from configurator import one_line_errors  # noqa: E402
 from data.text.prepare import prepare  # noqa: E402
-from data.tokens import sha256  # noqa: E402
+from deskgpt.errors import one_line_errors  # noqa: E402
+from deskgpt.files import sha256  # noqa: E402
 
 SKIPPED = {
     "test",

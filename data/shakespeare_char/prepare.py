@@ -20,9 +20,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
 
-from configurator import one_line_errors  # noqa: E402
 from data.text.prepare import prepare, read_text  # noqa: E402
-from data.tokens import sha256, write_atomically  # noqa: E402
+from deskgpt.errors import one_line_errors  # noqa: E402
+from deskgpt.files import sha256, write_atomically  # noqa: E402
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

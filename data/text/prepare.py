@@ -18,9 +18,10 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
 
-from configurator import one_line_errors  # noqa: E402
+from data.token_files import is_prepared, write_dataset  # noqa: E402
 from data.tokenizer import CharTokenizer, Tokenizer, from_meta, pieces  # noqa: E402
-from data.tokens import is_prepared, sha256, write_dataset  # noqa: E402
+from deskgpt.errors import one_line_errors  # noqa: E402
+from deskgpt.files import sha256  # noqa: E402
 
 
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str) -> None:

@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.arms import Arm, Row, letters, over_runs
-from bench.noise import difference, t975
-from bench.runs import Run
-from runlog import clock
+from bench.analysis.arms import Arm, Row, letters, over_runs
+from bench.analysis.noise import difference, t975
+from bench.analysis.runs import Run
+from deskgpt.runlog import clock
 
 Point = tuple[float, float | None]  # a loss and half its 95% interval, None where that is not known
 AXES: dict[str, Callable[[Run, dict[str, Any]], float | None]] = {

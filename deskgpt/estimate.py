@@ -27,13 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import hardware
+from deskgpt import hardware, peak_flops
+from deskgpt.runlog import clock
+from deskgpt.runner import Runner, all_max
 from model import GPT, LONGEST_EXPLICIT, GPTConfig, causal_mask
-from runlog import clock
-from runner import Runner, all_max
 
 if TYPE_CHECKING:
-    from data.tokens import Split
+    from data.splits import Split
     from train import TrainConfig
 
 USABLE = 0.9  # of a GPU's memory: the rest is CUDA's context and the allocator's gaps
@@ -349,7 +349,7 @@ def report(
     if limit and device.type == "cuda":
         fits = largest_batch(config, 1 << 12, dtype, device.type, USABLE * limit)
         say(f"  largest micro-batch predicted to fit, of the powers of 2: {fits or 'none'}")
-    peak, source = hardware.peak_flops(device, dtype)
+    peak, source = peak_flops.peak_flops(device, dtype)
     step_s = flops / (ASSUMED_MFU * peak * world)
     say(
         f"at an assumed {ASSUMED_MFU:.0%} of {world} x {peak / 1e12:.2f} TFLOP/s ({source}): {clock(step_s)} per step, "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import zipfile
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from deskgpt.files import keep, sync_folder
 
 NAME, BEST = "ckpt.pt", "ckpt_best.pt"
 KEYS: dict[str, Any] = {"model": dict, "optimizer": dict, "model_args": dict, "iter_num": int, "config": dict}
@@ -54,25 +55,6 @@ def save(checkpoint: dict[str, Any], out_dir: Path, best: bool) -> None:
         raise OSError(
             f"cannot write {path}: {reason}; free some disk space or choose another --out_dir{kept}"
         ) from None
-
-
-def keep(path: Path, as_path: Path) -> None:
-    """Makes as_path the same content as path: by a hard link, which costs no space, else by a copy."""
-    tmp = as_path.with_name(as_path.name + ".tmp")
-    tmp.unlink(missing_ok=True)
-    try:
-        os.link(path, tmp)
-    except OSError:  # FAT and some network file systems have no hard links
-        shutil.copyfile(path, tmp)
-    os.replace(tmp, as_path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in folder durable; a no-op where folders cannot be opened (Windows)."""
-    if hasattr(os, "O_DIRECTORY"):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(fd)
-        os.close(fd)
 
 
 def folder_of(out_dir: str | Path) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from bench.arms import Arm, Row, factors, how, millions, unknown
-from bench.learning import overfit
-from bench.runs import contradicts, implied_parameters
+from bench.analysis.arms import Arm, Row, factors, how, millions, unknown
+from bench.analysis.learning import overfit
+from bench.analysis.runs import contradicts, implied_parameters
 from train import TrainConfig
 
 # What no step takes longer for.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.runs import Run
+from bench.analysis.runs import Run
 
 POINTS = 1000  # of a curve at most: more steps are drawn as buckets, their mean within the range of their values
 LOSS_POINTS = 400  # fewer, which smooths the noise of single batches

@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import estimate
-import hardware
-import remembered
-from configurator import is_out_of_memory
+from deskgpt import compiling, estimate, hardware, peak_flops, remembered
+from deskgpt.errors import is_out_of_memory
+from deskgpt.runlog import clock
+from deskgpt.runner import Form, Runner, all_max
 from model import GPT, LONGEST_EXPLICIT
-from runlog import clock
-from runner import Form, Runner, all_max
 
 if TYPE_CHECKING:
     from train import TrainConfig
@@ -38,6 +36,9 @@ if TYPE_CHECKING:
 Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
 
 PLAIN = Form()
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ("model.py", "deskgpt/runner.py", "deskgpt/forms.py")  # what a graph is made from
 
 # How far the loss may be from plain float32's, and each gradient: |difference| / |gradient|. The largest
 # measured over the model's choices and one to twelve layers (LOG.md, 2026-11-22) were 0.038 and 2e-4 in bfloat16 and
@@ -99,7 +100,7 @@ def settle(
     if dtype == "auto":
         dtype = earlier.get("dtype")
     if dtype is None and not measured:
-        dtype = hardware.fast_dtype(device)
+        dtype = peak_flops.fast_dtype(device)
     explicit = earlier.get("explicit")
     if explicit is None and (not measured or model.config.dropout or c.block_size > LONGEST_EXPLICIT):
         explicit = False
@@ -297,7 +298,7 @@ class Trials:
             if not form.compiled:
                 raise
             return None, *(
-                ("again", "") if drop_unfinished(e, self.began) else ("does not compile", hardware.why_not_compiled(e))
+                ("again", "") if drop_unfinished(e, self.began) else ("does not compile", compiling.why_not_compiled(e))
             )
         finally:
             for p in self.model.parameters():
@@ -420,13 +421,12 @@ class Trials:
 
     def digest(self, batch: Batch, *more: Any) -> str:
         """Names what a graph is made from: the model, the shape of a micro-batch, torch and our own code."""
-        folder = Path(__file__).parent
-        code = b"".join((folder / f"{name}.py").read_bytes() for name in ("model", "runner", "forms"))
+        code = b"".join((ROOT / name).read_bytes() for name in CODE)
         what = (self.model.config, tuple(batch[0].shape), self.distributed, torch.__version__, *more)
         return hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]
 
     def check_key(self, form: Form, batch: Batch) -> str:
-        compiler = f", {hardware.compiler_name(self.device)}" if form.compiled else ""
+        compiler = f", {compiling.compiler_name(self.device)}" if form.compiled else ""
         return f"{machine(self.device)}{compiler}: {self.digest(batch, form, self.micro_steps() > 1)}"
 
     def marker(self, form: Form, batch: Batch) -> Path:

@@ -11,21 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tokenizer import BytesTokenizer, CharTokenizer
-from data.tokens import (
+from data.splits import Split, keys, permute
+from data.token_files import (
     HEADER_BYTES,
     MAGIC,
-    Split,
     check_vocabulary,
     is_prepared,
-    keys,
     llmc_header,
-    permute,
     read_meta,
     read_tokens,
     write_dataset,
     write_tokens,
 )
+from data.tokenizer import BytesTokenizer, CharTokenizer
 
 ids_lists = st.lists(st.integers(0, 65535), min_size=1, max_size=700)
 
@@ -311,7 +309,7 @@ def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
     message = r"train\.bin: token 17 is 99, and the vocabulary ends at 98"
     with pytest.raises(ValueError, match=message):
         Split(tmp_path, "train", 4, 99)
-    monkeypatch.setattr("data.tokens.SCANNED", 49)  # a larger split is checked as it is read
+    monkeypatch.setattr("data.splits.SCANNED", 49)  # a larger split is checked as it is read
     split = Split(tmp_path, "train", 49, 99)
     with pytest.raises(ValueError, match=message):
         split.train_batch(0, np.arange(1), 1)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
+import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 WANDB_NAMES = {k: k for k in ("iter", "loss", "lr", "mfu", "tokens_per_s", "grad_norm")}
 WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss"}
@@ -75,6 +81,24 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
     except wandb.Error as e:
         reason = " ".join(str(e).split())[:200]
         raise ValueError(f"wandb cannot start: {reason}; WANDB_MODE=offline keeps the run on this disk") from None
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run's figures depend on."""
+    packages = {p: metadata.version(p) for p in ("numpy", "torch")}
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {"python": platform.python_version(), **packages, **cuda, "platform": platform.platform()}
+
+
+def git_commit() -> str | None:
+    """Commit of the code that runs, with "+changes" where files differ from it; None outside a git checkout."""
+    try:
+        describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--abbrev=12"]
+        # --exclude=* leaves tags out: the commit itself, not a distance to some tag
+        out = subprocess.run([*describe, "--dirty=+changes", "--exclude=*"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip() or None
 
 
 def clock(seconds: float) -> str:

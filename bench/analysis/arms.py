@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.noise import interval
-from bench.runs import Run
+from bench.analysis.noise import interval
+from bench.analysis.runs import Run
 from train import TrainConfig
 
 # Settings that neither the training nor its speed depend on.

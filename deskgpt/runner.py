@@ -7,10 +7,6 @@ as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autogr
 from __future__ import annotations
 
 import math
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,9 +22,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import hardware
 from data.loader import to_device
-from data.tokens import Split
+from data.splits import Split
+from deskgpt import compiling, hardware
 from model import ACTIVATIONS, GPT, LinearCrossEntropy, causal_mask, chunk_cross_entropy, chunked_cross_entropy
 
 
@@ -93,49 +89,6 @@ def opaque_loss(*args: Any) -> Tensor:
     return opaque_cross_entropy(*args)[0]
 
 
-def set_up_inductor() -> None:
-    """Settings of torch.compile's code generator for a CPU, before anything is compiled; the user's own win."""
-    import torch._inductor.config as inductor
-
-    # At each start inductor tries whether the compiler knows AVX2 and AVX-512, which all that torch's headers compile
-    # with do: 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-22).
-    if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
-        inductor.cpp.vec_isa_ok = True
-    work_around_gcc()
-
-
-NO_ALIGNING_COPIES = "-mno-align-stringops"
-
-
-def work_around_gcc() -> bool:
-    """Has inductor call GCC up to 13 with -mno-align-stringops on x86; returns whether it does.
-
-    GCC bug 113255, fixed in 14: where an inline copy first aligns its destination, the optimizer loses track of its
-    source and deletes stores that the copy reads. Inductor's bfloat16 transposes then hold what the stack held before
-    (bench/results/2026-11-22-gcc-dse.md). A user's TORCHINDUCTOR_CPP_MARCH is left to mean what it says.
-    """
-    from torch._inductor import config, cpp_builder, exc
-
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform == "win32":
-        return False
-    if getattr(config.cpp, "march", None) is not None:  # torch before 2.13 has no such setting
-        return False
-    # Of the settings of torch 2.11 to 2.13 only this one ends up in the compiler's command line as it is. The names of
-    # the libraries in inductor's cache and the keys of its graphs follow from it: none compiled before is used again.
-    flags = getattr(config.cpp, "enable_floating_point_contract_flag", None)
-    if flags is None or NO_ALIGNING_COPIES in flags:
-        return flags is not None
-    try:
-        command = [cpp_builder.get_cpp_compiler(), "-dumpfullversion"]  # an error in clang
-        version = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (exc.InvalidCxxCompiler, OSError, subprocess.SubprocessError):
-        return False
-    if not version[:1].isdigit() or int(version.split(".")[0]) >= 14:
-        return False
-    config.cpp.enable_floating_point_contract_flag = f"{flags} {NO_ALIGNING_COPIES}"
-    return True
-
-
 def narrow(layer: nn.Linear, x: Tensor) -> Tensor:
     """layer(x), its weight transposed first. The weight's gradient is then made with the wide x as the operand that
     is transposed, which on a CPU takes three quarters of the time of the other way round (LOG.md, 2026-11-21).
@@ -170,7 +123,7 @@ class Runner:
         if not form.compiled:
             return
         if on_cpu:
-            set_up_inductor()
+            compiling.set_up_inductor()
         if on_cpu and not distributed and not self.scaler.is_enabled():
             torch._dynamo.config.trace_autograd_ops = True
             self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
