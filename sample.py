@@ -3,26 +3,29 @@
     python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=3
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.7 --top_p=0.9 --stream
 
-Prints each sample, prompt included, and a line of dashes behind it; writes no files.
+Prints each sample, prompt included, followed by a line of dashes; writes no files.
 """
 
 from __future__ import annotations
 
 import codecs
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from configurator import configure
 from data.text.prepare import read_text
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt import checkpoint, compiling, hardware, peak_flops
+from deskgpt import checkpoint, compiling, hardware, kernels, peak_flops
+from deskgpt.checks import TOLERANCE
 from deskgpt.errors import one_line_errors
-from deskgpt.forms import TOLERANCE
+from deskgpt.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig, KVCache
 
 DATA = Path(__file__).parent / "data"
@@ -37,7 +40,7 @@ class SampleConfig:
     start: str = "\n"  # the prompt; FILE:prompt.txt reads it from a file
     num_samples: int = 10  # generated side by side
     max_new_tokens: int = 500  # per sample
-    stop: str = ""  # a sample ends with the first of these texts behind the prompt; empty = none
+    stop: str = ""  # a sample ends before this text, where it first occurs after the prompt; empty = none
     stream: bool = False  # show the text as it is generated, one sample after another
     # drawing
     temperature: float = 0.8  # below 1 = more likely text, above = more surprising; 0 = always the likeliest token
@@ -62,55 +65,25 @@ class SampleConfig:
 
 def main(c: SampleConfig) -> list[str]:
     """Prints samples as c says; returns their texts, prompt included."""
-    # ---- model and tokenizer -------------------------------------------------------------------------------
+    # ---- model and tokenizer ---------------------------------------------------------------------------------
     device = hardware.resolve_device(c.device)
-    if c.device == "auto" and device.type == "cpu" and (reason := hardware.unseen_gpu()):
-        print(f"{reason}; sampling on the CPU", file=sys.stderr)
+    if c.device == "auto" and device.type == "cpu":
+        reason = hardware.unseen_gpu()
+        if reason:
+            print(f"{reason}; sampling on the CPU", file=sys.stderr)
     model, tokenizer = load(c)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        source = c.out_dir if c.init_from == "resume" else c.init_from
-        raise ValueError(f"{source}: the weights hold NaN or infinity, of which no text comes; take another checkpoint")
     model.eval().to(device)
-    # One row at a time the weights' way through memory is all that counts, and autocast would cast them anew for
-    # every token: float32 unless asked for on a CPU.
-    fast = "float32" if device.type == "cpu" else peak_flops.fast_dtype(device)
-    dtype = fast if c.dtype == "auto" else c.dtype
+    dtype = dtype_of(c, device)
     amp = hardware.autocast(device, dtype)
 
-    # ---- prompt --------------------------------------------------------------------------------------------
-    prompt = read_text([Path(c.start[5:])]) if c.start.startswith("FILE:") else c.start
-    if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of other bytes than UTF-8
-        raise ValueError(f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv")
-    ids = tokenizer.encode_prompt(prompt).astype("int64")
-    if len(ids) == 0:
-        raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
-    if ids.max() >= model.config.vocab_size:
-        raise ValueError(f"the prompt has token {ids.max()}, the model only {model.config.vocab_size} tokens")
+    # ---- prompt ----------------------------------------------------------------------------------------------
+    prompt = prompt_text(c)
     rows = 1 if c.stream else c.num_samples  # generated in one batch
-    prompts = torch.from_numpy(ids).to(device).expand(rows, -1)
+    prompts = encoded(c, prompt, tokenizer, model).to(device).expand(rows, -1)
     if c.compile:
-        print("compiling, which takes a while", file=sys.stderr)
-        expected = hidden_states(model, prompts)
-        if device.type == "cpu":
-            compiling.set_up_inductor()
-        model.transformer.compile(dynamic=True)  # the part that generation calls
-        try:
-            with amp:
-                found = hidden_states(model, prompts)
-        except Exception as e:
-            reason = compiling.why_not_compiled(e)
-            print(f"compile=True does not work here ({reason}); sampling without it", file=sys.stderr)
-            torch.compiler.set_stance("force_eager")
-        else:
-            off = ((found - expected).norm() / expected.norm()).item()
-            limit = TOLERANCE["tf32" if dtype == "float32" and device.type == "cuda" else dtype]
-            if not off <= limit:  # nan is not
-                raise ValueError(
-                    f"compile=True: what the compiled model computes in {dtype} differs from plain float32 by "
-                    f"{off:.3g}, at most {limit:g} is rounding; leave --compile out"
-                )
+        compile_for_sampling(model, prompts, dtype, amp)
 
-    # ---- generate ------------------------------------------------------------------------------------------
+    # ---- generate --------------------------------------------------------------------------------------------
     texts = []
     for first in range(0, c.num_samples, rows):
         samples = [Sample(tokenizer, prompt, c.stop) for _ in range(rows)]
@@ -141,41 +114,121 @@ def main(c: SampleConfig) -> list[str]:
     return texts
 
 
+# ---- set-up --------------------------------------------------------------------------------------------------
+
+
 def load(c: SampleConfig) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer that it was trained with. Raises ValueError."""
-    if c.init_from != "resume":
-        model_args, weights = checkpoint.load_gpt2(c.init_from)
-        model = GPT.from_state(GPTConfig.of(model_args, c.init_from), weights, c.init_from)
-        return model, from_meta({"name": "gpt2"})
-    saved = checkpoint.load(c.out_dir)
-    model = GPT.from_state(GPTConfig.of(saved["model_args"], c.out_dir), saved["model"], c.out_dir)
-    meta = saved.get("tokenizer")
-    if not meta:  # nanoGPT's checkpoints name their data set instead
-        folder = DATA / saved["config"].get("dataset", "")
-        meta = read_meta(folder)["tokenizer"]
-        if not meta:
-            raise ValueError(f"{folder / 'meta.pkl'} does not hold the characters (stoi, itos) to read and write text")
+    if c.init_from == "resume":
+        source = c.out_dir
+        saved = checkpoint.load(c.out_dir)
+        config = GPTConfig.from_args(saved.model_args, source)
+        weights = saved.model
+        meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
+    else:
+        source = c.init_from
+        model_args, weights = load_gpt2(c.init_from)
+        config = GPTConfig.from_args(model_args, source)
+        meta = {"name": "gpt2"}
+    model = GPT.from_state(config, weights, source)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"{source}: the weights hold NaN or infinity, which give no text; take another checkpoint")
     tokenizer = from_meta(meta)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        dataset = saved["config"].get("dataset")
+    if c.init_from == "resume" and tokenizer.vocab_size > config.vocab_size:
+        dataset = saved.config.get("dataset")
         raise ValueError(
-            f"the checkpoint has {model.config.vocab_size} tokens, its tokenizer ({meta.get('name')}) "
+            f"the checkpoint has {config.vocab_size} tokens, its tokenizer ({meta.get('name')}) "
             f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of dataset {dataset!r} missing in {DATA}?"
         )
     return model, tokenizer
 
 
+def tokenizer_of_dataset(dataset: str) -> dict[str, Any]:
+    """The meta of the tokenizer of a data folder, for nanoGPT's checkpoints, which name only that.
+
+    Raises ValueError.
+    """
+    folder = DATA / dataset
+    meta = read_meta(folder)["tokenizer"]
+    if not meta:
+        raise ValueError(f"{folder / 'meta.pkl'} does not hold the characters (stoi, itos) to read and write text")
+    return meta
+
+
+def dtype_of(c: SampleConfig, device: torch.device) -> str:
+    """The dtype of the matmuls; on a CPU float32 unless c names another.
+
+    One row at a time, only the weights' way through memory counts, and autocast would cast them anew for every token.
+    """
+    if c.dtype != "auto":
+        return c.dtype
+    return "float32" if device.type == "cpu" else peak_flops.fast_dtype(device)
+
+
+def prompt_text(c: SampleConfig) -> str:
+    """The text of --start, or of the file that it names. Raises ValueError if it is not UTF-8."""
+    prompt = read_text([Path(c.start[5:])]) if c.start.startswith("FILE:") else c.start
+    if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of other bytes than UTF-8
+        raise ValueError(f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv")
+    return prompt
+
+
+def encoded(c: SampleConfig, prompt: str, tokenizer: Tokenizer, model: GPT) -> Tensor:
+    """Token ids (T,) of the prompt. Raises ValueError if there are none, or some that the model does not know."""
+    ids = tokenizer.encode_prompt(prompt).astype("int64")
+    if len(ids) == 0:
+        raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
+    if ids.max() >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {ids.max()}, the model only {model.config.vocab_size} tokens")
+    return torch.from_numpy(ids)
+
+
+# ---- compiling -----------------------------------------------------------------------------------------------
+
+
+def compile_for_sampling(model: GPT, prompts: Tensor, dtype: str, amp: AbstractContextManager[None]) -> None:
+    """Compiles what generation calls, and compares it with plain float32.
+
+    Says so and goes on without compiling where that fails. Raises ValueError where the results differ.
+    """
+    print("compiling, which takes a while", file=sys.stderr)
+    device = prompts.device
+    expected = hidden_states(model, prompts)
+    kernels.register_operators()
+    if device.type == "cpu":
+        compiling.set_up_inductor()
+    model.transformer.compile(dynamic=True)
+    try:
+        with amp:
+            found = hidden_states(model, prompts)
+    except Exception as e:
+        reason = compiling.why_not_compiled(e)
+        print(f"compile=True does not work here ({reason}); sampling without it", file=sys.stderr)
+        torch.compiler.set_stance("force_eager")
+        return
+    off = ((found - expected).norm() / expected.norm()).item()
+    limit = TOLERANCE["tf32" if dtype == "float32" and device.type == "cuda" else dtype]
+    if not off <= limit:  # nan is not
+        raise ValueError(
+            f"compile=True: what the compiled model computes in {dtype} differs from plain float32 by "
+            f"{off:.3g}, at most {limit:g} is rounding; leave --compile out"
+        )
+
+
 @torch.inference_mode()
-def hidden_states(model: GPT, prompts: torch.Tensor) -> torch.Tensor:
+def hidden_states(model: GPT, prompts: Tensor) -> Tensor:
     """Final hidden states (rows, 2 * n_embd) of the prompts' last token and of one more, as generation gets them.
 
-    They take the two ways of generation: all of a prompt at once, then a single token beside the cache.
+    They take the two ways of generation: a whole prompt at once, then a single token next to the cache.
     """
     limit = model.config.block_size
     cache = KVCache(model.config)
     last = model.transformer(prompts[:, -max(1, limit - 1) :], cache)[:, -1]
     following = model.transformer(prompts[:, -1:], cache if limit > 1 else None)[:, -1]
     return torch.cat((last, following), 1).float()
+
+
+# ---- text ----------------------------------------------------------------------------------------------------
 
 
 class Sample:
@@ -188,7 +241,7 @@ class Sample:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Appends a token; returns the text that can be shown now, which leaves out what may become the stop text."""
+        """Appends a token; returns the text that can be shown now: all but what may become the stop text."""
         return self._append(self._decoder.decode(self.tokenizer.decode_bytes([token])))
 
     def finish(self) -> str:

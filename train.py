@@ -11,75 +11,62 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import os
 import re
 import sys
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configurator import build, read_settings
-from data.loader import Loader, to_device
+from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.token_files import check_vocabulary, read_meta, token_files
 from data.tokenizer import padded_vocab_size
-from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, runlog
+from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops
+from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
+from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.optimizer import make_optimizer
-from deskgpt.runlog import RunLog, clock, start_wandb
-from deskgpt.runner import Form, all_sum
-from model import CHOICES, GPT, GPTConfig
+from deskgpt.ranks import Ranks, start_ranks
+from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
+from deskgpt.runner import Evaluation, Form, Runner
+from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
-# What a resumed run has from its checkpoint.
-MODEL_SETTINGS = ("n_layer", "n_head", "n_embd", "bias", "block_size", *CHOICES)
+# What a resumed run takes from its checkpoint.
+RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
     # input and output
     out_dir: str = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
     dataset: str = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
     init_from: str = "scratch"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder in GPT-2's format
     eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 200  # micro-batches per split and evaluation; a split with fewer is read whole
-    eval_tokens: int = 0  # in place of eval_iters: tokens, the same ones whatever the micro-batch; 0 = eval_iters
+    eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
     eval_only: bool = False  # evaluate once, write nothing
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     log_interval: int = 1  # steps per log line
     always_save_checkpoint: bool = True  # False: only when the validation loss has improved
-    # model
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768  # width
-    dropout: float = 0.0  # 0 for pretraining; 0.1 and more for small data
-    bias: bool = False  # in Linear and LayerNorm layers
-    position: Literal["learned", "rope"] = "learned"  # the defaults of these seven are GPT-2
-    norm: Literal["layer", "rms"] = "layer"
-    qk_norm: bool = False  # RMS norm of queries and keys
-    activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's; relu2 the fastest
-    tie_weights: bool = True  # one matrix for token embedding and head
-    zero_init: bool = False  # what adds to the residual stream, and an untied head, begins as zero
-    token_shift: bool = False  # blocks see a quarter of the channels of the token before in place of their own
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
-    block_size: int = 1024  # context length in tokens
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: bool = False  # where memory runs out at the start: halve batch_size, double the accumulation
-    align_documents: bool = False  # begin training windows where a document begins, if one does within them
+    auto_batch: bool = False  # if memory runs out at the start, halve batch_size and double the accumulation
+    align_documents: bool = False  # move training windows to the first document that begins within them
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # its maximum
     max_iters: int = 600000  # steps
-    max_minutes: float = 0.0  # as many of max_iters as take so long here, compiling and evaluation included; 0 = all
+    max_minutes: float = 0.0  # fewer max_iters, so that the run ends in about this time, evaluation included; 0 = all
     weight_decay: float = 1e-1  # of matrices and embeddings
     beta1: float = 0.9
     beta2: float = 0.95
@@ -87,19 +74,15 @@ class TrainConfig:
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = (
-        "cosine"  # after a linear warm-up; trapezoid: constant first
-    )
-    warmup_iters: int = 2000  # steps
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # after the warm-up; trapezoid: constant first
+    warmup_iters: int = 2000  # steps; linear
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
     cooldown_iters: int = 0  # steps of trapezoid's decay, which is linear; 0 = a fifth of lr_decay_iters
     min_lr: float | None = None  # None = learning_rate / 10
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
-    compile: Literal["auto", True, False] = (
-        "auto"  # torch.compile: faster steps after a slow start; auto: on CUDA, and on a CPU where it pays
-    )
+    compile: Literal["auto", True, False] = "auto"  # a slow start, faster steps; auto: on CUDA, and on a CPU if it pays
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
     seed: int = 1337  # of initial weights, batch order and dropout
     # Weights & Biases
@@ -108,11 +91,12 @@ class TrainConfig:
     wandb_run_name: str = "gpt2"
 
     def __post_init__(self) -> None:
-        GPTConfig(dropout=self.dropout, **{name: getattr(self, name) for name in MODEL_SETTINGS})
+        ModelSettings.__post_init__(self)
         least = dict.fromkeys(("eval_interval", "eval_iters", "log_interval", "batch_size"), 1)
         least["gradient_accumulation_steps"] = 1
         for name in self.__dataclass_fields__:
-            value, low = getattr(self, name), least.get(name, 0)
+            value = getattr(self, name)
+            low = least.get(name, 0)
             if isinstance(value, int | float) and value < low:
                 raise ValueError(f"{name}={value} must be at least {low}")
         for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
@@ -121,337 +105,256 @@ class TrainConfig:
 
 
 def main(c: TrainConfig) -> float:
-    """Trains as c says; returns the best validation loss (nats per token), math.inf where none was taken."""
-    # ---- ranks and device ------------------------------------------------------------------------------------
+    """Trains as c says; returns the best validation loss (nats per token), math.inf if none was taken."""
+    # ---- ranks and batch -------------------------------------------------------------------------------------
     began = time.perf_counter()
-    rank, world, local_rank = (
-        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
     hardware.keep_freed_memory()
-    device = hardware.resolve_device(c.device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    if c.gradient_accumulation_steps % world:
-        nearest = -(-c.gradient_accumulation_steps // world) * world
-        raise ValueError(
-            f"gradient_accumulation_steps={c.gradient_accumulation_steps} does not divide among {world} ranks; "
-            f"try --gradient_accumulation_steps={nearest}"
-        )
-    global_batch = c.batch_size * c.gradient_accumulation_steps  # sequences per optimizer step
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32 for what stays float32, as nanoGPT has it
-    distributed = "RANK" in os.environ
-    if distributed:
-        if c.backend == "nccl" and device.type != "cuda":
-            raise ValueError(f"backend=nccl is for CUDA, the device is {device}; try --backend=auto")
-        dist.init_process_group(
-            "nccl" if c.backend == "auto" and device.type == "cuda" else c.backend.replace("auto", "gloo")
-        )
-    say = functools.partial(print, flush=True) if rank == 0 else lambda *_: None  # flushed: for files, tee and tail
-    if c.device == "auto" and device.type == "cpu" and rank == 0 and (reason := hardware.unseen_gpu()):
-        say(f"{reason}; training on the CPU")
+    ranks = start_ranks(c.device, c.backend)
+    plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
-    folder = DATA / c.dataset
-    for split in ("train", "val") if not c.dry_run else ():
-        token_files(folder, split)  # raises where there are none: sooner than a vocabulary is found wanting
-    meta = read_meta(folder)
-    saved: dict[str, Any] = {}
-    source = c.out_dir if c.init_from == "resume" else c.init_from
-    if c.init_from == "scratch":
-        vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
-        args = GPTConfig(vocab_size=vocab_size, dropout=c.dropout, **{k: getattr(c, k) for k in MODEL_SETTINGS})
-    elif c.init_from == "resume":
-        saved = checkpoint.load(c.out_dir)
-        args = GPTConfig.of(saved["model_args"] | {"dropout": c.dropout}, source)
-    else:
-        model_args, weights = checkpoint.load_gpt2(c.init_from)
-        args = GPTConfig.of(model_args | {"dropout": c.dropout}, source)
-        saved = {"model": weights, "tokenizer": {"name": "gpt2"}}
-    for name in MODEL_SETTINGS if c.init_from == "resume" else CHOICES:
-        shorter = name == "block_size" and c.eval_only  # to evaluate with the context of another model
-        if getattr(c, name) != getattr(args, name) and not shorter:
-            raise ValueError(f"{name}={getattr(c, name)}, but {source} has {name}={getattr(args, name)}: leave it out")
-    T = c.block_size
+    meta = describe_data(c)
+    start = starting_point(c, meta)
     if c.dry_run:
-        dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
-        shape = (c.batch_size, c.gradient_accumulation_steps, world)
-        estimate.report(replace(args, block_size=T), device, dtype, c.compile is not False, *shape, c.max_iters, say)
+        estimate.report(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
-    check_vocabulary(folder, meta, args.vocab_size, saved.get("tokenizer"))
-    start = meta["end_of_text"] if c.align_documents else None
-    if c.align_documents and start is None:
-        raise ValueError(f"align_documents=True: {folder} does not say which token documents begin with; leave it out")
-    train_split, val_split = (Split(folder, s, T, args.vocab_size, c.seed, start) for s in ("train", "val"))
-    model = GPT.from_state(args, saved["model"], source) if saved else GPT(args)
-    model.crop_block_size(T)
-    start_iter: int = saved.get("iter_num", 0)
-    if saved.get("train_tokens", train_split.tokens) != train_split.tokens:
-        say(f"the data had {saved['train_tokens']:,} train tokens before: from here on, batches come in another order")
-    best_val_loss: float = saved.get("best_val_loss", math.inf)
+    train_split, val_split = open_splits(c, start, meta)
+    model = start.build_model(c.block_size).to(ranks.device)
+    if start.train_tokens not in (None, train_split.tokens):
+        ranks.say(f"the data had {start.train_tokens:,} train tokens before: batches now come in another order")
 
-    # ---- how it runs here, optimizer, DDP --------------------------------------------------------------------
-    model.to(device)
-    left_s = 60 * c.max_minutes - (time.perf_counter() - began) if c.max_minutes else None
-    batch_of = functools.partial(first_micro_batch, train_split, global_batch, device)
-    steps = 0 if c.eval_only else c.max_iters - start_iter
-    earlier = forms.earlier_form(saved, device)
-    runner, c = forms.settle(model, c, earlier, batch_of, world, distributed, left_s, steps, say)
-    micro_steps = c.gradient_accumulation_steps // world  # of this rank, per optimizer step
-    dtype, scaler = runner.form.dtype, runner.scaler
-    fast = dtype == "bfloat16" if device.type == "cpu" else peak_flops.fast_dtype(device) == "bfloat16"
-    betas = (c.beta1, c.beta2)
-    optimizer = make_optimizer(
-        model, c.optimizer, c.weight_decay, c.learning_rate, betas, c.momentum, device.type, fast
-    )
-    if distributed:
+    # ---- how it runs here ------------------------------------------------------------------------------------
+    batch_of = functools.partial(first_micro_batch, train_split, plan, ranks.device)
+    steps = 0 if c.eval_only else c.max_iters - start.step
+    runner, c = forms.settle(model, c, ranks, batch_of, start.form(ranks.device), steps, seconds_left(c, began))
+    plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
+    optimizer = optimizer_for(c, runner)
+    if ranks.distributed:
         runner.distribute()
-    if c.max_minutes and not c.eval_only:
-        left_s = 60 * c.max_minutes - (time.perf_counter() - began)
+    left_s = seconds_left(c, began)
+    if left_s is not None and not c.eval_only:
         batch = batch_of(c.batch_size)
         splits = (train_split, val_split)
-        c = replace(c, **estimate.steps_within(left_s, c, runner, optimizer, batch, splits, start_iter, world, say))
-    if start_iter and not c.eval_only:
-        checkpoint.restore_optimizer(optimizer, saved["optimizer"], source)
-        scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())
-    wandb_run_id = saved.get("wandb_run_id")
-    saved = {}  # frees what the memory-mapped file holds
+        c = replace(c, **estimate.steps_within(left_s, c, runner, optimizer, batch, splits, start.step, ranks))
+    if start.step and not c.eval_only:
+        start.restore(optimizer, runner.scaler)
+    start.release_memory()
     warm_up_s = time.perf_counter() - began
 
     # ---- log -------------------------------------------------------------------------------------------------
-    out_dir = checkpoint.folder_of(c.out_dir)
-    records = rank == 0 and not c.eval_only
-    files = (checkpoint.NAME, checkpoint.BEST, "log.jsonl")
-    wandb_run = (
-        start_wandb(c.wandb_project, c.wandb_run_name, asdict(c), wandb_run_id) if c.wandb_log and records else None
-    )
-    if records and c.init_from != "resume" and (old := checkpoint.set_aside(out_dir, files)):
-        say(f"{out_dir} held an earlier run; it is now in {old}")
-    log = RunLog(out_dir / "log.jsonl" if records else None, wandb_run)
-    tokens_per_step = global_batch * T
-    flops_per_token = model.estimate_flops()
-    peak, peak_source = peak_flops.peak_flops(device, dtype)
-    total_peak = all_sum(torch.tensor([peak], dtype=torch.float64), device).item()  # of all ranks
-    say(f"data: {folder.name}, {train_split.tokens:,} train and {val_split.tokens:,} val tokens")
-    say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {flops_per_token / 1e6:.2f} MFLOPs per token")
-    compiler = compiling.compiler_name(device) if runner.form.compiled else None
-    by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
-    say(f"device: {world} x {hardware.device_name(device)}, {runner.form}{by}")
-    say(f"mfu refers to {total_peak / 1e12:.2f} TFLOP/s ({peak_source}); warm-up took {warm_up_s:.1f}s")
-    say(f"tokens per iteration will be: {tokens_per_step:,}")
-    log.write(
-        "start",
-        settings=asdict(c),
-        iter=start_iter,
-        model_args=asdict(model.config),
-        parameters=model.num_params(),
-        flops_per_token=flops_per_token,
-        tokens_per_step=tokens_per_step,
-        tokenizer=meta["tokenizer"].get("name"),
-        train_tokens=train_split.tokens,
-        val_tokens=val_split.tokens,
-        val_sha256=val_split.fingerprint(),
-        device=hardware.device_name(device),
-        cpu=hardware.cpu_facts() if device.type == "cpu" else None,
-        world_size=world,
-        dtype=dtype,
-        compiled=runner.form.compiled,
-        explicit_attention=runner.form.explicit,
-        compiler=compiler,
-        peak_flops=total_peak,
-        peak_source=peak_source,
-        warm_up_s=warm_up_s,
-        versions=runlog.versions(),
-        git_commit=runlog.git_commit(),
-    )
+    timer = StepTimer(ranks.device)
+    log = open_log(c, ranks, start)
+    report = Report(c, ranks, runner, plan, timer, log)
+    report.start(start.step, meta, train_split, val_split, warm_up_s)
+    watch = GradientWatch(model, runner.form, start.step, kept=f"the files in {out_dir_of(c)} are unchanged")
+
     # ---- train -----------------------------------------------------------------------------------------------
-    step = start_iter
-    windows = estimate.eval_windows(c)
-    kept = f"what {out_dir} holds stays"
-    watch = GradientWatch([name for name, _ in model.named_parameters()], device)
-    loader = Loader(train_split, device, c.batch_size, micro_steps, step, rank, world)
-    window_steps, window_s = 0, 0.0  # since the last log line: steps, and seconds of these alone
-    train_s = wait_s = eval_s = save_s = last_eval_s = last_save_s = 0.0
-    t0 = time.perf_counter()
-    while True:
+    best_val_loss = start.best_val_loss
+    loader = Loader(train_split, plan, ranks.device, start.step)
+    timer.resume()
+    for step in itertools.count(start.step):
         lr = learning_rate(c, step)
+        is_last = step >= c.max_iters or c.eval_only
 
         # ---- evaluate and save -------------------------------------------------------------------------------
-        if step % c.eval_interval == 0 or step >= c.max_iters or c.eval_only:
-            hardware.synchronize(device)
-            t1 = time.perf_counter()
-            window_s += t1 - t0
-            watch.raise_if_not_finite(runner.form, start_iter, kept)
-            # A terminal shows a progress bar.
-            shown = nullcontext() if sys.stderr.isatty() else forms.not_silent("still evaluating", say)
-            with shown:
-                train_loss, _ = runner.evaluate(train_split, windows, c.batch_size, rank, world)
-                val_loss, val_se = runner.evaluate(val_split, windows, c.batch_size, rank, world)
-            t0 = time.perf_counter()
-            last_eval_s, eval_s = t0 - t1, eval_s + t0 - t1
-            losses = {"train_loss": train_loss, "val_loss": val_loss, "val_se": val_se}  # its standard error
-            spent = {"tokens": step * tokens_per_step, "train_s": train_s + window_s, "eval_s": last_eval_s}
-            log.write("eval", iter=step, **losses, lr=lr, **spent)
-            error = "" if val_se is None else f", standard error {val_se:.4f}"
-            said = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}, eval time {last_eval_s:.2f}s"
-            say(f"step {step}: {said}{error}")
-            if not math.isfinite(val_loss):
-                remedy = advice(runner.form, step == start_iter)
-                raise ValueError(f"val loss is {val_loss} at step {step}; {kept}; {remedy}")
-            improved = val_loss < best_val_loss
-            best_val_loss = min(best_val_loss, val_loss)
-            if step > start_iter and rank == 0 and (improved or c.always_save_checkpoint):
-                say(f"saving checkpoint to {out_dir}")
-                state: dict[str, Any] = {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "model_args": model.config.as_args(),
-                    "iter_num": step,
-                    "best_val_loss": best_val_loss,
-                    "config": asdict(c),
-                    "scaler": scaler.state_dict(),
-                    "tokenizer": meta["tokenizer"],
-                    "train_tokens": train_split.tokens,
-                    "form": forms.saved_form(runner),
-                    "wandb_run_id": wandb_run.id if wandb_run else wandb_run_id,
-                }
-                checkpoint.save(state, out_dir, best=improved)
-                last_save_s = time.perf_counter() - t0
-                save_s += last_save_s
-                log.write("save", iter=step, best=improved, save_s=last_save_s)
-            t0 = time.perf_counter()
-        if step >= c.max_iters or c.eval_only:
+        if step % c.eval_interval == 0 or is_last:
+            timer.pause()
+            watch.check_gradients()
+            with timer.evaluation(), progress(ranks):
+                train = evaluate(c, runner, train_split, plan, ranks)
+                val = evaluate(c, runner, val_split, plan, ranks)
+            report.evaluation(step, lr, train, val)
+            watch.check_loss("val loss", val.loss, step)
+            improved = val.loss < best_val_loss
+            best_val_loss = min(best_val_loss, val.loss)
+            if step > start.step and ranks.is_first and (improved or c.always_save_checkpoint):
+                ranks.say(f"saving checkpoint to {out_dir_of(c)}")
+                with timer.saving():
+                    state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log)
+                    checkpoint.save(state, out_dir_of(c), best=improved)
+                report.saved(step, improved)
+            timer.resume()
+        if is_last:
             break
 
         # ---- one optimizer step ------------------------------------------------------------------------------
         for group in optimizer.param_groups:
             group["lr"] = lr
         if model.config.dropout:  # its random stream starts anew at each step: a resumed run needs no generator state
-            torch.manual_seed(hash((c.seed, step, rank)) % 2**63)
-        step_loss = torch.zeros((), device=device)
-        for micro in range(micro_steps):
+            torch.manual_seed(hash((c.seed, step, ranks.rank)) % 2**63)
+        loss = torch.zeros((), device=ranks.device)
+        for micro_step in range(plan.micro_steps):
             x, y = loader.next()
-            step_loss += runner.backward(x, y, micro_steps, last=micro == micro_steps - 1)
-        scaler.unscale_(optimizer)
+            loss += runner.backward(x, y, plan.micro_steps, last=micro_step == plan.micro_steps - 1)
+        runner.scaler.unscale_(optimizer)
         grad_norms = torch.stack(torch._foreach_norm(runner.gradients()))
         grad_norm = torch.linalg.vector_norm(grad_norms)
         torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
-        if not scaler.is_enabled() or scaler.get_scale() < 1:  # above 1 it skips such steps, and scales less
+        if not runner.scaler.is_enabled() or runner.scaler.get_scale() < 1:  # above 1, float16 skips such a step
             watch.see(step, grad_norms)
         logs = step % c.log_interval == 0 or step == c.max_iters - 1
-        if logs or device.type == "cpu":  # elsewhere asking would wait for the device
-            watch.raise_if_not_finite(runner.form, start_iter, kept)
-        scaler.step(optimizer)
-        scaler.update()
+        if logs or ranks.device.type == "cpu":  # elsewhere asking would wait for the device
+            watch.check_gradients()
+        runner.scaler.step(optimizer)
+        runner.scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        window_steps += 1
+        timer.step_done()
 
         # ---- log ---------------------------------------------------------------------------------------------
         if logs:
-            mean_loss = all_sum(step_loss, device).item() / world
-            hardware.synchronize(device)
-            t1 = time.perf_counter()
-            window_s, t0 = window_s + t1 - t0, t1
-            step_s = window_s / window_steps
-            train_s += window_s
-            data_wait, wait_s, loader.wait_s = loader.wait_s / window_s, wait_s + loader.wait_s, 0.0
-            window_steps, window_s = 0, 0.0
-            tokens_per_s = tokens_per_step / step_s
-            mfu = tokens_per_s * flops_per_token / total_peak
-            evals_left = math.ceil(c.max_iters / c.eval_interval) - step // c.eval_interval
-            eta_s = (c.max_iters - step - 1) * step_s + evals_left * (last_eval_s + last_save_s)
-            say(
-                f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-                f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm.item():.3f}, "
-                f"data wait {data_wait * 100:.1f}%, eta {clock(eta_s)}"
-            )
-            if not math.isfinite(mean_loss):
-                remedy = advice(runner.form, step == start_iter)
-                raise ValueError(f"loss is {mean_loss} at step {step}; {kept}; {remedy}")
-            log.write(
-                "iter",
-                iter=step,
-                loss=mean_loss,
-                time_ms=step_s * 1e3,
-                mfu=mfu,
-                tokens_per_s=tokens_per_s,
-                data_wait=data_wait,
-                lr=lr,
-                grad_norm=grad_norm.item(),
-                tokens=(step + 1) * tokens_per_step,
-                train_s=train_s,
-                peak_memory_bytes=hardware.peak_memory_bytes(device),
-            )
-        step += 1
+            mean_loss = ranks.sum(loss).item() / ranks.world
+            window = timer.end_window(loader.take_wait_s())
+            watch.check_loss("loss", mean_loss, step)
+            report.step(step, lr, mean_loss, grad_norm.item(), window)
 
     # ---- end -------------------------------------------------------------------------------------------------
-    memory = hardware.peak_memory_bytes(device)
-    memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
-    say(
-        f"{step - start_iter} steps: {clock(train_s)} of training ({clock(wait_s)} waiting for data), "
-        f"{clock(eval_s)} of evaluation, {clock(save_s)} of saving; peak memory {memory_gib}; "
-        f"best val loss {best_val_loss:.4f}"
-    )
-    log.write(
-        "end",
-        iter=step,
-        train_s=train_s,
-        data_wait_s=wait_s,
-        eval_s=eval_s,
-        save_s=save_s,
-        peak_memory_bytes=memory,
-        best_val_loss=best_val_loss,
-    )
+    report.end(step, step - start.step, best_val_loss)
     loader.close()
     log.close()
-    if distributed:
-        dist.barrier()  # no rank leaves while rank 0 saves: torchrun would take a fault of one for the end of all
-        dist.destroy_process_group()
+    ranks.close()
     return best_val_loss
 
 
-def first_micro_batch(split: Split, global_batch: int, device: torch.device, rows: int) -> tuple[Tensor, Tensor]:
-    """The first sequences of the first step's batch: inputs and targets (rows, T)."""
-    return to_device(split.train_batch(0, np.arange(rows), global_batch), device)
+# ---- set-up --------------------------------------------------------------------------------------------------
 
 
-class GradientWatch:
-    """Remembers the first step whose gradients were not finite, on the device: seeing a step does not wait for it."""
+def out_dir_of(c: TrainConfig) -> Path:
+    return checkpoint.folder_of(c.out_dir)
 
-    def __init__(self, names: list[str], device: torch.device) -> None:
-        self.names = names
-        self.step = torch.full((), -1, device=device)
-        self.bad = torch.zeros(len(names), dtype=torch.bool, device=device)
 
-    def see(self, step: int, norms: Tensor) -> None:
-        """norms: of each parameter's gradient, in the order of the names."""
-        bad = ~norms.isfinite()
-        is_first = bad.any() & (self.step < 0)
-        self.step = torch.where(is_first, step, self.step)
-        self.bad = torch.where(is_first, bad, self.bad)
+def seconds_left(c: TrainConfig, began: float) -> float | None:
+    """Of max_minutes, since the instant `began`; None without a limit."""
+    if not c.max_minutes:
+        return None
+    return 60 * c.max_minutes - (time.perf_counter() - began)
 
-    def raise_if_not_finite(self, form: Form, first_step: int, kept: str) -> None:
-        """ValueError for a step whose gradients were not finite: which, and what can be done about it."""
-        step = int(self.step)
-        if step < 0:
-            return
-        names = [name for name, bad in zip(self.names, self.bad.tolist(), strict=True) if bad]
-        which = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if names[2:] else "")
-        which = "all parameters" if len(names) == len(self.names) else f"{which} of {len(self.names)} parameters"
-        raise ValueError(
-            f"gradients are not finite at step {step} ({form}): those of {which}; {kept}; "
-            f"{advice(form, step == first_step)}"
+
+def describe_data(c: TrainConfig) -> dict[str, Any]:
+    """What the data folder says about its tokens, as read_meta. Raises ValueError if a split is missing."""
+    folder = DATA / c.dataset
+    if not c.dry_run:
+        for split in ("train", "val"):
+            token_files(folder, split)
+    return read_meta(folder)
+
+
+@dataclass
+class StartingPoint:
+    """What a run starts from: random weights, a checkpoint or GPT-2's weights."""
+
+    source: str  # for messages
+    config: GPTConfig
+    weights: dict[str, Tensor] | None = None  # None: random ones
+    tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
+    resumed: Checkpoint | None = None
+    # of the resumed run:
+    step: int = 0
+    best_val_loss: float = math.inf
+    train_tokens: int | None = None
+    wandb_run_id: str | None = None
+
+    def build_model(self, block_size: int) -> GPT:
+        """The model on the CPU, with its context shortened to block_size. Raises ValueError."""
+        model = GPT(self.config) if self.weights is None else GPT.from_state(self.config, self.weights, self.source)
+        model.crop_block_size(block_size)
+        return model
+
+    def form(self, device: torch.device) -> forms.EarlierForm:
+        return forms.EarlierForm.of(self.resumed.form if self.resumed else None, device)
+
+    def restore(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Loads the resumed run's optimizer and scaler. Raises ValueError where they do not fit."""
+        if self.resumed is not None:
+            checkpoint.restore_optimizer(optimizer, self.resumed.optimizer, self.source)
+            if self.resumed.scaler:
+                scaler.load_state_dict(self.resumed.scaler)
+
+    def release_memory(self) -> None:
+        """Drops what the memory-mapped file holds, once it is loaded."""
+        self.weights = None
+        self.resumed = None
+
+
+def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
+    """Where init_from says that the run starts. Raises ValueError where c names another model than the source has."""
+    if c.init_from == "scratch":
+        vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
+        return StartingPoint("scratch", GPTConfig.from_settings(c, vocab_size))
+
+    if c.init_from == "resume":
+        saved = checkpoint.load(c.out_dir)
+        start = StartingPoint(
+            source=c.out_dir,
+            config=GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.out_dir),
+            weights=saved.model,
+            tokenizer=saved.tokenizer,
+            resumed=saved,
+            step=saved.iter_num,
+            best_val_loss=saved.best_val_loss,
+            train_tokens=saved.train_tokens,
+            wandb_run_id=saved.wandb_run_id,
         )
+        given = RESUMED_SETTINGS
+    else:
+        model_args, weights = load_gpt2(c.init_from)
+        config = GPTConfig.from_args(model_args | {"dropout": c.dropout}, c.init_from)
+        start = StartingPoint(c.init_from, config, weights, {"name": "gpt2"})
+        given = MODERN_CHOICES
+
+    for name in given:
+        shorter = name == "block_size" and c.eval_only  # to evaluate with the context of another model
+        wanted = getattr(c, name)
+        there = getattr(start.config, name)
+        if wanted != there and not shorter:
+            raise ValueError(f"{name}={wanted}, but {start.source} has {name}={there}: leave it out")
+    return start
 
 
-def advice(form: Form, first: bool) -> str:
-    """What to try after a loss or gradients that are not finite; first: before this run has changed the weights."""
-    tries = ["--compile=False"] if form.compiled else []
-    tries += ["--dtype=float32"] if form.dtype != "float32" else []
-    if not first:
-        return f"try a lower --learning_rate{', then ' + ', then '.join(tries) if tries else ''}"
-    remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
-    return f"no update of this run came before, so it is not the learning rate: {remedy}"
+def open_splits(c: TrainConfig, start: StartingPoint, meta: dict[str, Any]) -> tuple[Split, Split]:
+    """The train and the val split. Raises ValueError where they do not belong to the model or cannot be aligned."""
+    folder = DATA / c.dataset
+    vocab_size = start.config.vocab_size
+    check_vocabulary(folder, meta, vocab_size, start.tokenizer)
+    document_start = meta["end_of_text"] if c.align_documents else None
+    if c.align_documents and document_start is None:
+        raise ValueError(f"align_documents=True: {folder} does not say which token documents begin with; leave it out")
+    train = Split(folder, "train", c.block_size, vocab_size, c.seed, document_start)
+    val = Split(folder, "val", c.block_size, vocab_size, c.seed, document_start)
+    return train, val
+
+
+def optimizer_for(c: TrainConfig, runner: Runner) -> torch.optim.AdamW:
+    """The optimizer that c names; Muon's own matmuls run in bfloat16 where the device is fast in it."""
+    on_cpu = runner.device.type == "cpu"
+    fast_dtype = runner.form.dtype if on_cpu else peak_flops.fast_dtype(runner.device)
+    return make_optimizer(
+        runner.model,
+        c.optimizer,
+        c.weight_decay,
+        c.learning_rate,
+        (c.beta1, c.beta2),
+        c.momentum,
+        runner.device.type,
+        bfloat16=fast_dtype == "bfloat16",
+    )
+
+
+def open_log(c: TrainConfig, ranks: Ranks, start: StartingPoint) -> RunLog:
+    """The log of this run; an earlier run in out_dir is moved aside. Other ranks and eval_only write no file."""
+    if not ranks.is_first or c.eval_only:
+        return RunLog(None)
+    wandb_run = None
+    if c.wandb_log:
+        wandb_run = start_wandb(c.wandb_project, c.wandb_run_name, asdict(c), start.wandb_run_id)
+    if c.init_from != "resume":
+        old = checkpoint.set_aside(out_dir_of(c), (checkpoint.NAME, checkpoint.BEST, "log.jsonl"))
+        if old:
+            ranks.say(f"{out_dir_of(c)} held an earlier run; it is now in {old}")
+    return RunLog(out_dir_of(c) / "log.jsonl", wandb_run, start.wandb_run_id)
+
+
+# ---- the loop's calls ----------------------------------------------------------------------------------------
 
 
 def learning_rate(c: TrainConfig, step: int) -> float:
@@ -472,15 +375,237 @@ def learning_rate(c: TrainConfig, step: int) -> float:
     return low + left * (c.learning_rate - low)
 
 
+def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
+    return runner.evaluate(eval_batches(split, plan, estimate.eval_windows(c), ranks.device), ranks)
+
+
+def progress(ranks: Ranks) -> AbstractContextManager[None]:
+    """Says now and then that an evaluation goes on. A terminal shows a progress bar instead."""
+    return nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", ranks.say)
+
+
+def state_of_run(
+    c: TrainConfig,
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    best_val_loss: float,
+    meta: dict[str, Any],
+    train_split: Split,
+    log: RunLog,
+) -> Checkpoint:
+    return Checkpoint(
+        model=runner.model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        model_args=runner.model.config.as_args(),
+        iter_num=step,
+        best_val_loss=best_val_loss,
+        config=asdict(c),
+        scaler=runner.scaler.state_dict(),
+        tokenizer=meta["tokenizer"],
+        train_tokens=train_split.tokens,
+        form=forms.saved_form(runner),
+        wandb_run_id=log.wandb_run_id,
+    )
+
+
+class GradientWatch:
+    """Stops a run whose gradients or loss are not finite, and says what can be done about it.
+
+    The first step with such gradients is remembered on the device: seeing a step does not wait for it.
+    """
+
+    def __init__(self, model: GPT, form: Form, first_step: int, kept: str) -> None:
+        self.names = [name for name, _ in model.named_parameters()]
+        self.form = form
+        self.first_step = first_step
+        self.kept = kept  # what can be said about the files
+        device = model.lm_head.weight.device
+        self.step = torch.full((), -1, device=device)
+        self.bad = torch.zeros(len(self.names), dtype=torch.bool, device=device)
+
+    def see(self, step: int, norms: Tensor) -> None:
+        """norms: of each parameter's gradient, in the order of the model's parameters."""
+        bad = ~norms.isfinite()
+        is_first = bad.any() & (self.step < 0)
+        self.step = torch.where(is_first, step, self.step)
+        self.bad = torch.where(is_first, bad, self.bad)
+
+    def check_gradients(self) -> None:
+        """Raises ValueError if a step's gradients were not finite. Waits for the device."""
+        step = int(self.step)
+        if step < 0:
+            return
+        names = [name for name, bad in zip(self.names, self.bad.tolist(), strict=True) if bad]
+        if len(names) == len(self.names):
+            which = "all parameters"
+        else:
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            which = f"{', '.join(names[:2])}{more} of {len(self.names)} parameters"
+        raise ValueError(
+            f"gradients are not finite at step {step} ({self.form}): those of {which}; {self.kept}; {self.advice(step)}"
+        )
+
+    def check_loss(self, name: str, loss: float, step: int) -> None:
+        """Raises ValueError if a loss is not finite."""
+        if not math.isfinite(loss):
+            raise ValueError(f"{name} is {loss} at step {step}; {self.kept}; {self.advice(step)}")
+
+    def advice(self, step: int) -> str:
+        """What to try after something that is not finite at this step."""
+        tries = []
+        if self.form.compiled:
+            tries.append("--compile=False")
+        if self.form.dtype != "float32":
+            tries.append("--dtype=float32")
+        if step > self.first_step:
+            return "try " + ", then ".join(["a lower --learning_rate", *tries])
+        remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
+        return f"no update of this run came before, so it is not the learning rate: {remedy}"
+
+
+# ---- what a run reports --------------------------------------------------------------------------------------
+
+
+class Report:
+    """What a run says on the terminal and writes to log.jsonl."""
+
+    def __init__(
+        self, c: TrainConfig, ranks: Ranks, runner: Runner, plan: BatchPlan, timer: StepTimer, log: RunLog
+    ) -> None:
+        self.c = c
+        self.ranks = ranks
+        self.runner = runner
+        self.timer = timer
+        self.log = log
+        self.tokens_per_step = plan.global_batch * c.block_size
+        self.flops_per_token = runner.model.estimate_flops()
+        peak, self.peak_source = peak_flops.peak_flops(ranks.device, runner.form.dtype)
+        self.peak_flops = ranks.sum(torch.tensor([peak], dtype=torch.float64)).item()  # of all ranks
+
+    def start(self, step: int, meta: dict[str, Any], train: Split, val: Split, warm_up_s: float) -> None:
+        c = self.c
+        say = self.ranks.say
+        device = self.ranks.device
+        form = self.runner.form
+        model = self.runner.model
+        compiler = compiling.compiler_name(device) if form.compiled else None
+        by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
+        name = hardware.device_name(device)
+        say(f"data: {(DATA / c.dataset).name}, {train.tokens:,} train and {val.tokens:,} val tokens")
+        say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
+        say(f"device: {self.ranks.world} x {name}, {form}{by}")
+        say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
+        say(f"tokens per iteration will be: {self.tokens_per_step:,}")
+        self.log.write(
+            "start",
+            settings=asdict(c),
+            iter=step,
+            model_args=asdict(model.config),
+            parameters=model.num_params(),
+            flops_per_token=self.flops_per_token,
+            tokens_per_step=self.tokens_per_step,
+            tokenizer=meta["tokenizer"].get("name"),
+            train_tokens=train.tokens,
+            val_tokens=val.tokens,
+            val_sha256=val.fingerprint(),
+            device=name,
+            cpu=hardware.cpu_facts() if device.type == "cpu" else None,
+            world_size=self.ranks.world,
+            dtype=form.dtype,
+            compiled=form.compiled,
+            explicit_attention=form.explicit,
+            compiler=compiler,
+            peak_flops=self.peak_flops,
+            peak_source=self.peak_source,
+            warm_up_s=warm_up_s,
+            versions=versions(),
+            git_commit=git_commit(),
+        )
+
+    def evaluation(self, step: int, lr: float, train: Evaluation, val: Evaluation) -> None:
+        eval_s = self.timer.last_eval_s
+        self.log.write(
+            "eval",
+            iter=step,
+            train_loss=train.loss,
+            val_loss=val.loss,
+            val_se=val.standard_error,
+            lr=lr,
+            tokens=step * self.tokens_per_step,
+            train_s=self.timer.trained_s(),
+            eval_s=eval_s,
+        )
+        error = "" if val.standard_error is None else f", standard error {val.standard_error:.4f}"
+        self.ranks.say(
+            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}"
+        )
+
+    def saved(self, step: int, best: bool) -> None:
+        self.log.write("save", iter=step, best=best, save_s=self.timer.last_save_s)
+
+    def step(self, step: int, lr: float, loss: float, grad_norm: float, window: Window) -> None:
+        """window: the steps since the last of these lines."""
+        c = self.c
+        timer = self.timer
+        tokens_per_s = self.tokens_per_step / window.step_s
+        mfu = tokens_per_s * self.flops_per_token / self.peak_flops
+        evaluations_left = math.ceil(c.max_iters / c.eval_interval) - step // c.eval_interval
+        eta_s = (c.max_iters - step - 1) * window.step_s
+        eta_s += evaluations_left * (timer.last_eval_s + timer.last_save_s)
+        self.ranks.say(
+            f"iter {step}: loss {loss:.4f}, time {window.step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
+            f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm:.3f}, "
+            f"data wait {window.data_wait * 100:.1f}%, eta {clock(eta_s)}"
+        )
+        self.log.write(
+            "iter",
+            iter=step,
+            loss=loss,
+            time_ms=window.step_s * 1e3,
+            mfu=mfu,
+            tokens_per_s=tokens_per_s,
+            data_wait=window.data_wait,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=(step + 1) * self.tokens_per_step,
+            train_s=timer.train_s,
+            peak_memory_bytes=hardware.peak_memory_bytes(self.ranks.device),
+        )
+
+    def end(self, step: int, steps: int, best_val_loss: float) -> None:
+        timer = self.timer
+        memory = hardware.peak_memory_bytes(self.ranks.device)
+        memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
+        self.ranks.say(
+            f"{steps} steps: {clock(timer.train_s)} of training ({clock(timer.wait_s)} waiting for data), "
+            f"{clock(timer.eval_s)} of evaluation, {clock(timer.save_s)} of saving; peak memory {memory_gib}; "
+            f"best val loss {best_val_loss:.4f}"
+        )
+        self.log.write(
+            "end",
+            iter=step,
+            train_s=timer.train_s,
+            data_wait_s=timer.wait_s,
+            eval_s=timer.eval_s,
+            save_s=timer.save_s,
+            peak_memory_bytes=memory,
+            best_val_loss=best_val_loss,
+        )
+
+
+# ---- command line --------------------------------------------------------------------------------------------
+
+
 def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     """The settings of the run in out_dir, overridden by config files (but for the model's size) and command line."""
     saved = checkpoint.load(out_dir)
-    args = GPTConfig.of(saved["model_args"], out_dir)
-    sizes = [f"--{name}={getattr(args, name)}" for name in MODEL_SETTINGS]
-    known = {k: v for k, v in saved["config"].items() if k in TrainConfig.__dataclass_fields__}
+    config = GPTConfig.from_args(saved.model_args, out_dir)
+    of_model = [f"--{name}={getattr(config, name)}" for name in RESUMED_SETTINGS]
+    known = {k: v for k, v in saved.config.items() if k in TrainConfig.__dataclass_fields__}
     # The checkpoint's max_iters are what its max_minutes came to. More minutes are asked for anew, and mean more steps.
     known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
-    settings = read_settings(TrainConfig, [*sizes, *argv], known)
+    settings = read_settings(TrainConfig, [*of_model, *argv], known)
     if settings["max_minutes"] and not any(arg.startswith("--max_iters=") for arg in argv):
         settings["max_iters"] = TrainConfig.__dataclass_fields__["max_iters"].default
     return settings

@@ -1,4 +1,5 @@
-"""Batches of a split as tensors on a device, made ahead of the training loop by threads."""
+"""Who reads which rows of a split, and these rows as tensors on a device, made ahead of the training loop by threads.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +8,146 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from data.splits import Split
 from data.token_files import I64
 
-THREADS, AHEAD = 4, 8  # ahead: micro-batches; several at once, since a disk answers several as fast as one
+THREADS = 4  # several, since a disk answers several requests as fast as one
+AHEAD = 8  # micro-batches
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch_size, block_size) int64
+
+# ---- the plan ------------------------------------------------------------------------------------------------
 
 
-def to_device(batch: tuple[I64, I64], device: torch.device) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class BatchPlan:
+    """How an optimizer step's global batch, and an evaluation, are split into micro-batches and ranks."""
+
+    batch_size: int  # sequences per micro-batch
+    micro_steps: int = 1  # micro-batches per optimizer step, on each rank
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def of(cls, batch_size: int, gradient_accumulation_steps: int, rank: int, world: int) -> BatchPlan:
+        """gradient_accumulation_steps counts the micro-batches of all ranks.
+
+        Raises ValueError if they cannot share it.
+        """
+        if gradient_accumulation_steps % world:
+            nearest = (gradient_accumulation_steps // world + 1) * world
+            raise ValueError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps} does not divide among {world} ranks; "
+                f"try --gradient_accumulation_steps={nearest}"
+            )
+        return cls(batch_size, gradient_accumulation_steps // world, rank, world)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.batch_size * self.micro_steps * self.world
+
+    def rows(self, micro_step: int) -> I64:
+        """This rank's rows (batch_size,) of the global batch in one micro-batch."""
+        first = (micro_step * self.world + self.rank) * self.batch_size
+        return first + np.arange(self.batch_size)
+
+    def eval_rows(self, n: int) -> Iterator[I64]:
+        """This rank's rows of an evaluation of n windows, a batch at a time. Rows from n on are padding."""
+        for first in range(self.rank * self.batch_size, n, self.world * self.batch_size):
+            yield first + np.arange(self.batch_size)
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------
+
+
+def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
     """A batch as tensors on the device; on CUDA without waiting for the work queued there."""
-    x, y = (torch.from_numpy(a) for a in batch)
+    x = torch.from_numpy(batch[0])
+    y = torch.from_numpy(batch[1])
     if device.type == "cuda":
-        x, y = x.pin_memory(), y.pin_memory()
+        x = x.pin_memory()
+        y = y.pin_memory()
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
-class Loader:
-    """The micro-batches of one rank, from optimizer step `step` on, in the order of `Split.train_batch`.
+def first_micro_batch(split: Split, plan: BatchPlan, device: torch.device, rows: int) -> Batch:
+    """The first sequences of the first step's global batch, (rows, block_size) each."""
+    return to_device(split.train_batch(0, np.arange(rows), plan.global_batch), device)
 
-    The threads read the token files, pin and, on CUDA, copy in a stream of their own, so that neither the disk nor
-    the copy is waited for, as long as they keep up. What they raise is raised by `next`.
+
+def eval_batches(
+    split: Split, plan: BatchPlan, at_most: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """This rank's batches of a fixed set of windows, `at_most` in all: inputs, targets, number of windows in them.
+
+    The last batch may hold fewer windows than rows. A terminal shows a progress bar.
+    """
+    n = split.n_eval_windows(at_most)
+    batches = list(plan.eval_rows(n))
+    for rows in tqdm(batches, "evaluating", leave=False, disable=True if plan.rank else None):
+        x, y = to_device(split.eval_batch(rows, n), device)
+        yield x, y, int((rows < n).sum())
+
+
+class Loader:
+    """The training micro-batches of one rank, from optimizer step `step` on, in the order of `Split.train_batch`.
+
+    The threads read the token files, pin and, on CUDA, copy in a stream of their own. While they keep up, training
+    waits neither for the disk nor for the copy. What they raise is raised by `next`.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        device: torch.device,
-        batch_size: int,
-        micro_steps: int,
-        step: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        self.split, self.device, self.wait_s = split, device, 0.0  # wait_s: seconds that `next` has waited
-        self._global_batch = batch_size * micro_steps * world
+    def __init__(self, split: Split, plan: BatchPlan, device: torch.device, step: int = 0) -> None:
+        self.split = split
+        self.plan = plan
+        self.device = device
+        self._wait_s = 0.0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._order = self._rows(batch_size, micro_steps, step, rank, world)
+        self._order = self._steps(step)
         self._pool = ThreadPoolExecutor(THREADS, "loader")
-        self._ahead: deque[Future[tuple[Tensor, Tensor]]] = deque()
+        self._ahead: deque[Future[Batch]] = deque()
         for _ in range(AHEAD):
             self._submit()
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of the next micro-batch, each (batch_size, block_size) int64."""
+    def next(self) -> Batch:
+        """(inputs, targets) of the next micro-batch."""
         t0 = time.perf_counter()
         x, y = self._ahead.popleft().result()
-        self.wait_s += time.perf_counter() - t0
+        self._wait_s += time.perf_counter() - t0
         self._submit()
-        if self._stream:
+        if self._stream is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_stream(self._stream)
             for tensor in (x, y):
-                tensor.record_stream(here)  # or its memory would be given to the next copy while still read from
+                tensor.record_stream(here)  # otherwise the next copy would get its memory while it is still read
         return x, y
+
+    def take_wait_s(self) -> float:
+        """Seconds that `next` has waited since this was last asked."""
+        wait_s = self._wait_s
+        self._wait_s = 0.0
+        return wait_s
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _submit(self) -> None:
-        self._ahead.append(self._pool.submit(self._make, *next(self._order)))
-
-    def _make(self, step: int, rows: I64) -> tuple[Tensor, Tensor]:
-        batch = self.split.train_batch(step, rows, self._global_batch)
-        with torch.cuda.stream(self._stream):  # nothing where there is none
-            return to_device(batch, self.device)
-
-    def _rows(self, batch_size: int, micro_steps: int, step: int, rank: int, world: int) -> Iterator[tuple[int, I64]]:
+    def _steps(self, step: int) -> Iterator[tuple[int, I64]]:
         for now in itertools.count(step):
-            for micro in range(micro_steps):
-                yield now, np.arange(batch_size) + (micro * world + rank) * batch_size
+            for micro_step in range(self.plan.micro_steps):
+                yield now, self.plan.rows(micro_step)
+
+    def _submit(self) -> None:
+        step, rows = next(self._order)
+        self._ahead.append(self._pool.submit(self._make, step, rows))
+
+    def _make(self, step: int, rows: I64) -> Batch:
+        batch = self.split.train_batch(step, rows, self.plan.global_batch)
+        with torch.cuda.stream(self._stream):  # does nothing without a stream
+            return to_device(batch, self.device)

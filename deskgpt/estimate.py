@@ -1,12 +1,13 @@
-"""What a training run needs, before it does: memory part by part, the micro-batch that fits, time.
+"""What a training run needs, predicted before it starts: memory part by part, the micro-batch that fits, time.
 
 Memory comes from a rehearsal, not from formulas: the GPT of model.py goes forward and backward on fake tensors
 (shapes without storage) while the bytes alive are counted. It takes about a second and follows model.py wherever it
 goes. `device_type="cuda"` gives CUDA's figures on any machine: attention and dropout, which keep other tensors
 there, are replaced by CUDA's.
 
-Not counted, of what `torch.cuda.max_memory_allocated` counts: workspaces of cuBLAS and of attention's backward pass,
-DDP's buckets (4 bytes per parameter). The CUDA context and the allocator's gaps come on top: leave a tenth free.
+Of what `torch.cuda.max_memory_allocated` counts, workspaces of cuBLAS and of attention's backward pass and DDP's
+buckets (4 bytes per parameter) are not counted here. The CUDA context and the allocator's gaps come on top: leave a
+tenth free.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deskgpt import hardware, peak_flops
+from deskgpt import hardware, kernels, peak_flops
+from deskgpt.ranks import Ranks
 from deskgpt.runlog import clock
-from deskgpt.runner import Runner, all_max
-from model import GPT, LONGEST_EXPLICIT, GPTConfig, causal_mask
+from deskgpt.runner import Runner
+from model import GPT, GPTConfig
 
 if TYPE_CHECKING:
     from data.splits import Split
@@ -38,13 +41,15 @@ if TYPE_CHECKING:
 
 USABLE = 0.9  # of a GPU's memory: the rest is CUDA's context and the allocator's gaps
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
+LONGEST_REHEARSED = 1 << 22  # tokens of context
 ASSUMED_MFU = 0.4  # of a run that has not been measured yet
 
-# Of a run that is given minutes, not steps:
-EVAL_SHARE = 0.2  # of its time for evaluation, at most
-LEAST_EVAL_BATCHES = 8  # of each split: fewer say nothing of their own noise
-WARMUP_SHARE = 0.1  # of its steps for the learning rate's warm-up, at most
-TIMED, TIMED_S = 7, 3.0  # steps that are timed, at most, and seconds
+# A run that is given minutes, not steps:
+EVAL_SHARE = 0.2  # spends at most this share of its time on evaluation,
+LEAST_EVAL_BATCHES = 8  # reads at least this many batches of each split (fewer say nothing about their own noise),
+WARMUP_SHARE = 0.1  # and warms the learning rate up for at most this share of its steps.
+TIMED = 7  # steps that are timed for that, at most ...
+TIMED_S = 3.0  # ... and about the seconds that this may take
 
 # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -60,11 +65,11 @@ def memory(
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
-    dtype is that of the matmuls, resolved. accumulates: whether a step has several micro-batches, so that earlier
-    gradients are alive in a forward pass. explicit: see runner.Form. activations: what the forward pass keeps until the
-    loss begins, token ids included. logits: all that the loss adds to it, or, where that needs more, what the backward
-    pass does. optimizer: AdamW's moments; Muon keeps less, and while it steps, when the activations are gone, takes
-    about as much.
+    dtype is that of the matmuls, not auto. accumulates: whether a step has several micro-batches, so that earlier
+    gradients are alive in a forward pass. explicit: kernels.explicit_attention. The parts: activations are what the
+    forward pass keeps until the loss begins, token ids included. logits are all that the loss adds to it, or what the
+    backward pass adds, if that is more. optimizer are AdamW's moments; Muon keeps less, and takes about as much while
+    it steps, when the activations are gone.
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
@@ -72,14 +77,15 @@ def memory(
         large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
-    with fake_tensors(device_type), Live(device_type) as live:
+    with fake_tensors(device_type), Live(device_type) as live, kernels.explicit_attention(explicit):
         model = GPT(config)
-        model.transformer.mask = causal_mask(config.block_size) if explicit else None
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
             p.grad = torch.empty_like(p) if accumulates else None
-        before, kept = live.bytes, 0
-        idx, targets = (torch.zeros(batch_size, config.block_size, dtype=torch.int64) for _ in range(2))
+        before = live.bytes
+        kept = 0
+        idx = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
+        targets = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
 
         def loss_begins(*_: Any) -> None:
             nonlocal kept
@@ -89,10 +95,11 @@ def memory(
         live.peak = 0
         with hardware.autocast(cpu, dtype):
             loss = model(idx, targets)[1]
-        forward, live.peak = live.peak - weights, 0
+        forward = live.peak - weights
+        live.peak = 0
         loss.backward()
         backward = live.peak - weights
-    if compiled:  # its backward pass hands over all gradients at the end; only then are they added to those there
+    if compiled:  # all gradients come at the end of its backward pass; only then are they added to those there
         backward = max(backward, 2 * weights if accumulates else weights)
     # clip_grad_norm_ and the fused AdamW work in place.
     rest = max(forward, backward)
@@ -127,13 +134,18 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and (key := (storage := t.untyped_storage())._cdata) not in self._sizes:
-                self._sizes[key] = storage.nbytes()
-                self.bytes += storage.nbytes()
-                weakref.finalize(storage, self._free, key)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
         self.peak = max(self.peak, self.bytes + self._workspace(func, args, out))
         return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.bytes += storage.nbytes()
+            weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.bytes -= self._sizes.pop(key)
@@ -149,57 +161,64 @@ class Live(TorchDispatchMode):
         return sum(t.numel() * out.element_size() for t in tensors if t.dtype != out.dtype) if needed else 0
 
 
+class AsOnCuda(TorchFunctionMode):
+    """Attention and dropout keep for the backward pass what they keep on CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32 takes another one, which does too.
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not p:
+            return x
+        return torch.native_dropout(x, p, True)[0]  # keeps a mask of one byte per element
+
+
 @contextmanager
 def fake_tensors(device_type: str) -> Iterator[None]:
     """New tensors are fake ones on the CPU; for "cuda", with the attention and the dropout that CUDA has."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            q, k, v = (t.to(torch.get_autocast_dtype("cpu")) for t in (q, k, v))
-        # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T); float32 takes another, which does too.
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-
-    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return torch.native_dropout(x, p, True)[0] if training and p else x  # keeps a mask of one byte per element
-
-    cuda: dict[str, Any] = {"scaled_dot_product_attention": attention, "dropout": dropout}
-    with FakeTensorMode(), mock.patch.multiple(F, **cuda) if device_type == "cuda" else nullcontext():
+    with FakeTensorMode(), AsOnCuda() if device_type == "cuda" else nullcontext():
         yield
 
 
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def smaller_batch(
-    batch_size: int,
-    accumulation: int,
-    eval_iters: int,
-    config: GPTConfig,
-    dtype: str,
-    device: torch.device,
-    goes_on: bool,
-) -> dict[str, int]:
-    """Settings of the same training with a smaller micro-batch, after this one did not fit: half, where it goes_on.
+def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.device) -> dict[str, int]:
+    """Settings of the same training with a smaller micro-batch, after that of c did not fit: half, with auto_batch.
 
-    Raises ValueError where it does not, which names those of the largest micro-batch predicted to fit, and where
-    there is no smaller one. eval_iters counts micro-batches too, 0 where other settings say what is evaluated.
+    Raises ValueError without auto_batch, naming the settings of the largest micro-batch predicted to fit, and where
+    there is no smaller one.
     """
-    name, limit = hardware.device_name(device), hardware.memory_bytes(device)
-    if batch_size == 1:
+    name = hardware.device_name(device)
+    limit = hardware.memory_bytes(device)
+    if c.batch_size == 1:
         half = max(1, config.block_size // 2)
         raise ValueError(
             f"out of memory: not even batch_size=1 fits into {name}; try --block_size={half} or a smaller model"
         )
-    smaller = 1 if batch_size % 2 else batch_size // 2
-    if not goes_on and device.type == "cuda" and limit:
+    smaller = 1 if c.batch_size % 2 else c.batch_size // 2
+    if not c.auto_batch and device.type == "cuda" and limit:
         smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit) or 1
-    factor = batch_size // smaller
-    same = {"batch_size": smaller, "gradient_accumulation_steps": accumulation * factor}
-    same |= {"eval_iters": eval_iters * factor} if eval_iters else {}
-    if not goes_on:
+    factor = c.batch_size // smaller
+    same = {"batch_size": smaller, "gradient_accumulation_steps": c.gradient_accumulation_steps * factor}
+    if not c.eval_tokens:  # eval_iters counts micro-batches too
+        same["eval_iters"] = c.eval_iters * factor
+    if not c.auto_batch:
         flags = " ".join(f"--{k}={v}" for k, v in same.items())
         raise ValueError(
-            f"out of memory: batch_size={batch_size} does not fit into {name}; try {flags}, which is the same "
+            f"out of memory: batch_size={c.batch_size} does not fit into {name}; try {flags}, which is the same "
             "training, or --auto_batch=True"
         )
     return same
@@ -210,7 +229,30 @@ def smaller_batch(
 
 def eval_windows(c: TrainConfig) -> int:
     """Windows of each split that an evaluation reads, at most."""
-    return math.ceil(c.eval_tokens / c.block_size) or c.eval_iters * c.batch_size
+    if c.eval_tokens:
+        return math.ceil(c.eval_tokens / c.block_size)
+    return c.eval_iters * c.batch_size
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The time of a run in steps and evaluations."""
+
+    steps: int
+    step_s: float
+    eval_interval: int  # steps
+    eval_batches: int  # per evaluation, of both splits and each rank
+    batch_s: float
+
+    def evaluations(self) -> int:
+        """At the beginning, after each eval_interval steps and at the end."""
+        return 2 + (self.steps - 1) // self.eval_interval
+
+    def eval_s(self) -> float:
+        return self.eval_batches * self.batch_s
+
+    def total_s(self) -> float:
+        return self.steps * self.step_s + self.evaluations() * self.eval_s()
 
 
 def steps_within(
@@ -221,49 +263,42 @@ def steps_within(
     batch: tuple[Tensor, Tensor],
     splits: tuple[Split, ...],
     start_iter: int,
-    world: int,
-    say: Callable[[str], None],
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """Settings with which a run of c ends in about so many seconds, of one that would take longer; the rest stays.
+    """Settings with which a run of c that would take longer ends in about `seconds`; {} if it takes no longer.
 
     Steps and evaluation are timed. max_iters becomes the steps that fit, and what is longer than these in the schedule
     is shortened. Where evaluations would take more than EVAL_SHARE of the time, they read less. All ranks get the same
-    settings. Leaves the weights as they are.
+    settings. Leaves the weights unchanged.
     """
     seconds = max(seconds, 0.0)
-    step_s = all_max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // world), runner.device)
-    batch_s = all_max(time_evaluation(runner, batch), runner.device)
+    step_s = ranks.max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // ranks.world))
+    batch_s = ranks.max(time_evaluation(runner, batch))
     windows = eval_windows(c)
-    batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * world)) for split in splits)
+    batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * ranks.world)) for split in splits)
+    plan = Schedule(c.max_iters - start_iter, step_s, c.eval_interval, batches, batch_s)
     settings: dict[str, Any] = {}
-
-    def evaluations(steps: int) -> int:
-        """At the beginning, after each eval_interval steps and at the end."""
-        return 2 + (steps - 1) // c.eval_interval
-
-    steps = c.max_iters - start_iter
-    if steps * step_s + evaluations(steps) * batches * batch_s > seconds:
-        most = int(EVAL_SHARE * seconds / (evaluations(int(seconds / step_s)) * batch_s))
+    if plan.total_s() > seconds:
+        unbroken = replace(plan, steps=int(seconds / step_s))  # if evaluation took no time
+        most = int(EVAL_SHARE * seconds / (unbroken.evaluations() * batch_s))
         per_split = max(LEAST_EVAL_BATCHES, most // len(splits))
         if batches > per_split * len(splits):
-            batches = per_split * len(splits)
+            plan = replace(plan, eval_batches=per_split * len(splits))
             if c.eval_tokens:
-                settings["eval_tokens"] = per_split * c.batch_size * world * c.block_size
+                settings["eval_tokens"] = per_split * c.batch_size * ranks.world * c.block_size
             else:
-                settings["eval_iters"] = per_split * world
-        eval_s = batches * batch_s
+                settings["eval_iters"] = per_split * ranks.world
+        eval_s = plan.eval_s()
         fit = int((seconds - 2 * eval_s) / (step_s + eval_s / c.eval_interval))
-        steps = max(1, min(steps, fit))
-        settings["max_iters"] = start_iter + steps
-        settings["warmup_iters"] = min(c.warmup_iters, math.ceil(steps * WARMUP_SHARE))
+        plan = replace(plan, steps=max(1, min(plan.steps, fit)))
+        settings["max_iters"] = start_iter + plan.steps
+        settings["warmup_iters"] = min(c.warmup_iters, math.ceil(plan.steps * WARMUP_SHARE))
         settings["lr_decay_iters"] = min(c.lr_decay_iters, settings["max_iters"])
-        settings["cooldown_iters"] = min(c.cooldown_iters, steps)
-    tokens = steps * c.batch_size * c.gradient_accumulation_steps * c.block_size
-    eval_s = batches * batch_s
-    total_s = steps * step_s + evaluations(steps) * eval_s
-    say(
-        f"max_minutes={c.max_minutes:g}: {steps:,} steps of about {step_s * 1e3:.3g} ms ({tokens:,} tokens) and "
-        f"{evaluations(steps)} evaluations of about {clock(eval_s)}: done in about {clock(total_s)}"
+        settings["cooldown_iters"] = min(c.cooldown_iters, plan.steps)
+    tokens = plan.steps * c.batch_size * c.gradient_accumulation_steps * c.block_size
+    ranks.say(
+        f"max_minutes={c.max_minutes:g}: {plan.steps:,} steps of about {step_s * 1e3:.3g} ms ({tokens:,} tokens) and "
+        f"{plan.evaluations()} evaluations of about {clock(plan.eval_s())}: done in about {clock(plan.total_s())}"
     )
     return settings
 
@@ -271,11 +306,12 @@ def steps_within(
 def time_step(
     runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro_steps: int
 ) -> float:
-    """Median seconds of an optimizer step of so many micro-batches; with a learning rate of 0, and no state left."""
+    """Median seconds of an optimizer step of `micro_steps` micro-batches. Leaves weights and optimizer unchanged."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    passes, updates = [], []
+    passes = []
+    updates = []
     for _ in range(TIMED):
         t0 = time.perf_counter()
         runner.backward(*batch, micro_steps)
@@ -292,19 +328,17 @@ def time_step(
     optimizer.state.clear()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    # The first update makes the optimizer's state.
-    return micro_steps * statistics.median(passes) + statistics.median(updates[1:] or updates)
+    usual_updates = updates[1:] or updates  # the first one makes the optimizer's state
+    return micro_steps * statistics.median(passes) + statistics.median(usual_updates)
 
 
-@torch.no_grad()
 def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
     """Median seconds of a micro-batch of evaluation."""
     times = []
     runner.module.eval()
     for _ in range(3):
         t0 = time.perf_counter()
-        with runner.amp:
-            runner.module(*batch)
+        runner.loss(*batch)
         hardware.synchronize(runner.device)
         times.append(time.perf_counter() - t0)
     runner.module.train()
@@ -314,44 +348,60 @@ def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
 # ---- dry run -------------------------------------------------------------------------------------------------
 
 
-def report(
-    config: GPTConfig,
-    device: torch.device,
-    dtype: str,
-    compiled: bool,
-    batch_size: int,
-    accumulation: int,
-    world: int,
-    steps: int,
-    say: Callable[[str], None],
-) -> None:
-    """Says what a run of so many steps needs; accumulation counts the micro-batches of all ranks. Raises ValueError."""
-    if config.block_size > 1 << 22:
-        raise ValueError(f"block_size={config.block_size} is too long to rehearse; try --block_size={1 << 22} or less")
-    with torch.device("meta"):
-        model = GPT(config)
-    tokens = batch_size * accumulation * config.block_size
-    flops = model.estimate_flops() * tokens
+def report(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
+    """Says what a run of c with this model needs. Raises ValueError for a context too long to rehearse."""
+    device = ranks.device
+    dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
+    say_size(c, config, ranks)
+    say_memory(c, config, dtype, ranks)
+    say_time(c, config, dtype, ranks)
+
+
+def say_size(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
+    if config.block_size > LONGEST_REHEARSED:
+        raise ValueError(
+            f"block_size={config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
+        )
+    model = shapes_of(config)
     positions = sum(p.numel() for p in model.parameters()) - model.num_params()
-    say(
+    ranks.say(
         f"number of parameters: {model.num_params() / 1e6:.2f}M, and {positions / 1e6:.2f}M of position embeddings; "
         f"vocabulary of {config.vocab_size:,}"
     )
-    say(f"tokens per step: {tokens:,} = {batch_size} x {accumulation} x {config.block_size}")
-    say(f"FLOPs per step, forward and backward: {flops:.3e}")
-    # Which attention is faster on a CPU shows in a run only; explicit attention takes more.
-    explicit = device.type == "cpu" and not config.dropout and config.block_size <= LONGEST_EXPLICIT
-    parts = memory(config, batch_size, dtype, device.type, compiled, accumulation > world, explicit)
-    total, limit = sum(parts.values()), hardware.memory_bytes(device)
+    tokens = c.batch_size * c.gradient_accumulation_steps * config.block_size
+    ranks.say(f"tokens per step: {tokens:,} = {c.batch_size} x {c.gradient_accumulation_steps} x {config.block_size}")
+    ranks.say(f"FLOPs per step, forward and backward: {model.estimate_flops() * tokens:.3e}")
+
+
+def say_memory(c: TrainConfig, config: GPTConfig, dtype: str, ranks: Ranks) -> None:
+    device = ranks.device
+    accumulates = c.gradient_accumulation_steps > ranks.world
+    # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
+    explicit = kernels.may_be_explicit(device.type, config.block_size, config.dropout)
+    parts = memory(config, c.batch_size, dtype, device.type, c.compile is not False, accumulates, explicit)
+    total = sum(parts.values())
+    limit = hardware.memory_bytes(device)
     of = f" of {limit / 2**30:.1f} GiB" if limit else ""
-    say(f"predicted peak memory of {hardware.device_name(device)}, {dtype}: {total / 2**30:.2f}{of}")
-    say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
+    ranks.say(f"predicted peak memory of {hardware.device_name(device)}, {dtype}: {total / 2**30:.2f}{of}")
+    ranks.say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
     if limit and device.type == "cuda":
         fits = largest_batch(config, 1 << 12, dtype, device.type, USABLE * limit)
-        say(f"  largest micro-batch predicted to fit, of the powers of 2: {fits or 'none'}")
-    peak, source = peak_flops.peak_flops(device, dtype)
-    step_s = flops / (ASSUMED_MFU * peak * world)
-    say(
-        f"at an assumed {ASSUMED_MFU:.0%} of {world} x {peak / 1e12:.2f} TFLOP/s ({source}): {clock(step_s)} per step, "
-        f"{clock(step_s * steps)} for {steps:,} steps of {tokens * steps:.3g} tokens, without evaluation"
+        ranks.say(f"  largest micro-batch predicted to fit, of the powers of 2: {fits or 'none'}")
+
+
+def say_time(c: TrainConfig, config: GPTConfig, dtype: str, ranks: Ranks) -> None:
+    tokens = c.batch_size * c.gradient_accumulation_steps * config.block_size
+    flops = shapes_of(config).estimate_flops() * tokens
+    peak, source = peak_flops.peak_flops(ranks.device, dtype)
+    step_s = flops / (ASSUMED_MFU * peak * ranks.world)
+    ranks.say(
+        f"at an assumed {ASSUMED_MFU:.0%} of {ranks.world} x {peak / 1e12:.2f} TFLOP/s ({source}): {clock(step_s)} per "
+        f"step, {clock(step_s * c.max_iters)} for {c.max_iters:,} steps of {tokens * c.max_iters:.3g} tokens, without "
+        "evaluation"
     )
+
+
+def shapes_of(config: GPTConfig) -> GPT:
+    """The model without storage for its parameters."""
+    with torch.device("meta"):
+        return GPT(config)

@@ -5,9 +5,26 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that replaces path when the block ends well."""
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        with open(tmp, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        with suppress(OSError):
+            tmp.unlink(missing_ok=True)
+        raise
 
 
 def write_atomically(path: Path, content: bytes | bytearray) -> None:
@@ -37,7 +54,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def keep(path: Path, as_path: Path) -> None:
+def link_or_copy(path: Path, as_path: Path) -> None:
     """Makes as_path the same content as path: by a hard link, which costs no space, else by a copy."""
     tmp = as_path.with_name(as_path.name + ".tmp")
     tmp.unlink(missing_ok=True)

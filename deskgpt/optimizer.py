@@ -1,6 +1,6 @@
 """The optimizers: AdamW, and Muon for hidden matrices with AdamW for the rest.
 
-Both are one torch optimizer: parameter groups, state_dict and step() are what the training loop and checkpoints know.
+Each is one torch optimizer to the training loop and to checkpoints, with parameter groups, state_dict and step().
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW, or Muon for the blocks' matrices with AdamW for embeddings, head, norms and biases.
 
-    Matrices and embeddings decay; biases and the gains of norms have nothing to regularise. bfloat16: whether Muon's
-    own matmuls run in it, for devices on which it is the faster.
+    Weight decay acts on matrices and embeddings; biases and the gains of norms have nothing to regularise. bfloat16:
+    whether Muon's own matmuls run in it.
     """
-    fused = device_type in ("cuda", "cpu", "mps")  # one kernel for all tensors; all three have it in torch 2.11
+    fused = device_type in ("cuda", "cpu", "mps")  # one kernel for all tensors; these three have it in torch 2.11
     options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused}
-    params = dict(model.named_parameters())
-    hidden = {n: p for n, p in params.items() if n.startswith("transformer.h.") and p.dim() == 2}
-    muon = list(hidden.values()) if name == "muon" else []
-    rest = [p for n, p in params.items() if not muon or n not in hidden]
+    muon: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name_of, p in model.named_parameters():
+        is_hidden_matrix = name_of.startswith("transformer.h.") and p.dim() == 2
+        (muon if name == "muon" and is_hidden_matrix else rest).append(p)
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
@@ -51,11 +52,11 @@ def make_optimizer(
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for groups with a `momentum`: their matrices take orthogonalised momentum steps.
+    """AdamW, except that the matrices of groups with a `momentum` take orthogonalised momentum steps.
 
-    Muon (Jordan et al. 2024) with Nesterov momentum. Steps are scaled by 0.2 * sqrt(larger side), so that they are as
-    long as AdamW's and one learning rate and weight decay serve both (Moonlight, arXiv:2502.16982, section 2.2).
-    torch.optim.Muon goes through the matrices one by one; here equal shapes go through the Newton-Schulz iteration as
+    Muon (Jordan et al. 2024) with Nesterov momentum. Steps are scaled by 0.2 * sqrt(larger side): they are then as long
+    as AdamW's, and one learning rate and weight decay serve both (Moonlight, arXiv:2502.16982, section 2.2).
+    torch.optim.Muon takes the matrices one by one. Here those of equal shape go through the Newton-Schulz iteration as
     one batch, wide ones transposed, and the q, k, v of a fused (3C, C) matrix as three. Under DDP every rank computes
     all of it. The iteration runs in `dtype`.
     """
@@ -66,14 +67,15 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        # GradScaler leaves it to fused optimizers to skip a step whose float16 gradients overflowed.
+        # A fused optimizer must itself skip a step whose float16 gradients overflowed, as GradScaler tells it.
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         overflowed = found_inf is not None and found_inf.item() > 0
         for group in self.param_groups:
             if "momentum" in group and not overflowed:
                 self._muon(group)
-            for p in group["params"] if "momentum" in group else ():
-                p.grad = None  # so that AdamW passes it by
+            if "momentum" in group:
+                for p in group["params"]:
+                    p.grad = None  # AdamW skips parameters without a gradient
         super().step()
 
     def _muon(self, group: dict[str, Any]) -> None:
@@ -88,23 +90,26 @@ class Muon(torch.optim.AdamW):
         momenta = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = torch._foreach_lerp(grads, momenta, group["momentum"])
-        alike = defaultdict(list)  # views of parameters and their steps, on end, by shape
-        for p, u in zip(params, steps, strict=True):
-            n = 3 if p.size(0) == 3 * p.size(1) else 1
-            for pair in zip(p.chunk(n), u.chunk(n), strict=True):
-                tall = [m if m.size(0) >= m.size(1) else m.mT for m in pair]
-                alike[tall[0].shape].append(tall)
+        views = defaultdict(list)  # of the parameters, no wider than high, by their shape
+        updates = defaultdict(list)  # for these views
+        for p, step in zip(params, steps, strict=True):
+            n = 3 if p.size(0) == 3 * p.size(1) else 1  # q, k and v
+            for view, update in zip(p.chunk(n), step.chunk(n), strict=True):
+                if view.size(0) < view.size(1):
+                    view, update = view.mT, update.mT
+                views[view.shape].append(view)
+                updates[view.shape].append(update)
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for shape, pairs in alike.items():
-            views, updates = zip(*pairs, strict=True)
-            u = orthogonalized(torch.stack(updates), self.dtype)
-            torch._foreach_add_(list(views), list(u.unbind()), alpha=-group["lr"] * 0.2 * shape[0] ** 0.5)
+        for shape in views:
+            u = orthogonalized(torch.stack(updates[shape]), self.dtype)
+            torch._foreach_add_(views[shape], list(u.unbind()), alpha=-group["lr"] * 0.2 * shape[0] ** 0.5)
 
 
 def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Matrices (n, rows, columns), no wider than high, with singular values brought near 1, by Newton-Schulz in dtype.
+    """Matrices x (n, rows, columns), no wider than high, with singular values brought near 1, by Newton-Schulz in
+    dtype.
 
-    Its five iterations leave singular values between 0.7 and 1.2, beside which bfloat16's rounding does not count.
+    Its five iterations leave singular values between 0.7 and 1.2. Compared with that, bfloat16's rounding is small.
     """
     a, b, c = NEWTON_SCHULZ
     y = x.to(dtype)

@@ -1,4 +1,4 @@
-"""What a run records beside its terminal lines: JSON lines in a file and, if asked, Weights & Biases."""
+"""What a run records: events as JSON lines, Weights & Biases if asked, where its time went, and its provenance."""
 
 from __future__ import annotations
 
@@ -8,24 +8,35 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-WANDB_NAMES = {k: k for k in ("iter", "loss", "lr", "mfu", "tokens_per_s", "grad_norm")}
+from deskgpt import hardware
+
+# Metrics that Weights & Biases gets, under nanoGPT's names where it has them.
+WANDB_NAMES = {name: name for name in ("iter", "loss", "lr", "mfu", "tokens_per_s", "grad_norm")}
 WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss"}
+
+SILENCE_S = 10.0  # not_silent says something this often
+
+# ---- the log -------------------------------------------------------------------------------------------------
 
 
 class RunLog:
-    """Events as JSON lines, each flushed as it is written; a resumed run appends, beginning with a new "start".
+    """Events as JSON lines, each flushed at once. A resumed run appends to the file, beginning with a new "start".
 
-    path None records nothing there. wandb_run, where there is one, gets the metrics under nanoGPT's names.
+    path None writes no file. wandb_run, if given, gets the metrics too. earlier_wandb_run_id: of a resumed run.
     """
 
-    def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
+    def __init__(self, path: Path | None, wandb_run: Any = None, earlier_wandb_run_id: str | None = None) -> None:
         try:
             self.file = open(path, "a+") if path else None  # noqa: SIM115 (it stays open as long as the run)
             if self.file and self.file.tell() and not Path(self.file.name).read_bytes().endswith(b"\n"):
@@ -33,11 +44,11 @@ class RunLog:
         except OSError as e:
             raise OSError(f"cannot write {path}: {e.strerror}; choose another --out_dir") from None
         self.wandb_run = wandb_run
+        self.wandb_run_id = wandb_run.id if wandb_run else earlier_wandb_run_id
 
     def write(self, event: str, **fields: Any) -> None:
         if self.file:
-            # JSON has no NaN and no infinity: null
-            known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+            known = {name: null_if_not_finite(value) for name, value in fields.items()}
             try:
                 self.file.write(json.dumps({"event": event, **known}) + "\n")
                 self.file.flush()
@@ -49,7 +60,7 @@ class RunLog:
         if self.wandb_run and event in ("iter", "eval"):
             metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES}
             if "mfu" in metrics:
-                metrics["mfu"] *= 100  # nanoGPT logs per cent
+                metrics["mfu"] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
 
     def close(self) -> None:
@@ -58,13 +69,18 @@ class RunLog:
         self._wandb(lambda run: run.finish())
 
     def _wandb(self, call: Callable[[Any], None]) -> None:
-        """Calls wandb where it is used; what fails there ends its part of the log and not the run."""
+        """Calls wandb, if it is used. An error there ends its part of the log, not the run."""
         if self.wandb_run:
             try:
                 call(self.wandb_run)
             except Exception as e:
                 print(f"wandb failed ({' '.join(str(e).split())[:200]}); the run goes on without it", file=sys.stderr)
                 self.wandb_run = None
+
+
+def null_if_not_finite(value: Any) -> Any:
+    """value, but None for NaN and infinity, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
@@ -83,6 +99,106 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
         raise ValueError(f"wandb cannot start: {reason}; WANDB_MODE=offline keeps the run on this disk") from None
 
 
+# ---- time ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps between two log lines."""
+
+    step_s: float  # mean time of a step
+    data_wait: float  # share of the time that was spent waiting for data
+
+
+class StepTimer:
+    """Seconds of a run by what they were spent on: training steps, evaluation, saving, waiting for data.
+
+    The clock of the steps runs from `resume` to `pause`; both wait for the device to finish what is queued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.train_s = 0.0  # of finished windows, the wait for data included
+        self.wait_s = 0.0  # of it waiting for data
+        self.eval_s = 0.0
+        self.save_s = 0.0
+        self.last_eval_s = 0.0
+        self.last_save_s = 0.0
+        self._window_s = 0.0
+        self._window_steps = 0
+        self._resumed_at = 0.0
+
+    def resume(self) -> None:
+        hardware.synchronize(self.device)
+        self._resumed_at = time.perf_counter()
+
+    def pause(self) -> None:
+        hardware.synchronize(self.device)
+        self._window_s += time.perf_counter() - self._resumed_at
+
+    def trained_s(self) -> float:
+        """Seconds of all steps up to the last pause."""
+        return self.train_s + self._window_s
+
+    def step_done(self) -> None:
+        self._window_steps += 1
+
+    def end_window(self, wait_s: float) -> Window:
+        """The steps since the last window, which end now; wait_s: how long they waited for data."""
+        self.pause()
+        self.resume()
+        window = Window(self._window_s / self._window_steps, wait_s / self._window_s)
+        self.train_s += self._window_s
+        self.wait_s += wait_s
+        self._window_s = 0.0
+        self._window_steps = 0
+        return window
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        t0 = time.perf_counter()
+        yield
+        self.last_eval_s = time.perf_counter() - t0
+        self.eval_s += self.last_eval_s
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        t0 = time.perf_counter()
+        yield
+        self.last_save_s = time.perf_counter() - t0
+        self.save_s += self.last_save_s
+
+
+@contextmanager
+def not_silent(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says `what` every ten seconds until the block ends."""
+    done = threading.Event()
+    t0 = time.perf_counter()
+
+    def tell() -> None:
+        while not done.wait(SILENCE_S):
+            say(f"{what} ({clock(time.perf_counter() - t0)})")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 42.0s, 3m07s or 5h02m."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
+# ---- provenance ----------------------------------------------------------------------------------------------
+
+
 def versions() -> dict[str, str]:
     """Versions of what a run's figures depend on."""
     packages = {p: metadata.version(p) for p in ("numpy", "torch")}
@@ -99,11 +215,3 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return out.stdout.strip() or None
-
-
-def clock(seconds: float) -> str:
-    """Seconds as 42.0s, 3m07s or 5h02m."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"

@@ -126,7 +126,7 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load(out_dir)["model"]
+    return checkpoint.load(out_dir).model
 
 
 def assert_equal(a: Any, b: Any) -> None:

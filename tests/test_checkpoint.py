@@ -11,28 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, assert_equal
 from safetensors.torch import save_file
 
 from deskgpt import checkpoint
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.optimizer import make_optimizer
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
 
 
-def state(iter_num: int = 1, **changes: Any) -> dict[str, Any]:
+def state(iter_num: int = 1) -> Checkpoint:
     model = GPT(CONFIG)
-    whole = {
-        "model": model.state_dict(),
-        "optimizer": make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu").state_dict(),
-        "model_args": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 20, "bias": True},
-        "iter_num": iter_num,
-        "best_val_loss": 2.5,
-        "config": {"dataset": "x", "device": "cuda", "learning_rate": 0.1},
-        "tokenizer": {"name": "bytes"},
-    }
-    return whole | changes
+    return Checkpoint(
+        model=model.state_dict(),
+        optimizer=make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu").state_dict(),
+        model_args={"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 20, "bias": True},
+        iter_num=iter_num,
+        best_val_loss=2.5,
+        config={"dataset": "x", "device": "cuda", "learning_rate": 0.1},
+        tokenizer={"name": "bytes"},
+    )
 
 
 def test_checkpoints_come_back_as_they_were_saved(tmp_path):
@@ -40,32 +41,37 @@ def test_checkpoints_come_back_as_they_were_saved(tmp_path):
     checkpoint.save(saved, tmp_path, best=True)
     for path in (tmp_path, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
         loaded = checkpoint.load(path)
-        assert loaded.keys() == saved.keys()
-        assert loaded["iter_num"] == 7
-        assert loaded["config"] == saved["config"]
-        assert all(torch.equal(loaded["model"][k], v) for k, v in saved["model"].items())
+        assert_equal(vars(loaded), vars(saved) | {"model": dict(saved.model)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
 
 
 def test_best_checkpoint_outlives_later_ones(tmp_path):
     checkpoint.save(state(1), tmp_path, best=True)
     checkpoint.save(state(2), tmp_path, best=False)
-    assert checkpoint.load(tmp_path)["iter_num"] == 2
-    assert checkpoint.load(tmp_path / "ckpt_best.pt")["iter_num"] == 1
+    assert checkpoint.load(tmp_path).iter_num == 2
+    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 1
     checkpoint.save(state(3), tmp_path, best=True)
-    assert checkpoint.load(tmp_path / "ckpt_best.pt")["iter_num"] == 3
+    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 3
 
 
 def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_path):
-    saved = state(best_val_loss=torch.tensor(2.5))
-    del saved["tokenizer"]
-    model = {f"_orig_mod.{k}": v for k, v in saved["model"].items()}
-    saved["model"] = model | {"_orig_mod.transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    names = ("optimizer", "model_args", "iter_num", "config")
+    saved: dict[str, Any] = {name: value for name, value in vars(state()).items() if name in names}
+    saved["model"] = {f"_orig_mod.{k}": v for k, v in GPT(CONFIG).state_dict().items()}
+    saved["model"]["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    saved["best_val_loss"] = torch.tensor(2.5)
     torch.save(saved, tmp_path / "ckpt.pt")
     loaded = checkpoint.load(tmp_path)
-    GPT.from_state(GPTConfig(**loaded["model_args"]), loaded["model"], "out")
-    assert loaded["best_val_loss"] == 2.5
-    assert loaded["config"] == {"dataset": "x", "learning_rate": 0.1}
+    GPT.from_state(GPTConfig(**loaded.model_args), loaded.model, "out")
+    assert loaded.best_val_loss == 2.5
+    assert loaded.config == {"dataset": "x", "learning_rate": 0.1}
+
+
+def test_checkpoint_from_before_the_form_was_saved_says_whether_it_was_compiled(tmp_path):
+    saved = vars(state()) | {"compiled": True}
+    del saved["form"]
+    torch.save(saved, tmp_path / "ckpt.pt")
+    assert checkpoint.load(tmp_path).form == {"compiled": True}
 
 
 # ---- accidents -----------------------------------------------------------------------------------------------
@@ -74,18 +80,19 @@ SAVE_FOREVER = """
 import sys, torch
 from deskgpt import checkpoint
 from pathlib import Path
-state = torch.load(sys.argv[1], weights_only=True) | {"padding": torch.zeros(2_000_000)}
-n = 0
+state = checkpoint.load(sys.argv[1])
+state.model["padding"] = torch.zeros(2_000_000)
+state.iter_num = 0
 while True:
-    n += 1
-    checkpoint.save(state | {"iter_num": n}, Path(sys.argv[2]), best=n % 2 == 0)
-    print(n, flush=True)
+    state.iter_num += 1
+    checkpoint.save(state, Path(sys.argv[2]), best=state.iter_num % 2 == 0)
+    print(state.iter_num, flush=True)
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_kill_during_save_keeps_a_loadable_checkpoint(tmp_path):
-    torch.save(state(), tmp_path / "state.pt")
+    torch.save(vars(state()), tmp_path / "state.pt")
     out = tmp_path / "out"
     out.mkdir()
     for attempt in range(4):
@@ -97,8 +104,8 @@ def test_kill_during_save_keeps_a_loadable_checkpoint(tmp_path):
             process.send_signal(signal.SIGKILL)
             reported += [int(line) for line in process.stdout.read().split()]
         # What was reported saved is there, or the one that was being saved after it.
-        assert checkpoint.load(out)["iter_num"] in (reported[-1], reported[-1] + 1)
-        best = checkpoint.load(out / "ckpt_best.pt")["iter_num"]
+        assert checkpoint.load(out).iter_num in (reported[-1], reported[-1] + 1)
+        best = checkpoint.load(out / "ckpt_best.pt").iter_num
         assert best % 2 == 0
         assert best >= reported[-1] - 1
 
@@ -111,17 +118,19 @@ import resource, signal, sys, torch
 from deskgpt import checkpoint
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-state = torch.load(Path(sys.argv[1]) / "ckpt.pt", weights_only=True) | {"padding": torch.zeros(1_000_000)}
+state = checkpoint.load(sys.argv[1])
+state.model["padding"] = torch.zeros(1_000_000)
+state.iter_num = 2
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    checkpoint.save(state | {"iter_num": 2}, Path(sys.argv[1]), best=True)
+    checkpoint.save(state, Path(sys.argv[1]), best=True)
 except OSError as e:
     print(e)
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stdout.splitlines()
     assert "ckpt.pt: File too large; free some disk space or choose another --out_dir; the checkpoint before" in line
-    assert checkpoint.load(tmp_path)["iter_num"] == 1
+    assert checkpoint.load(tmp_path).iter_num == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
 
 
@@ -134,7 +143,7 @@ def test_damaged_checkpoint_is_named_with_what_else_there_is(tmp_path, damage):
     if damage == "cut":
         path.write_bytes((tmp_path / "ckpt_best.pt").read_bytes()[: size // 2])
     elif damage == "pickle":
-        torch.save(state(config=Path("code that pickle would run")), path)
+        torch.save(vars(state()) | {"config": Path("code that pickle would run")}, path)
     elif damage == "list":
         torch.save([1, 2], path)
     else:
@@ -177,7 +186,7 @@ def gpt2_folder(folder: Path, **changes: Any) -> str:
 
 
 def test_gpt2_folder_as_the_hub_has_it_loads(tmp_path):
-    args, weights = checkpoint.load_gpt2(gpt2_folder(tmp_path))
+    args, weights = load_gpt2(gpt2_folder(tmp_path))
     model = GPT.from_state(GPTConfig(**args), weights, "gpt2")
     assert model.config == CONFIG
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -189,30 +198,30 @@ def test_gpt2_folder_as_the_hub_has_it_loads(tmp_path):
 )
 def test_relatives_of_gpt2_that_compute_otherwise_are_refused(tmp_path, changes):
     with pytest.raises(ValueError, match=f"not a plain GPT-2: .*{next(iter(changes))}"):
-        checkpoint.load_gpt2(gpt2_folder(tmp_path, **changes))
+        load_gpt2(gpt2_folder(tmp_path, **changes))
 
 
 def test_incomplete_gpt2_folders_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json and no model\.safetensors; name one of gpt2"):
-        checkpoint.load_gpt2(str(tmp_path))
+        load_gpt2(str(tmp_path))
     gpt2_folder(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 300)
     with pytest.raises(ValueError, match="a damaged file in .*fetch it again"):
-        checkpoint.load_gpt2(str(tmp_path))
+        load_gpt2(str(tmp_path))
     gpt2_folder(tmp_path)
     for content in ("{", "[3]", "7"):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match="a damaged file in .*fetch it again"):
-            checkpoint.load_gpt2(str(tmp_path))
+            load_gpt2(str(tmp_path))
     (tmp_path / "config.json").write_text('{"n_layer": 1}')
     with pytest.raises(ValueError, match="lacks 'n_head'"):
-        checkpoint.load_gpt2(str(tmp_path))
+        load_gpt2(str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):
-        checkpoint.load_gpt2(str(tmp_path))
+        load_gpt2(str(tmp_path))
 
 
 def test_weights_that_cannot_be_downloaded_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="init_from=gpt2-xl: the weights are not cached.*or give a local folder"):
-        checkpoint.load_gpt2("gpt2-xl")
+        load_gpt2("gpt2-xl")

@@ -11,13 +11,12 @@ import torch
 from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny
 from torch.profiler import ProfilerActivity, profile
 
-import model as model_module
 from configurator import read_settings
-from deskgpt import estimate, hardware
+from deskgpt import estimate, hardware, kernels
 from deskgpt.estimate import memory
 from deskgpt.optimizer import make_optimizer
 from model import GPT, GPTConfig
-from train import MODEL_SETTINGS, TrainConfig, main, resumed_settings
+from train import TrainConfig, main, resumed_settings
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64, bias=False)
@@ -99,7 +98,7 @@ CASES = [  # model, batch, dtype, tokens in a chunk of the loss: some make it in
 
 @pytest.mark.parametrize(("config", "batch_size", "dtype", "chunk"), CASES)
 def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype, chunk, monkeypatch):
-    monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * config.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk * config.vocab_size)
     predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False)["activations"]
     assert predicted == pytest.approx(kept_by(Real(config, batch_size, dtype)), rel=0.005)
 
@@ -108,7 +107,7 @@ def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.usefixtures("no_onednn")
 def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, chunk, micro_steps, monkeypatch):
-    monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * config.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk * config.vocab_size)
     predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, accumulates=micro_steps > 1)
     assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.01)
 
@@ -145,7 +144,7 @@ def test_static_parts_are_the_bytes_of_a_real_model():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypatch):
-    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 64 * SMALL.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 64 * SMALL.vocab_size)
     one, two, three = (estimate.memory(SMALL, b, dtype, device_type, compiled=False) for b in (4, 6, 8))
     for part in ("weights", "gradients", "optimizer"):
         assert one[part] == two[part]
@@ -153,7 +152,7 @@ def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypat
 
 
 def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
-    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 64 * SMALL.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 64 * SMALL.vocab_size)
     whole = estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True)
     monkeypatch.setattr(estimate, "REHEARSED", 8 * SMALL.block_size)
     assert estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True) == whole
@@ -172,7 +171,7 @@ def test_dropout_on_cuda_keeps_masks_of_one_byte_and_no_matrix_of_attention_weig
 def test_loss_in_chunks_holds_a_chunk_of_logits_not_all():
     config = replace(SMALL, block_size=1024, vocab_size=50304)
     parts = estimate.memory(config, 16, "bfloat16", "cuda", compiled=False)
-    assert parts["logits"] < 12 * model_module.LOGITS_CHUNK + 12 * config.vocab_size * config.n_embd
+    assert parts["logits"] < 12 * kernels.LOGITS_PER_CHUNK + 12 * config.vocab_size * config.n_embd
 
 
 @pytest.mark.parametrize(("batch_size", "candidates"), [(1, [1]), (12, [3, 6, 12]), (16, [1, 2, 4, 8, 16])])
@@ -195,15 +194,18 @@ def test_estimate_leaves_no_fakes_behind_and_the_random_stream_alone():
 
 
 def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
-    cpu = torch.device("cpu")
-    same = estimate.smaller_batch(12, 40, 200, SMALL, "float32", cpu, goes_on=True)
+    def smaller(batch_size: int, accumulation: int, **settings: Any) -> dict[str, int]:
+        c = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, **settings)
+        return estimate.smaller_batch(c, SMALL, "float32", CPU)
+
+    same = smaller(12, 40, eval_iters=200, auto_batch=True)
     assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_iters": 400}
-    same = estimate.smaller_batch(3, 40, 0, SMALL, "float32", cpu, goes_on=True)
+    same = smaller(3, 40, eval_tokens=1000, auto_batch=True)
     assert same == {"batch_size": 1, "gradient_accumulation_steps": 120}
     with pytest.raises(ValueError, match="try --batch_size=4 --gradient_accumulation_steps=128, which is the same"):
-        estimate.smaller_batch(8, 64, 0, SMALL, "float32", cpu, goes_on=False)
+        smaller(8, 64, eval_tokens=1000)
     with pytest.raises(ValueError, match="not even batch_size=1 fits .*try --block_size=32"):
-        estimate.smaller_batch(1, 64, 0, SMALL, "float32", cpu, goes_on=True)
+        smaller(1, 64, auto_batch=True)
 
 
 # ---- in a run ------------------------------------------------------------------------------------------------
@@ -311,6 +313,6 @@ def test_card_presets_keep_the_tokens_of_a_step_and_fit(card):
         assert preset.batch_size * preset.gradient_accumulation_steps == (
             plain.batch_size * plain.gradient_accumulation_steps
         )
-        config = GPTConfig(vocab_size=50304, **{name: getattr(preset, name) for name in MODEL_SETTINGS})
+        config = GPTConfig.from_settings(preset, vocab_size=50304)
         needed = sum(memory(config, preset.batch_size, "bfloat16", "cuda", compiled=True).values())
         assert needed < 0.9 * card * 2**30

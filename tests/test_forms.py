@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, t
 from tiny_models import MODERN_SETTINGS
 from torch import Tensor
 
-import model as model_module
-from deskgpt import forms, hardware, remembered
-from deskgpt.forms import PLAIN, Trials, drop_unfinished, gradient_errors, not_silent, nothing_is_zero, settle
+from deskgpt import checks, forms, hardware, kernels, remembered, runlog
+from deskgpt.checks import PLAIN, gradient_errors, nothing_is_zero
+from deskgpt.forms import EarlierForm, Trials, drop_unfinished, settle
+from deskgpt.ranks import Ranks
+from deskgpt.runlog import not_silent
 from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
 from train import TrainConfig, main, resumed_settings
@@ -41,12 +43,29 @@ def batch_of(rows: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Listening(Ranks):
+    """One rank that keeps its lines in place of printing them."""
+
+    said: list[str] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
 def settled(said: list[str] | None = None, earlier: dict[str, Any] | None = None, **settings: Any) -> Runner:
-    """The runner of a run with these settings."""
+    """The runner of a run with these settings; its lines go to said."""
     model = a_model(**{k: v for k, v in settings.items() if k in MODERN_SETTINGS or k == "dropout"})
-    say = (said if said is not None else []).append
+    ranks = Listening(CPU, said=[] if said is None else said)
     c = TrainConfig(**SIZES | settings)
-    return settle(model, c, earlier or {}, batch_of, 1, False, None, c.max_iters, say)[0]
+    return settle(model, c, ranks, batch_of, EarlierForm(**(earlier or {})), c.max_iters, None)[0]
+
+
+def some_trials(model: GPT) -> Trials:
+    return Trials(model, TrainConfig(**SIZES), Listening(CPU), batch_of)
 
 
 # ---- the check -----------------------------------------------------------------------------------------------
@@ -55,13 +74,13 @@ def settled(said: list[str] | None = None, earlier: dict[str, Any] | None = None
 @pytest.fixture
 def wrong_attention(monkeypatch):
     """Explicit attention whose last of 32 positions is wrong, by a little and without a NaN."""
-    right = model_module.explicit_attention
+    right = kernels.attention_by_matmuls
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        y = right(q, k, v, mask)
+    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = right(q, k, v)
         return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2)
 
-    monkeypatch.setattr(model_module, "explicit_attention", wrong)
+    monkeypatch.setattr(kernels, "attention_by_matmuls", wrong)
 
 
 WRONG = (
@@ -162,18 +181,18 @@ def test_low_precision_passes_the_check_with_all_choices_of_the_model(settings, 
 
 
 def test_dropout_hides_no_kernel_that_is_not_finite(monkeypatch):
-    monkeypatch.setattr(model_module.F, "scaled_dot_product_attention", lambda q, k, v, **_: v * torch.nan)
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", lambda q, k, v, **_: v * torch.nan)
     with pytest.raises(ValueError, match="plain float32 gives a loss of nan .* the weights that the run starts from"):
         settled([], {"explicit": False}, dtype="bfloat16", compile=False, dropout=0.2)
 
 
 def test_where_float32_does_not_fit_one_sequence_is_compared(monkeypatch, wrong_attention):
-    plain = forms.plain_float32
+    plain = checks.plain_float32
 
     def limited(model: GPT, batch: tuple[Tensor, Tensor]) -> Any:
         return None if batch[0].size(0) > 1 else plain(model, batch)
 
-    monkeypatch.setattr(forms, "plain_float32", limited)
+    monkeypatch.setattr(checks, "plain_float32", limited)
     earlier = {"dtype": "bfloat16", "compiled": False}
     assert settled([], earlier | {"explicit": False}, compile=False).form.dtype == "bfloat16"
     said: list[str] = []
@@ -187,14 +206,15 @@ def test_ranks_give_up_a_form_together_though_it_is_wrong_on_one(chars, tmp_path
     (tmp_path / "planted.py").write_text(f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import torch, forms, train
+import torch, train
 from configurator import configure
-compare = forms.compare
+from deskgpt import checks, forms
+compare = checks.compare
 def planted(*args):
     if os.environ["RANK"] == "1":
-        raise forms.Wrong("planted")
+        raise checks.Wrong("planted")
     compare(*args)
-forms.compare = planted
+checks.compare = planted
 forms.Trials.times = lambda self, some: {{f: 1.0 if f.dtype == "bfloat16" else 2.0 for f in some}}
 train.main(configure(train.TrainConfig, sys.argv[1:]))
 """)
@@ -258,7 +278,7 @@ def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monke
 
 def test_real_times_are_those_of_a_pass_and_the_slower_form_loses():
     model = a_model()
-    trials = Trials(model, TrainConfig(**SIZES), batch_of, 1, False, print)
+    trials = some_trials(model)
     backward = Runner.backward
 
     class Slow(Runner):
@@ -277,7 +297,7 @@ def test_real_times_are_those_of_a_pass_and_the_slower_form_loses():
 
 def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    trials = Trials(a_model(), TrainConfig(**SIZES), batch_of, 1, False, print)
+    trials = some_trials(a_model())
     form, batch = Form(compiled=True), batch_of(4)
     pays, why = trials.compiling_pays(form, batch, 10.0)
     assert not pays
@@ -334,27 +354,27 @@ def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "saved",
     [
+        None,
         {},
         {"compiled": None},
-        {"form": None},
-        {"form": {"device": "cpu"}},
-        {"form": {"device": "cuda", "dtype": "bfloat16", "compiled": True}},
-        {"form": {"device": "cpu", "dtype": "int8", "compiled": "yes", "explicit": 3}},
+        {"device": "cpu"},
+        {"device": "cuda", "dtype": "bfloat16", "compiled": True},
+        {"device": "cpu", "dtype": "int8", "compiled": "yes", "explicit": 3},
     ],
 )
 def test_form_of_another_device_or_none_of_ours_is_not_taken_from_a_checkpoint(saved):
-    assert forms.earlier_form(saved, torch.device("cpu")) == {}
+    assert EarlierForm.of(saved, CPU) == EarlierForm()
 
 
 def test_older_checkpoints_say_whether_they_were_compiled():
-    assert forms.earlier_form({"compiled": True}, torch.device("cpu")) == {"compiled": True}
+    assert EarlierForm.of({"compiled": True}, CPU) == EarlierForm(compiled=True)
 
 
 # ---- the rest ------------------------------------------------------------------------------------------------
 
 
 def test_what_takes_long_is_not_silent(monkeypatch):
-    monkeypatch.setattr(forms, "SILENCE_S", 0.02)
+    monkeypatch.setattr(runlog, "SILENCE_S", 0.02)
     said: list[str] = []
     with not_silent("still compiling", said.append):
         time.sleep(0.2)

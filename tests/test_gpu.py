@@ -7,10 +7,9 @@ import pytest
 import torch
 from conftest import TINY, TORCHRUN, events, flags, shell
 
-import model as model_module
-from data.loader import Loader
+from data.loader import BatchPlan, Loader
 from data.splits import Split
-from deskgpt import checkpoint, hardware, peak_flops
+from deskgpt import checkpoint, hardware, kernels, peak_flops
 from deskgpt.estimate import memory
 from deskgpt.optimizer import make_optimizer
 from deskgpt.runner import Form, Runner
@@ -49,8 +48,8 @@ def test_loss_in_chunks_equals_the_plain_loss_and_holds_less(monkeypatch):
     model = GPT(GPTConfig(block_size=1024, vocab_size=50304, n_layer=1, n_head=4, n_embd=256)).to("cuda")
     x = torch.randint(0, 50304, (8, 1024), device="cuda")
     losses, gradients, peaks = [], [], []
-    for chunk in (1 << 40, model_module.LOGITS_CHUNK):
-        monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk)
+    for chunk in (1 << 40, kernels.LOGITS_PER_CHUNK):
+        monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk)
         model.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
         with hardware.autocast(torch.device("cuda"), "bfloat16"):
@@ -70,7 +69,7 @@ def test_resumed_run_goes_on_closely(chars, tmp_path):
     main(tiny(chars, tmp_path / "halves", init_from="resume", lr_decay_iters=6, dtype="float16"))
     for a, b in zip(events(tmp_path / "whole", "iter"), events(tmp_path / "halves", "iter"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
-    assert checkpoint.load(tmp_path / "halves")["scaler"]
+    assert checkpoint.load(tmp_path / "halves").scaler
 
 
 def test_samples_with_the_cache_are_those_without():
@@ -98,7 +97,7 @@ def test_one_rank_under_torchrun_uses_nccl(chars, tmp_path):
     words = [w.replace("=2", "=1") for w in TORCHRUN]
     done = shell(*words, *flags(**settings))
     assert done.returncode == 0, done.stderr
-    assert checkpoint.load(tmp_path)["iter_num"] == 6
+    assert checkpoint.load(tmp_path).iter_num == 6
 
 
 def test_backend_of_gpus_is_nccl(chars, tmp_path, monkeypatch):
@@ -109,7 +108,7 @@ def test_backend_of_gpus_is_nccl(chars, tmp_path, monkeypatch):
         raise RuntimeError("far enough")
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr("train.dist.init_process_group", init_process_group)
+    monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
     with pytest.raises(RuntimeError, match="far enough"):
         main(tiny(chars, tmp_path))
     assert asked == ["nccl"]
@@ -161,7 +160,7 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
 def test_batches_made_ahead_are_those_made_on_the_spot(chars):
     split = Split(chars, "train", 64, 256)
     device = torch.device("cuda")
-    loader = Loader(split, device, batch_size=8, micro_steps=2)
+    loader = Loader(split, BatchPlan(8, 2), device)
     for step in range(50):
         whole = split.train_batch(step, np.arange(16), 16)
         for micro in range(2):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import AHEAD, Loader
+from data.loader import AHEAD, BatchPlan, Loader
 from data.splits import Split
 from data.token_files import write_tokens
 
@@ -21,7 +21,7 @@ def split(tmp_path):
 
 @pytest.mark.parametrize(("rank", "world", "step"), [(0, 1, 0), (1, 2, 0), (2, 3, 7)])
 def test_micro_batches_come_in_the_order_of_the_split(split, rank, world, step):
-    loader = Loader(split, CPU, batch_size=2, micro_steps=3, step=step, rank=rank, world=world)
+    loader = Loader(split, BatchPlan(2, 3, rank, world), CPU, step)
     for now in range(step, step + 5):
         global_batch = split.train_batch(now, np.arange(6 * world), 6 * world)
         for micro in range(3):
@@ -33,7 +33,7 @@ def test_micro_batches_come_in_the_order_of_the_split(split, rank, world, step):
 
 def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(split):
     split.vocab_size = 0
-    loader = Loader(split, CPU, 2, 1)
+    loader = Loader(split, BatchPlan(2), CPU)
     with pytest.raises(ValueError, match="the vocabulary ends at -1"):
         loader.next()
     loader.close()
@@ -45,12 +45,27 @@ def test_waiting_is_counted_and_batches_made_ahead_are_not_waited_for(split):
             time.sleep(0.05)
             return split.train_batch(step, rows, global_batch)
 
-    loader = Loader(Slow(), CPU, 2, 1)  # type: ignore[arg-type]
+    loader = Loader(Slow(), BatchPlan(2), CPU)  # type: ignore[arg-type]
     loader.next()
-    assert loader.wait_s > 0.02
+    assert loader.take_wait_s() > 0.02
     time.sleep(0.05 * (AHEAD + 2))
-    waited = loader.wait_s
     for _ in range(AHEAD):
         loader.next()
-    assert loader.wait_s - waited < 0.04
+    assert loader.take_wait_s() < 0.04
+    assert loader.take_wait_s() == 0
     loader.close()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_and_micro_batches_share_the_rows_of_a_step_and_of_an_evaluation(world):
+    plans = [BatchPlan.of(3, 8, rank, world) for rank in range(world)]
+    rows = np.concatenate([plan.rows(micro) for plan in plans for micro in range(plan.micro_steps)])
+    assert sorted(rows) == list(range(24))
+    assert {plan.global_batch for plan in plans} == {24}
+    evaluated = np.concatenate([batch for plan in plans for batch in plan.eval_rows(10)])
+    assert sorted(evaluated) == list(range(12))  # the last two are padding
+
+
+def test_accumulation_that_ranks_cannot_share_names_one_that_they_can():
+    with pytest.raises(ValueError, match="=40 does not divide among 3 ranks; try --gradient_accumulation_steps=42$"):
+        BatchPlan.of(12, 40, 0, 3)

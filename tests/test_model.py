@@ -14,11 +14,11 @@ from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import model as model_module
-from deskgpt import checkpoint, hardware
+from deskgpt import hardware, kernels
+from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.optimizer import make_optimizer
 from deskgpt.runner import Form, Runner
-from model import GPT, GPTConfig, explicit_attention, rotate
+from model import GPT, GPTConfig, rotate
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def is_conv1d(name: str) -> bool:
 def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(tmp_path):
     theirs = hugging_face()
     theirs.save_pretrained(tmp_path)
-    model_args, weights = checkpoint.load_gpt2(str(tmp_path))
+    model_args, weights = load_gpt2(str(tmp_path))
     assert_same_model(GPT.from_state(GPTConfig(**model_args), weights, "gpt2"), theirs)
 
 
@@ -122,7 +122,7 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
     plain.backward()
     expected = gradients(model)
     model.zero_grad(set_to_none=True)
-    monkeypatch.setattr(model_module, "LOGITS_CHUNK", chunk * 100)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk * 100)
     loss = model(idx, targets)[1]
     loss.backward()
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
@@ -135,7 +135,7 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
 def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypatch):
     model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
     exact = model(idx, targets)[1]
-    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 1600)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1600)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(idx, targets)[1]
     assert loss.dtype == torch.float32
@@ -143,7 +143,7 @@ def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypat
 
 
 def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
-    monkeypatch.setattr(model_module, "LOGITS_CHUNK", 1000)
+    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1000)
     model, x = make(), tokens(2, 32)
     flops = {}
     for grad in (False, True):
@@ -182,8 +182,7 @@ print(peak_memory_bytes(cpu) - before)
 def test_explicit_attention_is_attention_with_its_gradients(T):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, T, 16, requires_grad=True) for _ in range(3))
-    mask = torch.full((T, T), -torch.inf).triu(1)
-    ours = explicit_attention(q, k, v, mask)
+    ours = kernels.attention_by_matmuls(q, k, v)
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     upstream = torch.randn_like(ours)
@@ -194,22 +193,22 @@ def test_explicit_attention_is_attention_with_its_gradients(T):
 def test_explicit_attention_is_for_training_without_dropout_where_it_was_asked_for(monkeypatch):
     used = []
 
-    def attention(q, k, v, mask):
-        used.append(mask.shape)
+    def attention(q, k, v):
+        used.append(q.shape)
         return v
 
-    monkeypatch.setattr(model_module, "explicit_attention", attention)
+    monkeypatch.setattr(kernels, "attention_by_matmuls", attention)
     idx = tokens(2, 20)
     for explicit in (False, True):
-        plain, dropped = make(), make(replace(SMALL, dropout=0.1))
-        for model in (plain, dropped):
-            Runner(model, Form(explicit=explicit))
-        dropped(idx)
-        with torch.no_grad():  # where nothing goes backward, flash attention is the faster
-            plain(idx)
+        plain = Runner(make(), Form(explicit=explicit))
+        dropped = Runner(make(replace(SMALL, dropout=0.1)), Form(explicit=explicit))
+        dropped.backward(idx, idx)
+        plain.loss(idx, idx)  # without a backward pass, flash attention is the faster
         assert not used
-        plain(idx)
-        assert used == [(20, 20)] * 2 * explicit
+        plain.backward(idx, idx)
+        assert used == [(2, 4, 20, 8)] * 2 * explicit
+    plain.model(idx, idx)[1].backward()  # outside the runner
+    assert len(used) == 2
 
 
 def test_rotated_queries_meet_keys_by_their_distance_alone():
@@ -227,7 +226,7 @@ def test_activations_are_what_their_names_say():
     exact = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     tanh = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     for name, expected in (("gelu", exact), ("gelu_tanh", tanh), ("relu2", x.clamp(min=0) ** 2)):
-        torch.testing.assert_close(model_module.ACTIVATIONS[name](x), expected)
+        torch.testing.assert_close(kernels.activation(x, name), expected)
 
 
 def test_queries_and_keys_are_normalised_where_asked():
@@ -259,8 +258,8 @@ def test_untied_embedding_is_a_parameter_but_multiplies_nothing():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"position": "rotary"}, "position='rotary' is none of learned, rope"),
-        ({"activation": "swish"}, "activation='swish' is none of gelu_tanh, gelu, relu2"),
+        ({"position": "rotary"}, "position='rotary' is not one of learned, rope"),
+        ({"activation": "swish"}, "activation='swish' is not one of gelu_tanh, gelu, relu2"),
         ({"position": "rope", "n_embd": 33, "n_head": 11}, "heads of an even width, not 3"),
     ],
 )
@@ -301,7 +300,7 @@ def test_only_matrices_decay():
 
 
 def test_biases_are_optional():
-    names = [name for name, _ in GPT(GPTConfig(8, 10, 1, 1, 8, 0.0, bias=False)).named_parameters()]
+    names = [name for name, _ in GPT(replace(SMALL, bias=False)).named_parameters()]
     assert not [name for name in names if name.endswith("bias")]
 
 
@@ -319,7 +318,7 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
 
 
 def test_dropout_acts_in_training_only():
-    model = make(GPTConfig(32, 100, 2, 4, 32, dropout=0.5))
+    model = make(replace(SMALL, dropout=0.5))
     idx = tokens(2, 32)
     assert not torch.equal(model(idx)[0], model(idx)[0])
     model.eval()

@@ -69,10 +69,10 @@ def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
     done = script("train.py", "--init_from=resume", f"--out_dir={folder}", "--compile=False", "--device=cpu")
     assert done.code == 0, done.err
     saved = checkpoint.load(folder)
-    assert saved["iter_num"] == 5
-    assert saved["model_args"]["activation"] == "gelu"
-    assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {5}
-    assert saved["best_val_loss"] < 9
+    assert saved.iter_num == 5
+    assert saved.model_args["activation"] == "gelu"
+    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
+    assert saved.best_val_loss < 9
     assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
     done = script("sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30")
     assert done.code == 0, done.err
@@ -94,7 +94,7 @@ def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
 
 def test_gpt2_weights_are_of_gpt2s_architecture(chars, tmp_path, monkeypatch):
     args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "bias": True, "vocab_size": 65}
-    monkeypatch.setattr(checkpoint, "load_gpt2", lambda _: (args, {}))
+    monkeypatch.setattr("train.load_gpt2", lambda _: (args, {}))
     with pytest.raises(ValueError, match="position=rope, but gpt2 has position=learned: leave it out"):
         main(tiny(chars, tmp_path, init_from="gpt2", position="rope"))
 

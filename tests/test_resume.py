@@ -28,7 +28,7 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
     assert list(trajectory(tmp_path / "whole")["iter"]) == list(range(6))
     a, b = (checkpoint.load(tmp_path / run) for run in ("whole", "halves"))
     for key in ("model", "optimizer", "scaler", "iter_num", "best_val_loss"):
-        assert_equal(a[key], b[key])
+        assert_equal(getattr(a, key), getattr(b, key))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
@@ -43,7 +43,7 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
-    assert 0 < checkpoint.load(out_dir)["iter_num"] < 60
+    assert 0 < checkpoint.load(out_dir).iter_num < 60
     assert "iter 4: loss" in (tmp_path / "terminal").read_text()  # nothing printed waits in a buffer
     # The settings of the run are the checkpoint's: nothing has to be typed again.
     assert script("train.py", "--init_from=resume", f"--out_dir={out_dir}").code == 0
@@ -54,12 +54,15 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
 def test_float16_scaler_is_saved_and_restored(chars, tmp_path):
     main(tiny(chars, tmp_path, dtype="float16", max_iters=3))
     saved = checkpoint.load(tmp_path)
-    assert saved["scaler"]["scale"] > 0
-    changed = dict(saved, scaler=saved["scaler"] | {"scale": 128.0})
-    checkpoint.save(changed, tmp_path, best=False)
+    assert saved.scaler is not None
+    assert saved.scaler["scale"] > 0
+    saved.scaler["scale"] = 128.0
+    checkpoint.save(saved, tmp_path, best=False)
     main(tiny(chars, tmp_path, dtype="float16", init_from="resume"))
-    assert checkpoint.load(tmp_path)["scaler"]["scale"] == 128.0
-    assert checkpoint.load(tmp_path)["scaler"]["_growth_tracker"] == 6
+    scaler = checkpoint.load(tmp_path).scaler
+    assert scaler is not None
+    assert scaler["scale"] == 128.0
+    assert scaler["_growth_tracker"] == 6
 
 
 def test_run_that_is_over_only_evaluates_when_resumed(chars, tmp_path):
@@ -75,7 +78,7 @@ def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(chars, tmp_path
     (tmp_path / "ckpt.pt").unlink()
     done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path / 'ckpt_best.pt'}", "--max_iters=8")
     assert done.code == 0, done.err
-    assert checkpoint.load(tmp_path)["iter_num"] == 8
+    assert checkpoint.load(tmp_path).iter_num == 8
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6, 8]
 
 
@@ -94,6 +97,6 @@ def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, scri
     done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=1e-4")
     assert done.code == 0, done.err
     assert [e["lr"] for e in events(tmp_path, "iter")][-1] < 1e-4
-    group = checkpoint.load(tmp_path)["optimizer"]["param_groups"][0]
+    group = checkpoint.load(tmp_path).optimizer["param_groups"][0]
     assert group["betas"] == (0.9, 0.95)
     assert events(tmp_path, "start")[1]["settings"]["n_embd"] == TINY["n_embd"]

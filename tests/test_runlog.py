@@ -22,10 +22,10 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     main(tiny(chars, tmp_path / "out", wandb_log=True, max_iters=3))
-    run_id = checkpoint.load(tmp_path / "out")["wandb_run_id"]
+    run_id = checkpoint.load(tmp_path / "out").wandb_run_id
     assert run_id
     main(tiny(chars, tmp_path / "out", wandb_log=True, init_from="resume"))
-    assert checkpoint.load(tmp_path / "out")["wandb_run_id"] == run_id
+    assert checkpoint.load(tmp_path / "out").wandb_run_id == run_id
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     # A folder's name is run-TIME-ID, and behind it -1 where both began in the same second.
@@ -34,6 +34,8 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
 
 def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
     class Broken:
+        id = "abc"
+
         def log(self, *_, **__):
             raise OSError("no space left")
 

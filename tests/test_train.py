@@ -16,12 +16,16 @@ import torch
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, vector, weights
 
 import train
+from data.loader import BatchPlan, eval_batches
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt import checkpoint, compiling, hardware
+from deskgpt.ranks import Ranks
 from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
 from train import TrainConfig, main
+
+CPU = torch.device("cpu")
 
 # ---- the global batch ----------------------------------------------------------------------------------------
 
@@ -104,7 +108,7 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
     assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
-    model = GPT.from_state(GPTConfig(**checkpoint.load(tmp_path)["model_args"]), weights(tmp_path), "out")
+    model = GPT.from_state(GPTConfig(**checkpoint.load(tmp_path).model_args), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["peak_flops"] > 1e9
@@ -151,27 +155,27 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
 def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_path):
     """Seven windows in batches of three."""
     c = tiny(chars, tmp_path, batch_size=3)
-    model = GPT(GPTConfig(c.block_size, 100, c.n_layer, c.n_head, c.n_embd)).train()
+    model = GPT(GPTConfig.from_settings(c, vocab_size=100)).train()
     split = train.Split(chars, "val", c.block_size, 100)
-    split.n_eval_windows = lambda at_most: 7  # type: ignore[method-assign]
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
     runner = Runner(model, Form())
-    mean, error = runner.evaluate(split, 7, c.batch_size)
-    assert mean == pytest.approx(model(x, y)[1].item(), rel=1e-6)
-    shares = [runner.evaluate(split, 7, c.batch_size, rank, 2)[0] for rank in (0, 1)]
-    assert sum(shares) == pytest.approx(mean, rel=1e-6)
-    assert error is None  # of three batches
+    whole = runner.evaluate(eval_batches(split, BatchPlan(3), 7, CPU), Ranks(CPU))
+    assert whole.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
+    assert whole.standard_error is None  # of three batches
+    plans = [BatchPlan(3, rank=rank, world=2) for rank in (0, 1)]
+    shares = [runner.evaluate(eval_batches(split, plan, 7, CPU), Ranks(CPU)).loss for plan in plans]
+    assert (4 * shares[0] + 3 * shares[1]) / 7 == pytest.approx(whole.loss, rel=1e-6)  # rows 0 to 2 and 6, and 3 to 5
 
 
 def test_standard_error_of_an_evaluation_is_that_of_the_mean_of_its_batches(chars, tmp_path):
     c = tiny(chars, tmp_path)
     split = train.Split(chars, "val", c.block_size, 100)
-    model = GPT(GPTConfig(c.block_size, 100, c.n_layer, c.n_head, c.n_embd))
+    model = GPT(GPTConfig.from_settings(c, vocab_size=100))
     runner = Runner(model, Form())
-    split.n_eval_windows = lambda at_most: 24  # type: ignore[method-assign]
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
     means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
-    assert runner.evaluate(split, 24, 3)[1] == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
+    found = runner.evaluate(eval_batches(split, BatchPlan(3), 24, CPU), Ranks(CPU))
+    assert found.standard_error == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
     assert model.training
 
 
@@ -180,9 +184,9 @@ def test_ranks_and_steps_drop_out_differently(chars, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
     main(tiny(chars, tmp_path / "0", dropout=0.1))
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(train.dist, "init_process_group", lambda _: None)
-    monkeypatch.setattr(train.dist, "barrier", lambda: None)
-    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     monkeypatch.setattr("deskgpt.runner.DDP", lambda model, device_ids: model)
     main(tiny(chars, tmp_path / "1", dropout=0.1))
     assert seeds[0] == seeds[7] == 1337  # initial weights are the same
@@ -193,7 +197,7 @@ def test_loss_of_a_step_is_the_mean_over_its_micro_batches(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=1, gradient_accumulation_steps=3, always_save_checkpoint=True))
     c = tiny(chars, tmp_path)
     torch.manual_seed(c.seed)
-    meta = checkpoint.load(tmp_path)["model_args"]
+    meta = checkpoint.load(tmp_path).model_args
     model = GPT(train.GPTConfig(**meta))
     split = train.Split(chars, "train", c.block_size, meta["vocab_size"], c.seed)
     x, y = (torch.from_numpy(a) for a in split.train_batch(0, np.arange(12), 12))
@@ -203,30 +207,30 @@ def test_loss_of_a_step_is_the_mean_over_its_micro_batches(chars, tmp_path):
 def test_run_makes_exactly_max_iters_updates_and_saves_the_last(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=4, eval_interval=3))
     saved = checkpoint.load(tmp_path)
-    assert saved["iter_num"] == 4
-    assert {int(s["step"]) for s in saved["optimizer"]["state"].values()} == {4}
+    assert saved.iter_num == 4
+    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {4}
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 4]
 
 
 def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=30, eval_interval=10))
-    best = checkpoint.load(tmp_path)["best_val_loss"]
+    best = checkpoint.load(tmp_path).best_val_loss
     main(tiny(chars, tmp_path, init_from="resume", max_iters=36, eval_interval=3, learning_rate=3.0, decay_lr=False))
     assert min(e["val_loss"] for e in events(tmp_path, "eval") if e["iter"] > 30) > best
-    assert checkpoint.load(tmp_path)["iter_num"] == 36
+    assert checkpoint.load(tmp_path).iter_num == 36
     kept = checkpoint.load(tmp_path / "ckpt_best.pt")
-    assert (kept["iter_num"], kept["best_val_loss"]) == (30, best)
+    assert (kept.iter_num, kept.best_val_loss) == (30, best)
     # and where only improvements are saved, ckpt.pt itself stays
     out = tmp_path / "only-better"
     main(tiny(chars, out, max_iters=30, eval_interval=10, always_save_checkpoint=False))
     c = tiny(chars, out, init_from="resume", max_iters=36, eval_interval=3, learning_rate=3.0, decay_lr=False)
     main(replace(c, always_save_checkpoint=False))
-    assert checkpoint.load(out)["iter_num"] == 30
+    assert checkpoint.load(out).iter_num == 30
     # nor does it help to change one's mind, or to come from nanoGPT, which has no other file
     (out / "ckpt_best.pt").unlink()
     main(c)
-    assert checkpoint.load(out)["iter_num"] == 36
-    assert checkpoint.load(out / "ckpt_best.pt")["iter_num"] == 30
+    assert checkpoint.load(out).iter_num == 36
+    assert checkpoint.load(out / "ckpt_best.pt").iter_num == 30
 
 
 def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, capsys):
@@ -290,7 +294,7 @@ def test_gradient_that_is_no_number_is_reported_at_its_step_before_it_changes_a_
     monkeypatch.setattr(Runner, "backward", planted)
     message = (
         rf"gradients are not finite at step {bad_step} \(float32(, explicit attention)?, not compiled\): "
-        r"those of transformer\.h\.1\.mlp\.c_fc\.weight of \d+ parameters; what .* holds stays; "
+        r"those of transformer\.h\.1\.mlp\.c_fc\.weight of \d+ parameters; the files in .* are unchanged; "
     )
     message += "no update of this run came before, so it is not" if bad_step == 0 else "try a lower --learning_rate"
     with pytest.raises(ValueError, match=message):
@@ -300,11 +304,13 @@ def test_gradient_that_is_no_number_is_reported_at_its_step_before_it_changes_a_
 
 
 def test_advice_names_what_is_in_use_and_not_the_learning_rate_before_an_update():
-    fast = Form("bfloat16", compiled=True)
-    assert train.advice(fast, first=False) == "try a lower --learning_rate, then --compile=False, then --dtype=float32"
-    assert train.advice(Form(), first=False) == "try a lower --learning_rate"
-    assert train.advice(fast, first=True).endswith("not the learning rate: try --compile=False, then --dtype=float32")
-    assert "the weights that it starts from, and the data" in train.advice(Form(), first=True)
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=10))
+    fast = train.GradientWatch(model, Form("bfloat16", compiled=True), first_step=3, kept="")
+    plain = train.GradientWatch(model, Form(), first_step=3, kept="")
+    assert fast.advice(4) == "try a lower --learning_rate, then --compile=False, then --dtype=float32"
+    assert plain.advice(4) == "try a lower --learning_rate"
+    assert fast.advice(3).endswith("not the learning rate: try --compile=False, then --dtype=float32")
+    assert "the weights that it starts from, and the data" in plain.advice(3)
 
 
 # ---- a run of so many minutes --------------------------------------------------------------------------------
@@ -328,7 +334,7 @@ def test_run_of_some_minutes_writes_its_steps_into_the_settings_and_ends_near_it
     steps = taken["max_iters"]
     assert 10 < steps < 10**5
     assert taken["lr_decay_iters"] == steps
-    assert checkpoint.load(tmp_path)["iter_num"] == steps == events(tmp_path, "end")[0]["iter"]
+    assert checkpoint.load(tmp_path).iter_num == steps == events(tmp_path, "end")[0]["iter"]
     assert f"max_minutes=0.1: {steps:,} steps of about" in capsys.readouterr().out
     assert took_s < 30  # of 6: other work may take the machine meanwhile
 
@@ -428,14 +434,14 @@ def test_without_a_compiler_the_run_says_so_and_goes_on(chars, tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(r"^compile=True does not work here \(.+\); training without it, slower$", done.stdout, re.M)
     assert "not compiled" in done.stdout
-    assert checkpoint.load(tmp_path / "out")["iter_num"] == 2
+    assert checkpoint.load(tmp_path / "out").iter_num == 2
 
 
 def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
     write_dataset(tmp_path / "data", {"train": ids, "val": ids[:500]}, BytesTokenizer(), "noise")
     main(tiny(tmp_path / "data", tmp_path / "plain"))
-    monkeypatch.setattr("model.LOGITS_CHUNK", 256 * 7)
+    monkeypatch.setattr("deskgpt.kernels.LOGITS_PER_CHUNK", 256 * 7)
     main(tiny(tmp_path / "data", tmp_path / "chunks"))
     plain, chunks = (trajectory(tmp_path / run)["iter"] for run in ("plain", "chunks"))
     for step in plain:
@@ -464,6 +470,4 @@ def test_data_that_grew_before_a_resume_is_said(tmp_path, capsys):
         write_dataset(tmp_path / "d", splits, BytesTokenizer(), "x")
         resumed = {"init_from": "resume", "max_iters": 4} if n == 5000 else {"max_iters": 2}
         main(tiny(tmp_path / "d", tmp_path / "out", **resumed))
-    assert (
-        "the data had 4,000 train tokens before: from here on, batches come in another order" in capsys.readouterr().out
-    )
+    assert "the data had 4,000 train tokens before: batches now come in another order" in capsys.readouterr().out

@@ -1,0 +1,183 @@
+"""The proof that a form of a model computes what the plain form does: float32, not compiled.
+
+What is compiled or in low precision is compared on the run's own first micro-batch: its loss, and each parameter's
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from deskgpt.errors import is_out_of_memory
+from deskgpt.runner import Form, Runner
+from model import GPT
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
+
+PLAIN = Form()
+
+# How far the loss may be from plain float32's, and each gradient: |difference| / |gradient|. The largest differences
+# measured over the model's choices and one to twelve layers (LOG.md, 2026-11-22) were 0.038 and 2e-4 in bfloat16, and
+# 2.3e-6 and 2e-7 in float32. Fifteen real and emulated processors are below these limits
+# (bench/results/2026-11-22-check-machines.md). A kernel that loses one of 64 elements is off by 0.12.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "tf32": 0.1}
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "tf32": 1e-2}
+
+# The softmax cancels the gradient of a key's bias: in float32, 1e-8 of the whole bias's gradient is left of it. The
+# smallest real one, of queries at the start, is 5e-3.
+CANCELLED = 1e-5
+
+# With dropout the two forms draw other masks. Then only losses and norms compare, by these factors.
+DROPOUT_LOSS = 1.2
+DROPOUT_NORM = 3.0
+
+
+class Wrong(ValueError):
+    """A form whose loss or gradients are not those of plain float32."""
+
+
+def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int) -> None:
+    """Compares the loss, and the gradients that a pass of runner over batch has left, with plain float32.
+
+    If float32 does not fit the device, one sequence is compared: the targets of the others are left out. Raises Wrong
+    where they differ, ValueError where plain float32 itself is not finite, and MemoryError where not even one sequence
+    fits. Leaves no gradients.
+    """
+    model = runner.model
+    form = runner.form
+    names = [name for name, _ in model.named_parameters()]
+    found_loss = loss.item()
+    found = taken_gradients(runner, micro_steps)
+    expected = plain_float32(model, batch)
+    if expected is None:
+        x, y = batch
+        only_first = torch.full_like(y, -1)
+        only_first[0] = y[0]
+        del found
+        found_loss = (runner.backward(x, only_first, micro_steps) * micro_steps).item()
+        found = taken_gradients(runner, micro_steps)
+        expected = plain_float32(model, (x[:1], y[:1]))
+    if expected is None:
+        raise MemoryError
+
+    expected_loss, gradients = expected
+    if not math.isfinite(expected_loss) or not all(g.isfinite().all() for g in gradients):
+        raise ValueError(
+            f"plain float32 gives a loss of {expected_loss} or gradients that are not finite on the first micro-batch: "
+            "not the form but the weights that the run starts from, or the data, are at fault; take another checkpoint"
+        )
+    precision = "tf32" if form.dtype == "float32" and runner.device.type == "cuda" else form.dtype
+    compare(form, precision, names, found_loss, found, expected_loss, gradients, bool(model.config.dropout))
+
+
+def compare(
+    form: Form,
+    precision: str,
+    names: list[str],
+    found_loss: float,
+    found: list[Tensor],
+    expected_loss: float,
+    expected: list[Tensor],
+    dropout: bool,
+) -> None:
+    """Raises Wrong where a loss or a gradient is further from the expected one than its precision explains."""
+    off = abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-30)
+    limit = DROPOUT_LOSS - 1 if dropout else LOSS_TOLERANCE[precision]
+    if not off <= limit:  # nan is not
+        raise Wrong(f"the loss in {form} is {found_loss:.6g}, in plain float32 {expected_loss:.6g}")
+
+    if dropout:
+        errors = norm_ratios(names, found, expected)
+        limit = DROPOUT_NORM
+        how = "norms differ by a factor of"
+    else:
+        errors = gradient_errors(names, found, expected)
+        limit = TOLERANCE[precision]
+        how = "differ by"
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= limit:
+        raise Wrong(
+            f"gradients in {form} are not those of plain float32: those of {worst} {how} "
+            f"{errors[worst]:.3g}, at most {limit:g} is rounding"
+        )
+
+
+def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """|found - expected| / |expected| of each gradient, by name; infinite for NaN.
+
+    Queries, keys and values are compared one by one, because at the start the gradients of the first two are far
+    smaller than those of values. A gradient that is only rounding, below CANCELLED of the whole it is part of, is
+    measured by that whole.
+    """
+    total = math.sqrt(sum(g.square().sum().item() for g in expected))
+    errors = {}
+    for name, found_grad, expected_grad in zip(names, found, expected, strict=True):
+        parts = ("q", "k", "v") if ".c_attn." in name else ("",)
+        found_parts = found_grad.chunk(len(parts))
+        expected_parts = expected_grad.chunk(len(parts))
+        for part, a, b in zip(parts, found_parts, expected_parts, strict=True):
+            whole = expected_grad.norm().item() if part else total
+            size = b.norm().item()
+            error = (a - b).norm().item() / (size if size > CANCELLED * whole else whole)
+            errors[f"{name} ({part})" if part else name] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """The larger by the smaller norm of each gradient, by name; infinite where one is not finite."""
+    least = CANCELLED * math.sqrt(sum(g.square().sum().item() for g in expected))
+    ratios = {}
+    for name, found_grad, expected_grad in zip(names, found, expected, strict=True):
+        a = max(found_grad.norm().item(), least)
+        b = max(expected_grad.norm().item(), least)
+        ratios[name] = max(a / b, b / a) if found_grad.isfinite().all() else math.inf
+    return ratios
+
+
+def plain_float32(model: GPT, batch: Batch) -> tuple[float, list[Tensor]] | None:
+    """Loss and gradients of the model in full float32; None where memory runs out. Leaves no gradients."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    runner = Runner(model, PLAIN)
+    try:
+        loss = runner.backward(*batch)
+        return loss.item(), taken_gradients(runner, 1)
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        return None
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        runner.drop_gradients()
+
+
+def taken_gradients(runner: Runner, micro_steps: int) -> list[Tensor]:
+    """The gradients of a whole loss that a pass has left, without the scale of float16. They are gone afterwards."""
+    factor = micro_steps / (runner.scaler.get_scale() if runner.scaler.is_enabled() else 1.0)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.float() * factor for p in runner.parameters]
+    runner.drop_gradients()
+    return grads
+
+
+@contextmanager
+def nothing_is_zero(model: GPT) -> Iterator[None]:
+    """Within the block, matrices of zeros hold small random numbers.
+
+    A matrix of zeros would hide the gradients of everything before it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    zeros = [p for p in model.parameters() if p.dim() == 2 and not p.detach().any()]
+    with torch.no_grad():
+        for p in zeros:
+            p.copy_(torch.randn(p.shape, generator=draw) * 0.02)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p in zeros:
+                p.zero_()

@@ -1,0 +1,80 @@
+"""GPT-2's weights in Hugging Face's format: from a local folder, the hub or its cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
+
+    The folder holds config.json and model.safetensors as Hugging Face writes them. Raises ValueError where the
+    weights cannot be had or are not a GPT-2.
+    """
+    folder = Path(name)
+    if name in GPT2_NAMES and not folder.is_dir():
+        folder = download_gpt2(name)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    lacking = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if lacking:
+        raise ValueError(
+            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
+            f"{', '.join(GPT2_NAMES)}, or a folder with config.json and model.safetensors"
+        )
+    try:
+        config = dict(json.loads((folder / "config.json").read_text()))
+        weights = load_file(folder / "model.safetensors")
+    except (ValueError, TypeError, SafetensorError) as e:
+        raise ValueError(f"init_from={name}: a damaged file in {folder} ({e}); fetch it again") from None
+    # What our GPT does not have. An absent key has the value that makes the model plain GPT-2.
+    plain = {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+        "add_cross_attention": False,
+    }
+    odd = {k: config[k] for k, v in plain.items() if config.get(k, v) != v}
+    if odd or config.get("n_inner") not in (None, 4 * config.get("n_embd", 0)):
+        raise ValueError(
+            f"init_from={name}: not a plain GPT-2: {odd or {'n_inner': config['n_inner']}} in {folder / 'config.json'}"
+        )
+    try:
+        args = {k: config[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
+        state = {}
+        for key, w in weights.items():
+            key = key.removeprefix("transformer.")
+            if key.endswith((".attn.bias", ".attn.masked_bias")) or key == "lm_head.weight":
+                continue  # masks, and the head that is tied to wte
+            # Hugging Face's Conv1D keeps its matrices as (in, out), nn.Linear as (out, in).
+            conv1d = key.startswith("h.") and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+            state["transformer." + key] = w.t().contiguous() if conv1d else w
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+    except KeyError as e:
+        raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None
+    return args, state
+
+
+def download_gpt2(name: str) -> Path:
+    """The local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or its cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
+    except Exception as e:  # the hub's, the HTTP client's and the network's errors share no class
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise ValueError(
+            f"init_from={name}: the weights are not cached and cannot be downloaded ({reason[:160]}); connect once, "
+            "or give a local folder with config.json and model.safetensors"
+        ) from None

@@ -1,0 +1,263 @@
+"""The computations of model.py that have a faster form on some device: attention, activation, a linear layer, the loss.
+
+Each kernel looks at what it is given (device, dtype, whether gradients are wanted, whether torch.compile is tracing it)
+and picks its form. The plain form stands next to each, and the tests compare the two. Importing this file registers
+nothing: `register_operators` is called before the first compilation.
+
+Shape legend: B batch, T time, C channels, H heads, D = C // H, V vocabulary, N = B * T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# ---- attention -----------------------------------------------------------------------------------------------
+
+# Explicit attention keeps B·H·T·T weights for the backward pass. Longer contexts do not try it.
+LONGEST_EXPLICIT = 1024
+
+_explicit_attention = False  # set by explicit_attention
+
+
+@contextmanager
+def explicit_attention(wanted: bool) -> Iterator[None]:
+    """Within the block, `attention` computes training passes on a CPU as plain matmuls around a softmax, if wanted.
+
+    Which of the two is faster depends on the processor and on the shapes. forms.py measures it.
+    """
+    global _explicit_attention
+    before = _explicit_attention
+    _explicit_attention = wanted
+    try:
+        yield
+    finally:
+        _explicit_attention = before
+
+
+def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
+    """Whether explicit attention is an option in training on contexts of T tokens."""
+    return device_type == "cpu" and 1 < T <= LONGEST_EXPLICIT and not dropout
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Causal attention (B, H, T, D) of queries q (B, H, T, D) over keys and values k, v (B, H, S, D).
+
+    Either S = T, or T = 1: a single query, next to a cache, may look at all keys.
+    """
+    T = q.size(2)
+    if _explicit_attention and torch.is_grad_enabled() and may_be_explicit(q.device.type, T, dropout):
+        return attention_by_matmuls(q, k, v)
+    if T > 1:  # two calls, because torch.compile takes no symbolic is_causal
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+
+
+def attention_by_matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q, k, v (B, H, T, D) as plain matmuls around a softmax.
+
+    From T = 256 on, queries go in blocks of rows, which skip the keys that come after all of them.
+    """
+    T, D = q.shape[-2:]
+    q = q * D**-0.5
+    rows = max(128, T // 4) if T >= 256 else T
+    mask = torch.full((T, T), -torch.inf, device=q.device).triu(1)  # 0, and -inf above the diagonal
+    blocks = []
+    for first in range(0, T, rows):
+        end = min(first + rows, T)
+        scores = q[:, :, first:end] @ k[:, :, :end].transpose(-2, -1)  # (B, H, rows, end)
+        scores = scores.float() + mask[first:end, :end]
+        weights = scores.softmax(-1).type_as(v)
+        blocks.append(weights @ v[:, :, :end])  # (B, H, rows, D)
+    return torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]
+
+
+# ---- activation ----------------------------------------------------------------------------------------------
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """gelu_tanh (GPT-2's), gelu (nanoGPT's) or relu2 of x, elementwise."""
+    if name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if name == "relu2":
+        return F.relu(x).square()  # Primer, arXiv:2109.08668
+    if torch.compiler.is_compiling() and _registered and x.device.type == "cpu":
+        return torch.ops.deskgpt.gelu(x)
+    return F.gelu(x)
+
+
+# ---- linear layer --------------------------------------------------------------------------------------------
+
+
+def linear_to_fewer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer from many channels to few: x (..., 4C), weight (C, 4C), bias (C); returns (..., C).
+
+    Compiled for training on a CPU, the weight is transposed first. The weight's gradient is then computed with the wide
+    x as the transposed operand, which takes three quarters of the time of the other way round (LOG.md, 2026-11-21).
+    """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and x.device.type == "cpu":
+        y = x @ weight.t().contiguous()
+        return y if bias is None else y + bias
+    return F.linear(x, weight, bias)
+
+
+# ---- loss ----------------------------------------------------------------------------------------------------
+
+# Up to this number of elements, the logits of a batch are computed at once. More are computed, used and dropped in
+# chunks. 2^25 are 667 tokens of GPT-2's vocabulary, 134 MB in float32. Smaller chunks cost speed, larger ones only
+# memory (bench/results/2026-11-22-loss.md).
+LOGITS_PER_CHUNK = 1 << 25
+
+
+def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, in float32, of the logits h @ weight.T against targets; the logits are never kept whole.
+
+    h (N, C) hidden states, weight (V, C) of the head, targets (N,) with -1 ignored.
+    """
+    N, V = h.size(0), weight.size(0)
+    if N * V <= LOGITS_PER_CHUNK:
+        return F.cross_entropy(F.linear(h, weight).float(), targets, ignore_index=-1)
+    n_chunks = math.ceil(N * V / LOGITS_PER_CHUNK)
+    chunk = math.ceil(N / n_chunks)  # tokens; all chunks are about equally large
+    device = h.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+    needs_grad = torch.is_grad_enabled()
+    if torch.compiler.is_compiling() and _registered:
+        total, _, _ = torch.ops.deskgpt.chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad)
+    else:
+        total = ChunkedCrossEntropy.apply(h, weight, targets, dtype, chunk, needs_grad)
+    return total / (targets >= 0).sum()
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """chunked_cross_entropy for autograd. Its forward pass runs with gradients off, hence needs_grad."""
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, dtype, chunk, needs_grad):
+        loss, *grads = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, cross_entropy_of_chunk)
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None, None
+
+
+def chunked_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype,
+    chunk: int,
+    needs_grad: bool,
+    loss_of_chunk: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the cross-entropy of `h @ weight.T` against `targets`, and its gradients, holding one chunk of logits.
+
+    The gradients of a chunk are taken while its logits exist: nothing of size (N, V) is kept for a backward pass, and
+    no matmul runs twice. Matmuls run in `dtype`, softmax and sums in float32. The gradients are like h and weight, or
+    empty without needs_grad. loss_of_chunk is cross_entropy_of_chunk, plain or compiled.
+
+    Why own code: torch 2.13's `linear_cross_entropy` is no faster and rounds a bfloat16 loss to 3 digits, torch 2.11
+    has none, and recomputing with `torch.utils.checkpoint` costs a fourth matmul (bench/results/2026-11-22-loss.md).
+    """
+    with torch.autocast(h.device.type, enabled=False):
+        w = weight.to(dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        grad_h = torch.zeros_like(h) if needs_grad else h.new_empty(0)
+        grad_w = torch.zeros_like(weight) if needs_grad else weight.new_empty(0)
+        for first in range(0, h.size(0), chunk):
+            rows = slice(first, first + chunk)
+            loss += loss_of_chunk(h[rows].to(dtype), w, targets[rows], grad_h[rows], grad_w)
+    return loss, grad_h, grad_w
+
+
+def cross_entropy_of_chunk(h: Tensor, w: Tensor, targets: Tensor, grad_h: Tensor, grad_w: Tensor) -> Tensor:
+    """Sum of the cross-entropy of `h @ w.T`. Writes its gradient by h into grad_h and adds that by w to grad_w.
+
+    h and grad_h (chunk, C), w and grad_w (V, C), targets (chunk,) with -1 ignored. Empty grad_w: no gradients wanted.
+    """
+    kept = targets >= 0
+    target_of_row = (torch.arange(len(h), device=h.device), targets.clamp(min=0))  # an index into (chunk, V)
+    log_p = torch.log_softmax(h @ w.t(), 1, dtype=torch.float32)  # (chunk, V)
+    log_p_target = log_p[target_of_row]
+    if grad_w.numel():
+        # d loss / d logits = softmax - onehot(target). Ignored rows drop out of the narrow factors.
+        g = log_p.exp_().to(h.dtype)
+        g[target_of_row] = log_p_target.expm1().to(h.dtype)
+        grad_h.copy_((g @ w) * kept[:, None])
+        grad_w += g.t() @ (h * kept[:, None])
+    return -(log_p_target * kept).sum()
+
+
+# ---- operators for torch.compile -----------------------------------------------------------------------------
+
+_registered = False  # set by register_operators
+
+
+def register_operators() -> None:
+    """Makes the operators known that stay opaque to inductor. Called before the first compilation; later calls do
+    nothing.
+
+    gelu: inductor's own exact GELU takes more than twice the time of torch's kernel on a CPU. chunked_cross_entropy:
+    its loop, unrolled into a graph, would keep the gradients of all logits until the graph's end.
+    """
+    global _registered
+    if _registered:
+        return
+    _register_gelu()
+    _register_chunked_cross_entropy()
+    _registered = True
+
+
+def _register_gelu() -> None:
+    torch.library.define("deskgpt::gelu", "(Tensor x) -> Tensor")
+    torch.library.impl("deskgpt::gelu", "CPU", F.gelu)
+    torch.library.register_fake("deskgpt::gelu", torch.empty_like)
+
+    torch.library.define("deskgpt::gelu_backward", "(Tensor grad, Tensor x) -> Tensor")
+    torch.library.impl("deskgpt::gelu_backward", "CPU", torch.ops.aten.gelu_backward.default)
+    torch.library.register_fake("deskgpt::gelu_backward", lambda grad, x: torch.empty_like(x))
+
+    torch.library.register_autograd(
+        "deskgpt::gelu",
+        lambda ctx, grad: torch.ops.deskgpt.gelu_backward(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+
+
+def _register_chunked_cross_entropy() -> None:
+    @torch.library.custom_op("deskgpt::chunked_cross_entropy", mutates_args=())
+    def operator(
+        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Evaluation is not worth a second compilation.
+        loss_of_chunk = compiled_cross_entropy_of_chunk() if needs_grad else cross_entropy_of_chunk
+        return chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, loss_of_chunk)
+
+    @operator.register_fake
+    def fake(
+        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_h = torch.empty_like(h) if needs_grad else h.new_empty(0)
+        grad_w = torch.empty_like(weight) if needs_grad else weight.new_empty(0)
+        return h.new_empty((), dtype=torch.float32), grad_h, grad_w
+
+    def backward(ctx, grad_loss, *_):  # the saved gradients are results of the operator, not inputs: nothing for them
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_loss * grad_h, grad_loss * grad_w, None, None, None, None
+
+    operator.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output[1:]))
+
+
+@cache
+def compiled_cross_entropy_of_chunk() -> Callable[..., Tensor]:
+    """The body of the loss's loop as a graph: half the time between its matmuls on a CPU (LOG.md, 2026-11-22)."""
+    return torch.compile(cross_entropy_of_chunk, dynamic=False)
