@@ -250,7 +250,7 @@ def help_text(cls: type) -> str:
 
 def groups_of(cls: type) -> list[Group]:
     """The settings of `cls`, grouped as in the source, then those that it inherits; each setting once."""
-    groups = []
+    groups: list[Group] = []
     remaining = {f.name for f in fields(cls)}
     for base in cls.__mro__:
         if not is_dataclass(base):
