@@ -1,12 +1,12 @@
-# What people type often. The work is done by tasks.py, which does as much where there is no make.
+# The common tasks. tasks.py does the work; without make, call it yourself.
 #
 #   make train                  a first model in a few minutes, and text from it
 #   make train TEXT=input.txt   the same on your own text
 #   make train ARGS="--max_iters=5000 --n_embd=256"   with other settings
 #   make test                   the quick tests
-#   make test-all               all tests, and training on processors that this one can pass for (check-machines)
+#   make test-all               all tests, and training on the processors that this one can emulate (check-machines)
 #   make check                  lint and types
-#   make clean                  remove the environment and caches; data and runs stay
+#   make clean                  remove the environment and caches, but neither data nor runs
 
 PYTHON ?= python3
 VENV ?= .venv

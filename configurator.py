@@ -2,8 +2,8 @@
 
     python train.py config/train_shakespeare_char.py --batch_size=8 --compile=False
 
-A config file is Python, run in a namespace of its own that starts with the values so far. What it assigns are
-settings; names that start with `_`, modules, functions and classes are its own business.
+A config file is Python that runs in a namespace of its own, which starts with the values so far. The names that it
+assigns are settings. Names that start with `_`, modules, functions and classes are the file's own business.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import io
 import math
 import runpy
 import sys
+import textwrap
 import tokenize
 import traceback
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -26,20 +28,20 @@ from deskgpt.errors import ConfigError
 
 Config = TypeVar("Config")
 
-EXAMPLES = {int: "8", float: "3e-4", bool: "True", str: "text", NoneType: "None"}
+# ---- reading settings ----------------------------------------------------------------------------------------
 
 
 def configure(cls: type[Config], argv: list[str]) -> Config:
     """An instance of dataclass `cls` from its defaults, the config files in argv and its --key=value.
 
-    Raises ConfigError, one line, for unknown names, wrong types and unreadable files. Exits after printing the
-    settings on --help.
+    Raises ConfigError, one line, for unknown names, wrong types and unreadable files. --help prints the settings and
+    exits.
     """
     return build(cls, read_settings(cls, argv))
 
 
 def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
-    """An instance of `cls`; ConfigError where the dataclass's own checks refuse the values."""
+    """An instance of `cls`. Raises ConfigError if the dataclass's own checks refuse the values."""
     try:
         return cls(**values)
     except ConfigError:
@@ -49,129 +51,255 @@ def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
 
 
 def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `configure` makes its instance from, by name, before `cls` has checked ranges. Raises ConfigError.
+    """The value of every setting, by name, from defaults, config files and command line. Raises ConfigError.
 
-    `base` holds values that stand in for the defaults, such as a checkpoint's settings.
+    `cls` has not checked the values yet. `base` holds values to use instead of the defaults, such as those of the run
+    that is resumed.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text(cls))
         raise SystemExit(0)
     types = get_type_hints(cls)
     values = {f.name: f.default for f in fields(cls)}
-    values |= {name: check(value, types[name], f"what is resumed has {name}") for name, value in (base or {}).items()}
-    overrides: dict[str, Any] = {}
-    for arg in argv:
-        if not arg.startswith("-"):
-            values |= read_config_file(arg, types, values)
-            continue
-        key, equals, text = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or not key:
-            raise ConfigError(f"{arg}: settings are written --key=value")
-        check_known(key, types, f"--{key}")
-        if not equals and types[key] is not bool and True not in get_args(types[key]):
-            raise ConfigError(f"--{key} needs a value: --{key}={example(types[key])}")
-        overrides[key] = parse(text if equals else "True", types[key], f"--{key}")
-    return values | overrides
+    for name, value in (base or {}).items():
+        values[name] = check(value, types[name], f"the resumed run's {name}")
+
+    # Config files come first, wherever they stand among the arguments.
+    for argument in argv:
+        if not argument.startswith("-"):
+            values |= read_config_file(argument, types, values)
+    for argument in argv:
+        if argument.startswith("-"):
+            name, value = read_argument(argument, types)
+            values[name] = value
+    return values
+
+
+def read_argument(argument: str, types: Mapping[str, Any]) -> tuple[str, Any]:
+    """(name, value) of `--name=value`; `--name` alone means True if the setting can be True. Raises ConfigError."""
+    name, equals, text = argument.removeprefix("--").partition("=")
+    if not argument.startswith("--") or not name:
+        raise ConfigError(f"{argument}: settings are written --key=value")
+    check_known(name, types, f"--{name}")
+    kind = types[name]
+    if not equals:
+        if kind is not bool and True not in get_args(kind):
+            raise ConfigError(f"--{name} needs a value: --{name}={example(kind)}")
+        text = "True"
+    return name, parse(text, kind, f"--{name}")
 
 
 def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a Python config file assigns, starting from `values`. Raises ConfigError with file:line."""
+    """The settings that a Python config file assigns. Raises ConfigError with file:line.
+
+    types: of all settings, by name. values: the settings so far, which the file can use.
+    """
     if not Path(path).is_file():
-        near = difflib.get_close_matches(Path(path).stem, (p.stem for p in Path(path).parent.glob("*.py")), n=1)
-        hint = f"; did you mean {Path(path).with_name(near[0]).as_posix()}.py?" if near else ""
-        raise ConfigError(f"{path}: no such config file{hint}")
+        raise ConfigError(f"{path}: no such config file{similar_file(Path(path))}")
     try:
         result = runpy.run_path(path, init_globals=dict(values), run_name="config")
         tree = ast.parse(Path(path).read_bytes())
     except Exception as e:
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
-        line = (e.lineno or 1) if isinstance(e, SyntaxError) else lines[-1] if lines else 1
-        raise ConfigError(f"{path}:{line}: {type(e).__name__}: {e}") from None
-    lineno = {n.id: n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    out: dict[str, Any] = {}
+        raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}") from None
+
+    line_of = {}  # the last assignment to each name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            line_of[node.id] = node.lineno
+
+    settings: dict[str, Any] = {}
     for name, value in result.items():
         if name.startswith("_") or isinstance(value, ModuleType) or callable(value):
             continue
-        where = f"{path}:{lineno.get(name, 1)}: {name}"
+        where = f"{path}:{line_of.get(name, 1)}: {name}"
         check_known(name, types, where)
-        out[name] = check(value, types[name], where)
-    return out
+        settings[name] = check(value, types[name], where)
+    return settings
+
+
+def similar_file(path: Path) -> str:
+    """A hint at the config file in the same folder whose name is most like this one; empty if none is like it."""
+    stems = [p.stem for p in path.parent.glob("*.py")]
+    similar = difflib.get_close_matches(path.stem, stems, n=1)
+    if not similar:
+        return ""
+    return f"; did you mean {path.with_name(similar[0]).as_posix()}.py?"
+
+
+def line_of_error(e: Exception, path: str) -> int:
+    """The line of the config file at which running it raised e."""
+    if isinstance(e, SyntaxError):
+        return e.lineno or 1
+    lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+    return (lines[-1] if lines else None) or 1
+
+
+# ---- checking values -----------------------------------------------------------------------------------------
+
+# A value of each type, for messages.
+EXAMPLES = {int: "8", float: "3e-4", bool: "True", str: "text", NoneType: "None"}
 
 
 def check_known(name: str, types: Mapping[str, Any], where: str) -> None:
-    if name not in types:
-        near = difflib.get_close_matches(name, types, n=1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the settings"
-        raise ConfigError(f"{where} is not a setting; {hint}")
+    """Raises ConfigError if there is no such setting."""
+    if name in types:
+        return
+    similar = difflib.get_close_matches(name, types, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else "--help lists the settings"
+    raise ConfigError(f"{where} is not a setting; {hint}")
 
 
 def parse(text: str, kind: Any, where: str) -> Any:
-    """The value of type `kind` that command-line text stands for."""
-    options = get_args(kind) if get_origin(kind) is UnionType else (kind,)
-    if NoneType in options and text in ("None", "none"):
-        return None
+    """The value of type `kind` that `text`, from the command line, stands for. Raises ConfigError."""
     if get_origin(kind) is Literal:
-        spelled = {str(v).lower() if isinstance(v, bool) else v: v for v in get_args(kind)}
-        return check(spelled.get(text.lower() if text in ("True", "False") else text, text), kind, where)
-    if str in options:
-        return check(text, kind, where)
+        return check(parse_choice(text, kind), kind, where)
+    alternatives = alternatives_of(kind)
+    if NoneType in alternatives and text in ("None", "none"):
+        return None
+    if str in alternatives:
+        return text
+    if text in ("true", "false"):
+        text = text.capitalize()
     try:
-        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        value = text
+        value = text  # which check refuses, and shows
     return check(value, kind, where)
 
 
+def parse_choice(text: str, kind: Any) -> Any:
+    """The value of a Literal that `text` spells; `text` itself if it spells none."""
+    for choice in get_args(kind):
+        if text == str(choice):
+            return choice
+        if isinstance(choice, bool) and text == str(choice).lower():
+            return choice
+    return text
+
+
 def check(value: Any, kind: Any, where: str) -> Any:
-    """`value` as type `kind`; whole floats serve as int and ints as float. Raises ConfigError."""
+    """`value` as type `kind`. Raises ConfigError, which begins with `where`: the place and the name.
+
+    A whole float is accepted for int, and an int for float. NaN and infinity are refused.
+    """
     if get_origin(kind) is Literal:
-        if value in get_args(kind) and type(value) in map(type, get_args(kind)):
+        choices = get_args(kind)
+        if any(type(value) is type(choice) and value == choice for choice in choices):  # True is not 1
             return value
-        raise ConfigError(f"{where}={value!r} is none of {', '.join(map(str, get_args(kind)))}")
-    for option in get_args(kind) if get_origin(kind) is UnionType else (kind,):
-        if type(value) is option and not (option is float and not math.isfinite(value)):
-            return value
-        if option is int and type(value) is float and value.is_integer():
+        raise ConfigError(f"{where}={value!r} is not one of {', '.join(map(str, choices))}")
+    for alternative in alternatives_of(kind):
+        if alternative is int and type(value) is float and value.is_integer():
             return int(value)
-        if option is float and type(value) is int:
+        if alternative is float and type(value) is int:
             return float(value)
-    raise ConfigError(
-        f"{where}={value!r} is not {type_name(kind)}; write it like --{where.split()[-1].lstrip('-')}={example(kind)}"
-    )
+        if alternative is float and type(value) is float and not math.isfinite(value):
+            continue
+        if type(value) is alternative:
+            return value
+    name = where.split()[-1].removeprefix("--")
+    raise ConfigError(f"{where}={value!r} is not {type_name(kind)}; write it like --{name}={example(kind)}")
+
+
+def alternatives_of(kind: Any) -> tuple[Any, ...]:
+    """The types that a union such as `float | None` allows; the type itself if it is not a union."""
+    return get_args(kind) if get_origin(kind) is UnionType else (kind,)
 
 
 def type_name(kind: Any) -> str:
+    """How messages and --help call a type: int, float|None, adamw|muon."""
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
-    return "|".join("None" if t is NoneType else t.__name__ for t in (get_args(kind) or (kind,)))
+    return "|".join("None" if t is NoneType else t.__name__ for t in alternatives_of(kind))
 
 
 def example(kind: Any) -> str:
-    first = get_args(kind)[0] if get_args(kind) else kind
+    """A value of a type, for messages."""
+    choices = get_args(kind)
+    first = choices[0] if choices else kind
     return EXAMPLES.get(first, str(first))
 
 
+# ---- --help --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """Settings that stand under one heading in the source of a dataclass."""
+
+    heading: str
+    comments: dict[str, str]  # by setting, in the order of the source
+
+
 def help_text(cls: type) -> str:
-    """The script's docstring and every setting with type, default and the trailing comment from the source."""
+    """The script's docstring, and every setting with its type, its default and its comment from the source.
+
+    The settings of `cls` itself come first, then those that it inherits from other dataclasses.
+    """
     types = get_type_hints(cls)
-    source = inspect.getsource(cls).splitlines(keepends=True)
-    comments, lines = {}, iter(source)
-    heading: dict[int, str] = {}
-    for token in tokenize.generate_tokens(lambda: next(lines, "")):
+    defaults = {f.name: f.default for f in fields(cls)}
+    script = sys.modules[cls.__module__]
+    lines = [inspect.getdoc(script) or "", "", "settings, each as --name=value or in a config file:"]
+    for group in groups_of(cls):
+        if group.heading:
+            lines += ["", f"  {group.heading}"]
+        for name, comment in group.comments.items():
+            default = f"{type_name(types[name])} = {defaults[name]!r}"
+            lines.append(f"    --{name:<28} {default:<24} {comment}".rstrip())
+    return "\n".join(lines)
+
+
+def groups_of(cls: type) -> list[Group]:
+    """The settings of `cls`, grouped as in the source, then those that it inherits; each setting once."""
+    groups: list[Group] = []
+    remaining = {f.name for f in fields(cls)}
+    for base in cls.__mro__:
+        if not is_dataclass(base):
+            continue
+        for group in groups_in_source(base):
+            comments = {name: comment for name, comment in group.comments.items() if name in remaining}
+            remaining -= comments.keys()
+            if not comments:
+                continue
+            heading = group.heading
+            if not heading and groups:  # inherited settings must not look like more of the group before
+                heading = base.__name__
+            groups.append(Group(heading, comments))
+    return groups
+
+
+def groups_in_source(cls: type) -> list[Group]:
+    """The settings that the source of `cls` itself declares.
+
+    A comment line before a setting is the heading of a group. Comments from the setting's first line to its last
+    describe it.
+    """
+    source = textwrap.dedent(inspect.getsource(cls))
+    comment_at = comments_by_line(source)
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+
+    groups = [Group("", {})]
+    previous_end = tree.lineno
+    for statement in tree.body:
+        end = statement.end_lineno or statement.lineno
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            heading = words_between(comment_at, previous_end + 1, statement.lineno - 1)
+            if heading:
+                groups.append(Group(heading, {}))
+            groups[-1].comments[statement.target.id] = words_between(comment_at, statement.lineno, end)
+        previous_end = end
+    return groups
+
+
+def comments_by_line(source: str) -> dict[int, str]:
+    """The text of every comment, by line number."""
+    comments = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("# ")
-            if token.line.strip().startswith("#"):
-                heading[token.start[0]] = text
-            else:
-                comments[token.line.split(":")[0].strip()] = text
-    module = sys.modules[cls.__module__]
-    out = [inspect.getdoc(module) or "", "", "settings, each as --name=value or in a config file:"]
-    names = {f.name: f for f in fields(cls)}
-    for number, line in enumerate(source, 1):
-        if number in heading:
-            out.append(f"\n  {heading[number]}")
-        name = line.split(":")[0].strip()
-        if name in names:
-            default = f"{type_name(types[name])} = {names[name].default!r}"
-            out.append(f"    --{name:<28} {default:<24} {comments.get(name, '')}".rstrip())
-    return "\n".join(out)
+            comments[token.start[0]] = token.string.lstrip("# ")
+    return comments
+
+
+def words_between(comments: Mapping[int, str], first: int, last: int) -> str:
+    """The comments of lines first to last, in one line."""
+    return " ".join(comments[line] for line in range(first, last + 1) if line in comments)

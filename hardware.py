@@ -1,8 +1,8 @@
-"""What this machine is, and its peak FLOP/s: published, and measured now.
+"""Prints what this machine is and its peak FLOP/s: the published figure, and what matmuls reach now.
 
     python hardware.py
 
-Keeps what it measures in ~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME, if it is the best so far.
+Keeps a measured peak in ~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME, if it is the best so far.
 """
 
 from __future__ import annotations
@@ -14,25 +14,37 @@ from deskgpt.errors import one_line_errors
 
 
 def main() -> None:
-    """Prints what this machine is and reaches; what it measures is kept if it is the best so far."""
+    """Prints what the device is and a line of peaks for each dtype; keeps a measured peak that is the best so far."""
     device = hardware.resolve_device("auto")
-    if device.type == "cpu" and (reason := hardware.unseen_gpu()):
-        print(reason)
+    if device.type == "cpu":
+        reason = hardware.unseen_gpu()
+        if reason:
+            print(reason)
+    name = hardware.device_name(device)
     memory = hardware.memory_bytes(device)
     size = "n/a" if memory is None else f"{memory / 2**30:.1f} GiB"
-    print(f"{hardware.device_name(device)}, memory {size}, torch {torch.__version__}")
+    print(f"{name}, memory {size}, torch {torch.__version__}")
+
     for dtype in hardware.DTYPES:
-        now = peak_flops.sweep_matmuls(device, dtype, peak_flops.MATMUL_SIZES)
-        best = peak_flops.keep_best(device, dtype, now)
-        published = peak_flops.published_flops(device, dtype)
-        said = f"{published[0] / 1e12:.4g} ({published[1]})" if published else "n/a"
-        print(f"{dtype}: published {said}, measured now {now / 1e12:.3g}, best so far {best / 1e12:.3g} TFLOP/s")
-    kept = any(name.startswith(f"{hardware.device_name(device)}, ") for name in peak_flops.read_peaks())
-    print(
-        f"the best are kept in {remembered.path_of('peaks')}"
-        if kept
-        else f"{remembered.path_of('peaks')} cannot be written: each run measures anew"
-    )
+        print_peaks(device, dtype)
+
+    path = remembered.path_of("peaks")
+    if any(key.startswith(f"{name}, ") for key in peak_flops.read_peaks()):
+        print(f"the best are kept in {path}")
+    else:
+        print(f"{path} cannot be written: each run measures again")
+
+
+def print_peaks(device: torch.device, dtype: str) -> None:
+    """Measures the peak in `dtype` and prints it next to the published one and the best so far."""
+    published = "n/a"
+    found = peak_flops.published_flops(device, dtype)
+    if found is not None:
+        flops, source = found
+        published = f"{flops / 1e12:.4g} ({source})"
+    now = peak_flops.sweep_matmuls(device, dtype, peak_flops.MATMUL_SIZES)
+    best = peak_flops.keep_best(device, dtype, now)
+    print(f"{dtype}: published {published}, measured now {now / 1e12:.3g}, best so far {best / 1e12:.3g} TFLOP/s")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Sets up and runs what people type often. `make` calls this file; where there is no make, type it yourself.
+"""Runs the common tasks, and installs what they need. `make` calls this file; without make, type it yourself.
 
     python tasks.py train                      a first model in a few minutes, and text from it
     python tasks.py train --text novel.txt     the same on your own text
     python tasks.py train -- --n_embd=256      with other settings of train.py
-    python tasks.py test                       the quick tests; with `-- -k word` some of them
+    python tasks.py test                       the quick tests; with `-- -k word` those with this word in their name
     python tasks.py test-all                   all tests, and check-machines
     python tasks.py check                      lint and types
-    python tasks.py check-machines             training on processors that this one can pass for
-    python tasks.py clean                      removes the environment and caches; data and runs stay
+    python tasks.py check-machines             training on the processors that this one can emulate
+    python tasks.py clean                      removes the environment and caches, but neither data nor runs
 
-All but clean first make a virtual environment, .venv, and install what they need into it. This file needs only the
-standard library, and the syntax and the imports are those of Python 3.6, so that an old Python can say what is wrong.
+All tasks but clean first make a virtual environment, .venv, and install what they need into it. This file uses only
+the standard library, and only syntax and modules of Python 3.6, so that an old Python can say that it is too old.
 """
 
 import argparse
@@ -22,59 +22,60 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 NEEDED = (3, 11)
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = "constraints.txt"
 REQUIREMENTS = {"run": "requirements.txt", "dev": "requirements-dev.txt"}  # the second includes the first
-# Which model learns most in the three minutes of the first run, by the TFLOP/s that matmuls reach: at least so many,
-# layers, settings, and the validation loss to expect (bench/results/2026-11-22-first-run.md).
-FIRST_MODELS: tuple = (
-    (0.7, 4, [], "1.46 to 1.5"),
-    (0.1, 2, ["--n_layer=2", "--norm=layer", "--learning_rate=8e-3"], "1.5 to 1.6"),
-    (0.0, 1, ["--n_layer=1", "--norm=layer", "--learning_rate=8e-3"], "1.6 to 2"),
-)
 CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
 
 
 def main(argv: list) -> None:
+    """Runs the task that the command line names. What follows `--` goes to train.py or pytest."""
     if sys.version_info < NEEDED:
         sys.exit(too_old(sys.version_info, sys.executable))
-    arguments, extra = argv, []
+    arguments = argv
+    extra = []
     if "--" in argv:
-        at = argv.index("--")
-        arguments, extra = argv[:at], argv[at + 1 :]
+        separator = argv.index("--")
+        arguments = argv[:separator]
+        extra = argv[separator + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["train", "test", "test-all", "check", "check-machines", "clean"])
-    parser.add_argument("--text", metavar="FILE", default="", help="train on this, not on Shakespeare's plays")
-    parser.add_argument("--out", metavar="FOLDER", default="out-first", help="of the run (default: %(default)s)")
+    parser.add_argument("--text", metavar="FILE", default="", help="train on this file, not on Shakespeare's plays")
+    parser.add_argument(
+        "--out", metavar="FOLDER", default="out-first", help="where the run is saved (default: %(default)s)"
+    )
     parser.add_argument("--venv", metavar="FOLDER", default=".venv", help="the environment (default: %(default)s)")
     args = parser.parse_args(arguments)
     text = os.path.abspath(args.text) if args.text else ""
-    if text and not os.path.isfile(text):  # said now, not after minutes of installing
+    if text and not os.path.isfile(text):  # checked before minutes of installing
         sys.exit(f"error: cannot read {args.text}: there is no such file; is its name right?")
     os.chdir(ROOT)
     venv = ROOT / args.venv
     if args.task == "clean":
         clean(venv)
-    elif args.task == "train":
-        train(install(venv, "run"), text, args.out, extra)
-    else:
-        python = install(venv, "dev")
-        if args.task == "check":
-            run(python, "-m", "ruff", "check", ".")
-            run(python, "-m", "ruff", "format", "--check", ".")
-            run(python, "-m", "mypy")
-        if args.task == "test":
-            run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "not slow", *extra)
-        if args.task == "test-all":
-            run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", *extra)
-        if args.task in ("test-all", "check-machines"):
-            run(python, "bench/check_machines.py")
+        return
+    if args.task == "train":
+        python = install(venv, "run")
+        train(python, text, args.out, extra)
+        return
+    python = install(venv, "dev")
+    if args.task == "check":
+        run(python, "-m", "ruff", "check", ".")
+        run(python, "-m", "ruff", "format", "--check", ".")
+        run(python, "-m", "mypy")
+    if args.task == "test":
+        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "not slow", *extra)
+    if args.task == "test-all":
+        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", *extra)
+    if args.task in ("test-all", "check-machines"):
+        run(python, "bench/check_machines.py")
 
 
 def too_old(version: tuple, executable: str) -> str:
-    """What to say where this Python is older than the scripts need."""
+    """The message for a Python that is older than the scripts need."""
     needed = ".".join(map(str, NEEDED))
     found = ".".join(map(str, version[:3]))
     return (
@@ -86,6 +87,23 @@ def too_old(version: tuple, executable: str) -> str:
 # ---- the first run -------------------------------------------------------------------------------------------
 
 
+class FirstModel(NamedTuple):
+    """A model for the three minutes of the first run."""
+
+    least_tflops: float  # that matmuls must reach on a CPU for this model to learn most
+    n_layer: int
+    settings: list  # of train.py
+    expected_loss: str  # validation loss on Shakespeare's plays
+
+
+# The largest first. The figures are from bench/results/2026-11-22-first-run.md.
+FIRST_MODELS = (
+    FirstModel(0.7, 4, [], "1.46 to 1.5"),
+    FirstModel(0.1, 2, ["--n_layer=2", "--norm=layer", "--learning_rate=8e-3"], "1.5 to 1.6"),
+    FirstModel(0.0, 1, ["--n_layer=1", "--norm=layer", "--learning_rate=8e-3"], "1.6 to 2"),
+)
+
+
 def train(python: Path, text: str, out: str, settings: list) -> None:
     """Prepares data, trains a small model on it for about three minutes and prints text from it."""
     dataset = prepare(python, text)
@@ -95,40 +113,50 @@ def train(python: Path, text: str, out: str, settings: list) -> None:
 
 
 def first_model(python: Path) -> list:
-    """Settings of the model that learns most in three minutes here, going by how fast matmuls are."""
-    say("measuring how fast this machine multiplies")
+    """Settings of the model that learns most in three minutes here, chosen by how fast matmuls are."""
+    say("measuring how fast this machine multiplies matrices")
     code = "from deskgpt import hardware, peak_flops; device = hardware.resolve_device('auto'); "
     code += "print(device.type, peak_flops.fastest_matmul(device))"
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        return []  # train.py says what is wrong
-    device, flops = done.stdout.split()
-    tflops = float(flops) / 1e12
-    layers, settings, expected = next(row[1:] for row in FIRST_MODELS if device != "cpu" or tflops >= row[0])
-    model = f"a model of {layers} layer{'s' if layers > 1 else ''}"
-    say(f"matmuls reach {tflops:.2g} TFLOP/s on {device}: {model} for three minutes;")
-    say(f"on Shakespeare's plays its validation loss comes to about {expected}")
-    return settings
+        return []  # train.py will say what is wrong
+    words = done.stdout.split()
+    device = words[0]
+    tflops = float(words[1]) / 1e12
+    model = first_model_for(device, tflops)
+    layers = "1 layer" if model.n_layer == 1 else f"{model.n_layer} layers"
+    say(f"matmuls reach {tflops:.2g} TFLOP/s on {device}: training a model of {layers} for three minutes;")
+    say(f"on Shakespeare's plays its validation loss is then about {model.expected_loss}")
+    return model.settings
+
+
+def first_model_for(device: str, tflops: float) -> FirstModel:
+    """The largest model that such a machine trains well in three minutes; a GPU always trains the largest."""
+    for model in FIRST_MODELS:
+        if device != "cpu" or tflops >= model.least_tflops:
+            return model
+    return FIRST_MODELS[-1]
 
 
 def prepare(python: Path, text: str) -> str:
-    """The name of the data to train on, prepared: the text, else Shakespeare's plays, else Python's own sources."""
+    """Prepares data and returns its name: the text, else Shakespeare's plays, else the source code of Python."""
     if text:
         run(python, "data/text/prepare.py", text, "--name", "own_text")
         return "own_text"
-    data = ROOT / "data"
-    if (data / "shakespeare_char" / "val.bin").exists():
+    shakespeare = ROOT / "data" / "shakespeare_char"
+    python_source = ROOT / "data" / "python_char"
+    if (shakespeare / "val.bin").exists():
         return "shakespeare_char"
-    if (data / "python_char" / "val.bin").exists() and not (data / "shakespeare_char" / "input.txt").exists():
+    if (python_source / "val.bin").exists() and not (shakespeare / "input.txt").exists():
         return "python_char"
-    say("preparing Shakespeare's plays: 1 MB is downloaded where it is not here yet, which is tried for 20 seconds")
+    say("preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives up after 20 seconds")
     command = [str(python), "data/shakespeare_char/prepare.py"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = done.stdout.strip()
+    output = done.stdout.strip()
     if done.returncode == 0:
-        say(said)
+        say(output)
         return "shakespeare_char"
-    say(f"No Shakespeare ({said}): training on the source code of Python's standard library instead.")
+    say(f"No Shakespeare ({output}): training on the source code of Python's standard library instead.")
     run(python, "data/python_char/prepare.py")
     return "python_char"
 
@@ -137,86 +165,99 @@ def prepare(python: Path, text: str) -> str:
 
 
 def install(venv: Path, kind: str) -> Path:
-    """The Python of the environment, once that holds the packages of this kind ("run" or "dev").
+    """The environment's Python, after installing the packages of this kind: "run", or "dev", which includes "run".
 
-    What is installed is noted in the environment, by the content of the files that say it, once all of it is there:
-    an interrupted installation is begun again, and so is one whose files have changed.
+    When all packages of a kind are installed, a stamp in the environment records the requirements. Without it, or if
+    the requirements have changed since, the packages are installed again.
     """
     python = python_of(venv)
     kinds = ["run"] if kind == "run" else ["run", "dev"]
-    if python.exists() and all(stamp(venv, k).exists() and stamp(venv, k).read_text() == content(k) for k in kinds):
+    if python.exists() and all(is_installed(venv, k) for k in kinds):
         return python
     make_environment(venv)
-    what = "torch and the other packages" if kind == "run" else "torch, the other packages and what the tests need"
-    say(f"installing {what} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
+    packages = "torch and the other packages"
+    if kind == "dev":
+        packages += ", also those of the tests,"
+    say(f"installing {packages} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
     if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
-        say("no NVIDIA card was found: docs/install.md tells how to get a much smaller torch")
+        say("no NVIDIA card was found: docs/install.md explains how to get a much smaller torch")
     files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
     code = call(python, "-m", "pip", "install", "--disable-pip-version-check", *files)
     if code:
-        # Without a network pip speaks of "conflicting dependencies": constraints with nothing to choose from.
+        # Without a network pip reports "conflicting dependencies", because it finds nothing that fits the constraints.
         sys.exit(
             f"error: pip could not install {REQUIREMENTS[kind]} into {venv}, see above; is there a network, and "
-            f"is there a torch for Python {sys.version.split()[0]} on this system? Then run this again"
+            f"is there a torch for Python {sys.version.split()[0]} on this system? If so, run this again"
         )
     for k in kinds:
-        stamp(venv, k).write_text(content(k))
+        stamp(venv, k).write_text(requirements_checksum(k))
     return python
 
 
+def is_installed(venv: Path, kind: str) -> bool:
+    """Whether all packages of this kind are installed as the requirements are now."""
+    path = stamp(venv, kind)
+    return path.exists() and path.read_text() == requirements_checksum(kind)
+
+
+def stamp(venv: Path, kind: str) -> Path:
+    """The file that records which requirements of this kind are installed."""
+    return venv / ("." + kind)
+
+
+def requirements_checksum(kind: str) -> str:
+    """A checksum of the files that list the packages of this kind."""
+    names = [CONSTRAINTS, REQUIREMENTS["run"], REQUIREMENTS[kind]]
+    contents = b"\n".join((ROOT / name).read_bytes() for name in names)
+    return hashlib.sha256(contents).hexdigest()
+
+
 def make_environment(venv: Path) -> None:
-    """A virtual environment with pip in this folder: what is whole is left, what is broken is made again."""
+    """Makes a virtual environment with pip in this folder, unless it has a working one; repairs a broken one."""
     python = python_of(venv)
-    runs = python.exists() and call(python, "-c", "pass", quiet=True) == 0
-    if runs and call(python, "-c", "import pip", quiet=True) == 0:
+    python_runs = python.exists() and call(python, "-c", "pass", quiet=True) == 0
+    if python_runs and call(python, "-c", "import pip", quiet=True) == 0:
         return
     if venv.exists() and not is_environment(venv) and any(venv.iterdir()):
-        sys.exit(f"error: {venv} is no virtual environment and not empty; name another folder: make VENV=.venv-2")
-    lacking = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
-    if lacking:
+        sys.exit(f"error: {venv} is not empty and no virtual environment; name another folder: make VENV=.venv-2")
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    if missing:
         sys.exit(
-            f"error: Python at {sys.executable} lacks {' and '.join(lacking)}, without which it makes no environment; "
+            f"error: Python at {sys.executable} lacks {' and '.join(missing)}, and so cannot make an environment; "
             "on Debian and Ubuntu: sudo apt install python3-venv"
         )
     say(f"making the environment {venv.name}")
-    there = venv.exists()
+    # If the environment's Python runs, it lacks only pip: venv then adds that and keeps the packages.
+    options = [] if python_runs else ["--clear"]
+    existed = venv.exists()
+    code = 1  # also if this is interrupted
     try:
-        # Where its Python runs, only pip is missing: that is added, and the packages that are there stay.
-        code = call(sys.executable, "-m", "venv", *([] if runs else ["--clear"]), venv)
-    except BaseException:
-        code = 1
-        raise
+        code = call(sys.executable, "-m", "venv", *options, venv)
     finally:
-        if code and not there:
+        if code and not existed:
             shutil.rmtree(venv, ignore_errors=True)
     if code:
         sys.exit(f"error: {sys.executable} -m venv could not make {venv}: see above")
 
 
 def is_environment(venv: Path) -> bool:
+    """Whether the folder holds a virtual environment, working or not."""
     return (venv / "pyvenv.cfg").exists()
 
 
 def python_of(venv: Path) -> Path:
-    return venv / "Scripts" / "python.exe" if os.name == "nt" else venv / "bin" / "python"
-
-
-def stamp(venv: Path, kind: str) -> Path:
-    """The file that says what is installed."""
-    return venv / ("." + kind)
-
-
-def content(kind: str) -> str:
-    """A checksum of the files that say what to install."""
-    names = [CONSTRAINTS, REQUIREMENTS["run"], REQUIREMENTS[kind]]
-    return hashlib.sha256(b"\n".join((ROOT / name).read_bytes() for name in names)).hexdigest()
+    """The environment's own Python."""
+    if os.name == "nt":
+        return venv / "Scripts" / "python.exe"
+    return venv / "bin" / "python"
 
 
 def clean(venv: Path) -> None:
+    """Removes the environment and the caches of the checks, but neither data nor runs."""
     if is_environment(venv):
         shutil.rmtree(venv)
     elif venv.exists():
-        say(f"{venv} is no virtual environment: left as it is")
+        say(f"{venv} is no virtual environment and was not removed")
     for name in CACHES:
         shutil.rmtree(ROOT / name, ignore_errors=True)
 
@@ -225,16 +266,18 @@ def clean(venv: Path) -> None:
 
 
 def run(*command: object) -> None:
-    """Shows a command and runs it; ends this script with its exit status where that is not 0."""
+    """Prints a command and runs it; if it fails, ends this script with the command's exit status."""
     shown = " ".join(shlex.quote(str(word)) for word in command)
     say("+ " + shown.replace(str(ROOT) + os.sep, ""))
     code = call(*command)
-    if code:
-        sys.exit(code if code > 0 else 128 - code)  # as a shell says by which signal a command ended
+    if code < 0:  # a signal ended it; a shell's status is then 128 + the signal's number
+        sys.exit(128 - code)
+    if code > 0:
+        sys.exit(code)
 
 
 def call(*command: object, quiet: bool = False) -> int:
-    """The exit status of a command, which shares this terminal unless quiet."""
+    """Runs a command and returns its exit status; its output is shown unless quiet."""
     output = subprocess.DEVNULL if quiet else None
     try:
         process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output)
@@ -247,7 +290,7 @@ def call(*command: object, quiet: bool = False) -> int:
         try:
             code = process.wait()
             break
-        except KeyboardInterrupt:  # the terminal sends it to the command too, which ends in its own way
+        except KeyboardInterrupt:  # the terminal interrupts the command too; wait until it has cleaned up
             interrupted = True
     if interrupted:
         raise KeyboardInterrupt
@@ -255,6 +298,7 @@ def call(*command: object, quiet: bool = False) -> int:
 
 
 def say(line: str) -> None:
+    """Prints a line at once, before what the next command prints."""
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""torch.compile on this machine: settings of its code generator, the compiler it calls, why it failed."""
+"""torch.compile on this machine: inductor's settings, the compiler that it calls, why it failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,115 @@ from importlib import metadata
 
 import torch
 
-# What torch.compile cannot do without: words of inductor's, Triton's and the compiler's errors, and the remedy.
+# ---- inductor's settings -------------------------------------------------------------------------------------
+
+# GCC's bug 113255 is in all versions before this one, and this flag avoids it; see work_around_gcc.
+FIRST_FIXED_GCC = 14
+NO_ALIGNING_COPIES = "-mno-align-stringops"
+
+
+def set_up_inductor() -> None:
+    """Sets inductor up for a CPU, before anything is compiled. The user's own settings win."""
+    import torch._inductor.config as inductor
+
+    # At each start inductor checks whether the compiler knows AVX2 and AVX-512. Every compiler that can compile torch's
+    # headers does. The check took 8 of 30 s with an empty cache, 2.5 of 8 s with a warm one (LOG.md, 2026-11-22).
+    if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
+        inductor.cpp.vec_isa_ok = True
+    work_around_gcc()
+
+
+def work_around_gcc() -> bool:
+    """Makes inductor call GCC before 14 with -mno-align-stringops on x86; returns whether it does.
+
+    GCC bug 113255, fixed in 14: if an inline copy first aligns its destination, the optimizer loses track of its
+    source, and deletes stores that the copy reads. Inductor's bfloat16 transposes then return whatever the stack held
+    before (bench/results/2026-11-22-gcc-dse.md).
+    """
+    from torch._inductor import config
+
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform == "win32":
+        return False
+    # A user who sets TORCHINDUCTOR_CPP_MARCH chooses the compiler's flags. torch before 2.13 has no such setting.
+    if getattr(config.cpp, "march", None) is not None:
+        return False
+    # In torch 2.11 to 2.13 this is the only setting that reaches the compiler's command line unchanged. Names of
+    # libraries in inductor's cache and keys of its graphs depend on it, so nothing compiled without the flag is reused.
+    flags = getattr(config.cpp, "enable_floating_point_contract_flag", None)
+    if flags is None:
+        return False
+    if NO_ALIGNING_COPIES in flags:
+        return True
+    version = gcc_major_version()
+    if version is None or version >= FIRST_FIXED_GCC:
+        return False
+    config.cpp.enable_floating_point_contract_flag = f"{flags} {NO_ALIGNING_COPIES}"
+    return True
+
+
+def gcc_major_version() -> int | None:
+    """The major version of the GCC that inductor calls; None if it calls another compiler, or finds none."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        command = [cpp_builder.get_cpp_compiler(), "-dumpfullversion"]  # clang does not know this option, and fails
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (exc.InvalidCxxCompiler, OSError, subprocess.SubprocessError):
+        return None
+    major = done.stdout.strip().split(".")[0]
+    return int(major) if major.isdecimal() else None
+
+
+# ---- the compiler's name -------------------------------------------------------------------------------------
+
+TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+
+
+def compiler_name(device: torch.device) -> str | None:
+    """What torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None if that is not known.
+
+    If inductor was told to compile for a certain processor or vector length, that follows: "..., march=x86-64-v3".
+    """
+    if device.type == "cuda":
+        return triton_name()
+    if device.type == "cpu":
+        return cpp_compiler_name()
+    return None
+
+
+def triton_name() -> str | None:
+    """Triton and its version, under any of the names of its package; None if it is not installed."""
+    for package in TRITON_PACKAGES:
+        try:
+            return f"triton {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            pass
+    return None
+
+
+def cpp_compiler_name() -> str | None:
+    """The first line that the C++ compiler prints about itself, and what inductor was told about the processor."""
+    from torch._inductor import config, cpp_builder
+
+    try:
+        command = [cpp_builder.get_cpp_compiler(), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, RuntimeError, subprocess.TimeoutExpired):  # RuntimeError: inductor finds no compiler
+        return None
+    version = (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself on stderr
+    if not version:
+        return None
+    name = version
+    for setting in ("march", "simdlen"):
+        value = getattr(config.cpp, setting, None)
+        if value is not None:
+            name += f", {setting}={value}"
+    return name
+
+
+# ---- why it failed -------------------------------------------------------------------------------------------
+
+# What torch.compile needs: a pattern for the errors of inductor, Triton and the compiler, and the remedy by system.
 COMPILE_NEEDS = {
     r"No working C\+\+ compiler|Compiler: \S+ is not found|Failed to find C compiler": {
         "linux": "there is no C++ compiler: install g++ (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)",
@@ -29,86 +137,13 @@ COMPILE_NEEDS = {
 
 
 def why_not_compiled(error: Exception) -> str:
-    """What torch.compile failed for, in one line: the package that it lacks here, else the error's own words."""
+    """Why torch.compile failed, in one line: what it lacks here and how to install it, or the error's own words."""
     words = " ".join(str(error).split())
-    for pattern, remedy in COMPILE_NEEDS.items():
-        if re.search(pattern, words):
-            said = remedy.get(sys.platform, remedy["linux"])
-            return f"CXX={os.environ['CXX']!r}: {said}" if "C++" in said and "CXX" in os.environ else said
+    for pattern, remedies in COMPILE_NEEDS.items():
+        if not re.search(pattern, words):
+            continue
+        remedy = remedies.get(sys.platform, remedies["linux"])
+        if "C++" in remedy and "CXX" in os.environ:
+            return f"CXX={os.environ['CXX']!r}: {remedy}"
+        return remedy
     return words[:200]
-
-
-def compiler_name(device: torch.device) -> str | None:
-    """What torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None where that is not known.
-
-    A processor or vector length that inductor was told to compile for follows: "..., march=x86-64-v3".
-    """
-    if device.type == "cuda":
-        return triton_name()
-    if device.type != "cpu":
-        return None
-    from torch._inductor import config, cpp_builder
-
-    try:
-        command = [cpp_builder.get_cpp_compiler(), "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, RuntimeError, subprocess.TimeoutExpired):  # RuntimeError: inductor finds none
-        return None
-    version = (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself in stderr
-    if not version:
-        return None
-    told = {name: getattr(config.cpp, name, None) for name in ("march", "simdlen")}
-    return ", ".join([version, *(f"{name}={value}" for name, value in told.items() if value is not None)])
-
-
-def triton_name() -> str | None:
-    """Triton and its version, under whichever name it is installed."""
-    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"):
-        try:
-            return f"triton {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            pass
-    return None
-
-
-def set_up_inductor() -> None:
-    """Settings of torch.compile's code generator for a CPU, before anything is compiled; the user's own win."""
-    import torch._inductor.config as inductor
-
-    # At each start inductor tries whether the compiler knows AVX2 and AVX-512, which all that torch's headers compile
-    # with do: 8 of 30 s with an empty cache, 2.5 of 8 with a warm one (LOG.md, 2026-11-22).
-    if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
-        inductor.cpp.vec_isa_ok = True
-    work_around_gcc()
-
-
-NO_ALIGNING_COPIES = "-mno-align-stringops"
-
-
-def work_around_gcc() -> bool:
-    """Has inductor call GCC up to 13 with -mno-align-stringops on x86; returns whether it does.
-
-    GCC bug 113255, fixed in 14: where an inline copy first aligns its destination, the optimizer loses track of its
-    source and deletes stores that the copy reads. Inductor's bfloat16 transposes then hold what the stack held before
-    (bench/results/2026-11-22-gcc-dse.md). A user's TORCHINDUCTOR_CPP_MARCH is left to mean what it says.
-    """
-    from torch._inductor import config, cpp_builder, exc
-
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform == "win32":
-        return False
-    if getattr(config.cpp, "march", None) is not None:  # torch before 2.13 has no such setting
-        return False
-    # Of the settings of torch 2.11 to 2.13 only this one ends up in the compiler's command line as it is. The names of
-    # the libraries in inductor's cache and the keys of its graphs follow from it: none compiled before is used again.
-    flags = getattr(config.cpp, "enable_floating_point_contract_flag", None)
-    if flags is None or NO_ALIGNING_COPIES in flags:
-        return flags is not None
-    try:
-        command = [cpp_builder.get_cpp_compiler(), "-dumpfullversion"]  # an error in clang
-        version = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (exc.InvalidCxxCompiler, OSError, subprocess.SubprocessError):
-        return False
-    if not version[:1].isdigit() or int(version.split(".")[0]) >= 14:
-        return False
-    config.cpp.enable_floating_point_contract_flag = f"{flags} {NO_ALIGNING_COPIES}"
-    return True

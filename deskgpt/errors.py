@@ -1,4 +1,7 @@
-"""Errors of a user as one line on stderr and an exit status; running out of memory in the words of every device."""
+"""Errors that a user can cause become one line on stderr and an exit status.
+
+A script runs its main function in one_line_errors. With DESKGPT_TRACEBACK=1 every error keeps its traceback.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # of our own code
+ROOT = Path(__file__).resolve().parents[1]  # the folder of our own code
+
+# What torch's RuntimeErrors say when memory runs out: on CUDA and MPS, on Linux, on Windows.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class ConfigError(ValueError):
-    """Something in the settings that the user can put right. Scripts end with exit status 2 on it."""
-
-
-def is_out_of_memory(e: BaseException) -> bool:
-    """Whether e says so: a MemoryError, or torch's RuntimeError in the words of CUDA, MPS, Linux or Windows."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and any(w in str(e) for w in words))
+    """A mistake in the settings, which the user can correct. Scripts end with exit status 2."""
 
 
 @contextmanager
 def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[None]:
-    """Turns what a user can cause into one line on stderr and an exit status: 2 for settings, 1 otherwise.
+    """Ends the script with one line on stderr and an exit status for an error that a user can cause.
 
-    That is any OSError, a package that is not installed, running out of memory (the line then tells the remedy given),
-    and a ValueError that our own code raised; one that comes out of a library is a defect of ours and keeps its
-    traceback, as all do with DESKGPT_TRACEBACK=1. Text that the terminal's encoding lacks is shown as "?".
+    The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. `if_out_of_memory` is the remedy to print
+    when memory runs out. Characters that the terminal's encoding lacks are printed as "?".
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -38,23 +37,44 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of our output, such as `head`, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        # The program that read our output, such as `head`, has ended. Python flushes stdout once more at exit.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
         raise SystemExit(1) from None
     except (ValueError, OSError, RuntimeError, MemoryError, ModuleNotFoundError) as e:
-        raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename).resolve()
-        inside = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.parts
-        if is_out_of_memory(e):
-            message = f"out of memory; {if_out_of_memory}"
-        elif isinstance(e, OSError):
-            message = f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
-        elif isinstance(e, ValueError) and inside:
-            message = str(e)
-        elif isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a package, not a part of one
-            message = f"this needs the package {e.name}, which is not installed: pip install {e.name}"
-        else:
-            raise
-        if os.environ.get("DESKGPT_TRACEBACK"):
+        message = message_for_user(e, if_out_of_memory)
+        if message is None or os.environ.get("DESKGPT_TRACEBACK"):
             raise
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
+
+
+def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
+    """The line to print for an error that a user can cause; None for a defect, which needs its traceback.
+
+    A ValueError counts as the user's only if our own code raised it: out of a library, it is a defect of ours.
+    """
+    if is_out_of_memory(e):
+        return f"out of memory; {if_out_of_memory}"
+    if isinstance(e, OSError):
+        return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
+    if isinstance(e, ValueError) and raised_in_our_code(e):
+        return str(e)
+    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a whole package, not a module inside one
+        return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
+    return None
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    """Whether memory ran out: a MemoryError, or a RuntimeError in which torch says so."""
+    if isinstance(e, MemoryError):
+        return True
+    return isinstance(e, RuntimeError) and any(words in str(e) for words in OUT_OF_MEMORY)
+
+
+def raised_in_our_code(e: Exception) -> bool:
+    """Whether a file of this repository raised e. An environment in .venv is inside the folder, but is not ours."""
+    innermost = traceback.extract_tb(e.__traceback__)[-1]
+    file = Path(innermost.filename).resolve()
+    return file.is_relative_to(ROOT) and "site-packages" not in file.parts

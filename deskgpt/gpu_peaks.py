@@ -1,16 +1,21 @@
-"""Dense peak FLOP/s of GPUs as their makers publish them, by name: facts and the matching of names, no measuring.
+"""Dense peak FLOP/s of GPUs by name, as their makers publish them. Nothing is measured here.
 
     published_peak("NVIDIA H100 80GB HBM3", "bfloat16")     # (989e12, "NVIDIA data sheet, bfloat16")
-    published_peak("4070 Ti", "float16"), published_peak("h100 pcie", "tf32")    # as people call them
+    published_peak("4070 Ti", "float16")                    # names as people write them are found too
+    published_peak("h100 pcie", "tf32")
 
-16-bit figures are those with float32 accumulation and without sparsity: what a matmul in training can reach. NVIDIA's
-headline figures for GeForce are two or four times that: GeForce cards since 2018 add up in float32 at half the rate,
-and sparsity doubles it. A peak is SMs x boost clock x what an SM does per clock; the tests hold the published totals.
+16-bit figures are with float32 accumulation and without sparsity: what a matmul in training can reach. NVIDIA's
+headline figures for GeForce cards are two or four times as high: these cards, since 2018, accumulate in float32 at
+half the rate, and sparsity doubles the figure. A peak is SMs x boost clock x FLOPs per SM and clock; the tests compare
+it with the published totals.
 
-Left out, and so measured: laptop chips (power and clock are their maker's choice; those of the 20 and 16 series call
-themselves like the desktop's where they are not Max-Q, which only the matmul beside the figure shows), MIG slices,
-export variants (H20, H800, A800), GTX 1650 and RTX 3050 6GB (several clocks under one name), RTX 4000 Ada and RTX PRO
-5000 and 4500 (sources disagree), GB10 and Jetson Orin (no 16-bit figure without sparsity, several power modes).
+These GPUs are left out, so their peak is measured:
+- Laptop chips: their makers choose power and clock. Those of the 20 and 16 series that are not Max-Q have the desktop
+  cards' names and get their peak; only the measured matmul printed next to it shows the difference.
+- MIG slices, and the export variants H20, H800 and A800.
+- GTX 1650 and RTX 3050 6GB: one name, several clocks.
+- RTX 4000 Ada, RTX PRO 5000 and RTX PRO 4500: the sources disagree.
+- GB10 and Jetson Orin: no 16-bit figure without sparsity, and several power modes.
 """
 
 from __future__ import annotations
@@ -19,16 +24,10 @@ import functools
 import re
 from dataclasses import dataclass
 
+# ---- the table -----------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Card:
-    sms: int  # SMs, or compute units, or GPU cores; 0 where torch may count otherwise
-    flops: dict[str, float]  # FLOP/s by "float32", "tf32", "bfloat16" and "float16"; absent: not published, or emulated
-    source: str
-
-
-# Where a row's figures stand. "specifications": SMs and boost clock on the product's page; the rate per SM and clock is
-# the white paper's. Of the cards in a white paper's tables, the tests hold the totals in it.
+# Where the figures of a row come from. "specifications" means SMs and boost clock from the product's page, and FLOPs
+# per SM and clock from the white paper. For cards in a white paper's tables, the tests hold its totals.
 SOURCES = {
     "pascal": "NVIDIA Tesla P100 white paper, P40 data sheet",
     "volta": "NVIDIA Tesla V100 white paper and data sheets",
@@ -49,18 +48,18 @@ SOURCES = {
     "apple": "Apple newsroom",
 }
 
-# What an SM does per clock, in FLOPs (two per multiply-add); bfloat16 where it is as fast as float16.
-_GEFORCE = {"float32": 256, "tf32": 256, "bfloat16": 512, "float16": 512}  # GA10x, AD10x and GB20x alike
+# FLOPs per SM and clock; a multiply-add counts as two. A dtype that is not listed is emulated, or not published.
+_GEFORCE = {"float32": 256, "tf32": 256, "bfloat16": 512, "float16": 512}  # GA10x, AD10x and GB20x
 _PRO = {"float32": 256, "tf32": 512, "bfloat16": 1024, "float16": 1024}
 _TURING_GEFORCE = {"float32": 128, "float16": 512}
-_TURING_PRO = {"float32": 128, "float16": 1024}  # Volta's too
+_TURING_PRO = {"float32": 128, "float16": 1024}  # also Volta's
 _GA100 = {"float32": 128, "tf32": 1024, "bfloat16": 2048, "float16": 2048}
-_CDNA2 = {"float32": 256, "bfloat16": 1024, "float16": 1024}  # float32 by the matrix cores
+_CDNA2 = {"float32": 256, "bfloat16": 1024, "float16": 1024}  # float32 on the matrix cores
 _CDNA3 = {"float32": 256, "tf32": 1024, "bfloat16": 2048, "float16": 2048}
 _CDNA4 = {"float32": 256, "bfloat16": 4096, "float16": 4096}
 _TURING_16 = {"float32": 128, "float16": 256}  # no tensor cores
 
-# source: FLOPs per SM and clock, {names, separated by "/": (SMs, boost clock in MHz)}
+# (key of SOURCES, FLOPs per SM and clock, {names of one card, separated by "/": (SMs, boost clock in MHz)})
 BY_CLOCK: list[tuple[str, dict[str, int], dict[str, tuple[int, int]]]] = [
     ("pascal", {"float32": 128, "float16": 256}, {"Tesla P100-SXM2": (56, 1480), "Tesla P100-PCIE": (56, 1303)}),
     ("pascal", {"float32": 256}, {"Tesla P40": (30, 1531)}),
@@ -140,7 +139,7 @@ BY_CLOCK: list[tuple[str, dict[str, int], dict[str, tuple[int, int]]]] = [
             "RTX A1000": (18, 1462),
             "RTX A400": (6, 1762),
             "A40": (84, 1740),
-            "A16": (10, 1755),  # of each of the four GPUs on a board
+            "A16": (10, 1755),  # one of the four GPUs on a board
             "A10": (72, 1695),
             "A2": (10, 1770),
         },
@@ -159,7 +158,7 @@ BY_CLOCK: list[tuple[str, dict[str, int], dict[str, tuple[int, int]]]] = [
             "GeForce RTX 4070": (46, 2475),
             "GeForce RTX 4060 Ti": (34, 2535),
             "GeForce RTX 4060": (24, 2460),
-            "L40": (142, 2490),  # at GeForce's rate: its data sheet says 181
+            "L40": (142, 2490),  # at GeForce's FLOPs per clock: its data sheet says 181
         },
     ),
     (
@@ -199,17 +198,19 @@ BY_CLOCK: list[tuple[str, dict[str, int], dict[str, tuple[int, int]]]] = [
         },
     ),
     ("cdna", {"float32": 256, "bfloat16": 512, "float16": 1024}, {"Instinct MI100": (120, 1502)}),
-    # Of one of the two dies, which are two devices to torch.
+    # Figures of one die: torch sees the two dies of an MI250 or MI250X as two devices.
     ("cdna", _CDNA2, {"Instinct MI210": (104, 1700), "Instinct MI250": (104, 1700), "Instinct MI250X": (110, 1700)}),
     ("cdna", _CDNA3, {"Instinct MI300X": (304, 2100), "Instinct MI325X": (304, 2100)}),
     ("cdna", _CDNA4, {"Instinct MI350X": (256, 2200), "Instinct MI355X": (256, 2400)}),
 ]
 
-# Published totals in TFLOP/s, where clocks differ by kind of arithmetic or are not given.
-# source, names: SMs, float32, TF32, bfloat16, float16 (None: not published, or not there)
-BY_TOTAL: list[tuple[str, dict[str, tuple[float | None, ...]]]] = [
+# Totals, of cards whose clock differs by dtype or is not published:
+# (key of SOURCES, {names of one card, separated by "/": (SMs, TFLOP/s in float32, TF32, bfloat16, float16)})
+# SMs None: torch may count other units than the maker. TFLOP/s None: not published, or the GPU lacks it.
+Totals = tuple[int | None, float | None, float | None, float | None, float | None]
+BY_TOTAL: list[tuple[str, dict[str, Totals]]] = [
     ("titan", {"TITAN V": (80, 14.9, None, None, 110)}),
-    ("a10g", {"A10G": (0, 35, 35, 70, 70)}),
+    ("a10g", {"A10G": (None, 35, 35, 70, 70)}),
     (
         "data sheet",
         {
@@ -220,22 +221,22 @@ BY_TOTAL: list[tuple[str, dict[str, tuple[float | None, ...]]]] = [
             "H200/H200 SXM": (132, 67, 494.5, 989, 989),
             "H200 NVL": (132, 60, 417.5, 835, 835),
             "GH200/GH200 HBM3/GH200 HBM3e": (132, 67, 494.5, 989, 989),
-            "B200": (0, 75, 1125, 2250, 2250),  # an eighth of the HGX
-            "B300/B300 SXM6 AC": (0, 75, 1125, 2250, 2250),
-            "GB200": (0, 80, 1250, 2500, 2500),  # a 72nd of the NVL72
-            "GB300": (0, None, 1250, 2500, 2500),
+            "B200": (None, 75, 1125, 2250, 2250),  # an eighth of the HGX
+            "B300/B300 SXM6 AC": (None, 75, 1125, 2250, 2250),
+            "GB200": (None, 80, 1250, 2500, 2500),  # a 72nd of the NVL72
+            "GB300": (None, None, 1250, 2500, 2500),
         },
     ),
     (
         "rdna",
         {
-            "Radeon RX 7900 XTX": (0, 61.4, None, 122.8, 122.8),
-            "Radeon RX 7900 XT": (0, 51.6, None, 103, 103),
-            "Radeon RX 9070 XT": (0, 48.7, None, 195, 195),
-            "Radeon RX 9070": (0, 36.1, None, 145, 145),
+            "Radeon RX 7900 XTX": (None, 61.4, None, 122.8, 122.8),
+            "Radeon RX 7900 XT": (None, 51.6, None, 103, 103),
+            "Radeon RX 9070 XT": (None, 48.7, None, 195, 195),
+            "Radeon RX 9070": (None, 36.1, None, 145, 145),
         },
     ),
-    # Apple gives figures up to the M2, of the GPU with the most cores, and none for 16 bits.
+    # Apple publishes figures up to the M2, for the GPU with the most cores, and none for 16 bits.
     (
         "apple",
         {
@@ -248,52 +249,84 @@ BY_TOTAL: list[tuple[str, dict[str, tuple[float | None, ...]]]] = [
             "Apple M2 Ultra": (76, 27.2, None, None, None),
         },
     ),
-    # Without figures, and so measured; the name without its memory is another card's.
+    # No figures, so it is measured. Without this row it would pass for the RTX 3050, another card.
     ("ampere", {"GeForce RTX 3050 6GB": (18, None, None, None, None)}),
 ]
 
-MEMORY = re.compile(r"\b\d+ ?gb?\b")
-# Makers and family names, which drivers and people add or leave out; no two cards differ in them alone.
-NOISE = re.compile(
+# ---- finding a card ------------------------------------------------------------------------------------------
+
+MEMORY_SIZE = re.compile(r"\b\d+ ?gb?\b")
+# Names of makers and families, which drivers and people add or leave out. No two cards differ only in these.
+MAKERS_AND_FAMILIES = re.compile(
     r"\b(nvidia|geforce|tesla|amd|radeon|instinct|apple|graphics|generation|blackwell|workstation|edition)\b"
 )
 
 
-def published_peak(name: str, dtype: str, sms: int | None = None) -> tuple[float, str] | None:
-    """(dense peak FLOP/s, its source) of a device in "float32" (plain), "tf32", "bfloat16" or "float16".
+@dataclass(frozen=True)
+class Card:
+    """One row of the table."""
 
-    `name` is torch's name of it or what people call it. `sms`, where it is known, tells apart cards that share a
-    name; a card with another count is not the published one. None where no row is this device in this dtype.
+    sms: int | None  # SMs, compute units or GPU cores; None if torch may count other units
+    flops: dict[str, float]  # FLOP/s by dtype: "float32", "tf32", "bfloat16", "float16"
+    source: str
+
+
+def published_peak(name: str, dtype: str, sms: int | None = None) -> tuple[float, str] | None:
+    """(dense peak FLOP/s, its source) of a device in `dtype`.
+
+    `name` is torch's name for the device, or what people call it. `dtype` is "float32" (without TF32), "tf32",
+    "bfloat16" or "float16". `sms`, if known, tells apart cards that share a name: a card with another count is another
+    card. None if the table does not have this card and dtype.
     """
-    for card in _cards().get(_key(name), []) + _cards().get(_key(name, memory=False), []):
-        if sms is None or card.sms in (0, sms):
-            said = f"{card.source}, {'TF32' if dtype == 'tf32' else dtype}"
-            return (card.flops[dtype], said) if dtype in card.flops else None
+    for card in cards_named(name):
+        if sms is not None and card.sms is not None and card.sms != sms:
+            continue
+        if dtype not in card.flops:
+            return None
+        shown = "TF32" if dtype == "tf32" else dtype
+        return card.flops[dtype], f"{card.source}, {shown}"
     return None
 
 
-def _key(name: str, memory: bool = True) -> str:
-    """What is left of a name when makers, families, and with memory=False the size of the memory, are taken out."""
-    words = re.sub(r"[^a-z0-9]+", " ", name.lower())
-    words = NOISE.sub("", words if memory else MEMORY.sub("", words))
-    return re.sub(r"^(rtx|gtx|rx)", "", words.replace(" ", ""))
+def cards_named(name: str) -> list[Card]:
+    """The cards that `name` may mean, the likeliest first: with the size of its memory, then without."""
+    exact = all_cards().get(name_key(name), [])
+    without_memory = all_cards().get(name_key_without_memory(name), [])
+    return exact + without_memory
 
 
 @functools.cache
-def _cards() -> dict[str, list[Card]]:
-    """The cards by key, with and without the size of their memory."""
+def all_cards() -> dict[str, list[Card]]:
+    """The cards of both tables, each under the keys of its names with and without the size of the memory."""
     cards: dict[str, list[Card]] = {}
 
     def add(names: str, card: Card) -> None:
         for name in names.split("/"):
-            for key in dict.fromkeys((_key(name), _key(name, memory=False))):
+            keys = {name_key(name), name_key_without_memory(name)}
+            for key in keys:
                 cards.setdefault(key, []).append(card)
 
-    for source, per_clock, rows in BY_CLOCK:
-        for names, (sms, mhz) in rows.items():
-            add(names, Card(sms, {d: sms * mhz * 1e6 * n for d, n in per_clock.items()}, SOURCES[source]))
-    for source, totals in BY_TOTAL:
-        for names, (count, *tflops) in totals.items():
-            of = dict(zip(("float32", "tf32", "bfloat16", "float16"), tflops, strict=True))
-            add(names, Card(int(count or 0), {d: t * 1e12 for d, t in of.items() if t}, SOURCES[source]))
+    for source, flops_per_clock, by_clock in BY_CLOCK:
+        for names, (sms, mhz) in by_clock.items():
+            flops = {dtype: sms * mhz * 1e6 * n for dtype, n in flops_per_clock.items()}
+            add(names, Card(sms, flops, SOURCES[source]))
+
+    for source, by_total in BY_TOTAL:
+        for names, (units, float32, tf32, bfloat16, float16) in by_total.items():
+            tflops = {"float32": float32, "tf32": tf32, "bfloat16": bfloat16, "float16": float16}
+            flops = {dtype: total * 1e12 for dtype, total in tflops.items() if total is not None}
+            add(names, Card(units, flops, SOURCES[source]))
     return cards
+
+
+def name_key(name: str) -> str:
+    """The part of a name that identifies the card: lower case, without maker, family, spaces and punctuation."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    words = MAKERS_AND_FAMILIES.sub("", words)
+    return re.sub(r"^(rtx|gtx|rx)", "", words.replace(" ", ""))
+
+
+def name_key_without_memory(name: str) -> str:
+    """The same, without the size of the memory."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    return name_key(MEMORY_SIZE.sub("", words))

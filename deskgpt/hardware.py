@@ -1,7 +1,4 @@
-"""The facts under every measured number: device, dtype, peak FLOP/s, memory, synchronisation, versions.
-
-python hardware.py      # this machine, and its peak FLOP/s: published, and measured now
-"""
+"""The device that a run computes on: which one to use, its name, its memory, and how to wait for it."""
 
 from __future__ import annotations
 
@@ -16,14 +13,235 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
+
+# ---- choosing a device ---------------------------------------------------------------------------------------
+
+NVIDIA_SMI_TIMEOUT_S = 5.0  # it takes seconds if no process keeps the driver loaded
+DRIVER_NOT_LOADED = 9  # nvidia-smi's exit status, by its manual
+
+
+def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
+    """The torch device for `name`: auto, cpu, cuda, cuda:N or mps.
+
+    `local_rank` is this process's number among the `local_ranks` processes of the run on this machine. Raises
+    ValueError if there is no such device, or if several ranks would share one GPU.
+    """
+    if name == "auto":
+        name = fastest_device_type()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is not a device; try --device=auto, cpu, cuda, cuda:0 or mps") from None
+    if device.type == "cuda":
+        return resolve_cuda_device(device, local_rank, local_ranks)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device=mps: torch sees no Apple GPU here; try --device=auto")
+    if device.type not in ("cpu", "mps"):
+        raise ValueError(f"device={name} is not supported; try --device=auto, cpu, cuda, cuda:0 or mps")
+    return device
+
+
+def fastest_device_type() -> str:
+    """cuda, mps or cpu: the first that torch can use here."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available():
+        return "mps"
+    return "cpu"
+
+
+def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int) -> torch.device:
+    """One GPU for this rank. Raises ValueError if there is none, or if several ranks would share one."""
+    if not torch.cuda.is_available():
+        reason = unseen_gpu() or f"torch {torch.__version__} sees no CUDA device"
+        raise ValueError(f"device={device}: {reason}; or try --device=auto")
+    if local_ranks > 1 and device.index is not None:
+        raise ValueError(f"device={device} is one GPU for {local_ranks} ranks; try --device=cuda")
+    n_gpus = torch.cuda.device_count()
+    if local_ranks > n_gpus:
+        raise ValueError(
+            f"{local_ranks} ranks need as many GPUs, this machine has {n_gpus}; try --nproc_per_node={n_gpus}"
+        )
+    index = local_rank if device.index is None else device.index
+    if index >= n_gpus:
+        available = ", ".join(f"cuda:{i}" for i in range(n_gpus))
+        raise ValueError(f"device=cuda:{index}: this machine has {available}; try --device=cuda:0")
+    return torch.device("cuda", index)
+
+
+def unseen_gpu() -> str | None:
+    """Why torch does not see this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU.
+
+    Asks nvidia-smi, which works without torch, for the GPU, the driver and the newest CUDA that the driver supports.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None or torch.cuda.is_available():
+        return None
+    try:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+        table = subprocess.run([program], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if listed.returncode == DRIVER_NOT_LOADED:
+        return "nvidia-smi finds no loaded NVIDIA driver: reboot if it was just updated, or install it again"
+    names = re.findall(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", listed.stdout, re.M)
+    if not names:
+        return None
+    gpu = names[0] if len(names) == 1 else f"{len(names)} GPUs ({names[0]}, ...)"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu} from torch; unset it to use the GPU"
+    return why_torch_cannot_use(gpu, table)
+
+
+def why_torch_cannot_use(gpu: str, table: str) -> str:
+    """Compares torch's build with the driver in nvidia-smi's table; if they match, gives CUDA's own reason."""
+    # The words before the versions differ between drivers: "Driver Version", "KMD Version", "CUDA UMD Version".
+    driver_version = re.search(r"(?:Driver|KMD) Version: *([\d.]+)", table)
+    newest_cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", table)
+    driver = f"driver {driver_version[1]}" if driver_version else "the driver"
+    build = "a build for CUDA"
+    if newest_cuda:
+        driver += f" supports CUDA up to {newest_cuda[1]}.{newest_cuda[2]}"
+        build += f" {newest_cuda[1]}"
+
+    if torch.version.cuda is None:
+        return (
+            f"nvidia-smi lists {gpu}, but torch {torch.__version__} is a build without CUDA ({driver}): "
+            f'pip uninstall torch, then install {build} as pytorch.org says under "Get Started"'
+        )
+
+    # Within one major version, a build for a newer CUDA runs on an older driver (CUDA's minor version compatibility).
+    torch_build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    torch_major = int(torch.version.cuda.split(".")[0])
+    if newest_cuda and int(newest_cuda[1]) < torch_major:
+        return (
+            f"{torch_build}, but {driver}: update the driver of {gpu}, "
+            f'or install {build} of torch (pytorch.org, "Get Started")'
+        )
+
+    try:
+        torch.cuda.init()
+        reason = "no reason given"
+    except RuntimeError as e:
+        reason = " ".join(str(e).split())[:200]
+    return (
+        f"nvidia-smi lists {gpu} ({driver}), but torch does not see it ({reason}); {torch_build}: "
+        "update the driver or reboot"
+    )
+
+
+# ---- computing on it -----------------------------------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# Instruction sets that matmuls run on, the most capable first, and their flags in /proc/cpuinfo, in
+def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
+    """A context in which matmuls run in `dtype`; for float32, one that does nothing."""
+    if dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[dtype])
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has finished all queued work, so that a clock read next includes it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+# By GPU: its peak when uncounted_memory last began. After such a block torch's own count of the peak begins anew.
+_earlier_peak_bytes: dict[torch.device, int] = {}
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Memory of the GPU, or of the machine for a CPU or an Apple GPU; None if the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf; other systems may lack these names
+        return None
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory in use at once so far; None if the system does not say.
+
+    On CUDA: what torch allocated, without uncounted_memory. Elsewhere: what this process held (peak resident set).
+    """
+    if device.type == "cuda":
+        return max(torch.cuda.max_memory_allocated(device), _earlier_peak_bytes.get(device, 0))
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux, whose getrusage would count the process that started this one
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        kilobytes = lines["VmHWM"].split()[0]
+        return int(kilobytes) * 1024
+    if sys.platform != "darwin":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
+
+
+@contextmanager
+def uncounted_memory(device: torch.device) -> Iterator[None]:
+    """Keeps what the block allocates on a GPU out of peak_memory_bytes, and frees it afterwards."""
+    if device.type != "cuda":
+        yield
+        return
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    _earlier_peak_bytes[device] = peak_memory_bytes(device) or 0
+    try:
+        yield
+    finally:
+        if torch.cuda.memory_reserved(device) > reserved_bytes:
+            torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """After memory has run out: frees torch's reserved memory and compiled code, and forgets the peak."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        _earlier_peak_bytes.pop(device, None)
+
+
+# mallopt's parameters, from glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_THRESHOLD = -3
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep the memory of freed tensors for the next ones; returns whether it does. glibc only.
+
+    Otherwise each large tensor gets new pages from the kernel, which zeroes them one by one. That takes longer than
+    many a matmul: a tenth of a step on a CPU (LOG.md, 2026-11-21).
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    import ctypes
+
+    mallopt = ctypes.CDLL(None).mallopt
+    if not mallopt(M_MMAP_THRESHOLD, 1 << 30) and not mallopt(M_MMAP_THRESHOLD, 1 << 25):  # older ones allow 32 MiB
+        return False
+    if not mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1):
+        return False
+    return bool(mallopt(M_TOP_PAD, 64 << 20))
+
+
+# ---- its name ------------------------------------------------------------------------------------------------
+
+# Instruction sets that matmuls use, the most capable first, with their flags in /proc/cpuinfo, in
 # torch.cpu.get_capabilities and in macOS's sysctl.
 INSTRUCTION_SETS: dict[str, set[str]] = {
     "AMX-FP16": {"amx_fp16"},
@@ -37,262 +255,133 @@ INSTRUCTION_SETS: dict[str, set[str]] = {
     "NEON": {"asimd", "neon", "advsimd"},
 }
 IMPLIED = {"AVX-512": "AVX2", "SVE": "NEON"}
-# What torch has to answer with yes, beside the flag: without the kernel's permission AMX cannot be used.
-TORCH_ASKS = {
+# Functions of torch.cpu that must agree with the flag: AMX, for one, needs the kernel's permission as well.
+TORCH_CHECKS = {
     "AMX-FP16": ("_is_amx_fp16_supported", "_init_amx"),
     "AMX-BF16": ("_is_amx_tile_supported", "_init_amx"),
     "AVX512-BF16": ("_is_avx512_bf16_supported",),
 }
-# Environment variables that make oneDNN and MKL act as on a lesser processor.
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-NVIDIA_SMI_TIMEOUT_S = 5.0  # some seconds where no process keeps the driver loaded
+# Environment variables that make oneDNN and MKL use fewer instruction sets than the processor has.
+LIMITING_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 
 
-# Most bytes allocated on a GPU before memory that does not count, see not_counted.
-_peak_before: dict[torch.device, int] = {}
+class CpuFacts(TypedDict):
+    """What a CPU's speed depends on, as log.jsonl records it."""
 
-
-def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
-    """The torch device for auto, cpu, cuda, cuda:N or mps, of one of so many ranks on this machine.
-
-    Raises ValueError where it is not there, or where several ranks would share one GPU.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name!r} is not a device; try --device=auto, cpu, cuda, cuda:0 or mps") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            reason = unseen_gpu() or f"torch {torch.__version__} sees no CUDA device"
-            raise ValueError(f"device={name}: {reason}; or try --device=auto")
-        if local_ranks > 1 and device.index is not None:
-            raise ValueError(f"device={device} is one GPU for {local_ranks} ranks; try --device=cuda")
-        n = torch.cuda.device_count()
-        if local_ranks > n:
-            raise ValueError(f"{local_ranks} ranks need as many GPUs, this machine has {n}; try --nproc_per_node={n}")
-        device = torch.device("cuda", local_rank if device.index is None else device.index)
-        if device.index >= n:
-            there = ", ".join(f"cuda:{i}" for i in range(n))
-            raise ValueError(f"device={device}: this machine has {there}; try --device=cuda:0")
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device=mps: torch sees no Apple GPU here; try --device=auto")
-    elif device.type not in ("cpu", "mps"):
-        raise ValueError(f"device={name} is not supported; try --device=auto, cpu, cuda, cuda:0 or mps")
-    return device
-
-
-def unseen_gpu() -> str | None:
-    """Why torch does not see the NVIDIA GPU of this machine, and the remedy; None where it does or there is none.
-
-    Asks nvidia-smi, which knows nothing of Python, for the GPU, the driver and the newest CUDA that the driver takes.
-    """
-    program = shutil.which("nvidia-smi")
-    if program is None or torch.cuda.is_available():
-        return None
-    try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-        table = subprocess.run([program], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if listed.returncode == 9:  # by its manual: the driver is not loaded
-        return "nvidia-smi finds no NVIDIA driver at work: reboot if it was just updated, or install it anew"
-    names = re.findall(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", listed.stdout, re.M)
-    if not names:
-        return None
-    gpu = names[0] if len(names) == 1 else f"{len(names)} GPUs ({names[0]}, ...)"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu} from torch; unset it to use that"
-    # The words before the versions differ from driver to driver: "Driver Version", "KMD Version", "CUDA UMD Version".
-    driver = re.search(r"(?:Driver|KMD) Version: *([\d.]+)", table)
-    takes = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", table)
-    driver_is = f"driver {driver[1]}" if driver else "the driver"
-    if takes:
-        driver_is += f" takes CUDA up to {takes[1]}.{takes[2]}"
-    build = f"a build for CUDA {takes[1]}" if takes else "a build for CUDA"
-    torch_is = f"torch {torch.__version__}"
-    if torch.version.cuda is None:
-        return (
-            f"nvidia-smi lists {gpu}, but {torch_is} is a build without CUDA ({driver_is}): "
-            f'pip uninstall torch, then install {build} as pytorch.org says under "Get Started"'
-        )
-    torch_is += f" is built for CUDA {torch.version.cuda}"
-    # Within one major version, a build for a newer CUDA runs on an older driver (CUDA's minor version compatibility).
-    if takes and int(takes[1]) < int(torch.version.cuda.split(".")[0]):
-        return f'{torch_is}, but {driver_is}: update the driver of {gpu}, or take {build} (pytorch.org, "Get Started")'
-    try:
-        torch.cuda.init()
-        reason = "no reason given"
-    except RuntimeError as e:
-        reason = " ".join(str(e).split())[:200]
-    return f"nvidia-smi lists {gpu} ({driver_is}); {torch_is}, does not see it ({reason}): update the driver or reboot"
-
-
-def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
-    """A context in which matmuls run in `dtype`; nothing at all for float32."""
-    return nullcontext() if dtype == "float32" else torch.autocast(device.type, dtype=DTYPES[dtype])
-
-
-def keep_freed_memory() -> bool:
-    """Has glibc keep what large tensors free, for the next ones; whether it does. Nothing happens elsewhere.
-
-    It gives each of them fresh pages from the kernel otherwise, zeroed one by one, which takes longer than many a
-    matmul: a tenth of a step on a CPU (LOG.md, 2026-11-21).
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    import ctypes
-
-    mallopt = ctypes.CDLL(None).mallopt
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
-    largest_mmap = mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 1 << 25)  # the limit of older ones
-    return bool(largest_mmap and mallopt(trim_threshold, (1 << 31) - 1) and mallopt(top_pad, 64 << 20))
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for everything queued on the device, so that a clock read next is about finished work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most memory held so far: by torch's allocator on CUDA, without sweeps; by the process (peak RSS) elsewhere."""
-    if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(device), _peak_before.get(device, 0))
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, where getrusage would begin at what the process was that started this one
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    if sys.platform != "darwin":
-        return None
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes, on macOS
-
-
-@contextmanager
-def not_counted(device: torch.device) -> Iterator[None]:
-    """On CUDA, memory that the block takes is given back afterwards and does not count in peak_memory_bytes."""
-    if device.type != "cuda":
-        yield
-        return
-    reserved = torch.cuda.memory_reserved(device)
-    _peak_before[device] = peak_memory_bytes(device) or 0
-    try:
-        yield
-    finally:
-        if torch.cuda.memory_reserved(device) > reserved:
-            torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def release_memory(device: torch.device) -> None:
-    """Frees what torch keeps in reserve, and what was compiled, after memory has run out; forgets that peak."""
-    gc.collect()
-    torch.compiler.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        _peak_before.pop(device, None)
-
-
-def memory_bytes(device: torch.device) -> int | None:
-    """Memory of the GPU, or of the machine; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, others not these names
-        return None
+    name: str
+    instruction_sets: list[str]
+    limits: list[str]  # what keeps torch below these instruction sets, in words
+    cores: int | None  # that this process may use; None if the system does not say
+    threads: int  # of torch
 
 
 def device_name(device: torch.device) -> str:
-    """The device as it calls itself, such as "NVIDIA GeForce RTX 4070".
+    """The device's own name, such as "NVIDIA GeForce RTX 4070".
 
-    A CPU with what its speed depends on: "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads". See cpu_facts.
+    For a CPU, with what its speed depends on: "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads". See cpu_facts.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
         return torch.backends.mps.get_name()  # "Apple M2 Max"
-    facts = cpu_facts()
-    inside = "; ".join(filter(None, [", ".join(facts["instruction_sets"]), *facts["limits"]]))
-    name = f"{facts['name']} ({inside})" if inside else facts["name"]
-    counts = [f"{n} {unit}{'s' * (n != 1)}" for unit in ("core", "thread") if (n := facts[f"{unit}s"])]
-    return ", ".join([name, *counts])
+    cpu = cpu_facts()
+    remarks = list(cpu["limits"])
+    if cpu["instruction_sets"]:
+        remarks.insert(0, ", ".join(cpu["instruction_sets"]))
+    name = cpu["name"]
+    if remarks:
+        name += f" ({'; '.join(remarks)})"
+    if cpu["cores"]:
+        name += f", {counted(cpu['cores'], 'core')}"
+    return f"{name}, {counted(cpu['threads'], 'thread')}"
 
 
-def cpu_facts() -> dict[str, Any]:
-    """The processor for log.jsonl: name, instruction_sets, limits (what lowers them, in words), cores, threads.
+def counted(n: int, unit: str) -> str:
+    """1 core, 2 cores."""
+    return f"{n} {unit}" if n == 1 else f"{n} {unit}s"
 
-    cores are those that this process may use, None where the system does not say; threads those of torch.
-    """
+
+def cpu_facts() -> CpuFacts:
+    """What this machine's CPU is, and how much of it torch uses."""
     name, sets = processor()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    limits = processor_limits(sets)
-    threads = torch.get_num_threads()
-    return {"name": name, "instruction_sets": sets, "limits": limits, "cores": cores, "threads": threads}
+    return {
+        "name": name,
+        "instruction_sets": sets,
+        "limits": processor_limits(sets),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+    }
 
 
-@functools.cache  # a run asks several times, and macOS answers by a process
+@functools.cache  # a run asks several times, and on macOS each answer costs a process
 def processor() -> tuple[str, list[str]]:
-    """(name, instruction sets) of the CPU, as the system and torch see it."""
+    """(name, instruction sets) of the CPU, according to the system and to torch."""
     name, flags = parse_processor(processor_text())
-    if not flags and hasattr(torch.cpu, "get_capabilities"):  # not in every torch; answers on Windows as well
-        flags = {flag for flag, there in torch.cpu.get_capabilities().items() if there is True}
-    usable = [s for s in instruction_sets(flags) if all(torch_says(question) for question in TORCH_ASKS.get(s, ()))]
+    if not flags and hasattr(torch.cpu, "get_capabilities"):  # newer versions of torch have it, also on Windows
+        flags = {flag for flag, present in torch.cpu.get_capabilities().items() if present is True}
+    usable = [s for s in instruction_sets(flags) if torch_can_use(s)]
     return name or platform.processor() or platform.machine() or "CPU", usable
 
 
 def processor_text() -> str:
-    """What Linux or macOS tells of the first processors; nothing on other systems."""
+    """What Linux or macOS reports about the first processors; empty on other systems."""
     try:
         if sys.platform == "darwin":
             command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
             return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
-            return f.read(1 << 14)  # the rest repeats it, and takes a while where cores are many
+            return f.read(1 << 14)  # the other processors are the same, and reading about many takes a while
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
 def parse_processor(text: str) -> tuple[str, set[str]]:
-    """(name, flags in lower case) in the text of /proc/cpuinfo or sysctl; empty where it does not say."""
+    """(name, flags in lower case) from the text of /proc/cpuinfo or sysctl; empty if the text has none."""
     facts: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())  # of the first core
+        facts.setdefault(key.strip(), value.strip())  # the first processor's
     name = facts.get("model name") or facts.get("machdep.cpu.brand_string", "")
-    if not name and "CPU part" in facts:  # Linux names a design of Arm by its numbers alone
+    if not name and "CPU part" in facts:  # for Arm, Linux gives only the numbers of the design
         name = f"Arm {facts.get('CPU implementer')}:{facts['CPU part']}"
-    flags = facts.get("flags", "") or facts.get("Features", "")
-    optional = {key.rpartition(".")[2] for key, value in facts.items() if "hw.optional." in key and value == "1"}
-    return name, {flag.lower() for flag in (*flags.split(), *optional)}
+
+    words = (facts.get("flags") or facts.get("Features", "")).split()
+    for key, value in facts.items():
+        if "hw.optional." in key and value == "1":  # macOS
+            words.append(key.rpartition(".")[2])
+    return name, {word.lower() for word in words}
 
 
 def instruction_sets(flags: set[str]) -> list[str]:
-    """Those of INSTRUCTION_SETS that the flags tell of, without what others imply."""
-    found = [s for s, names in INSTRUCTION_SETS.items() if names & flags]
-    implied = {IMPLIED.get(s) for s in found}
-    return [s for s in found if s not in implied]
+    """The names in INSTRUCTION_SETS that the flags stand for, without those that others imply."""
+    found = [name for name, its_flags in INSTRUCTION_SETS.items() if its_flags & flags]
+    implied = {IMPLIED[name] for name in found if name in IMPLIED}
+    return [name for name in found if name not in implied]
 
 
-def torch_says(question: str) -> bool:
-    """Torch's answer to one of its private questions about the CPU; yes where this version does not have it."""
-    return bool(getattr(torch.cpu, question, lambda: True)())
+def torch_can_use(instruction_set: str) -> bool:
+    """Whether torch's own checks allow it; a check that this version of torch lacks counts as passed."""
+    checks = [getattr(torch.cpu, name, None) for name in TORCH_CHECKS.get(instruction_set, ())]
+    return all(check() for check in checks if check is not None)
 
 
 def processor_limits(sets: list[str]) -> list[str]:
-    """What torch's libraries are held to below what the processor has, and by what."""
-    aten = torch.backends.cpu.get_cpu_capability()
-    best = "AVX512" if "AVX-512" in sets else "AVX2" if "AVX2" in sets else aten
+    """What keeps torch's libraries below the processor's instruction sets, such as "as AVX2, by ONEDNN_MAX_CPU_ISA"."""
+    used = torch.backends.cpu.get_cpu_capability()
+    if "AVX-512" in sets:
+        best = "AVX512"
+    elif "AVX2" in sets:
+        best = "AVX2"
+    else:
+        best = used
+
     limits = []
     if "ATEN_CPU_CAPABILITY" in os.environ:
-        limits.append(f"as {aten}, by ATEN_CPU_CAPABILITY")
-    elif aten != best:
-        limits.append(f"as {aten}, by torch")
-    return limits + [f"as {os.environ[name].upper()}, by {name}" for name in LIMITS if os.environ.get(name)]
+        limits.append(f"as {used}, by ATEN_CPU_CAPABILITY")
+    elif used != best:
+        limits.append(f"as {used}, by torch")
+    for name in LIMITING_VARIABLES:
+        if os.environ.get(name):
+            limits.append(f"as {os.environ[name].upper()}, by {name}")
+    return limits

@@ -1,6 +1,7 @@
-"""The peak FLOP/s that MFU refers to: the published figure, and what matmuls reach on this machine.
+"""A device's peak FLOP/s: the published figure, and what matmuls reach on this machine.
 
-Measured peaks are kept in ~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME.
+MFU refers to this peak, and the measurements decide which dtype is fast. The best measured peaks are kept in
+~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -11,133 +12,174 @@ import time
 
 import torch
 
-from deskgpt import hardware, remembered
+from deskgpt import remembered
 from deskgpt.gpu_peaks import published_peak
-from deskgpt.hardware import DTYPES, device_name, synchronize
+from deskgpt.hardware import DTYPES, device_name, synchronize, uncounted_memory
 
-# The square matmuls whose best speed is a device's measured peak, by size, and the one that is a look in passing.
-MATMUL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
+# ---- answers -------------------------------------------------------------------------------------------------
 
-
-QUICK_SIZES: dict[str, tuple[int, ...]] = {"cpu": (1024,), "gpu": (4096,)}
-
-
-def fast_dtype(device: torch.device) -> str:
-    """The dtype with the faster matmuls, of those that train as well as float32: by measurement on a CPU."""
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if device.type == "cpu":
-        float32, bfloat16 = (measured_matmul_flops(device, dtype) for dtype in ("float32", "bfloat16"))
-        return "bfloat16" if bfloat16 > float32 else "float32"
-    return "float32"
+# A measurement may exceed the published peak by this factor, by its own error, before the published one is doubted.
+MEASURING_ERROR = 1.02
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """(dense peak FLOP/s of one device in `dtype`, where the figure comes from), for matmuls as train.py runs them.
 
-    The published figure where gpu_peaks.py has one, with what matmuls reach here beside it; else the measured one. NaN
-    where neither can be had. "float32" on CUDA is TF32 where the GPU has that, as train.py asks for it.
+    The published peak if gpu_peaks.py has the device, otherwise the measured one; NaN if there is neither. "float32"
+    on CUDA means TF32 if the GPU has it, because train.py asks for that.
     """
     measured = measured_matmul_flops(device, dtype)
+    was_measured = measured > 0  # False for NaN
     published = published_flops(device, dtype)
     if published is None:
-        return measured, f"measured {dtype} matmul" if measured > 0 else f"{dtype} matmul cannot be measured here"
+        return measured, f"measured {dtype} matmul" if was_measured else f"{dtype} matmul cannot be measured here"
+
     flops, source = published
-    if measured > 1.02 * flops:
+    if not was_measured:
+        return flops, f"{source}; not measured"
+    share = f"{measured / flops:.0%}"
+    if measured > MEASURING_ERROR * flops:
         why = "its clock is above the rated one, or its row in gpu_peaks.py is wrong"
-        return measured, f"measured {dtype} matmul, {measured / flops:.0%} of {source}: {why}"
-    beside = f"measured here {measured / 1e12:.3g} TFLOP/s ({measured / flops:.0%})" if measured > 0 else "not measured"
-    return flops, f"{source}; {beside}"
+        return measured, f"measured {dtype} matmul, {share} of {source}: {why}"
+    return flops, f"{source}; measured here {measured / 1e12:.3g} TFLOP/s ({share})"
+
+
+def fast_dtype(device: torch.device) -> str:
+    """The dtype with the fastest matmuls among those that train as well as float32; measured on a CPU."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if device.type == "cpu":
+        float32_flops = measured_matmul_flops(device, "float32")
+        bfloat16_flops = measured_matmul_flops(device, "bfloat16")
+        return "bfloat16" if bfloat16_flops > float32_flops else "float32"
+    return "float32"
+
+
+def fastest_matmul(device: torch.device) -> float:
+    """The best FLOP/s that square matmuls reach here in float32 or bfloat16; 0 if none can run."""
+    best = 0.0
+    for dtype in ("float32", "bfloat16"):
+        measured = measured_matmul_flops(device, dtype)
+        if measured > best:  # False for NaN
+            best = measured
+    return best
+
+
+# ---- the published peak --------------------------------------------------------------------------------------
 
 
 def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | None:
-    """(dense peak FLOP/s by gpu_peaks.py, its source); None where it has none for this device."""
+    """(dense peak FLOP/s, its source) from gpu_peaks.py; None if the table does not have this device and dtype."""
     if device.type == "cpu":
         return None
-    name, units = device_name(device), compute_units(device)
+    name = device_name(device)
+    units = compute_units(device)
     # ROCm's float32 matmuls stay float32 unless an environment variable says otherwise.
     if dtype == "float32" and device.type == "cuda" and not torch.version.hip:
-        return published_peak(name, "tf32", units) or published_peak(name, "float32", units)
+        tf32 = published_peak(name, "tf32", units)
+        if tf32 is not None:
+            return tf32
     return published_peak(name, dtype, units)
 
 
 def compute_units(device: torch.device) -> int:
-    """SMs of a GPU (compute units, cores): they tell apart what shares a name."""
+    """The GPU's SMs, compute units or cores: they tell apart GPUs that share a name."""
     if device.type == "mps":
         return torch.backends.mps.get_core_count()
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache  # of a process: what runs one after the other in it share
-def measured_matmul_flops(device: torch.device, dtype: str) -> float:
-    """The best FLOP/s of square matmuls in `dtype` ever seen on this machine; not a number where none can run.
+# ---- the measured peak ---------------------------------------------------------------------------------------
 
-    What a whole sweep of sizes found is kept in a file, so that a run's start costs a look in passing; machines are
-    noisy, so a look that beats it brings a new sweep, and the best is kept.
+# Sizes n of the square matmuls to time: all of them to find the peak, one of them to check a remembered peak.
+MATMUL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
+QUICK_SIZES: dict[str, tuple[int, ...]] = {"cpu": (1024,), "gpu": (4096,)}
+
+REPEATS = 5  # timed matmuls of one size, after one to warm up
+LONGEST_SIZE_S = 2.0  # a size that would take longer than this in all is left out
+
+
+@functools.cache  # all runs of one process share the measurement
+def measured_matmul_flops(device: torch.device, dtype: str) -> float:
+    """The best FLOP/s of square matmuls in `dtype` ever measured on this machine; NaN if none can run.
+
+    Only the first run measures all sizes. Later runs time one size, which is quick, and measure all of them again
+    only if that one beats the remembered peak: machines are noisy, so the best figure is kept.
     """
     known = read_peaks().get(peak_key(device, dtype))
-    if known and not sweep_matmuls(device, dtype, QUICK_SIZES) > known:
-        return known
+    if known is not None:
+        quick = sweep_matmuls(device, dtype, QUICK_SIZES)
+        if not quick > known:  # also when quick is NaN
+            return known
     return keep_best(device, dtype, sweep_matmuls(device, dtype, MATMUL_SIZES))
 
 
-def keep_best(device: torch.device, dtype: str, measured: float) -> float:
-    """The better of a measured peak and the one in the file, which it then holds."""
-    key = peak_key(device, dtype)
-    best = read_peaks().get(key, 0.0)
-    if measured > best:
-        remembered.keep("peaks", key, measured)
-        return measured
-    return best or measured
-
-
-def peak_key(device: torch.device, dtype: str) -> str:
-    return f"{device_name(device)}, {dtype}, torch {torch.__version__}"
-
-
 def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, ...]]) -> float:
-    """The best FLOP/s of a few square matmuls of these sizes now; not a number where not one could run.
+    """The best FLOP/s over these sizes of square matmuls, measured now; NaN if none could run.
 
-    On CUDA "float32" runs in TF32, as in train.py. Where memory runs out or a device is slow, only the smaller
-    matmuls run.
+    On CUDA "float32" runs in TF32, as in train.py. Sizes that are too large for the memory, or too slow, are left out.
     """
-    best = math.nan
+    best: float | None = None
     precision = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     try:
-        with hardware.not_counted(device):
+        with uncounted_memory(device):
             for n in sizes["cpu" if device.type == "cpu" else "gpu"]:
-                if 6 * 2 * n**3 > 2 * best:  # more than two seconds, by the sizes before; nan at the first
+                if best is not None and (1 + REPEATS) * flops_of_matmul(n) > LONGEST_SIZE_S * best:
                     break
-                best = max(matmul_flops(device, dtype, n), best)  # the new one first: max(x, nan) is x
-    except RuntimeError:  # out of memory, or the device has no matmul in this dtype: no reason to end a run
+                flops = matmul_flops(device, dtype, n)
+                best = flops if best is None else max(best, flops)
+    except RuntimeError:  # out of memory, or the device has no matmul in this dtype: neither may end a run
         pass
     finally:
         torch.set_float32_matmul_precision(precision)
-    return best
+    return math.nan if best is None else best
 
 
 def matmul_flops(device: torch.device, dtype: str, n: int) -> float:
     """The best FLOP/s of a few n x n matmuls."""
-    draw = torch.Generator(device).manual_seed(0)  # its own: no run's random numbers depend on what was measured
-    a, b = (torch.randn(n, n, device=device, generator=draw).to(DTYPES[dtype]) for _ in range(2))
-    out, best_s = a @ b, math.inf  # writing into one tensor keeps the allocator out of the figure
-    for _ in range(5):
+    draw = torch.Generator(device).manual_seed(0)  # measuring must not change a run's random numbers
+    a = torch.randn(n, n, device=device, generator=draw).to(DTYPES[dtype])
+    b = torch.randn(n, n, device=device, generator=draw).to(DTYPES[dtype])
+    out = a @ b  # every timed matmul writes into this tensor, which keeps the allocator out of the figure
+    best_s = math.inf
+    for _ in range(REPEATS):
         synchronize(device)
         t0 = time.perf_counter()
         torch.mm(a, b, out=out)
         synchronize(device)
         best_s = min(best_s, time.perf_counter() - t0)
-    return 2 * n**3 / best_s
+    return flops_of_matmul(n) / best_s
+
+
+def flops_of_matmul(n: int) -> int:
+    """FLOPs of an n x n matmul: n^3 multiplications and as many additions."""
+    return 2 * n**3
+
+
+# ---- remembered peaks ----------------------------------------------------------------------------------------
+
+
+def keep_best(device: torch.device, dtype: str, measured: float) -> float:
+    """Compares a measured peak with the remembered one, if there is one; remembers and returns the better."""
+    key = peak_key(device, dtype)
+    best = read_peaks().get(key)
+    if measured > (best or 0.0):
+        remembered.keep("peaks", key, measured)
+        return measured
+    return measured if best is None else best
 
 
 def read_peaks() -> dict[str, float]:
-    """Measured FLOP/s by device, dtype and version of torch; whatever is no such figure is left out."""
-    return {k: v for k, v in remembered.read("peaks").items() if isinstance(v, float) and 0 < v < math.inf}
+    """The remembered FLOP/s, by peak_key. Entries that cannot be a peak are ignored."""
+    peaks = {}
+    for key, value in remembered.read("peaks").items():
+        if isinstance(value, float) and 0 < value < math.inf:
+            peaks[key] = value
+    return peaks
 
 
-def fastest_matmul(device: torch.device) -> float:
-    """The best FLOP/s that square matmuls reach here, in float32 or bfloat16; 0 where none can run."""
-    flops = [measured_matmul_flops(device, dtype) for dtype in ("float32", "bfloat16")]
-    return max((f for f in flops if f > 0), default=0.0)  # of what is not a number, nothing is said
+def peak_key(device: torch.device, dtype: str) -> str:
+    """Names the device, the dtype and the version of torch: each has a peak of its own."""
+    return f"{device_name(device)}, {dtype}, torch {torch.__version__}"

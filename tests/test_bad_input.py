@@ -1,4 +1,4 @@
-"""What a user can get wrong, each through the real script: one line that names value and remedy, and no harm."""
+"""Mistakes of a user, each through the real script: one line names the value and the remedy, and no file changes."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ SETTINGS = [
     ("--batch_size=0", "batch_size=0 must be at least 1"),
     ("--n_head=3", "n_embd=16 is not a multiple of n_head=3; try --n_head=2"),
     ("--dropout=1.5", "dropout=1.5 must be"),
-    ("--dtype=float8", "--dtype='float8' is none of auto, float32, bfloat16, float16"),
+    ("--dtype=float8", "--dtype='float8' is not one of auto, float32, bfloat16, float16"),
     ("--learning_rate=-1", "learning_rate=-1.0 must be at least 0"),
     ("--beta2=1", "beta2=1.0 must be below 1"),
     ("--seed=-1", "seed=-1 must be at least 0"),
     ("--seed=99999999999999999999", "seed=99999999999999999999 must be below"),
-    ("--backend=mpi", "--backend='mpi' is none of auto, nccl, gloo"),
+    ("--backend=mpi", "--backend='mpi' is not one of auto, nccl, gloo"),
     ("--max_iters=1.5", "--max_iters=1.5 is not int"),
     ("config/train_shakespeare.py", "no such config file; did you mean config/"),
 ]
@@ -93,7 +93,7 @@ def damaged(folder: Path, kind: str) -> None:
     elif kind in ("cut", "short"):
         os.truncate(train, 20)
         if kind == "short":
-            (folder / "meta.json").unlink()  # which lists the tokens that there should be
+            (folder / "meta.json").unlink()  # it lists how many tokens there should be
     elif kind == "no val":
         (folder / "val.bin").unlink()
     elif kind == "id":
@@ -142,20 +142,27 @@ CHECKPOINTS = ["missing", "empty", "cut", "noise", "one bit"]
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("path", ["train.py", "sample.py"])
 def test_checkpoints(run, script, path, kind):
-    file, content = run / "ckpt.pt", (run / "ckpt.pt").read_bytes()
+    file = run / "ckpt.pt"
+    content = file.read_bytes()
     file.unlink()
-    if kind != "missing":
-        middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
-        file.write_bytes({"empty": b"", "cut": content[:5000], "noise": os.urandom(5000), "one bit": flipped}[kind])
-    message = {"missing": r"ckpt\.pt: no such checkpoint; is --out_dir right\?"}.get(
-        kind, rf"ckpt\.pt is not a readable checkpoint .*; --out_dir={run}/ckpt_best\.pt is another"
-    )
+    message = rf"ckpt\.pt is not a readable checkpoint .*; --out_dir={run}/ckpt_best\.pt is another"
+    if kind == "missing":
+        message = r"ckpt\.pt: no such checkpoint; is --out_dir right\?"
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "cut":
+        file.write_bytes(content[:5000])
+    elif kind == "noise":
+        file.write_bytes(os.urandom(5000))
+    elif kind == "one bit":
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 4
+        file.write_bytes(flipped)
     assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}", path=path)
 
 
 @pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("block_size", 64), ("n_layer", 5), ("n_embd", 64)])
-def test_resumed_run_has_the_size_that_it_had(run, script, name, value):
+def test_resumed_run_refuses_another_size(run, script, name, value):
     message = f"{name}={value}, but {run} has {name}={TINY[name]}: leave it out"
     assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
 
@@ -172,13 +179,13 @@ def test_resumed_run_has_the_size_that_it_had(run, script, name, value):
         ("model_args", {"n_head": 2.0}, "n_head=2.0 must be a whole number"),
     ],
 )
-def test_checkpoint_with_odd_content(run, script, name, value, message):
+def test_checkpoint_with_wrong_content(run, script, name, value, message):
     torch.save(torch.load(run / "ckpt.pt") | {name: value}, run / "ckpt.pt")
     message = f"{re.escape(str(run))}.*{message}"
     assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}")
 
 
-def test_more_than_the_memory_holds(chars, run, script):
+def test_model_or_batch_larger_than_the_memory(chars, run, script):
     settings = TINY | {"dataset": chars, "out_dir": run, "n_embd": 1 << 40}
     message = r"out of memory; halve --batch_size"
     assert_fails(script, run, message, *flags(**settings))

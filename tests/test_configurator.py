@@ -10,8 +10,8 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import configure, read_settings
-from deskgpt.errors import ConfigError, one_line_errors
+from configurator import configure, help_text, read_settings
+from deskgpt.errors import ConfigError
 from sample import SampleConfig
 from train import TrainConfig
 
@@ -61,7 +61,7 @@ def test_every_value_arrives_with_its_type(setting):
 def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, in_file, given_too):
     path = tmp_path_factory.mktemp("c") / "c.py"
     path.write_text(f"{in_file[0]} = {in_file[1]!r}\n", encoding="utf-8")
-    # files count first, wherever they stand among the arguments
+    # Config files come first, wherever they stand among the arguments.
     got = configure(Settings, [f"--{given_too[0]}={given_too[1]}", str(path)])
     expected = {f.name: f.default for f in fields(Settings)} | dict([in_file]) | dict([given_too])
     assert {f.name: getattr(got, f.name) for f in fields(Settings)} == expected
@@ -84,7 +84,7 @@ def test_numbers_as_people_type_them():
     assert configure(Settings, ["--on=true"]).on is True
 
 
-def test_base_stands_in_for_the_defaults_only(tmp_path):
+def test_base_replaces_only_the_defaults(tmp_path):
     path = write(tmp_path, "count = 5\n")
     values = read_settings(Settings, [path, "--name=z"], base={"count": 3, "rate": 2.0, "name": "y"})
     assert (values["count"], values["rate"], values["name"]) == (5, 2.0, "z")
@@ -105,7 +105,7 @@ def test_modules_functions_classes_and_private_names_are_the_files_own_business(
     assert configure(Settings, [write(tmp_path, content)]).name == "run-5"
 
 
-def test_nothing_of_a_config_file_reaches_this_process(tmp_path):
+def test_names_in_a_config_file_stay_out_of_this_process(tmp_path):
     configure(Settings, [write(tmp_path, "_of_a_config_file = 1\ncount = 3\n")])
     assert configure(Settings, []).count == 1
     assert not any("_of_a_config_file" in vars(module) for module in list(sys.modules.values()))
@@ -118,7 +118,7 @@ def test_nothing_of_a_config_file_reaches_this_process(tmp_path):
         ("qqq = 2\n", "c.py:1: qqq is not a setting; --help lists the settings"),
         ("count = 1.5\n", "c.py:1: count=1.5 is not int; write it like --count=8"),
         ("on = 1\n", "c.py:1: on=1 is not bool; write it like --on=True"),
-        ("\nkind = 'c'\n", "c.py:2: kind='c' is none of a, b"),
+        ("\nkind = 'c'\n", "c.py:2: kind='c' is not one of a, b"),
         ("x = \n", "c.py:1: SyntaxError"),
         ("count = 1\nrate = 1 / 0\n", "c.py:2: ZeroDivisionError"),
         ("import nonesuch\n", "c.py:1: ModuleNotFoundError"),
@@ -142,7 +142,7 @@ def test_faults_of_a_config_file_come_with_file_and_line(tmp_path, content, mess
         ("--rate=nan", "--rate='nan' is not float"),
         ("--rate=1e999", "--rate=inf is not float"),
         ("--on=1", "--on=1 is not bool"),
-        ("--kind=c", "--kind='c' is none of a, b"),
+        ("--kind=c", "--kind='c' is not one of a, b"),
         ("--count=-1", "count=-1 must be at least 0"),
         ("-count=3", "settings are written --key=value"),
         ("nowhere.py", "nowhere.py: no such config file"),
@@ -154,18 +154,9 @@ def test_faults_of_the_command_line_are_named(argument, message):
     assert message in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried"), RuntimeError("can't allocate memory: you")]
-)
-def test_running_out_of_memory_is_one_line_with_the_remedy(error, capsys):
-    with pytest.raises(SystemExit) as exit, one_line_errors("take less"):
-        raise error
-    assert (exit.value.code, capsys.readouterr().err) == (1, "error: out of memory; take less\n")
-
-
 def test_values_of_a_resumed_run_are_checked_as_others_are():
     assert read_settings(Settings, [], {"count": 2.0})["count"] == 2
-    with pytest.raises(ConfigError, match="what is resumed has count='x' is not int"):
+    with pytest.raises(ConfigError, match="the resumed run's count='x' is not int"):
         read_settings(Settings, [], {"count": "x"})
 
 
@@ -173,6 +164,88 @@ def test_misspelt_file_is_guessed(tmp_path):
     write(tmp_path, "", "train_small.py")
     with pytest.raises(ConfigError, match="did you mean .*train_small.py"):
         configure(Settings, [str(tmp_path / "train_smal.py")])
+
+
+# ---- --help --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Settings that others inherit."""
+
+    # shape
+    width: int = 4  # in cells
+    height: int = 2  # in cells
+    # looks
+    color: str = "red"  # by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box(Shape):
+    # contents
+    weight: float = (
+        1.5  # in kg, of everything
+        # in the box
+    )
+    height: int = 3  # with the lid
+
+    # post
+    urgent: bool = False  # costs more
+
+    def __post_init__(self) -> None:
+        # no heading
+        assert self.weight > 0
+
+
+@dataclass(frozen=True)
+class Parcel(Box):
+    sender: str = "me"
+
+
+class Plain:
+    @dataclass
+    class Inner:
+        x: int = 1  # the only one
+
+
+def settings_in_help(cls: type) -> list[str]:
+    """The part of --help that lists the settings, without the alignment."""
+    text = help_text(cls).partition("in a config file:\n")[2]
+    return [" ".join(line.split()) for line in text.splitlines() if line]
+
+
+def test_help_lists_own_settings_and_then_inherited_ones_each_once_and_under_its_heading():
+    assert settings_in_help(Box) == [
+        "contents",
+        "--weight float = 1.5 in kg, of everything in the box",
+        "--height int = 3 with the lid",
+        "post",
+        "--urgent bool = False costs more",
+        "shape",
+        "--width int = 4 in cells",
+        "looks",
+        "--color str = 'red' by name",
+    ]
+    assert settings_in_help(Shape)[:2] == ["shape", "--width int = 4 in cells"]
+
+
+def test_help_without_headings():
+    assert settings_in_help(Plain.Inner) == ["--x int = 1 the only one"]
+    assert settings_in_help(Parcel)[:2] == ["--sender str = 'me'", "contents"]
+
+
+def test_inherited_settings_without_a_heading_have_their_classs_name():
+    @dataclass
+    class Labelled(Plain.Inner):
+        # label
+        y: int = 2
+
+    assert settings_in_help(Labelled) == ["label", "--y int = 2", "Inner", "--x int = 1 the only one"]
+
+
+def test_inherited_settings_are_read_like_own_ones(tmp_path):
+    box = configure(Box, [write(tmp_path, "width = 7\n"), "--color=blue", "--urgent"])
+    assert (box.width, box.color, box.urgent, box.height) == (7, "blue", True, 3)
 
 
 # ---- the scripts' own settings -------------------------------------------------------------------------------
@@ -185,7 +258,7 @@ def test_ready_made_runs_parse(path):
     assert c != TrainConfig(batch_size=2)
 
 
-def test_laptop_run_is_the_well_known_one():
+def test_laptop_run_has_nanogpts_settings():
     c = configure(TrainConfig, [str(ROOT / "config" / "train_shakespeare_char_cpu.py")])
     assert (c.n_layer, c.n_embd, c.block_size, c.batch_size, c.max_iters) == (4, 128, 64, 12, 2000)
 

@@ -1,4 +1,4 @@
-"""What the scripts do where a package of requirements.txt is not installed, or its cache cannot be written."""
+"""The scripts without a package of requirements.txt, or without a cache folder; and what an installation holds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT, TINY, flags, shell
 
-NAMES = [line.split(">")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] != "#"]
-# Found by Python at its start: from then on these packages are as if they were not installed.
-HIDES = """
+PACKAGES = [line.split(">")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] != "#"]
+# Python runs this file at its start: from then on it does not find the packages named in HIDDEN.
+SITECUSTOMIZE = """
 import os, sys
 from importlib.machinery import PathFinder
 
@@ -29,17 +30,17 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Rest
 
 @pytest.fixture
 def without(tmp_path):
-    """Runs a script of the repository where some packages are not installed."""
+    """Runs a command as if some packages were not installed."""
 
     def run(hidden: list[str], *command: str | Path) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "sitecustomize.py").write_text(HIDES)
+        (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
         return shell(*command, env=os.environ | {"PYTHONPATH": str(tmp_path), "HIDDEN": " ".join(hidden)})
 
     return run
 
 
-def test_training_and_sampling_take_torch_numpy_and_tqdm_alone(without, chars, tmp_path):
-    hidden = [name for name in NAMES if name not in ("torch", "numpy", "tqdm")]
+def test_training_and_sampling_need_only_torch_numpy_and_tqdm(without, chars, tmp_path):
+    hidden = [name for name in PACKAGES if name not in ("torch", "numpy", "tqdm")]
     assert len(hidden) == 8
     settings: dict[str, Any] = TINY | {"dataset": chars, "out_dir": tmp_path / "out"}
     done = without([*hidden, "pandas", "pyarrow"], "python", "train.py", *flags(**settings))
@@ -59,7 +60,7 @@ def test_training_and_sampling_take_torch_numpy_and_tqdm_alone(without, chars, t
         ("safetensors", "train.py --dataset={data} --init_from=. --device=cpu --out_dir"),
     ],
 )
-def test_feature_whose_package_is_missing_names_it(without, chars, tmp_path, package, command):
+def test_feature_names_its_missing_package(without, chars, tmp_path, package, command):
     for name in ("a.jsonl", "a.jsonl.zst"):
         (tmp_path / name).write_text(json.dumps({"text": "words " * 1000}) + "\n")
     words = [word.format(tmp_path / "a.jsonl", data=chars) for word in command.split()]
@@ -74,9 +75,18 @@ def test_feature_whose_package_is_missing_names_it(without, chars, tmp_path, pac
 
 
 @pytest.mark.skipif(os.name == "nt", reason="/dev/null is not a folder even to root")
-def test_documents_are_prepared_where_no_cache_can_be_written(tmp_path):
+def test_documents_are_prepared_if_the_cache_cannot_be_written(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "words " * 1000}) + "\n")
     command = ("python", "data/fineweb_edu/prepare.py", "--source", tmp_path / "a.jsonl", "--encoding", "bytes")
     done = shell(*command, "--out", tmp_path / "out", env=os.environ | {"HF_HOME": "/dev/null/huggingface"})
     assert done.returncode == 0, done.stderr
     assert re.search(r"^train on them: ", done.stdout, re.M)
+
+
+def test_installation_holds_all_modules():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    scripts = {path.stem for path in ROOT.glob("*.py")}
+    assert set(setuptools["py-modules"]) == scripts - {"hardware"}  # hardware.py is only to be run
+    for package, files in setuptools["package-data"].items():
+        for file in files:
+            assert (ROOT / package.replace(".", "/") / file).exists()

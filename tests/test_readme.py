@@ -56,7 +56,7 @@ def clone(tmp_path_factory, text) -> Path:
         python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         python.chmod(0o755)
     for kind in tasks.REQUIREMENTS:  # as if all were installed
-        tasks.stamp(folder / ".venv", kind).write_text(tasks.content(kind))
+        tasks.stamp(folder / ".venv", kind).write_text(tasks.requirements_checksum(kind))
     return folder
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 from conftest import events, tiny
 
-from deskgpt import checkpoint
+from deskgpt import checkpoint, runlog
 from deskgpt.runlog import RunLog
 from train import main
 
@@ -48,3 +50,21 @@ def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
     log.close()
     assert [e["iter"] for e in events(tmp_path, "iter")] == [0, 1]
     assert capsys.readouterr().err == "wandb failed (no space left); the run goes on without it\n"
+
+
+def test_git_commit_marks_changes(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
+    assert runlog.git_commit() is None
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "x")
+    commit = runlog.git_commit()
+    assert commit
+    assert len(commit) == 12
+    (tmp_path / "a").write_text("2")
+    assert runlog.git_commit() == commit + "+changes"

@@ -11,7 +11,6 @@ from tiny_models import MODERN_SETTINGS
 from torch._dynamo.utils import counters
 
 from deskgpt import kernels
-from deskgpt.compiling import work_around_gcc
 from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
 from train import main
@@ -115,22 +114,3 @@ def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
     for kind, key in (("iter", "loss"), ("eval", "val_loss")):
         one, two = ([e[key] for e in events(tmp_path / run, kind)] for run in ("one", "two"))
         assert two == pytest.approx(one, rel=1e-3)
-
-
-def test_gcc_up_to_13_is_called_without_the_copies_that_it_gets_wrong(tmp_path, monkeypatch):
-    import torch._inductor.config as inductor
-
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("sys.platform", "linux")
-    compiler = tmp_path / "g++"
-    for version, needed in (("12.2.0", True), ("13.3.0", True), ("14.2.0", False), ("", False)):
-        compiler.write_text(f"#!/bin/sh\n[ -n '{version}' ] && echo {version}\n")
-        compiler.chmod(0o755)
-        with inductor.patch({"cpp.cxx": (None, str(compiler)), "cpp.enable_floating_point_contract_flag": "off"}):
-            assert work_around_gcc() == needed
-            assert work_around_gcc() == needed  # a second time changes nothing
-            flags = inductor.cpp.enable_floating_point_contract_flag
-            assert flags == ("off -mno-align-stringops" if needed else "off")
-            if hasattr(inductor.cpp, "march"):
-                with inductor.patch({"cpp.march": "native"}):
-                    assert not work_around_gcc()

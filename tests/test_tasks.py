@@ -1,4 +1,4 @@
-"""tasks.py and the Makefile: what they run, in which order, on a Python that only notes how it was called."""
+"""Which commands tasks.py and the Makefile run, and in which order. A fake Python only records how it was called."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from conftest import ROOT
 
 import tasks
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="the Python that stands in is a shell script")
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake Python is a shell script")
 
-# Makes "environments" that are copies of itself, and fails where a file says so.
+# Makes "environments" that are copies of itself, and fails if a file such as no-pip or no-network exists.
 PYTHON = """#!/bin/sh
 cd "FOLDER"
 echo "$*" >> calls
@@ -44,10 +44,12 @@ FIRST = "train.py config/train_shakespeare_char_fast.py --max_minutes=3"
 
 
 class Machine:
-    """A checkout with a Python; `calls` are the commands since the last look, without questions (python -c ...)."""
+    """A checkout with a fake Python."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.venv, self.python = folder, folder / ".venv", folder / "python3"
+        self.folder = folder
+        self.venv = folder / ".venv"
+        self.python = folder / "python3"
         self.python.write_text(PYTHON.replace("FOLDER", str(folder)))
         self.python.chmod(0o755)
         for name in (tasks.CONSTRAINTS, *tasks.REQUIREMENTS.values()):
@@ -56,6 +58,7 @@ class Machine:
         (folder / "matmul").write_text("cpu 2e12\n")
 
     def calls(self) -> list[str]:
+        """The commands since the last call of this method, without questions (python -c ...)."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.write_text("")
@@ -97,8 +100,8 @@ def test_first_model_fits_the_machine(matmul, layers, machine, capsys):
     (machine.folder / "matmul").write_text(matmul)
     tasks.main(["train"])
     [train] = [call for call in machine.calls() if call.startswith("train.py")]
-    smaller = f" --n_layer={layers} --norm=layer --learning_rate=8e-3" if layers < 4 else ""
-    assert train == f"{FIRST}{smaller} --dataset=python_char --out_dir=out-first"
+    settings = f" --n_layer={layers} --norm=layer --learning_rate=8e-3" if layers < 4 else ""
+    assert train == f"{FIRST}{settings} --dataset=python_char --out_dir=out-first"
     assert f"a model of {layers} layer" in capsys.readouterr().out
 
 
@@ -119,7 +122,7 @@ def test_own_text_and_prepared_data_are_taken(machine, monkeypatch):
         assert f"--dataset={name} " in train
 
 
-def test_text_that_is_not_there_is_said_before_anything_is_installed(machine):
+def test_missing_text_is_reported_before_anything_is_installed(machine):
     with pytest.raises(SystemExit, match=r"^error: cannot read nvoel.txt: .*is its name right\?"):
         tasks.main(["train", "--text", "nvoel.txt"])
     assert machine.calls() == []
@@ -147,7 +150,7 @@ def test_changed_requirements_are_installed_again(machine, name):
     assert machine.calls() == [pip("requirements.txt")]
 
 
-def test_failed_installation_is_begun_again(machine):
+def test_failed_installation_is_repeated(machine):
     (machine.folder / "no-network").touch()
     with pytest.raises(SystemExit, match="pip could not install requirements.txt"):
         tasks.install(machine.venv, "run")
@@ -174,7 +177,7 @@ def test_environment_that_could_not_be_made_leaves_nothing(machine):
     assert not machine.venv.exists()
 
 
-def test_half_an_environment_is_completed_and_a_broken_one_made_anew(machine):
+def test_environment_without_pip_is_completed_and_a_broken_one_made_again(machine):
     tasks.install(machine.venv, "run")
     (machine.venv / ".run").unlink()
     (machine.venv / "package").touch()
@@ -185,19 +188,19 @@ def test_half_an_environment_is_completed_and_a_broken_one_made_anew(machine):
     assert (machine.venv / "package").exists()
     python = machine.venv / "bin" / "python"
     python.unlink()
-    python.symlink_to(machine.folder / "python3.10")  # which a new release of the system has removed
+    python.symlink_to(machine.folder / "python3.10")  # an upgrade of the system has removed it
     machine.calls()
     tasks.install(machine.venv, "run")
     assert machine.calls() == [f"-m venv --clear {machine.venv}", pip("requirements.txt")]
 
 
-def test_folder_that_is_no_environment_is_left_alone(machine, capsys):
+def test_folder_that_is_no_environment_is_not_touched(machine, capsys):
     machine.venv.mkdir()
     (machine.venv / "thesis.tex").touch()
-    with pytest.raises(SystemExit, match="is no virtual environment and not empty; name another folder"):
+    with pytest.raises(SystemExit, match="is not empty and no virtual environment; name another folder"):
         tasks.install(machine.venv, "run")
     tasks.main(["clean"])
-    assert "left as it is" in capsys.readouterr().out
+    assert "was not removed" in capsys.readouterr().out
     assert (machine.venv / "thesis.tex").exists()
 
 
@@ -247,7 +250,7 @@ def test_old_python_gets_one_line():
     line += "install it or name one: make PYTHON=python3.12"
     assert tasks.too_old((3, 9, 2, "final", 0), "/usr/bin/python3") == line
     source = (ROOT / "tasks.py").read_text()
-    ast.parse(source, feature_version=(3, 6))  # a newer construct would be a SyntaxError in its place
+    ast.parse(source, feature_version=(3, 6))  # in an old Python, newer syntax would be a SyntaxError
     imported = re.findall(r"^(?:import|from) (\w+)", source, re.M)
     assert set(imported) <= {*sys.stdlib_module_names} - {"__future__", "dataclasses", "tomllib"}
     assert tasks.NEEDED == (3, 11)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deskgpt.errors import ConfigError, one_line_errors
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried"), RuntimeError("can't allocate memory: you")]
+)
+def test_running_out_of_memory_is_one_line_with_the_remedy(error, capsys):
+    with pytest.raises(SystemExit) as exit, one_line_errors("take less"):
+        raise error
+    assert (exit.value.code, capsys.readouterr().err) == (1, "error: out of memory; take less\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ConfigError("x=1 must be 2"), 2, "error: x=1 must be 2"),
+        (ValueError("no such model"), 1, "error: no such model"),
+        (FileNotFoundError(2, "No such file or directory", "a.bin"), 1, "error: cannot use a.bin: No such file or "),
+        (
+            ModuleNotFoundError("no", name="wandb"),
+            1,
+            "error: this needs the package wandb, which is not installed: pip",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_error_of_a_user_is_one_line_and_an_exit_status(error, status, line, capsys):
+    with pytest.raises(SystemExit) as exit, one_line_errors():
+        raise error
+    assert exit.value.code == status
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(line)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a shape"), ModuleNotFoundError(name="torch.nothing"), KeyError()])
+def test_defect_keeps_its_traceback(error):
+    with pytest.raises(type(error)), one_line_errors():
+        raise error
+
+
+def test_value_error_out_of_a_library_is_a_defect():
+    with pytest.raises(json.JSONDecodeError), one_line_errors():
+        json.loads("{")
+
+
+def test_traceback_is_shown_on_request(monkeypatch):
+    monkeypatch.setenv("DESKGPT_TRACEBACK", "1")
+    with pytest.raises(ConfigError), one_line_errors():
+        raise ConfigError("x=1 must be 2")
