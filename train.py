@@ -147,7 +147,7 @@ def main(c: TrainConfig) -> float:
     log = open_log(c, ranks, start)
     report = Report(c, ranks, runner, plan, timer, log)
     report.start(start.step, meta, train_split, val_split, warm_up_s)
-    watch = GradientWatch(model, runner.form, start.step, kept=f"the files in {out_dir_of(c)} are unchanged")
+    watch = FiniteWatch(model, runner.form, start.step, kept=f"the files in {out_dir_of(c)} are unchanged")
 
     # ---- train -----------------------------------------------------------------------------------------------
     best_val_loss = start.best_val_loss
@@ -181,21 +181,25 @@ def main(c: TrainConfig) -> float:
         # ---- one optimizer step ------------------------------------------------------------------------------
         for group in optimizer.param_groups:
             group["lr"] = lr
+
         if model.config.dropout:  # its random stream starts anew at each step: a resumed run needs no generator state
             torch.manual_seed(hash((c.seed, step, ranks.rank)) % 2**63)
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(plan.micro_steps):
             x, y = loader.next()
             loss += runner.backward(x, y, plan.micro_steps, last=micro_step == plan.micro_steps - 1)
+
         runner.scaler.unscale_(optimizer)
         grad_norms = torch.stack(torch._foreach_norm(runner.gradients()))
         grad_norm = torch.linalg.vector_norm(grad_norms)
         torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
+
         if not runner.scaler.is_enabled() or runner.scaler.get_scale() < 1:  # above 1, float16 skips such a step
             watch.see(step, grad_norms)
         logs = step % c.log_interval == 0 or step == c.max_iters - 1
         if logs or ranks.device.type == "cpu":  # elsewhere asking would wait for the device
             watch.check_gradients()
+
         runner.scaler.step(optimizer)
         runner.scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -409,7 +413,7 @@ def state_of_run(
     )
 
 
-class GradientWatch:
+class FiniteWatch:
     """Stops a run whose gradients or loss are not finite, and says what can be done about it.
 
     The first step with such gradients is remembered on the device: seeing a step does not wait for it.

@@ -120,7 +120,7 @@ def load(out_dir: str | Path) -> Checkpoint:
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
     saved.model = {plain_name(k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
-    if "form" not in found and "compiled" in found:  # checkpoints from before 2026-11-22 have only that
+    if "form" not in found and "compiled" in found:  # a checkpoint from before 2026-11-22
         saved.form = {"compiled": found["compiled"]}
     if "tokenizer" not in found:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU
         saved.config = {k: v for k, v in saved.config.items() if k not in MACHINE_SETTINGS}

@@ -305,8 +305,8 @@ def test_gradient_that_is_no_number_is_reported_at_its_step_before_it_changes_a_
 
 def test_advice_names_what_is_in_use_and_not_the_learning_rate_before_an_update():
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=10))
-    fast = train.GradientWatch(model, Form("bfloat16", compiled=True), first_step=3, kept="")
-    plain = train.GradientWatch(model, Form(), first_step=3, kept="")
+    fast = train.FiniteWatch(model, Form("bfloat16", compiled=True), first_step=3, kept="")
+    plain = train.FiniteWatch(model, Form(), first_step=3, kept="")
     assert fast.advice(4) == "try a lower --learning_rate, then --compile=False, then --dtype=float32"
     assert plain.advice(4) == "try a lower --learning_rate"
     assert fast.advice(3).endswith("not the learning rate: try --compile=False, then --dtype=float32")
