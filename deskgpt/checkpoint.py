@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskgpt.files import keep, sync_folder
+from deskgpt.files import link_or_copy, sync_folder
 
 NAME, BEST = "ckpt.pt", "ckpt_best.pt"
 KEYS: dict[str, Any] = {"model": dict, "optimizer": dict, "model_args": dict, "iter_num": int, "config": dict}
@@ -42,10 +42,10 @@ def save(checkpoint: dict[str, Any], out_dir: Path, best: bool) -> None:
             f.flush()
             os.fsync(f.fileno())
         if path.exists() and not best and not best_path.exists():  # nanoGPT's, which has no other file
-            keep(path, best_path)
+            link_or_copy(path, best_path)
         os.replace(tmp, path)
         if best:
-            keep(path, best_path)
+            link_or_copy(path, best_path)
         sync_folder(out_dir)
     except (OSError, RuntimeError) as e:  # torch wraps a failed write in a RuntimeError
         tmp.unlink(missing_ok=True)
