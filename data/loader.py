@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.splits import Split
-from data.token_files import I64
+from data.splits import I64, Split
 
 THREADS, AHEAD = 4, 8  # ahead: micro-batches; several at once, since a disk answers several as fast as one
 
