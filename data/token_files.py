@@ -134,7 +134,7 @@ def write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, so
             write_tokens(new[f"{split}.bin"], ids)
         (folder / "val.bin").unlink(missing_ok=True)
         os.replace(new["train.bin"], folder / "train.bin")
-        write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
+        write_meta(folder, meta)
         os.replace(new["val.bin"], folder / "val.bin")
     finally:
         for path in new.values():
@@ -151,6 +151,11 @@ def is_prepared(folder: Path, source: str) -> bool:
         return meta["source"] == source and all(unharmed)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Writes the description of a folder's token files to its meta.json. Raises OSError."""
+    write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
 
 
 # ---- the description -----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
     (tmp_path / "folder").mkdir()
     assert "folder holds no *.parquet" in prepare(tmp_path / "folder")
     (tmp_path / "a.csv").write_text("text\nhello")
-    assert "a.csv is none of *.parquet" in prepare(tmp_path / "a.csv")
+    assert "a.csv is not one of *.parquet" in prepare(tmp_path / "a.csv")
     write_documents(tmp_path / "empty.parquet", ["", None, ""])
     assert "has 0 tokens" in prepare(tmp_path / "empty.parquet")
     assert "'nope'" in fails(script(PREPARE, "--source", good, "--encoding=nope", "--out", tmp_path / "out"))
@@ -113,7 +113,7 @@ def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, doc
     if name == "b.parquet":  # seen at the start: its length is in its last bytes
         assert not list((tmp_path / "out").glob("*.bin"))
     else:
-        assert "what is finished stays" in line
+        assert "finished shards are kept" in line
         assert len(list((tmp_path / "out").glob("*.bin"))) > 3
 
 

@@ -102,7 +102,7 @@ def test_network_that_stays_away_says_what_to_run_next(tmp_path, hub):
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "the network failed 9 times" in line
-    assert "the same command goes on behind them" in line
+    assert "the same command goes on after them" in line
     assert done.stdout.count("attempt ") == 8
     assert len([r for r in hub.requests if "fineweb-edu" in r]) >= 9
 
