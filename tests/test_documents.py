@@ -177,10 +177,10 @@ def test_numbers_that_are_none_are_usage_errors(tmp_path, script: Script, option
         ("--source", "a.txt", "--subset=sample-100BT"),
     ],
 )
-def test_options_that_mean_nothing_beside_each_other_are_refused(tmp_path, script: Script, options):
+def test_options_that_have_no_meaning_with_each_other_are_refused(tmp_path, script: Script, options):
     done = script(PREPARE, *options, "--out", tmp_path / "out")
     assert done.code == 2
-    assert "means nothing beside" in done.err
+    assert "has no meaning with" in done.err
 
 
 def test_rows_come_once_each_through_faults_of_the_network(monkeypatch):
