@@ -57,7 +57,7 @@ def describe(folder: Path) -> bool:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What meta.json records, {} if there is none. Raises ValueError where its list of files is damaged."""
+    """What meta.json records, {} without a meta.json. Raises ValueError where its list of files is damaged."""
     if not path.exists():
         return {}
     recorded: dict[str, Any] = json.loads(path.read_text())

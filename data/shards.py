@@ -101,7 +101,7 @@ def encoded_rows(
 ) -> Generator[Encoded, None, None]:
     """The rows of a source, encoded ahead in several threads. Raises ValueError where the source cannot be read."""
     # Threads, not processes: tiktoken releases Python's lock, and one thread of fastokens is faster than reading and
-    # writing. Nothing is copied between processes, and killing the one process leaves none behind.
+    # writing. Nothing is copied between processes, and no process is left when this one is killed.
     pool = ThreadPoolExecutor(threads)
     waiting = deque[Future[list[Encoded]]]()
     reading = tasks(source.rows(position.file, position.row))
@@ -191,7 +191,7 @@ def write_shards(
     threads: int,
     total: int | None,
 ) -> None:
-    """Writes those of the shards that folder lacks or that are damaged, and meta.json anew after each.
+    """Writes the shards that folder lacks or that are damaged, and updates meta.json after each.
 
     The last one that the source fills is marked "last" there. `total` tokens are expected, None if that is not known.
     Raises ValueError where the source cannot be read or has changed, OSError where folder cannot be written.

@@ -16,7 +16,7 @@ from data.tokenizer import Ids
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-SCANNED = 1 << 28  # tokens: a split of this size is checked at the start within a second, a larger one as it is read
+SCANNED = 1 << 28  # tokens: a split of at most this size is checked when opened, in a second; a larger one when read
 FINGERPRINTED = 1 << 20  # tokens at the beginning of each shard
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
 FEISTEL_ROUNDS = 6
@@ -32,7 +32,7 @@ class Split:
     split into micro-batches and ranks.
 
     With document_start, the token that documents begin with, a window of train_batch moves on to the first such
-    token within its block_size; it stays if there is none. Then some tokens are in two windows, and some in none.
+    token within its block_size, and stays where it is without one. Then some tokens are in two windows, some in none.
 
     Raises ValueError where files are missing, damaged or too short, or hold ids of vocab_size and more.
     """
@@ -58,8 +58,8 @@ class Split:
         if self.tokens <= SCANNED:
             for shard, ids in enumerate(self.shards):
                 self._check(np.array([shard]), np.array([0]), ids[None])
-        # One window fewer than could fit, except in a shard with room for one only: then all of them fit, whichever
-        # offset below block_size is drawn.
+        # One window fewer than could fit, so that all of them fit whichever offset below block_size is drawn. A shard
+        # with room for one window only has that one, and fewer offsets.
         self._windows = np.maximum(1, (self.lengths - block_size) // block_size)  # per shard and epoch
         self._offsets = np.minimum(block_size, self.lengths - self._windows * block_size)  # to choose from, per shard
         self.n_windows = int(self._windows.sum())  # per epoch
@@ -83,7 +83,7 @@ class Split:
         window = np.minimum(rows, n - 1) * int(self._eval_windows.sum()) // n
         shard, window_of_shard = locate(window, self._eval_windows)
         x, y = self._read(shard, window_of_shard * self.block_size)
-        y[rows >= n] = -1  # fill the last batch rather than shorten it: a new shape would be compiled anew
+        y[rows >= n] = -1  # fill the last batch rather than shorten it: a new shape would be compiled again
         return x, y
 
     def n_eval_windows(self, at_most: int) -> int:
@@ -114,9 +114,9 @@ class Split:
             )
 
     def _aligned(self, shard: int, start: int) -> int:
-        """The first place from `start` on where a document begins; `start` if there is none to move to.
+        """Where a window moves that began at `start`: to the first document's start in it, else nowhere.
 
-        A window moves less than its own length and never past the shard's end.
+        It moves less than its own length and never past the shard's end.
         """
         ids = self.shards[shard]
         end = min(start + self.block_size, len(ids) - self.block_size)

@@ -165,8 +165,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """The description of a folder's token files: {"tokenizer": its meta(), "vocab_size": ..., "end_of_text": ...}.
 
     It comes from meta.json, else from nanoGPT's meta.pkl, else it is GPT-2's, as nanoGPT assumes. end_of_text is the
-    token between documents, None if there is none or it is not known; an unknown tokenizer is {}. Raises ValueError
-    if the description cannot be read.
+    token between documents, None if the data has no such token or it is not known; an unknown tokenizer is {}.
+    Raises ValueError where the description cannot be read.
     """
     for path, read in ((folder / "meta.json", from_json), (folder / "meta.pkl", from_pickle)):
         if not path.exists():

@@ -85,7 +85,7 @@ def test_hub_that_refuses_is_one_line(tmp_path, hub):
 
 
 @pytest.mark.slow
-def test_other_subsets_and_one_that_is_none(tmp_path, hub, documents):
+def test_other_subsets_and_one_that_does_not_exist(tmp_path, hub, documents):
     done = online(hub, tmp_path, *SMALL, "--subset=nope")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -117,7 +117,7 @@ def test_pauses_between_attempts_grow(monkeypatch):
     with pytest.raises(ValueError, match="failed 9 times \\(gone\\)"):
         retried(call)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    with pytest.raises(KeyError):  # what is no fault of the network is not tried again
+    with pytest.raises(KeyError):  # another error than the network's is not tried again
         retried(lambda: dict[str, int]()["x"])
 
 

@@ -49,7 +49,7 @@ HASHED = 1 << 32  # bytes: in a finished folder of at most this size the checksu
 
 # Defaults of the options that exclude each other: not argparse's, so that a given value can be told from a default.
 DEFAULTS = {"subset": "sample-10BT", "text_column": "text", "encoding": "gpt2", "shard_tokens": 100_000_000}
-# Options that have no meaning with another one.
+# Options, and the other options that have no meaning with each.
 EXCLUDED = {"source": ["subset"], "pretokenized": ["source", "val_tokens", *DEFAULTS]}
 
 Entries = dict[str, Entry]  # of meta.json, by file name
@@ -282,7 +282,7 @@ def finished(folder: Path, shards: Iterable[tuple[str, int]], entries: Entries) 
 
 
 def damaged(folder: Path, entries: Entries) -> list[str]:
-    """Names of the shards whose checksum is not that of meta.json; of a large folder none, unchecked."""
+    """Names of the shards whose checksum differs from meta.json; [] for a large folder, which is not checked."""
     total_bytes = sum((folder / name).stat().st_size for name in entries)
     if total_bytes > HASHED:
         print(f"sizes are right; for the checksums of {total_bytes / 1e9:.0f} GB: python -m data.describe {folder}")
@@ -321,7 +321,7 @@ def refuse_val_only(folder: Path, meta: dict[str, Any]) -> None:
     for name in [*entries, "meta.json"]:
         (folder / name).unlink()
     remedy = f"try --val_tokens={tokens // 10}" if tokens >= 10 else "is --text_column right?"
-    raise ValueError(f"{meta['source']} has {tokens:,} tokens, all of which went into val; {remedy}")
+    raise ValueError(f"{meta['source']} has {tokens:,} tokens, and all of them went into val; {remedy}")
 
 
 # ---- where documents come from -------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def text_bytes(source: Source) -> int:
 
 
 def fetch(folder: Path, meta: dict[str, Any], shards: Iterable[tuple[str, int]], bad: list[str]) -> None:
-    """Downloads those of the shards that folder lacks or that are bad, and writes meta.json anew after each.
+    """Downloads the shards that folder lacks or that are bad, and updates meta.json after each.
 
     Raises ValueError where the network keeps failing or a file arrives damaged.
     """
