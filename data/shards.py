@@ -73,7 +73,7 @@ class TokenStream:
         return False
 
     def take(self, at_most: int) -> Ids:
-        """The next tokens, at_most of them and of one row only; none at the end of the source."""
+        """The next tokens of one row, no more than at_most; none at the end of the source."""
         if self.at_end():
             return self._ids
         taken = self._ids[:at_most]

@@ -56,6 +56,7 @@ def link_or_copy(path: Path, as_path: Path) -> None:
             shutil.copyfileobj(source, copy)
     else:
         os.replace(tmp, as_path)
+        tmp.unlink(missing_ok=True)  # if as_path was a link to this file already, POSIX's rename does nothing
 
 
 def sync_folder(folder: Path) -> None:
