@@ -20,48 +20,74 @@ from data.tokenizer import from_meta
 from deskgpt.errors import one_line_errors
 from deskgpt.files import file_sha256
 
+SHOWN_TOKENS = 60  # of the beginning of a split
+
+Entries = dict[str, dict[str, Any]]  # of meta.json: file name to tokens, documents, sha256 ...
+
 
 def describe(folder: Path) -> bool:
-    """Prints it; whether every file that meta.json lists is there, unharmed.
+    """Prints the description; returns whether folder holds every file that meta.json lists, unharmed, and no other.
 
-    Raises ValueError where folder has no token files, or some that are none.
+    Raises ValueError where a split or the list in meta.json is missing or cannot be read.
     """
-    meta, path = read_meta(folder), folder / "meta.json"
-    recorded: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    entries: dict[str, dict[str, Any]] = recorded.get("files", {})
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise ValueError(f"{path}: its list of files is damaged; prepare the data again")
-    paths = {split: token_files(folder, split) for split in ("train", "val")}
+    meta = read_meta(folder)
+    recorded = read_record(folder / "meta.json")
+    entries: Entries = recorded.get("files", {})
+    shards = {split: token_files(folder, split) for split in ("train", "val")}
+
     revision = f", revision {recorded['revision']}" if recorded.get("revision") else ""
     print(f"{folder}: {recorded.get('source', 'no meta.json')}{revision}")
     print(f"tokenizer: {meta['tokenizer'].get('name', 'unknown')}, vocabulary of {meta['vocab_size']:,}")
-    for split, shards in paths.items():
-        counts = [len(read_tokens(p)) for p in shards]
-        documents: list[Any] = [entries.get(p.name, {}).get("documents") for p in shards]
-        known = "" if None in documents else f", {sum(documents):,} documents"
-        each = f"{len(shards)} files of {min(counts):,} to {max(counts):,}" if len(shards) > 1 else "1 file"
-        print(f"{split}: {sum(counts):,} tokens{known}, {each}")
+    for split, paths in shards.items():
+        print(f"{split}: {counts(paths, entries)}")
 
-    faults = [f"{name} is missing" for name in entries if not (folder / name).exists()]
-    there = [p for shards in paths.values() for p in shards]
-    listed = [p for p in there if "sha256" in entries.get(p.name, {})]
-    for p in tqdm(listed, "checksums", leave=False, disable=None):
-        if file_sha256(p) != entries[p.name]["sha256"]:
-            faults.append(f"{p.name} is not what was written")
-    if entries:
-        faults += [f"{p.name} is not listed in meta.json, and is read all the same" for p in there if p not in listed]
-    print(f"checksums: {len(listed)} files compared with meta.json; faults: {len(faults)}")
+    faults = check(folder, [path for paths in shards.values() for path in paths], entries)
     for fault in faults:
         print(f"  {fault}; prepare the data again")
+
     try:
         tokenizer = from_meta(meta["tokenizer"])
     except ValueError as e:  # GPT-2's files may be neither cached nor within reach
         print(f"no text shown: {e}")
         return not faults
-    for split, shards in paths.items():
-        beginning = tokenizer.decode_bytes(read_tokens(shards[0])[:60].tolist())
+    for split, paths in shards.items():
+        beginning = tokenizer.decode_bytes(read_tokens(paths[0])[:SHOWN_TOKENS].tolist())
         print(f"{split} begins: {beginning.decode(errors='replace')!r}")
     return not faults
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What meta.json records, {} without a meta.json. Raises ValueError where its list of files is damaged."""
+    if not path.exists():
+        return {}
+    recorded: dict[str, Any] = json.loads(path.read_text())
+    entries = recorded.get("files", {})
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ValueError(f"{path}: its list of files is damaged; prepare the data again")
+    return recorded
+
+
+def counts(paths: list[Path], entries: Entries) -> str:
+    """The numbers of tokens, documents and files of a split, in words."""
+    tokens = [len(read_tokens(path)) for path in paths]
+    documents: list[Any] = [entries.get(path.name, {}).get("documents") for path in paths]
+    known = "" if None in documents else f", {sum(documents):,} documents"
+    files = f"{len(paths)} files of {min(tokens):,} to {max(tokens):,}" if len(paths) > 1 else "1 file"
+    return f"{sum(tokens):,} tokens{known}, {files}"
+
+
+def check(folder: Path, paths: list[Path], entries: Entries) -> list[str]:
+    """Compares the token files at `paths` with the list in meta.json, prints a summary, and returns the faults."""
+    faults = [f"{name} is missing" for name in entries if not (folder / name).exists()]
+    listed = [path for path in paths if "sha256" in entries.get(path.name, {})]
+    for path in tqdm(listed, "checksums", leave=False, disable=None):
+        if file_sha256(path) != entries[path.name]["sha256"]:
+            faults.append(f"{path.name} is not what was written")
+    if entries:
+        unlisted = [path for path in paths if path not in listed]
+        faults += [f"{path.name} is not listed in meta.json, and is read all the same" for path in unlisted]
+    print(f"checksums: {len(listed)} files compared with meta.json; faults: {len(faults)}")
+    return faults
 
 
 if __name__ == "__main__":

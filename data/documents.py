@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
 PACKED = (".gz", ".zst")
-ATTEMPTS, LONGEST_PAUSE_S = 9, 60  # with pauses of 1, 2, 4 ... 60, 60 seconds, beside those of the hub's own library
+ATTEMPTS = 9  # at one place of the source, each of them with the attempts that the hub's own library makes
+LONGEST_PAUSE_S = 60  # between attempts: 1, 2, 4 ... 60, 60 seconds
 
 Result = TypeVar("Result")
 
@@ -34,7 +35,7 @@ class Source:
     A txt file's rows are pieces of it; its line ends become "\\n".
     """
 
-    name: str  # what meta.json calls it
+    name: str  # as meta.json records it
     files: list[str]
     text_column: str = "text"
     revision: str | None = None  # of a data set on the hub
@@ -42,16 +43,19 @@ class Source:
     def rows(self, file: int, row: int) -> Iterator[Row]:
         """The rows from there on. Waits and tries again where the network fails.
 
-        Raises ValueError where it stays away or a file is damaged.
+        Raises ValueError where the network keeps failing or a file is damaged.
         """
         failures = 0
         while file < len(self.files):
             path = self.files[file]
+            is_text = format_of(path) == "text"
             try:
                 for text in self._texts(path, row):
-                    yield Row(file, row, format_of(path) != "text" or row == 0, text)
-                    row, failures = row + 1, 0
-                file, row = file + 1, 0
+                    yield Row(file, row, not is_text or row == 0, text)
+                    row += 1
+                    failures = 0
+                file += 1
+                row = 0
             except ImportError:
                 raise
             except Exception as e:  # the hub's, its HTTP client's, pyarrow's and json's errors share no class
@@ -60,26 +64,42 @@ class Source:
                 failures += 1
                 wait_or_give_up(e, failures)
 
+    def unreadable(self, path: str, e: Exception) -> ValueError:
+        """The error to raise after reading path has raised e."""
+        reason = first_line(e)
+        if isinstance(e, KeyError) or "No match for FieldRef" in reason:
+            return ValueError(f"{path} has no column {self.text_column!r}; name the one with the text: --text_column")
+        return ValueError(
+            f"{path} cannot be read as {format_of(path)} ({reason}); repair it or leave it out; finished shards are "
+            "kept"
+        )
+
     def _texts(self, path: str, first: int) -> Iterator[str]:
+        """The texts of one file from row `first` on."""
         import datasets
-        import pyarrow.types as types
+
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, over many lines, the errors it raises
+        kind = format_of(path)
+        if kind == "parquet":
+            yield from self._texts_of_parquet(path, first)
+            return
+        if path.endswith(".zst"):
+            import zstandard  # noqa: F401 (`datasets` unpacks with it: if it is missing, this line says so)
+        options = {"sample_by": "line", "keep_linebreaks": True}
+        stream = datasets.load_dataset("text", data_files=as_patterns(path), split="train", streaming=True, **options)
+        lines = (row["text"] for row in stream)
+        # Read jsonl line by line: as a table, its other columns would have to keep their types.
+        texts = pieces_of_lines(lines) if kind == "text" else map(self._text_of_json, lines)
+        yield from itertools.islice(texts, first, None)
+
+    def _texts_of_parquet(self, path: str, first: int) -> Iterator[str]:
+        import datasets
+        from pyarrow import types
         from pyarrow.dataset import ParquetFragmentScanOptions
 
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, over many lines, what it raises
-        if path.endswith(".zst"):
-            import zstandard  # noqa: F401 (what `datasets` unpacks it with: where it is missing, this says so)
-        files = [path if "://" in path else glob.escape(path)]  # `datasets` takes patterns
-        if format_of(path) != "parquet":
-            options = {"sample_by": "line", "keep_linebreaks": True}
-            stream = datasets.load_dataset("text", data_files=files, split="train", streaming=True, **options)
-            lines = (row["text"] for row in stream)
-            # Lines of jsonl are read one by one: as a table, other columns would have to keep their types.
-            texts = pieces_of_lines(lines) if format_of(path) == "text" else map(self._of_json, lines)
-            yield from itertools.islice(texts, first, None)
-            return
         stream = datasets.load_dataset(
             "parquet",
-            data_files=files,
+            data_files=as_patterns(path),
             split="train",
             streaming=True,
             columns=[self.text_column],
@@ -87,28 +107,30 @@ class Source:
             # pre_buffer=True, the default, holds all that was read of a file until its end: 2 GB of the hub's.
             fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),
         )
-        for table in (stream.skip(first) if first else stream).with_format("arrow").iter(batch_size=64):
+        if first:
+            stream = stream.skip(first)
+        for table in stream.with_format("arrow").iter(batch_size=64):
             column = table[self.text_column]
             kind = column.type.value_type if types.is_dictionary(column.type) else column.type
             if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
                 raise ValueError(f"column {self.text_column} holds {column.type}, not text")
-            yield from (text or "" for text in column.to_pylist())
+            for text in column.to_pylist():
+                yield text or ""
 
-    def _of_json(self, line: str) -> str:
-        value = json.loads(line.lstrip("\ufeff")) if not line.isspace() else {self.text_column: ""}
+    def _text_of_json(self, line: str) -> str:
+        """The text of a line of a jsonl file; none in an empty line. Raises ValueError, KeyError."""
+        if line.isspace():
+            return ""
+        value = json.loads(line.lstrip("\ufeff"))
         text = value[self.text_column] if isinstance(value, dict) else value
-        if not isinstance(text, str | None) or not isinstance(value, dict):
+        if not isinstance(value, dict) or not isinstance(text, str | None):
             raise ValueError(f"a line holds {type(text).__name__}, not an object with text in {self.text_column}")
         return (text or "").encode("utf-8", "replace").decode()  # json can spell halves of surrogate pairs
 
-    def unreadable(self, path: str, e: Exception) -> ValueError:
-        """What to raise where reading path raised e."""
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0][:160]
-        if isinstance(e, KeyError) or "No match for FieldRef" in reason:
-            return ValueError(f"{path} has no column {self.text_column!r}; name the one with the text: --text_column")
-        return ValueError(
-            f"{path} cannot be read as {format_of(path)} ({reason}); repair it or leave it out: what is finished stays"
-        )
+
+def as_patterns(path: str) -> list[str]:
+    """The patterns that `datasets` takes for the one file with this very name, or for a URL."""
+    return [path if "://" in path else glob.escape(path)]
 
 
 def format_of(path: str) -> str:
@@ -117,29 +139,40 @@ def format_of(path: str) -> str:
     packed = name.endswith(PACKED)
     suffix = Path(Path(name).stem if packed else name).suffix
     if suffix not in FORMATS or (packed and suffix == ".parquet"):
-        raise ValueError(f"{path} is none of *{', *'.join(FORMATS)}, the last two also packed as {' or '.join(PACKED)}")
+        raise ValueError(
+            f"{path} is not one of *{', *'.join(FORMATS)}; the last two may also be packed, as {' or '.join(PACKED)}"
+        )
     return FORMATS[suffix]
 
 
 def pieces_of_lines(lines: Iterator[str], size: int = 1 << 20) -> Iterator[str]:
-    """As `pieces`, of a text that comes line by line: at least `size` characters, cut where no encoding notices."""
+    """As tokenizer.pieces, of a text that comes line by line: pieces of at least `size` characters.
+
+    They are cut where no encoding notices: after a newline with no white space on either side.
+    """
     held: list[str] = []
-    n = 0
+    n_chars = 0
     for line in lines:
-        if n >= size and not line[0].isspace() and len(held[-1]) > 1 and not held[-1][-2].isspace():
+        if n_chars >= size and not line[0].isspace() and ends_in_a_word(held[-1]):
             yield "".join(held)
-            held, n = [], 0
+            held = []
+            n_chars = 0
         held.append(line)
-        n += len(line)
+        n_chars += len(line)
     if held:
         yield "".join(held)
+
+
+def ends_in_a_word(line: str) -> bool:
+    """Whether no white space precedes the newline at the end of line."""
+    return len(line) > 1 and not line[-2].isspace()
 
 
 # ---- network -------------------------------------------------------------------------------------------------
 
 
 def is_network_fault(e: BaseException) -> bool:
-    """Whether e, or what led to it, is a connection's fault or a server's (status 408, 429, 500 and more)."""
+    """Whether the cause of e is a connection or a server (status 408, 429, 500 and more)."""
     cause: BaseException | None = e
     while cause is not None:
         status = getattr(getattr(cause, "response", None), "status_code", None)
@@ -154,31 +187,41 @@ def is_network_fault(e: BaseException) -> bool:
 
 
 def retried(call: Callable[[], Result]) -> Result:
-    """What call returns, tried again where the network fails. Raises ValueError where that or the hub's no stays."""
+    """The result of call, which is repeated where the network fails.
+
+    Raises ValueError where the network keeps failing or the hub refuses.
+    """
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it tells of each attempt of its own, over many lines
-    for failures in itertools.count(1):
+    logging.set_verbosity_error()  # it reports each attempt of its own, over many lines
+    failures = 0
+    while True:
         try:
             return call()
         except Exception as e:
-            if not is_network_fault(e):
-                if not hasattr(e, "response"):
-                    raise
-                reason = " ".join(str(e).split())[:160]
-                raise ValueError(f"the hub refuses ({reason}...); does it ask for an account? hf auth login") from None
-            wait_or_give_up(e, failures)
-    raise AssertionError
+            if is_network_fault(e):
+                failures += 1
+                wait_or_give_up(e, failures)
+                continue
+            if not hasattr(e, "response"):
+                raise
+            reason = " ".join(str(e).split())[:160]
+            raise ValueError(f"the hub refuses ({reason}...); does it ask for an account? hf auth login") from None
 
 
 def wait_or_give_up(e: Exception, failures: int) -> None:
     """Sleeps longer with each failure in a row. Raises ValueError, with what to run next, after the last attempt."""
-    reason = (str(e).strip() or type(e).__name__).splitlines()[0][:160]
+    reason = first_line(e)
     if failures >= ATTEMPTS or "offline" in type(e).__name__.lower():
         raise ValueError(
             f"the network failed {failures} times ({reason}); finished shards are kept, and the same command goes "
-            "on behind them; --source FILE reads local files"
+            "on after them; --source FILE reads local files"
         ) from None
     pause_s = min(2 ** (failures - 1), LONGEST_PAUSE_S)
     tqdm.write(f"network: {reason}; attempt {failures + 1} of {ATTEMPTS} in {pause_s}s")
     time.sleep(pause_s)
+
+
+def first_line(e: Exception) -> str:
+    """What e says, in one line of at most 160 characters; its class where it says nothing."""
+    return (str(e).strip() or type(e).__name__).splitlines()[0][:160]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.splits import Split
-from data.token_files import I64
+from data.splits import I64, Split
 
 THREADS = 4  # several, since a disk answers several requests as fast as one
 AHEAD = 8  # micro-batches

@@ -1,6 +1,6 @@
-"""Documents to shards of token ids, tokenized in several threads, continued where a run was stopped.
+"""Documents to shards of token ids: tokenized in several threads, continued where an earlier run stopped.
 
-The shards of a folder are one sequence of tokens, cut every `shard_tokens`; what a document begins with is the
+The shards of a folder are one sequence of tokens, cut every `shard_tokens`; each document begins with the
 tokenizer's end-of-text token. meta.json records for each shard where in the source it ends, so that any of them
 can be made again, byte for byte, without those before it.
 """
@@ -8,14 +8,11 @@ can be made again, byte for byte, without those before it.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +20,27 @@ import numpy as np
 from tqdm import tqdm
 
 from data.documents import Row, Source
-from data.token_files import HEADER_BYTES, llmc_header, read_tokens
+from data.token_files import HEADER_BYTES, llmc_header, read_tokens, write_meta
 from data.tokenizer import Ids, Tokenizer, pieces
-from deskgpt.files import file_sha256, write_atomically
+from deskgpt.files import file_sha256, replacing
 
-TASK_CHARS = 1 << 19  # a task of the tokenizing threads; far more than what handing it over costs
+TASK_CHARS = 1 << 19  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
+BAR_INTERVAL_S = 2  # between two figures of speed and disk space in the progress bar
+
+Entry = dict[str, Any]  # of a shard in meta.json: tokens, documents, sha256, end and, for the last one, last
+
+
+class Position(NamedTuple):
+    """A place in the tokens of a source."""
+
+    file: int
+    row: int  # of the file
+    used: int  # tokens of the row before this place
 
 
 class Encoded(NamedTuple):
+    """A row with token ids instead of its text."""
+
     file: int
     row: int
     begins: bool
@@ -41,81 +51,109 @@ class Encoded(NamedTuple):
 # ---- tokenizing ----------------------------------------------------------------------------------------------
 
 
-def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[Encoded]:
-    """Rows with token ids in place of their text; empty documents have none."""
-    parts = [pieces(row.text) for row in rows]
-    encoded = iter(tokenizer.encode_batch([piece for of_row in parts for piece in of_row]))
-    first, none = np.array([tokenizer.end_of_text], np.uint16), np.zeros(0, np.uint16)
-    out = []
-    for row, of_row in zip(rows, parts, strict=True):
-        ids = [first if row.begins and row.text else none, *(next(encoded) for _ in of_row)]
-        out.append(Encoded(row.file, row.row, row.begins, np.concatenate(ids), len(row.text.encode())))
-    return out
-
-
 class TokenStream:
-    """The tokens of a source from a position on: [file, row, tokens of that row that are left behind]."""
+    """The tokens of a source from a position on."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, threads: int, position: list[int]) -> None:
-        self.position, self.bytes_read = position, 0
+    def __init__(self, source: Source, tokenizer: Tokenizer, threads: int, position: Position) -> None:
+        self.position = position  # of the next token
+        self.bytes_read = 0  # of text, in UTF-8
         self.documents = 0  # begun so far
-        self._skip, self._ids = position[2], np.zeros(0, np.uint16)
+        self._skip = position.used  # tokens to leave out of the next row
+        self._ids = np.zeros(0, np.uint16)  # the tokens left of the row at hand
         tokenizer.encode_batch(["x"])  # builds what it needs, before several threads ask for it
-        self._rows = self._encoded(source, tokenizer, threads)
+        self._rows = encoded_rows(source, tokenizer, threads, position)
 
-    def take(self, at_most: int) -> Ids:
-        """The next tokens, at most so many and of one row; none at the end of the source."""
+    def at_end(self) -> bool:
+        """Whether no tokens are left."""
         while not len(self._ids):
             encoded = next(self._rows, None)
             if encoded is None:
-                return self._ids
-            self.bytes_read += encoded.n_bytes
-            self.documents += encoded.begins and not self._skip and len(encoded.ids) > 0
-            self.position, self._ids = [encoded.file, encoded.row, self._skip], encoded.ids[self._skip :]
-            self._skip = 0
-        taken, self._ids = self._ids[:at_most], self._ids[at_most:]
+                return True
+            self._begin(encoded)
+        return False
+
+    def take(self, at_most: int) -> Ids:
+        """The next tokens of one row, no more than at_most; none at the end of the source."""
+        if self.at_end():
+            return self._ids
+        taken = self._ids[:at_most]
+        self._ids = self._ids[at_most:]
         file, row, used = self.position
-        self.position = [file, row, used + len(taken)] if len(self._ids) else [file, row + 1, 0]
+        row_is_used_up = len(self._ids) == 0
+        self.position = Position(file, row + 1, 0) if row_is_used_up else Position(file, row, used + len(taken))
         return taken
 
-    def _encoded(self, source: Source, tokenizer: Tokenizer, threads: int) -> Iterator[Encoded]:
-        # Threads, not processes: tiktoken lets go of Python's lock, fastokens is faster in one thread than what
-        # reads and writes, nothing is copied between processes, and killing the one process leaves none behind.
-        pool, waiting = ThreadPoolExecutor(threads), deque[Future[list[Encoded]]]()
-        reading, fault = tasks(source.rows(*self.position[:2])), None
-        try:
-            while True:
-                try:
-                    task = next(reading, None)
-                except ValueError as e:  # what was read before it is finished first
-                    task, fault = None, e
-                if task is None:
-                    break
-                waiting.append(pool.submit(encode_rows, tokenizer, task))
-                if len(waiting) > 2 * threads:
-                    yield from waiting.popleft().result()
-            while waiting:
-                yield from waiting.popleft().result()
-            if fault:
-                raise fault
-        finally:
-            pool.shutdown(cancel_futures=True)
-
     def close(self) -> None:
-        self._rows.close()  # type: ignore[attr-defined]
+        self._rows.close()
+
+    def _begin(self, encoded: Encoded) -> None:
+        """Makes this row the one at hand."""
+        self.bytes_read += encoded.n_bytes
+        if encoded.begins and len(encoded.ids) and self._skip == 0:
+            self.documents += 1
+        self.position = Position(encoded.file, encoded.row, self._skip)
+        self._ids = encoded.ids[self._skip :]
+        self._skip = 0
+
+
+def encoded_rows(
+    source: Source, tokenizer: Tokenizer, threads: int, position: Position
+) -> Generator[Encoded, None, None]:
+    """The rows of a source, encoded ahead in several threads. Raises ValueError where the source cannot be read."""
+    # Threads, not processes: tiktoken releases Python's lock, and one thread of fastokens is faster than reading and
+    # writing. Nothing is copied between processes, and no process is left when this one is killed.
+    pool = ThreadPoolExecutor(threads)
+    waiting = deque[Future[list[Encoded]]]()
+    reading = tasks(source.rows(position.file, position.row))
+    fault: ValueError | None = None
+    try:
+        while True:
+            try:
+                task = next(reading, None)
+            except ValueError as e:  # first finish what was read before it
+                fault = e
+                break
+            if task is None:
+                break
+            waiting.append(pool.submit(encode_rows, tokenizer, task))
+            if len(waiting) > 2 * threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+        if fault:
+            raise fault
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def tasks(rows: Iterator[Row]) -> Iterator[list[Row]]:
     """Rows in groups of at least TASK_CHARS characters."""
-    held, n = [], 0
+    held: list[Row] = []
+    n_chars = 0
     for row in rows:
         held.append(row)
-        n += len(row.text)
-        if n >= TASK_CHARS:
+        n_chars += len(row.text)
+        if n_chars >= TASK_CHARS:
             yield held
-            held, n = [], 0
+            held = []
+            n_chars = 0
     if held:
         yield held
+
+
+def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[Encoded]:
+    """Rows with token ids instead of their text; empty documents have none."""
+    pieces_of_rows = [pieces(row.text) for row in rows]
+    encoded = iter(tokenizer.encode_batch([piece for of_row in pieces_of_rows for piece in of_row]))
+    end_of_text = np.array([tokenizer.end_of_text], np.uint16)
+    nothing = np.zeros(0, np.uint16)
+    out = []
+    for row, of_row in zip(rows, pieces_of_rows, strict=True):
+        parts = [end_of_text if row.begins and row.text else nothing]
+        for _ in of_row:
+            parts.append(next(encoded))
+        out.append(Encoded(row.file, row.row, row.begins, np.concatenate(parts), len(row.text.encode())))
+    return out
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -124,93 +162,23 @@ def tasks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 def plan(val_tokens: int, train_tokens: float, shard_tokens: int) -> Iterator[tuple[str, int]]:
     """Names and sizes of the shards: val_000000.bin, then train_000001.bin and so on; train_tokens may be inf."""
     number = itertools.count()
-    for split, left in (("val", val_tokens), ("train", train_tokens)):
+    for split, split_tokens in (("val", val_tokens), ("train", train_tokens)):
+        left = split_tokens
         while left > 0:
             yield f"{split}_{next(number):06}.bin", int(min(shard_tokens, left))
             left -= shard_tokens
 
 
-def is_there(path: Path, size: int, entry: dict[str, Any]) -> bool:
-    """Whether the file has the tokens that its entry in meta.json says, and these are `size` or all that are left."""
+def is_there(path: Path, size: int, entry: Entry) -> bool:
+    """Whether the file has the tokens of its entry, and these are at least `size` or all that the source has."""
+    if not entry:
+        return False
     try:
-        return (
-            bool(entry) and len(read_tokens(path)) == entry["tokens"] and (entry["tokens"] >= size or "last" in entry)
-        )
+        tokens = len(read_tokens(path))
     except (OSError, ValueError):
         return False
-
-
-class Progress(tqdm):
-    """A bar of tokens that shows MB/s of text and the disk space left, on a terminal only."""
-
-    n: int
-
-    def __init__(self, folder: Path, total: int | None) -> None:
-        super().__init__(total=total, unit="tok", unit_scale=True, disable=None, smoothing=0.05)
-        self.folder, self.t0, self.bytes_read = folder, time.perf_counter(), 0
-
-    def skip(self, tokens: int) -> None:
-        """Counts what was there already, which tells nothing about the speed."""
-        if not self.disable:
-            self.initial += tokens
-            self.n += tokens
-            self.last_print_n = self.n
-
-    def advance(self, tokens: int, bytes_read: int) -> None:
-        self.bytes_read += bytes_read
-        elapsed_s = time.perf_counter() - self.t0
-        if elapsed_s > 2:
-            mb_per_s = self.bytes_read / 1e6 / elapsed_s
-            self.set_postfix_str(f"{mb_per_s:.1f} MB/s, {free_space(self.folder)}", refresh=False)
-            self.t0, self.bytes_read = time.perf_counter(), 0
-        self.update(tokens)
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-
-
-def free_space(folder: Path) -> str:
-    return f"{gigabytes(shutil.disk_usage(folder).free)} free"
-
-
-def write_shard(path: Path, size: int, stream: TokenStream, bar: Progress, sha256: str | None) -> dict[str, Any]:
-    """Writes `size` tokens of the stream, or all that are left, under a temporary name first; its entry for meta.json.
-
-    Writes nothing where none are left. sha256 is the checksum to come, where it is known. Raises ValueError where
-    another comes, OSError where the disk is full.
-    """
-    tmp = path.with_name(path.name + ".tmp")
-    documents, written = stream.documents, 0
-    try:
-        with open(tmp, "wb") as f:
-            f.write(bytes(HEADER_BYTES))
-            before = stream.bytes_read
-            while written < size and len(ids := stream.take(size - written)):
-                f.write(ids.astype("<u2", copy=False).tobytes())
-                written += len(ids)
-                bar.advance(len(ids), stream.bytes_read - before)
-                before = stream.bytes_read
-            f.seek(0)
-            f.write(llmc_header(written))
-            f.flush()
-            os.fsync(f.fileno())
-        entry = {"tokens": written, "documents": stream.documents - documents, "sha256": file_sha256(tmp)}
-        if sha256 not in (None, entry["sha256"]):
-            raise ValueError(
-                f"{path} would come out unlike before: its source is not what it was; prepare into another --out"
-            )
-        if written:
-            os.replace(tmp, path)
-        return entry | {"end": stream.position}
-    except OSError as e:
-        raise OSError(
-            f"cannot write {path}: {e.strerror or e}; finished shards are kept: free some disk space and run the same "
-            "command again"
-        ) from None
-    finally:
-        with suppress(OSError):
-            tmp.unlink(missing_ok=True)
+    enough = entry["tokens"] >= size or "last" in entry
+    return tokens == entry["tokens"] and enough
 
 
 def write_shards(
@@ -223,46 +191,139 @@ def write_shards(
     threads: int,
     total: int | None,
 ) -> None:
-    """Writes those of the shards that folder lacks or that are damaged, and meta.json anew after each.
+    """Writes the shards that folder lacks or that are damaged, and updates meta.json after each.
 
-    The one with which the source ends is marked "last" there. `total` tokens are expected, None where unknown.
+    The last one that the source fills is marked "last" there. `total` tokens are expected, None if that is not known.
     Raises ValueError where the source cannot be read or has changed, OSError where folder cannot be written.
     """
-    entries: dict[str, dict[str, Any]] = meta["files"]
+    entries: dict[str, Entry] = meta["files"]
+    position = Position(0, 0, 0)
+    previous: str | None = None  # name of the shard before this one
     stream: TokenStream | None = None
-    position, before = [0, 0, 0], ""
     with Progress(folder, total) as bar:
         try:
             for name, size in shards:
                 old = entries.get(name, {})
+
+                # ---- a shard that is there: go on after it ----
                 if is_there(folder / name, size, old) and name not in damaged:
                     bar.skip(old["tokens"])
-                    position, before = old["end"], name
-                    if stream:
+                    position = Position(*old["end"])
+                    previous = name
+                    if stream:  # which is still before this shard
                         stream.close()
                         stream = None
                     if "last" in old:
                         break
                     continue
+
+                # ---- one that is not ----
                 size = max(size, old.get("tokens", 0))  # a smaller one would leave a gap before the next
-                stream = stream or TokenStream(source, tokenizer, threads, position)
-                t0, bytes_before = time.perf_counter(), stream.bytes_read
+                made_alike = bool(old) and (old["tokens"] == size or "last" in old)
+                if stream is None:
+                    stream = TokenStream(source, tokenizer, threads, position)
                 bar.set_description(name)
-                same = old["sha256"] if old and (old["tokens"] == size or "last" in old) else None
-                new = write_shard(folder / name, size, stream, bar, same)
-                mb_per_s = (stream.bytes_read - bytes_before) / 1e6 / (time.perf_counter() - t0)
-                ended = new["tokens"] < size or "last" in old
-                if new["tokens"]:
-                    entries[name], before = new, name
-                    tqdm.write(
-                        f"{name}: {new['tokens']:,} tokens, {new['documents']:,} documents, {mb_per_s:.1f} MB/s, "
-                        f"{free_space(folder)}"
-                    )
-                if ended and before:
-                    entries[before]["last"] = True
-                write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
+                entry = write_shard(folder / name, size, stream, bar, old["sha256"] if made_alike else None)
+                if entry:
+                    entries[name] = entry
+                    previous = name
+                ended = entry is None or entry["tokens"] < size or "last" in old
+                if ended and previous:
+                    entries[previous]["last"] = True
+                write_meta(folder, meta)
                 if ended:
                     break
         finally:
             if stream:
                 stream.close()
+
+
+def write_shard(path: Path, size: int, stream: TokenStream, bar: Progress, sha256: str | None) -> Entry | None:
+    """Writes `size` tokens of the stream, or all that are left; returns the entry for meta.json.
+
+    Writes nothing and returns None if no tokens are left. sha256 is the checksum that the file must get, None if it
+    may be any. Raises ValueError where it gets another, OSError where the disk is full.
+    """
+    t0 = time.perf_counter()
+    bytes_before = stream.bytes_read
+    documents_before = stream.documents
+    if stream.at_end():
+        if sha256 is not None:
+            raise source_has_changed(path)
+        return None
+    try:
+        with replacing(path) as file:
+            file.write(bytes(HEADER_BYTES))  # room for it: the number of tokens is not known yet
+            tokens = 0
+            bytes_shown = bytes_before
+            while tokens < size and not stream.at_end():
+                ids = stream.take(size - tokens)
+                file.write(ids.astype("<u2", copy=False).tobytes())
+                tokens += len(ids)
+                bar.advance(len(ids), stream.bytes_read - bytes_shown)
+                bytes_shown = stream.bytes_read
+            file.seek(0)
+            file.write(llmc_header(tokens))
+            file.flush()
+            checksum = file_sha256(Path(file.name))
+            if sha256 not in (None, checksum):
+                raise source_has_changed(path)
+    except OSError as e:
+        raise OSError(
+            f"cannot write {path}: {e.strerror or e}; finished shards are kept: free some disk space and run the same "
+            "command again"
+        ) from None
+    documents = stream.documents - documents_before
+    mb_per_s = (stream.bytes_read - bytes_before) / 1e6 / (time.perf_counter() - t0)
+    tqdm.write(
+        f"{path.name}: {tokens:,} tokens, {documents:,} documents, {mb_per_s:.1f} MB/s, {free_space(path.parent)}"
+    )
+    return {"tokens": tokens, "documents": documents, "sha256": checksum, "end": stream.position}
+
+
+def source_has_changed(path: Path) -> ValueError:
+    """The error to raise where a shard would differ from the one that meta.json describes."""
+    return ValueError(f"{path} would come out unlike before: its source has changed; prepare into another --out")
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------
+
+
+class Progress(tqdm):
+    """A bar of tokens that shows MB/s of text and the disk space left, on a terminal only."""
+
+    n: int
+
+    def __init__(self, folder: Path, total: int | None) -> None:
+        super().__init__(total=total, unit="tok", unit_scale=True, disable=None, smoothing=0.05)
+        self.folder = folder
+        self.t0 = time.perf_counter()
+        self.bytes_read = 0  # since t0
+
+    def skip(self, tokens: int) -> None:
+        """Counts tokens that were there already, which say nothing about the speed."""
+        if not self.disable:
+            self.initial += tokens
+            self.n += tokens
+            self.last_print_n = self.n
+
+    def advance(self, tokens: int, bytes_read: int) -> None:
+        """Counts tokens that were written, and the bytes of text that were read for them."""
+        self.bytes_read += bytes_read
+        elapsed_s = time.perf_counter() - self.t0
+        if elapsed_s > BAR_INTERVAL_S:
+            mb_per_s = self.bytes_read / 1e6 / elapsed_s
+            self.set_postfix_str(f"{mb_per_s:.1f} MB/s, {free_space(self.folder)}", refresh=False)
+            self.t0 = time.perf_counter()
+            self.bytes_read = 0
+        self.update(tokens)
+
+
+def gigabytes(size: float) -> str:
+    """A number of bytes in GB, or in MB below 0.1 GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def free_space(folder: Path) -> str:
+    """The free space on the disk of folder."""
+    return f"{gigabytes(shutil.disk_usage(folder).free)} free"

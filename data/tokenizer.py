@@ -1,7 +1,7 @@
 """Text to token ids and back: characters, UTF-8 bytes, or any tiktoken encoding whose ids fit into uint16.
 
-A tokenizer is described by a small dictionary (`meta()`, `from_meta()`), which travels in a data folder's
-meta.json and in checkpoints, so that a checkpoint can be sampled from where its data is not.
+A small dictionary describes a tokenizer (`meta()`, `from_meta()`). It is kept in a data folder's meta.json and in
+checkpoints, so that a checkpoint can be sampled from on a machine without its data.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import re
 from typing import Any, Protocol
 
@@ -22,7 +23,9 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-CHECK_EVERY = 16  # batches: one text in each, or its beginning
+CHECK_EVERY = 16  # batches: in one of them, one text is encoded by tiktoken too
+CHECKED_CHARS = 20_000  # of that text
+VOCAB_MULTIPLE = 64  # ids: whole tiles in the matmul of the head
 
 
 class Tokenizer(Protocol):
@@ -30,7 +33,7 @@ class Tokenizer(Protocol):
     end_of_text: int | None  # the token that documents begin with; None where the tokenizer has none
 
     def encode(self, text: str) -> Ids:
-        """Token ids of plain text. Raises ValueError for text that has none."""
+        """Token ids (n,) of plain text. Raises ValueError for characters that have no token."""
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         """As encode, of many texts at once, which can be much faster."""
@@ -41,7 +44,8 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: list[int]) -> bytes:
         """UTF-8 of token ids; several tokens can make up one character."""
 
-    def meta(self) -> dict[str, Any]: ...
+    def meta(self) -> dict[str, Any]:
+        """The description from which `from_meta` makes the same tokenizer."""
 
 
 class CharTokenizer:
@@ -54,7 +58,8 @@ class CharTokenizer:
             raise ValueError(
                 f"{len(chars):,} different characters do not fit into uint16 ids; use --tokenizer bytes or gpt2"
             )
-        self.chars, self.vocab_size = chars, len(chars)
+        self.chars = chars
+        self.vocab_size = len(chars)
         points = code_points(chars)
         self._order = np.argsort(points)
         self._sorted = points[self._order]
@@ -69,7 +74,9 @@ class CharTokenizer:
         at = np.searchsorted(self._sorted, points).clip(max=self.vocab_size - 1)
         unknown = np.unique(points[self._sorted[at] != points])
         if unknown.size:
-            named = ", ".join(repr(chr(p)) for p in unknown[:10]) + (", ..." if unknown.size > 10 else "")
+            named = ", ".join(repr(chr(p)) for p in unknown[:10])
+            if unknown.size > 10:
+                named += ", ..."
             raise ValueError(f"the tokenizer does not know {named}; its {self.vocab_size} characters: {self.chars!r}")
         return self._order[at].astype(np.uint16)
 
@@ -79,7 +86,7 @@ class CharTokenizer:
     encode_prompt = encode
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        # surrogatepass: lone surrogates can stand in text read with errors="surrogateescape"
+        # surrogatepass: text that was read with errors="surrogateescape" can hold lone surrogates
         return "".join(self.chars[i] for i in ids).encode("utf-8", "surrogatepass")
 
     def meta(self) -> dict[str, Any]:
@@ -122,31 +129,41 @@ class TiktokenTokenizer:
                 f"the files of tokenizer {name!r} are not cached and cannot be downloaded ({type(e).__name__}); "
                 "connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds them"
             ) from None
-        self.name, self.vocab_size = name, self._encoding.n_vocab
+        self.name = name
+        self.vocab_size = self._encoding.n_vocab
         self.end_of_text: int | None = self._encoding.eot_token
         if self.vocab_size > 1 << 16:
             raise ValueError(f"tokenizer {name!r} has {self.vocab_size:,} ids; token files hold uint16, at most 65,536")
         self._batches = itertools.count()
 
     def encode(self, text: str) -> Ids:
-        # disallowed_special=(): the text may contain "<|endoftext|>", which is then spelt out in ordinary tokens
+        # disallowed_special=(): text may contain "<|endoftext|>"; it is spelt out in ordinary tokens
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        if not texts or self.name != "gpt2" or (fast := fast_gpt2()) is None:
+        fast = fast_gpt2() if self.name == "gpt2" else None
+        if not texts or fast is None:
             return [self.encode(text) for text in texts]
-        buffer, bounds = fast.encode_batch_flat(texts)  # uint32 of all texts, uint64 where each begins and ends
-        ends = np.frombuffer(bounds, "<u8")[1:-1].astype(np.int64)
-        ids = np.split(np.frombuffer(buffer, "<u4").astype(np.uint16), ends)
-        # tiktoken, many times slower, stays the reference: a mistake may not go unnoticed in billions of tokens.
-        turn, now = divmod(next(self._batches), CHECK_EVERY)
-        sample = texts[turn % len(texts)][:20_000]
-        if now == 0 and fast.encode_batch_flat([sample])[0] != self.encode(sample).astype("<u4").tobytes():
+        buffer, bounds = fast.encode_batch_flat(texts)
+        ids = np.frombuffer(buffer, "<u4").astype(np.uint16)  # of all texts
+        begins = np.frombuffer(bounds, "<u8").astype(np.int64)  # of each text, and the end of the last one
+        batch = next(self._batches)
+        if batch % CHECK_EVERY == 0:
+            self._check_fast(fast, texts[batch // CHECK_EVERY % len(texts)])
+        return np.split(ids, begins[1:-1])
+
+    def _check_fast(self, fast: Any, text: str) -> None:
+        """Raises ValueError where fastokens and tiktoken encode the beginning of text differently.
+
+        tiktoken, many times slower, is the reference: no mistake may go unnoticed in billions of tokens.
+        """
+        sample = text[:CHECKED_CHARS]
+        buffer, _ = fast.encode_batch_flat([sample])
+        if buffer != self.encode(sample).astype("<u4").tobytes():
             raise ValueError(
                 f"fastokens and tiktoken encode a text differently ({sample[:40]!r}...); pip uninstall fastokens, and "
-                "prepare the data anew"
+                "prepare the data again"
             )
-        return ids
 
     def encode_prompt(self, text: str) -> Ids:
         return self._encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
@@ -160,9 +177,9 @@ class TiktokenTokenizer:
 
 @functools.cache
 def fast_gpt2() -> Any:
-    """fastokens' encoder of GPT-2's vocabulary, made from the files of tiktoken's cache; None where not installed.
+    """fastokens' encoder of GPT-2's vocabulary, made from the files of tiktoken's cache; None if it is not installed.
 
-    15 times as fast as tiktoken's and more (bench/results/2026-11-21-tokenizing.md), but in one thread at a time.
+    It is at least 15 times as fast as tiktoken's (bench/results/2026-11-21-tokenizing.md), but in one thread at a time.
     """
     try:
         from fastokens import Tokenizer as FastTokenizer
@@ -170,21 +187,30 @@ def fast_gpt2() -> Any:
         return None
     from tiktoken.load import read_file_cached
 
-    vocabulary, merges = (read_file_cached(GPT2_FILES + name, sha256) for name, sha256 in GPT2_SHA256.items())
-    ids = json.loads(vocabulary)
+    files = {name: read_file_cached(GPT2_FILES + name, checksum) for name, checksum in GPT2_SHA256.items()}
+    ids = json.loads(files["encoder.json"])
     ids.pop("<|endoftext|>")  # in a text it is ordinary characters
+    merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # without the version line and the end
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "vocab": ids, "merges": merges.decode().split("\n")[1:-1]}
-    parts = {"normalizer": None, "pre_tokenizer": by_bytes, "model": model, "post_processor": None, "decoder": by_bytes}
-    return FastTokenizer.from_json_str(json.dumps({"version": "1.0", "added_tokens": [], **parts}))
+    description: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": by_bytes,
+        "model": {"type": "BPE", "vocab": ids, "merges": merges},
+        "post_processor": None,
+        "decoder": by_bytes,
+    }
+    return FastTokenizer.from_json_str(json.dumps(description))
 
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
+    """The Unicode code points of text, lone surrogates included."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `meta()` described. Raises ValueError."""
+    """The tokenizer that `meta()` describes. Raises ValueError."""
     name = meta.get("name")
     if name == "char" and isinstance(meta.get("chars"), str) and meta["chars"]:
         return CharTokenizer(meta["chars"])
@@ -199,16 +225,19 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
 
 def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:
     """Rows of a new model's embedding: a BPE vocabulary is rounded up to whole matmul tiles (50257 to 50304)."""
-    return -(-vocab_size // 64) * 64 if meta.get("name") not in (None, "char", "bytes") else vocab_size
+    if meta.get("name") in (None, "char", "bytes"):
+        return vocab_size
+    return math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def pieces(text: str, size: int = 1 << 20) -> list[str]:
-    """text cut into pieces of at least `size` characters whose GPT-2 encodings join to that of the whole.
+    """Cuts text into pieces of at least `size` characters whose GPT-2 encodings join to that of the whole.
 
-    The cuts fall behind a newline with no white space on either side. There GPT-2's pattern makes the newline a
+    Each cut follows a newline with no white space on either side. There GPT-2's pattern makes the newline a
     match of its own (its `\\s+(?!\\S)` needs a second white-space character), cut or not.
     """
-    out, start = [], 0
+    out = []
+    start = 0
     cut = re.compile(r"(?<=\S)\n(?=\S)")
     while start < len(text):
         at = cut.search(text, start + size)

@@ -53,10 +53,10 @@ def save(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
     path = out_dir / NAME
     best_path = out_dir / BEST
     try:
-        if path.exists() and not best and not best_path.exists():  # nanoGPT's run, which has one file only
-            link_or_copy(path, best_path)
         with replacing(path) as file:
             torch.save(vars(checkpoint), file)
+            if path.exists() and not best and not best_path.exists():  # nanoGPT's run, which has one file only
+                link_or_copy(path, best_path)
         if best:
             link_or_copy(path, best_path)
         sync_folder(out_dir)

@@ -1,4 +1,4 @@
-"""Files that are either whole or as they were: written through a temporary name, compared by checksum."""
+"""Files that hold either their old content or the new one, never a part; and checksums to compare them by."""
 
 from __future__ import annotations
 
@@ -10,64 +10,69 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+TEMPORARY = ".tmp"  # what a file's name ends with while it is written
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that replaces path when the block ends well."""
-    tmp = path.with_name(path.name + ".tmp")
+def replacing(path: Path, temporary: str = TEMPORARY) -> Iterator[BinaryIO]:
+    """Opens a new file that takes the place of `path`, in one step, when the block ends well.
+
+    Meanwhile its name is that of `path` and `temporary`. When the block or the disk fails, the new file is removed,
+    `path` keeps its old content, and the error passes through: its words are up to the caller.
+    """
+    tmp = path.with_name(path.name + temporary)
     try:
         with open(tmp, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or a power cut could leave the new name on an empty file
         os.replace(tmp, path)
     except BaseException:
-        with suppress(OSError):
+        with suppress(OSError):  # the folder may be missing
             tmp.unlink(missing_ok=True)
         raise
 
 
 def write_atomically(path: Path, content: bytes | bytearray) -> None:
-    """Writes path through a temporary file, so that it holds the old content or the new, never a part."""
-    tmp = path.with_name(path.name + ".tmp")
+    """Writes path, in a folder made if need be. Raises OSError, one line, with the old content unharmed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
+        with replacing(path) as file:
+            file.write(content)
     except OSError as e:
-        with suppress(OSError):  # where the folder itself is none
-            tmp.unlink(missing_ok=True)
         raise OSError(
             f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder"
         ) from None
 
 
-def sha256(content: Any) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def link_or_copy(path: Path, as_path: Path) -> None:
-    """Makes as_path the same content as path: by a hard link, which costs no space, else by a copy."""
-    tmp = as_path.with_name(as_path.name + ".tmp")
+    """Gives as_path the content of path: by a hard link, which takes no space, or else by a copy. Raises OSError."""
+    tmp = as_path.with_name(as_path.name + TEMPORARY)
     tmp.unlink(missing_ok=True)
     try:
         os.link(path, tmp)
     except OSError:  # FAT and some network file systems have no hard links
-        shutil.copyfile(path, tmp)
-    os.replace(tmp, as_path)
+        with open(path, "rb") as source, replacing(as_path) as copy:
+            shutil.copyfileobj(source, copy)
+    else:
+        os.replace(tmp, as_path)
+        tmp.unlink(missing_ok=True)  # if as_path was a link to this file already, POSIX's rename does nothing
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in folder durable; a no-op where folders cannot be opened (Windows)."""
+    """Makes renames in folder durable; does nothing where folders cannot be opened (Windows)."""
     if hasattr(os, "O_DIRECTORY"):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(fd)
         os.close(fd)
+
+
+def sha256(content: Any) -> str:
+    """The SHA-256 of bytes or of an array's bytes, in hex digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hex digits. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

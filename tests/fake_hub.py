@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: a folder as data sets, as far as reading them needs, with faults to order."""
+"""A Hugging Face hub on this machine: serves a folder as data sets, as far as reading needs, with faults on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root  # root/OWNER/NAME/...
-        self.faults: list[str] = []  # what becomes of the next reads of file contents: "503" or "cut"
+        self.faults: list[str] = []  # how the next reads of file contents fail: "503" or "cut"
         self.down = False  # every request is answered with 503
         self.requests: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_port}"

@@ -21,7 +21,7 @@ END_OF_TEXT = 255  # of --encoding=bytes
 
 
 def write_documents(path: Path, texts: Sequence[str | None], column: str = "text") -> Path:
-    """A file of documents with another column beside, in the format of its name."""
+    """Writes a file of documents, with one more column, in the format of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"id": list(range(len(texts))), column: pa.array(texts, pa.string())}), path, 100)

@@ -53,7 +53,7 @@ def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
     (tmp_path / "folder").mkdir()
     assert "folder holds no *.parquet" in prepare(tmp_path / "folder")
     (tmp_path / "a.csv").write_text("text\nhello")
-    assert "a.csv is none of *.parquet" in prepare(tmp_path / "a.csv")
+    assert "a.csv is not one of *.parquet" in prepare(tmp_path / "a.csv")
     write_documents(tmp_path / "empty.parquet", ["", None, ""])
     assert "has 0 tokens" in prepare(tmp_path / "empty.parquet")
     assert "'nope'" in fails(script(PREPARE, "--source", good, "--encoding=nope", "--out", tmp_path / "out"))
@@ -66,7 +66,7 @@ def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
 
 
 def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Script):
-    """Names that would be patterns, files that are none of ours beside, and columns that change their type."""
+    """Names that look like patterns, other files in the same folder, and columns that change their type."""
     folder = tmp_path / "a [1] * x"
     write_documents(folder / "b[ab]?.parquet", ["one"])
     table = pa.table({"text": pa.array(["two", "two"]).dictionary_encode(), "meta": [None, None]})
@@ -96,7 +96,7 @@ def test_source_that_all_goes_into_val_names_a_smaller_val(tmp_path, script: Scr
     write_documents(tmp_path / "a.jsonl", ["hello"] * 100)
     prepare = (PREPARE, "--source", tmp_path / "a.jsonl", "--encoding=bytes", "--out", tmp_path / "out")
     line = fails(script(*prepare, "--val_tokens=1e5"))
-    assert "has 600 tokens, all of which went into val; try --val_tokens=60" in line
+    assert "has 600 tokens, and all of them went into val; try --val_tokens=60" in line
     assert script(*prepare, "--val_tokens=60").code == 0
 
 
@@ -113,11 +113,11 @@ def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, doc
     if name == "b.parquet":  # seen at the start: its length is in its last bytes
         assert not list((tmp_path / "out").glob("*.bin"))
     else:
-        assert "what is finished stays" in line
+        assert "finished shards are kept" in line
         assert len(list((tmp_path / "out").glob("*.bin"))) > 3
 
 
-def test_folder_prepared_otherwise_is_not_touched(tmp_path, script: Script, prepared):
+def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: Script, prepared):
     source, out = prepared
     before = contents(out)
     line = fails(script(PREPARE, "--source", source, *SMALL, "--shard_tokens=1e5", "--out", out))
@@ -162,7 +162,7 @@ def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):
 
 
 @pytest.mark.parametrize("option", ["--tokens=0", "--tokens=many", "--tokens=1.5", "--tokens=inf", "--num_proc=-1"])
-def test_numbers_that_are_none_are_usage_errors(tmp_path, script: Script, option):
+def test_options_that_are_not_whole_numbers_are_usage_errors(tmp_path, script: Script, option):
     done = script(PREPARE, "--source", tmp_path, option)
     assert done.code == 2
     assert option.partition("=")[0] in done.err
@@ -177,10 +177,10 @@ def test_numbers_that_are_none_are_usage_errors(tmp_path, script: Script, option
         ("--source", "a.txt", "--subset=sample-100BT"),
     ],
 )
-def test_options_that_mean_nothing_beside_each_other_are_refused(tmp_path, script: Script, options):
+def test_options_that_have_no_meaning_with_each_other_are_refused(tmp_path, script: Script, options):
     done = script(PREPARE, *options, "--out", tmp_path / "out")
     assert done.code == 2
-    assert "means nothing beside" in done.err
+    assert "has no meaning with" in done.err
 
 
 def test_rows_come_once_each_through_faults_of_the_network(monkeypatch):

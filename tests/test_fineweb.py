@@ -38,7 +38,7 @@ from data.tokenizer import BytesTokenizer
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_tokens_are_the_documents_each_behind_an_end_of_text(tmp_path, script: Script, documents, name):
+def test_tokens_are_the_documents_each_after_an_end_of_text(tmp_path, script: Script, documents, name):
     half = len(documents) // 2
     write_documents(tmp_path / "in" / "0" / name, documents[:half])
     write_documents(tmp_path / "in" / "1" / name, [*documents[half:], "", None])
@@ -116,7 +116,7 @@ def test_tokens_stop_early_and_can_be_raised_later(tmp_path, script: Script, doc
 # ---- stopped and started again -------------------------------------------------------------------------------
 
 
-def test_second_run_verifies_and_leaves_everything_as_it_is(tmp_path, script: Script, prepared):
+def test_second_run_verifies_and_changes_nothing(tmp_path, script: Script, prepared):
     source, out = prepared
     before = {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.suffix}
     done = script(PREPARE, "--source", source, *SMALL, "--out", out)
@@ -165,7 +165,7 @@ def test_source_that_has_changed_is_noticed_and_nothing_overwritten(tmp_path, sc
 def test_fewer_tokens_than_before_leave_the_shards_that_are_there_alone(tmp_path, script: Script, prepared):
     prepare = copied(prepared, tmp_path)
     assert "already prepared" in script(*prepare, "--tokens=250_000").out
-    for n in (2, 3):  # one that is planned and one behind: both are read by a training
+    for n in (2, 3):  # one that is planned and one after it: training reads both
         harm(tmp_path / f"train_00000{n}.bin")
     done = script(*prepare, "--tokens=300_000")
     assert done.code == 0, done.err
@@ -178,7 +178,8 @@ def test_fewer_tokens_than_before_leave_the_shards_that_are_there_alone(tmp_path
 
 
 def test_encoder_that_fails_leaves_no_hole(tmp_path, script: Script, prepared, monkeypatch):
-    encode_batch, calls = BytesTokenizer.encode_batch, itertools.count()
+    encode_batch = BytesTokenizer.encode_batch
+    calls = itertools.count()
 
     def failing(self, texts):
         if next(calls) == 3:
@@ -204,7 +205,8 @@ def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, docu
     command = [sys.executable, PREPARE, *map(str, options)]
     subprocess.run([*command, tmp_path / "whole"], cwd=ROOT, check=True, capture_output=True)
     n_shards = len(list((tmp_path / "whole").glob("*.bin")))
-    draw, kills = random.Random(os.getpid()), 0
+    draw = random.Random(os.getpid())
+    kills = 0
     meta = tmp_path / "killed" / "meta.json"
     while True:
         finished = json.loads(meta.read_text())["files"] if meta.exists() else {}
@@ -276,7 +278,8 @@ def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     command = [sys.executable, "-c", code, "--source", source, "--encoding=bytes", "--out", tmp_path / "out"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     peak_kb = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("VmHWM"))
-    read, written = sum(map(len, texts)), 2 * len(tokens(tmp_path / "out"))
+    read = sum(map(len, texts))
+    written = 2 * len(tokens(tmp_path / "out"))
     assert min(read, written / 2) > 250e6
     assert int(peak_kb) * 1024 < 650e6  # Python, pyarrow and `datasets` take 200 MB of it
 
@@ -307,17 +310,26 @@ def test_description_of_a_folder(tmp_path, prepared, capsys):
 
 def test_what_was_prepared_trains(tmp_path, script: Script, prepared):
     out = prepared[1]
-    small: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "batch_size": 2, "max_iters": 4}
-    small |= {"gradient_accumulation_steps": 4, "eval_interval": 2, "eval_tokens": 512, "compile": False}
-    small |= {
-        "device": "cpu",
-        "dtype": "float32",
+    small: dict[str, Any] = {
         "dataset": out,
         "out_dir": tmp_path,
+        "device": "cpu",
+        "dtype": "float32",
+        "compile": False,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "block_size": 64,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "align_documents": True,
+        "max_iters": 4,
         "warmup_iters": 1,
         "learning_rate": 1e-2,
+        "eval_interval": 2,
+        "eval_tokens": 512,
     }
-    done = script("train.py", "config/train_fineweb_125m.py", *flags(**small, align_documents=True))
+    done = script("train.py", "config/train_fineweb_125m.py", *flags(**small))
     assert done.code == 0, done.err
     losses = [e["val_loss"] for e in events(tmp_path, "eval")]
     assert losses[-1] < losses[0]

@@ -85,7 +85,7 @@ def test_hub_that_refuses_is_one_line(tmp_path, hub):
 
 
 @pytest.mark.slow
-def test_other_subsets_and_one_that_is_none(tmp_path, hub, documents):
+def test_other_subsets_and_one_that_does_not_exist(tmp_path, hub, documents):
     done = online(hub, tmp_path, *SMALL, "--subset=nope")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -102,7 +102,7 @@ def test_network_that_stays_away_says_what_to_run_next(tmp_path, hub):
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "the network failed 9 times" in line
-    assert "the same command goes on behind them" in line
+    assert "the same command goes on after them" in line
     assert done.stdout.count("attempt ") == 8
     assert len([r for r in hub.requests if "fineweb-edu" in r]) >= 9
 
@@ -117,7 +117,7 @@ def test_pauses_between_attempts_grow(monkeypatch):
     with pytest.raises(ValueError, match="failed 9 times \\(gone\\)"):
         retried(call)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    with pytest.raises(KeyError):  # what is no fault of the network is not tried again
+    with pytest.raises(KeyError):  # another error than the network's is not tried again
         retried(lambda: dict[str, int]()["x"])
 
 

@@ -3,7 +3,7 @@
     python data/python_char/prepare.py
 
 Real text that is on every machine, for a first run without a network. Writes train.bin, val.bin and meta.json
-beside this file. Their sizes depend on the Python version, so losses compare within one version only.
+into this script's folder. Their sizes depend on the Python version, so losses compare within one version only.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
 
-from data.text.prepare import prepare  # noqa: E402
-from deskgpt.errors import one_line_errors  # noqa: E402
-from deskgpt.files import sha256  # noqa: E402
+from data.text.prepare import prepare
+from deskgpt.errors import one_line_errors
+from deskgpt.files import sha256
 
 SKIPPED = {
     "test",
@@ -38,27 +37,31 @@ SIZE = 2_000_000  # characters: about twice tiny Shakespeare
 def standard_library(size: int) -> str:
     """About `size` characters of ASCII-only modules, in an order that mixes the packages. Raises ValueError."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in folder.rglob("*.py") if not SKIPPED & set(p.relative_to(folder).parts)]
-    # By hash of the name: the validation tenth, the end of the text, is then a sample and not the letter z.
-    paths.sort(key=lambda p: sha256(p.relative_to(folder).as_posix().encode()))
-    texts, held = [], 0
+    paths = [path for path in folder.rglob("*.py") if not SKIPPED & set(path.relative_to(folder).parts)]
+    # Sort by hash of the name: val, the end of the text, is then a sample and not the letter z.
+    paths.sort(key=lambda path: sha256(path.relative_to(folder).as_posix().encode()))
+    texts = []
+    n_bytes = 0
     for path in paths:
         content = path.read_bytes()
-        if held < size and content.isascii():  # other scripts would add characters that occur once
+        if n_bytes < size and content.isascii():  # other scripts would add characters that occur once
             texts.append(content.decode().replace("\r\n", "\n"))
-            held += len(content)
-    if held < size / 4:
+            n_bytes += len(content)
+    if n_bytes < size / 4:
         raise ValueError(
-            f"{folder} holds only {held:,} characters of Python sources; give a text to data/text/prepare.py"
+            f"{folder} holds only {n_bytes:,} characters of Python sources; give a text to data/text/prepare.py"
         )
     return "".join(texts)
 
 
-if __name__ == "__main__":
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, default=ROOT / "data" / "python_char", help="where to write"
-    )
-    args = parser.parse_args()
+    here = Path(__file__).resolve().parent
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=here, help="where to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    args = arguments()
     with one_line_errors():
         prepare(standard_library(SIZE), args.out, "char", f"standard library of Python {platform.python_version()}")

@@ -3,7 +3,7 @@
     python data/shakespeare/prepare.py [--input FILE]
 
 Reads the text as data/shakespeare_char/prepare.py does. Writes train.bin (301,966 tokens), val.bin (36,059) and
-meta.json beside this file.
+meta.json into this script's folder.
 """
 
 import sys

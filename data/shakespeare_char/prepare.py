@@ -2,8 +2,8 @@
 
     python data/shakespeare_char/prepare.py [--input FILE]
 
-Reads FILE, else input.txt beside this file or in data/shakespeare, else downloads it to there. Writes
-train.bin (1,003,854 tokens), val.bin (111,540) and meta.json beside this file.
+Reads FILE, else input.txt in this script's folder or in data/shakespeare, else downloads it into this script's
+folder. Writes train.bin (1,003,854 tokens), val.bin (111,540) and meta.json there too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
 
-from data.text.prepare import prepare, read_text  # noqa: E402
-from deskgpt.errors import one_line_errors  # noqa: E402
-from deskgpt.files import sha256, write_atomically  # noqa: E402
+from data.text.prepare import prepare, read_text
+from deskgpt.errors import one_line_errors
+from deskgpt.files import sha256, write_atomically
 
+DATA = Path(__file__).resolve().parents[1]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = 20
 
 
 def download(url: str, path: Path, checksum: str) -> None:
-    """Fetches url to path, whole or not at all. Raises ValueError, one line, for any fault of network or content."""
+    """Fetches url to path, completely or not at all. Raises ValueError for any fault of the network or the content."""
     content = bytearray()
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # raises on a status of 400 and more
@@ -43,19 +43,25 @@ def download(url: str, path: Path, checksum: str) -> None:
         raise ValueError(f"cannot download {url} ({e}); save the text as {path} or give it with --input FILE") from None
     if sha256(content) != checksum:
         raise ValueError(
-            f"{url} answered with something else than the expected text (checksum {sha256(content)[:12]}...); "
+            f"{url} did not send the expected text (its checksum is {sha256(content)[:12]}...); "
             f"save the text as {path} or give it with --input FILE"
         )
     write_atomically(path, content)
 
 
+def text_file() -> Path:
+    """An input.txt that is already here, or else the downloaded one. Raises ValueError, OSError."""
+    ours = DATA / "shakespeare_char" / "input.txt"
+    for path in (ours, DATA / "shakespeare" / "input.txt"):
+        if path.exists():
+            return path
+    download(URL, ours, SHA256)
+    return ours
+
+
 def shakespeare(input_file: Path | None) -> str:
-    """The text: from input_file, from an input.txt that is already here, or downloaded. Raises ValueError, OSError."""
-    here = [ROOT / "data" / name / "input.txt" for name in ("shakespeare_char", "shakespeare")]
-    path = input_file or next((p for p in here if p.exists()), None)
-    if path is None:
-        path = here[0]
-        download(URL, path, SHA256)
+    """The text in input_file, or in `text_file()`. Raises ValueError, OSError."""
+    path = input_file or text_file()
     text = read_text([path])
     if sha256(text.encode()) != SHA256:
         print(f"note: {path} is not the usual text of 1,115,394 characters; figures for it do not apply")
@@ -65,7 +71,7 @@ def shakespeare(input_file: Path | None) -> str:
 def main(name: str, tokenizer: str) -> None:
     parser = argparse.ArgumentParser(description=f"Makes data/{name}/train.bin and val.bin, tokenizer {tokenizer}.")
     parser.add_argument("--input", metavar="FILE", type=Path, help="the text, instead of downloading it")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, default=ROOT / "data" / name, help="where to write")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=DATA / name, help="where to write")
     args = parser.parse_args()
     with one_line_errors():
         prepare(shakespeare(args.input), args.out, tokenizer, "tiny Shakespeare")

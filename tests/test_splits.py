@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.splits import Split, keys, permute
+from data.token_files import HEADER_BYTES, llmc_header, write_tokens
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_permutation_is_a_bijection(n, key):
+    assert sorted(permute(np.arange(n), n, np.array([key], np.uint64)).tolist()) == list(range(n))
+
+
+def test_permutations_look_random():
+    n, k = 1000, keys(3, np.arange(400))
+    images = permute(np.arange(n)[:, None], n, k)  # (position, epoch)
+    expected = (n - 1) / 2
+    assert abs(images.mean(1) - expected).max() < 6 * n / 12**0.5 / 400**0.5  # every position goes everywhere
+    assert np.mean(images[1:] == images[:-1] + 1) < 3 / n  # and neighbours do not stay together
+
+
+@st.composite
+def splits(draw):
+    """(shard lengths, block size, seed) where at least one shard is long enough."""
+    block = draw(st.integers(1, 9))
+    lengths = draw(st.lists(st.integers(1, 120), min_size=1, max_size=4))
+    lengths[0] += block
+    return lengths, block, draw(st.integers(0, 10**9))
+
+
+def make(folder: Path, lengths: list[int], block: int, seed: int) -> Split:
+    """A split whose token at place i of all shards together is i."""
+    first = 0
+    for number, n in enumerate(lengths):
+        ids = np.arange(first, first + n, dtype=np.uint16)
+        write_tokens(folder / f"train_{number:03}.bin", ids, header=number % 2 == 1)
+        first += n
+    return Split(folder, "train", block, first, seed)
+
+
+@given(splits(), st.integers(1, 7), st.integers(0, 2))
+def test_every_window_once_per_epoch(tmp_path_factory, parts, global_batch, epoch):
+    lengths, block, seed = parts
+    split = make(tmp_path_factory.mktemp("s"), lengths, block, seed)
+    positions = np.arange(epoch * split.n_windows, (epoch + 1) * split.n_windows)
+    seen = []
+    for step in range(positions[0] // global_batch, positions[-1] // global_batch + 1):
+        rows = np.arange(global_batch)
+        x, y = split.train_batch(step, rows, global_batch)
+        assert (y == x + 1).all()  # targets are the next tokens
+        inside = np.isin(step * global_batch + rows, positions)
+        seen += x[inside].flatten().tolist()
+    assert len(seen) == len(set(seen)) == split.n_windows * block  # nothing twice
+    ends = np.cumsum(lengths)
+    whole = sum((n - 1) // block for n in lengths)
+    assert whole - len(lengths) <= split.n_windows <= whole  # and nothing left out but a window's worth per shard
+    starts = np.array(seen).reshape(-1, block)[:, 0]
+    assert (np.searchsorted(ends, starts, "right") == np.searchsorted(ends, starts + block, "right")).all()
+
+
+@given(splits(), st.integers(0, 50), st.sampled_from([(12, 1), (4, 3), (3, 4), (1, 12)]))
+def test_same_tokens_in_a_step_however_the_global_batch_is_split(tmp_path_factory, parts, step, shape):
+    split = make(tmp_path_factory.mktemp("s"), *parts)
+    whole = split.train_batch(step, np.arange(12), 12)
+    size, n = shape
+    pieces = [split.train_batch(step, np.arange(size) + i * size, 12) for i in range(n)]
+    for of_pieces, of_whole in zip(zip(*pieces, strict=True), whole, strict=True):  # inputs, then targets
+        assert np.array_equal(np.concatenate(of_pieces), of_whole)
+
+
+@given(st.integers(0, 2**31), st.integers(0, 1000), st.integers(1, 64))
+def test_batch_is_a_function_of_its_arguments_alone(tmp_path_factory, seed, step, global_batch):
+    folder = tmp_path_factory.mktemp("s")
+    rows = np.arange(global_batch)
+    used = make(folder, [500], 4, seed)
+    used.train_batch(step + 1, rows, global_batch)  # leaves no trace
+    fresh = Split(folder, "train", 4, 500, seed)
+    assert np.array_equal(used.train_batch(step, rows, global_batch), fresh.train_batch(step, rows, global_batch))
+
+
+def test_seeds_and_epochs_have_orders_of_their_own(tmp_path):
+    def order(seed: int, epoch: int) -> list[int]:
+        split = Split(tmp_path, "train", 10, 2000, seed)
+        return split.train_batch(epoch, np.arange(split.n_windows), split.n_windows)[0][:, 0].tolist()
+
+    make(tmp_path, [2000], 10, 0)
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(o) for o in orders}) == 4
+    assert orders[0] == order(0, 0)
+    assert len({o[0] % 10 for o in (order(0, e) for e in range(30))}) > 5  # epochs cut at different offsets
+
+
+@given(splits(), st.integers(1, 50), st.integers(1, 5))
+def test_evaluation_windows_are_fixed_apart_and_all_counted(tmp_path_factory, parts, at_most, batch):
+    split = make(tmp_path_factory.mktemp("s"), *parts)
+    n = split.n_eval_windows(at_most)
+    assert n == min(at_most, sum((length - 1) // split.block_size for length in parts[0]))
+    seen = []
+    for first in range(0, n, batch):
+        x, y = split.eval_batch(first + np.arange(batch), n)
+        kept = first + np.arange(batch) < n
+        assert (y[kept] == x[kept] + 1).all()
+        assert (y[~kept] == -1).all()
+        seen += x[kept].flatten().tolist()
+    assert len(seen) == len(set(seen)) == n * split.block_size
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 30), min_size=5, max_size=60), st.integers(2, 12))
+def test_aligned_windows_begin_where_a_document_does(tmp_path_factory, seed, lengths, block):
+    ids = np.concatenate([[0, *range(1, n)] for n in lengths]).astype(np.uint16)  # a document begins with token 0
+    if len(ids) <= block:
+        return
+    folder = tmp_path_factory.mktemp("s")
+    write_tokens(folder / "train.bin", ids)
+    plain = Split(folder, "train", block, 100, seed)
+    aligned = Split(folder, "train", block, 100, seed, document_start=0)
+    rows = np.arange(plain.n_windows)
+    x, _ = plain.train_batch(1, rows, len(rows))
+    xa, ya = aligned.train_batch(1, rows, len(rows))
+    places = {tuple(ids[i : i + block + 1]): i for i in reversed(range(len(ids) - block))}
+    for before, after, target in zip(x.tolist(), xa.tolist(), ya.tolist(), strict=True):
+        assert (*after, target[-1]) in places  # a window of the file still
+        assert after[0] == 0 or after == before
+        if before[0] == 0:
+            assert after == before
+        if after[0] != 0:  # no document begins in the window, or so late that the file ends before the window would
+            assert 0 not in before or ids[len(ids) - block :].tolist().count(0) > 0
+    halves = [aligned.train_batch(1, part, len(rows))[0] for part in np.array_split(rows, 2) if len(part)]
+    assert np.array_equal(np.concatenate(halves), xa)
+
+
+def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
+    for n in range(100):
+        with open(tmp_path / f"train_{n:06}.bin", "wb") as f:  # with holes: they take no space
+            f.write(llmc_header(100_000_000))
+            f.truncate(HEADER_BYTES + 200_000_000)
+    tracemalloc.start()
+    split = Split(tmp_path, "train", 1024, 2)
+    assert split.tokens == 10_000_000_000
+    batches = [split.train_batch(step, np.arange(64), 512)[0] for step in (0, 5_000, 19_000, 10**9)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16e6  # an index of the windows would be 80 MB
+    assert split.n_windows > 9_760_000
+    assert all(batch.shape == (64, 1024) for batch in batches)
+
+
+def test_fingerprint_tells_tokens_apart(tmp_path):
+    ids = np.arange(100, dtype=np.uint16)
+    for name, tokens in {"a": ids, "b": ids, "c": ids[::-1], "d": ids[:99]}.items():
+        write_tokens(tmp_path / name / "val.bin", tokens)
+    prints = {name: Split(tmp_path / name, "val", 4, 100).fingerprint() for name in "abcd"}
+    assert prints["a"] == prints["b"]
+    assert len({prints["a"], prints["c"], prints["d"]}) == 3
+
+
+# ---- bad data ------------------------------------------------------------------------------------------------
+
+
+def test_too_short_data_names_the_block_size_that_fits(tmp_path):
+    write_tokens(tmp_path / "train.bin", np.arange(10, dtype=np.uint16))
+    with pytest.raises(ValueError, match="block_size=10 needs 11 tokens.*try --block_size=9"):
+        Split(tmp_path, "train", 10, 100)
+    assert Split(tmp_path, "train", 9, 100).n_windows == 1
+
+
+def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
+    ids = np.zeros(50, np.uint16)
+    ids[17] = 99
+    write_tokens(tmp_path / "train.bin", ids)
+    message = r"train\.bin: token 17 is 99, and the vocabulary ends at 98"
+    with pytest.raises(ValueError, match=message):
+        Split(tmp_path, "train", 4, 99)
+    monkeypatch.setattr("data.splits.SCANNED", 49)  # a larger split is checked as it is read
+    split = Split(tmp_path, "train", 49, 99)
+    with pytest.raises(ValueError, match=message):
+        split.train_batch(0, np.arange(1), 1)
