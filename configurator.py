@@ -81,7 +81,7 @@ def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, A
         hint = f"; did you mean {Path(path).with_name(near[0]).as_posix()}.py?" if near else ""
         raise ConfigError(f"{path}: no such config file{hint}")
     try:
-        result = runpy.run_path(path, init_globals=dict(values), run_name="config")
+        result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
         tree = ast.parse(Path(path).read_bytes())
     except Exception as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == path]
