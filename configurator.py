@@ -97,7 +97,7 @@ def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, A
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such config file{similar_file(Path(path))}")
     try:
-        result = runpy.run_path(path, init_globals=dict(values), run_name="config")
+        result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
         tree = ast.parse(Path(path).read_bytes())
     except Exception as e:
         raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}") from None

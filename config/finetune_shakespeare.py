@@ -1,4 +1,4 @@
-# OpenAI's GPT-2 finetuned on Shakespeare: a few minutes on a GPU.
+# Finetunes OpenAI's GPT-2 on Shakespeare: a few minutes on a GPU.
 #
 #     python data/shakespeare/prepare.py
 #     python train.py config/finetune_shakespeare.py
@@ -10,10 +10,10 @@ init_from = "gpt2-medium"  # 350M: weights, gradients and AdamW's moments take 5
 
 eval_interval = 5
 eval_iters = 40
-always_save_checkpoint = False  # 300,000 tokens are soon overfitted
+always_save_checkpoint = False  # the model soon overfits 300,000 tokens
 
 batch_size = 1
-gradient_accumulation_steps = 32  # 32,768 tokens per step: 9 steps are an epoch
+gradient_accumulation_steps = 32  # 32,768 tokens per step; 9 steps are an epoch
 max_iters = 20
 
 learning_rate = 3e-5

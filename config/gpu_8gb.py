@@ -1,12 +1,10 @@
-# A card of 8 GB, given behind the file of a run:
+# A card of 8 GB. Give this file after the file of a run:
 #
 #     python train.py config/train_fineweb_125m.py config/gpu_8gb.py
 #
-# Sets the micro-batch, and the accumulation such that the tokens per step stay those of the run. 8 sequences of
-# 1024 tokens need 5.2 GiB with 124M parameters in bfloat16, as --dry_run=True predicts.
+# It lowers or raises the micro-batch and keeps the tokens per step. 8 sequences of 1024 tokens need 5.2 GiB with 124M
+# parameters in bfloat16, as --dry_run=True predicts.
 
-from math import gcd
+from config import split_step
 
-_sequences = batch_size * gradient_accumulation_steps  # per step, of the run
-batch_size = gcd(_sequences, 8)
-gradient_accumulation_steps = _sequences // batch_size
+batch_size, gradient_accumulation_steps = split_step(batch_size * gradient_accumulation_steps, largest=8)

@@ -1,13 +1,13 @@
-# GPT-2's size on FineWeb-Edu with what made small models learn sooner: Muon, rotary positions, RMS norm of
-# activations, queries and keys, squared ReLU, a head of its own, projections that begin as zero.
+# A model of GPT-2's size on FineWeb-Edu with what made small models learn faster: Muon, rotary positions, RMS norm of
+# activations, queries and keys, squared ReLU, a separate output head, zero-initialised projections, token shift.
 #
 #     python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9
-#     python train.py config/train_fineweb_125m_fast.py        # other cards: config/gpu_8gb.py ... --auto_batch=True
+#     python train.py config/train_fineweb_125m_fast.py        # other cards: add config/gpu_8gb.py or --auto_batch=True
 #
-# 162M parameters, of which the 39M of the token embedding multiply nothing: as many FLOPs per token as the 124M of
-# config/train_fineweb_125m.py. Its activations at this micro-batch are predicted to take 4.3 GiB, those of GPT-2 2.7;
-# compiling saves a quarter, if as much as in a small model (LOG.md). Learning rate and schedule have not been tuned on
-# a GPU at this size yet.
+# It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token takes as many FLOPs
+# as with the 124M of config/train_fineweb_125m.py. --dry_run=True predicts 4.3 GiB of activations at this micro-batch,
+# against 2.7 GiB for GPT-2. Compiling saved a quarter of them in a small model (LOG.md). The learning rate and the
+# schedule are not yet tuned on a GPU at this size.
 
 out_dir = "out-fineweb-125m-fast"
 dataset = "fineweb_edu"
@@ -17,7 +17,7 @@ eval_tokens = 2**21  # the same 2048 windows of each split, whatever the micro-b
 log_interval = 10
 
 n_layer = 12
-n_head = 12  # of 64 channels
+n_head = 12  # of 64 channels each
 n_embd = 768
 block_size = 1024
 dropout = 0.0
@@ -35,7 +35,7 @@ gradient_accumulation_steps = 64  # x 8 x 1024 = 524,288 tokens per step
 
 optimizer = "muon"
 learning_rate = 2e-3
-lr_schedule = "trapezoid"  # a run stopped before the decay can go on to another max_iters
+lr_schedule = "trapezoid"  # a run stopped before the decay can resume with another max_iters
 min_lr = 0.0
 max_iters = 5000  # 2.6B tokens
 warmup_iters = 100
@@ -43,7 +43,7 @@ cooldown_iters = 1500
 weight_decay = 1e-1
 beta1 = 0.9
 beta2 = 0.95
-momentum = 0.95  # of Muon
+momentum = 0.95  # Muon's
 grad_clip = 1.0
 
 wandb_project = "fineweb-edu"

@@ -1,9 +1,9 @@
-# GPT-2 (124M) from scratch, the settings of nanoGPT's reproduction: 8 GPUs with 40 GB each, days.
+# GPT-2 (124M) from scratch with the settings of nanoGPT's reproduction: days on 8 GPUs with 40 GB each.
 #
 #     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 #
-# On one GPU the same command without torchrun is the same experiment, eight times slower. Needs token files of
-# OpenWebText, GPT-2 encoded, in data/openwebtext (nanoGPT's serve unchanged), or --dataset=another.
+# Without torchrun, on one GPU, it is the same experiment and takes eight times as long. It needs OpenWebText as GPT-2
+# tokens in data/openwebtext (nanoGPT's token files work unchanged), or --dataset=another.
 
 out_dir = "out-gpt2"
 dataset = "openwebtext"

@@ -7,9 +7,9 @@ out_dir = "out-shakespeare-char-cpu"
 dataset = "shakespeare_char"
 
 eval_interval = 250
-eval_iters = 20  # 240 windows of each split: an evaluation takes a second, not a minute
+eval_iters = 20  # 240 windows of each split, so that an evaluation takes a second, not a minute
 log_interval = 10
-always_save_checkpoint = False  # on this little data the last model is not always the best
+always_save_checkpoint = False  # on so little data the last model is not always the best
 
 # 0.80M parameters
 n_layer = 4
@@ -25,6 +25,6 @@ learning_rate = 1e-3
 max_iters = 2000
 min_lr = 1e-4
 warmup_iters = 100
-beta2 = 0.99  # few tokens per step make the second moment noisy: average it over more steps
+beta2 = 0.99  # with few tokens per step the second moment is noisy: average it over more steps
 
 compile = False  # compiling takes longer than it saves in a run of a minute

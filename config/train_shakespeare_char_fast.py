@@ -1,20 +1,22 @@
-# Shakespeare by characters: val loss 1.459 where nanoGPT's GPU run has 1.4697, in three minutes on two CPU cores with
-# AMX (bench/results/2026-11-22-fast-180s.md); longer where bfloat16 has no instructions or there is no C++ compiler.
+# A character-level model of Shakespeare that reaches a val loss of 1.459 in three minutes on two CPU cores with AMX
+# (bench/results/2026-11-22-fast-180s.md). nanoGPT quotes 1.4697 for its GPU run. It takes longer on a processor without
+# bfloat16 instructions or without a C++ compiler.
 #
 #     python data/shakespeare_char/prepare.py
 #     python train.py config/train_shakespeare_char_fast.py
 #     python train.py config/train_shakespeare_char_fast.py --n_layer=2 --max_iters=680 --learning_rate=8e-3 \
 #       --norm=layer
 #
-# The second, fewer steps of half the layers, reaches 1.525 in a minute (bench/results/2026-11-22-fast-60s.md). It is
-# too short to compile, and uncompiled `layer` is faster: torch has no kernel for the other norm on a CPU. The learning
-# rate falls along the whole run: change max_iters rather than stop early.
+# The second run takes fewer steps of half the layers and reaches 1.525 in a minute
+# (bench/results/2026-11-22-fast-60s.md). It is too short for compiling to pay, and without compiling --norm=layer is
+# faster, because torch has no RMS norm kernel for a CPU. The learning rate falls over the whole run, so set a smaller
+# max_iters instead of stopping early.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
 
 eval_interval = 525
-eval_tokens = 2**17  # the whole validation split, and as much of the other
+eval_tokens = 2**17  # the whole validation split, and as many tokens of the training split
 log_interval = 20
 always_save_checkpoint = False
 
@@ -22,11 +24,11 @@ always_save_checkpoint = False
 n_layer = 4
 n_head = 4
 n_embd = 256
-dropout = 0.0  # slow on a CPU, and these few epochs overfit little
-position = "rope"  # worth most beside Muon
+dropout = 0.0  # dropout is slow on a CPU, and two epochs overfit little
+position = "rope"  # without it the loss is 0.075 higher (bench/results/2026-11-21-ablation.md)
 norm = "rms"
 qk_norm = True
-activation = "relu2"  # the fastest on a CPU
+activation = "relu2"  # the fastest activation on a CPU
 tie_weights = False
 zero_init = True
 token_shift = True
@@ -42,4 +44,4 @@ min_lr = 0.0
 max_iters = 1050
 warmup_iters = 20
 weight_decay = 0.1
-beta2 = 0.99  # few tokens per step make the second moment noisy: average it over more steps
+beta2 = 0.99  # with few tokens per step the second moment is noisy: average it over more steps

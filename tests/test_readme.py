@@ -1,4 +1,4 @@
-"""The commands of README.md, as a user types them, in a copy of the repository, on models that take a moment.
+"""The commands of README.md and of docs/, as a user types them, in a copy of the repository, on tiny models.
 
 The quick suite runs those of CORE, the whole one all of them.
 """
@@ -19,23 +19,40 @@ from conftest import BPE_CACHE, ROOT, SHAKESPEARE
 
 import tasks
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-LINES = [line for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in block.splitlines() if line]
-SHORT = (
-    "--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 --eval_iters=1"
-)
-SHORT += " --compile=False --device=cpu"
-# What a first afternoon takes; each goes on from what those before it left.
+# In this order: commands of later pages use the data and the checkpoints of earlier ones.
+PAGES = [ROOT / "README.md"]
+PAGES += [ROOT / "docs" / f"{name}.md" for name in ("your-data", "fineweb-edu", "your-machine", "sampling")]
+PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of the sh blocks of a page, without their comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = "".join(blocks).splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line]
+
+
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
+# What a first afternoon takes. Each command continues from the ones before it.
 CORE = (
     "make train",
     "python data/text/prepare.py novel.txt",
     "python train.py config/train_shakespeare_char_cpu.py --dataset=mine",
-    "python sample.py --out_dir=",
-    "python train.py --init_from=resume",
+    "python sample.py --out_dir=out-shakespeare-char-cpu",
     "python bench/compare.py",
+    "python train.py --init_from=resume",
 )
+NOT_RUN = {
+    "make test": "this test is part of it",
+    "make check-machines": "takes minutes; make test-all runs it",
+    "python bench/check_machines.py": "takes minutes; make test-all runs it",
+}
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
+
+RUN_SHORT = "--batch_size=2 --max_iters=2 --eval_interval=2 --eval_iters=1 --compile=False --device=cpu"
+MODEL_SHORT = "--n_layer=1 --n_head=1 --n_embd=8 --block_size=16"
+SHORT = f"{MODEL_SHORT} {RUN_SHORT}"
 
 
 @pytest.fixture(scope="module")
@@ -46,33 +63,37 @@ def clone(tmp_path_factory, text) -> Path:
     shutil.copytree(ROOT, folder, ignore=ignored)
     corpus = SHAKESPEARE.read_text() if SHAKESPEARE.exists() else text
     (folder / "data" / "shakespeare_char" / "input.txt").write_text(corpus)
-    for name in ("novel.txt", "notes.txt", "prompt.txt"):
-        (folder / name).write_text(corpus[:20_000] if name != "prompt.txt" else "the ")
+    (folder / "novel.txt").write_text(corpus[:20_000])
+    (folder / "notes.txt").write_text(corpus[:20_000])
+    (folder / "prompt.txt").write_text("the ")
     documents = [dict.fromkeys(("text", "body"), corpus[i : i + 2000]) for i in range(0, 100_000, 2000)]
     (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
-    for name in ("python", "python3"):
-        python = folder / ".venv" / "bin" / name
-        python.parent.mkdir(parents=True, exist_ok=True)
-        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-        python.chmod(0o755)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    write_program(programs / "python", sys.executable)
+    write_program(programs / "python3", sys.executable)
+    write_program(programs / "torchrun", sys.executable, "-m", "torch.distributed.run")
     for kind in tasks.REQUIREMENTS:  # as if all were installed
         tasks.stamp(folder / ".venv", kind).write_text(tasks.requirements_checksum(kind))
     return folder
 
 
+def write_program(path: Path, *command: str) -> None:
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o755)
+
+
 def run(clone: Path, command: str) -> str:
+    """Runs a command in the clone and returns what it prints."""
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
-    torchrun = clone / ".venv" / "bin" / "torchrun"
-    torchrun.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"\n')
-    torchrun.chmod(0o755)
     env = os.environ | {"PATH": path, "COLUMNS": "80"}
     done = subprocess.run(["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
 
 
 def gpt2_weights(clone: Path) -> Path:
-    """A tiny GPT-2 in Hugging Face's format, where OpenAI's would have to be downloaded."""
+    """A tiny GPT-2 in Hugging Face's format, instead of OpenAI's, which would have to be downloaded."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = clone / "tiny-gpt2"
@@ -81,66 +102,85 @@ def gpt2_weights(clone: Path) -> Path:
     return folder
 
 
-def core_lines() -> list[str]:
-    """The first line of README for each of CORE, in README's order."""
+def core_commands() -> list[str]:
+    """The first command of the pages for each of CORE, in the order of the pages."""
     firsts = []
     for start in CORE:
-        found = [line for line in LINES if line.startswith(start)]
-        assert found, f"README has no command that begins with {start!r}"
+        found = [command for command in COMMANDS if command.startswith(start)]
+        assert found, f"no page has a command that begins with {start!r}"
         firsts.append(found[0])
-    return [line for line in LINES if line in firsts]
+    return [command for command in dict.fromkeys(COMMANDS) if command in firsts]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="README's commands are for a POSIX shell")
+# ---- a long command, shortened ---------------------------------------------------------------------------------
+
+
+def is_training(command: str) -> bool:
+    return "train.py" in command and "--help" not in command
+
+
+def shortened(command: str, clone: Path) -> str:
+    """The same command with a tiny model, few steps, and data that is here instead of on the hub."""
+    if "data/text/prepare.py" in command and WITHOUT_BPE:
+        return command.replace("--tokenizer gpt2", "--tokenizer bytes")
+    if "fineweb_edu/prepare.py" in command:
+        command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
+        return f"{command} --source documents.jsonl --encoding bytes --shard_tokens 5000"
+    if command.startswith("make train"):
+        return f'{command} ARGS="{SHORT} --eval_tokens=64"'
+    if is_training(command):
+        return f"{command} {training_flags(command, clone)}"
+    if "bench/sweep.py" in command:
+        return f"{command} {SHORT} --steps=3 --rounds=1"
+    if "sample.py" in command:
+        weights = f" --init_from={gpt2_weights(clone)}" if "init_from=gpt2" in command else ""
+        return f"{command} --max_new_tokens=20 --num_samples=1 --device=cpu{weights}"
+    return command
+
+
+def training_flags(command: str, clone: Path) -> str:
+    """Settings that make a train.py command short."""
+    if "init_from=resume" in command:  # the checkpoint decides the model and the batch
+        return "--max_iters=4 --eval_iters=1 --compile=False --device=cpu"
+    if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
+        flags = "--max_iters=4 --eval_iters=1 --compile=False --device=cpu --block_size=32"
+        return f"{flags} --init_from={gpt2_weights(clone)} --gradient_accumulation_steps=1"
+    flags = SHORT
+    if "torchrun" in command or "train_fineweb" in command:
+        flags += " --gradient_accumulation_steps=2"
+    if "fast" in command or "train_fineweb" in command:
+        flags += " --eval_tokens=64"
+    return flags
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------
+
+
+def test_readme_begins_with_the_two_commands():
+    assert commands_of(ROOT / "README.md")[:2] == ["make train", "make test"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
 @pytest.mark.parametrize("which", ["core", pytest.param("all", marks=pytest.mark.slow)])
-def test_commands_of_the_readme(clone, which):
-    assert LINES[:2] == ["make train", "make test"]
+def test_commands_of_the_pages_run(clone, which):
     skipped = []
-    lines = LINES if which == "all" else core_lines()
-    for line in lines:
-        command = line.split("  #")[0].strip()
-        if command == "make test":
-            continue  # what is running now
-        if WITHOUT_BPE and "data/text/prepare.py" in command:
-            command = command.replace("--tokenizer gpt2", "--tokenizer bytes")
-        if WITHOUT_BPE and any(word in command for word in NEEDS_BPE):
+    commands = list(dict.fromkeys(COMMANDS)) if which == "all" else core_commands()
+    for command in commands:
+        if command.startswith(tuple(NOT_RUN)):
+            continue
+        short = shortened(command, clone)
+        if WITHOUT_BPE and any(word in short for word in NEEDS_BPE):
             skipped.append(command)
             continue
-        if "fineweb_edu/prepare.py" in command:  # documents that are here, where they would come from the hub
-            command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
-            command += " --source documents.jsonl --encoding bytes --shard_tokens 5000"
-        if command.startswith("make train"):
-            command += f' ARGS="{SHORT} --eval_tokens=64"'
-        elif "train.py" in command and "--help" not in command:
-            short = SHORT
-            if "init_from=resume" in command or "finetune" in command or "eval_gpt2" in command:  # the model is given
-                short = "--max_iters=4 --eval_iters=1 --compile=False --device=cpu"
-            if "torchrun" in command:
-                short += " --gradient_accumulation_steps=2"
-            if "finetune" in command or "eval_gpt2" in command:
-                short += f" --init_from={gpt2_weights(clone)} --block_size=32 --gradient_accumulation_steps=1"
-            if "train_gpt2" in command:
-                short += " --dataset=shakespeare --gradient_accumulation_steps=2"
-            if "fast" in command:
-                short += " --eval_tokens=64"
-            if "train_fineweb" in command:
-                short += " --eval_tokens=64 --gradient_accumulation_steps=2"
-            command += " " + short
-        elif "bench/sweep.py" in command:
-            command += f" {SHORT} --steps=3 --rounds=1"
-        elif "sample.py" in command:
-            command += " --max_new_tokens=20 --num_samples=1 --device=cpu"
-            if "init_from=gpt2" in command:
-                command += f" --init_from={gpt2_weights(clone)}"
-        out = run(clone, command)
+        out = run(clone, short)
         if "--dry_run" in command:
             assert "predicted peak memory" in out
-        elif "train.py" in command and "--help" not in command:
+        elif is_training(command):
             assert re.search(r"^step \d+: train loss", out, re.M), command
         elif "bench/sweep.py" in command:
             assert re.search(r"^python train.py config/.* --batch_size=[12] --gradient_accumulation_steps", out, re.M)
     if skipped:
-        pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(lines)} commands; the others passed")
+        pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(commands)} commands; the others passed")
 
 
 @pytest.mark.slow
@@ -158,8 +198,26 @@ def test_make_train_without_a_network_or_shakespeare_takes_pythons_sources(clone
     assert (tmp_path / "c" / "out-first" / "previous-1" / "ckpt.pt").exists()
 
 
-def test_files_that_the_readme_names_exist():
-    for name in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"^\| `([^`]+)`", README, re.M):
-        assert (ROOT / name).exists(), name
+def heading_anchors(page: Path) -> set[str]:
+    """The names by which links reach the headings of a page, made as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+WITH_LINKS = [*PAGES, ROOT / "LOG.md", *sorted((ROOT / "bench").glob("*/*.md"))]
+
+
+@pytest.mark.parametrize("page", WITH_LINKS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_of_a_page_lead_somewhere(page):
+    for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name} links to {name}"
+        if anchor:
+            assert anchor in heading_anchors(target), f"{page.name} links to {name}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_in_the_first_column_of_a_table_exist(page):
+    for name in re.findall(r"^\| `([^`]+)`", page.read_text(encoding="utf-8"), re.M):
+        if re.fullmatch(r"[\w./-]+(/|\.py|\.md)", name):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
