@@ -158,7 +158,7 @@ def tokenizer_of_dataset(dataset: str) -> dict[str, Any]:
 def dtype_of(c: SampleConfig, device: torch.device) -> str:
     """The dtype of the matmuls; on a CPU float32 unless c names another.
 
-    One row at a time, only the weights' way through memory counts, and autocast would cast them anew for every token.
+    One row at a time, only the weights' way through memory counts, and autocast would cast them again for every token.
     """
     if c.dtype != "auto":
         return c.dtype

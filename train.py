@@ -182,7 +182,7 @@ def main(c: TrainConfig) -> float:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        if model.config.dropout:  # its random stream starts anew at each step: a resumed run needs no generator state
+        if model.config.dropout:  # a new random stream at each step, so that a resumed run needs no generator state
             torch.manual_seed(hash((c.seed, step, ranks.rank)) % 2**63)
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(plan.micro_steps):
@@ -607,7 +607,7 @@ def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     config = GPTConfig.from_args(saved.model_args, out_dir)
     of_model = [f"--{name}={getattr(config, name)}" for name in RESUMED_SETTINGS]
     known = {k: v for k, v in saved.config.items() if k in TrainConfig.__dataclass_fields__}
-    # The checkpoint's max_iters are what its max_minutes came to. More minutes are asked for anew, and mean more steps.
+    # The checkpoint's max_iters may come from its max_minutes. A user who names new minutes wants more steps.
     known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
     settings = read_settings(TrainConfig, [*of_model, *argv], known)
     if settings["max_minutes"] and not any(arg.startswith("--max_iters=") for arg in argv):

@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Listening(Ranks):
-    """One rank that keeps its lines in place of printing them."""
+    """One rank that keeps its lines instead of printing them."""
 
     said: list[str] = field(default_factory=list)
 
@@ -230,7 +230,7 @@ train.main(configure(train.TrainConfig, sys.argv[1:]))
 
 
 def times_of(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[list[Form]]:
-    """A machine on which the forms take so long; returns what was asked for."""
+    """A machine on which the forms take these seconds; returns the forms that were timed."""
     asked = []
 
     def times(self: Trials, some: list[Form]) -> dict[Form, float]:

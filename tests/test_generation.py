@@ -24,7 +24,7 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
             assert torch.equal(model(context)[0][:, -1].argmax(1), whole[:, t])
 
 
-def test_a_sample_does_not_depend_on_how_many_are_drawn_beside_it():
+def test_a_sample_does_not_depend_on_how_many_are_drawn_with_it():
     model, idx = make().eval(), tokens(1, 4)
     many = torch.stack(list(model.generate(idx.expand(5, -1), 20, seed=7)), 1)
     for i in range(5):

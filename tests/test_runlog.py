@@ -10,7 +10,7 @@ from deskgpt.runlog import RunLog
 from train import main
 
 
-def test_log_goes_on_behind_a_torn_line(tmp_path):
+def test_log_continues_after_a_torn_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"event": "iter"}\n{"event": "it')
     log = RunLog(path)
@@ -30,7 +30,7 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     assert checkpoint.load(tmp_path / "out").wandb_run_id == run_id
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
-    # A folder's name is run-TIME-ID, and behind it -1 where both began in the same second.
+    # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
     assert all(f"-{run_id}" in run.name and list(run.glob("*.wandb")) for run in runs)
 
 

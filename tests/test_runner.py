@@ -32,7 +32,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
-    """The sum of the losses of so many micro-batches, and the gradients that they leave."""
+    """The sum of the losses of some micro-batches, and the gradients that they leave."""
     try:
         loss = sum(runner.backward(*batch(), micro_steps).item() for _ in range(micro_steps))
     except Exception as e:
@@ -45,7 +45,7 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN_SETTINGS])
 @pytest.mark.parametrize(("chunked", "bfloat16"), [(False, False), (True, False), (True, True)])
-def test_compiled_graph_gives_the_losses_and_gradients_of_the_model_as_it_is(settings, chunked, bfloat16, monkeypatch):
+def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(settings, chunked, bfloat16, monkeypatch):
     if chunked:
         monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1000)
     plain, joint = make(bfloat16, **settings), make(bfloat16, compiled=True, **settings)
@@ -69,7 +69,7 @@ def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
     assert counters["stats"]["unique_graphs"] - before == 1
 
 
-def test_evaluation_beside_a_compiled_graph_is_the_models_own():
+def test_evaluation_of_a_compiled_graph_is_that_of_the_plain_model():
     x, y = batch()
     with torch.no_grad():
         assert torch.equal(make(compiled=True).module(x, y)[1], make().module(x, y)[1])

@@ -67,7 +67,7 @@ def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_pa
 # ---- what a run prints and writes ----------------------------------------------------------------------------
 
 
-def test_log_lines_are_nanogpts_with_more_behind_and_the_same_as_json(chars, tmp_path, script):
+def test_log_lines_are_nanogpts_with_more_fields_and_the_same_as_json(chars, tmp_path, script):
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path))
     assert done.code == 0, done.err
     assert done.err == ""  # no progress bar into a pipe
@@ -313,7 +313,7 @@ def test_advice_names_what_is_in_use_and_not_the_learning_rate_before_an_update(
     assert "the weights that it starts from, and the data" in plain.advice(3)
 
 
-# ---- a run of so many minutes --------------------------------------------------------------------------------
+# ---- a run of some minutes --------------------------------------------------------------------------------
 
 
 def test_run_of_some_minutes_writes_its_steps_into_the_settings_and_ends_near_its_time(chars, tmp_path, capsys):
@@ -385,10 +385,12 @@ def test_other_schedules_fall_along_straight_lines():
 
 
 def test_importing_the_scripts_does_nothing():
-    code = "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
+    code = "import os, torch; before = dict(os.environ);"
+    code += "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
     code += "import data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
     code += "[__import__('deskgpt.' + m.name) for m in pkgutil.iter_modules(deskgpt.__path__)];"
     slow = ("wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo")
+    code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"
     code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
     done = shell("python", "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
