@@ -59,7 +59,7 @@ SHORT = f"{MODEL_SHORT} {RUN_SHORT}"
 def clone(tmp_path_factory, text) -> Path:
     """The repository without what git ignores, a text to train on, and a .venv that runs this very Python."""
     folder = tmp_path_factory.mktemp("clone") / "deskgpt"
-    ignored = shutil.ignore_patterns(".*", "out*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
+    ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
     shutil.copytree(ROOT, folder, ignore=ignored)
     corpus = SHAKESPEARE.read_text() if SHAKESPEARE.exists() else text
     (folder / "data" / "shakespeare_char" / "input.txt").write_text(corpus)
@@ -186,7 +186,8 @@ def test_commands_of_the_pages_run(clone, which):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="make is for POSIX")
 def test_make_train_without_a_network_or_shakespeare_takes_pythons_sources(clone, tmp_path):
-    shutil.copytree(clone, tmp_path / "c", ignore=shutil.ignore_patterns("out*", "*.bin", "meta.json", "input.txt"))
+    made = shutil.ignore_patterns("out", "out-*", "*.bin", "meta.json", "input.txt")
+    shutil.copytree(clone, tmp_path / "c", ignore=made)
     command = f'https_proxy=http://127.0.0.1:9 make train ARGS="{SHORT} --eval_tokens=64"'
     out = run(tmp_path / "c", command)
     assert "training on the source code of Python's standard library instead" in out
