@@ -1,4 +1,4 @@
-"""Who reads which rows of a split, and these rows as tensors on a device, made ahead of the training loop by threads."""
+"""Which rank reads which rows, and these rows as tensors on a device, made ahead of the training loop by threads."""
 
 from __future__ import annotations
 
