@@ -107,3 +107,19 @@ def clock(seconds: float) -> str:
         return f"{seconds:.1f}s"
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a log.jsonl, in their order. Raises OSError where the file cannot be read.
+
+    A crash can tear a line, and a run may be writing the last one just now: lines that are no whole event are skipped.
+    """
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+    return events

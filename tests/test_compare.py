@@ -15,7 +15,8 @@ from logs import TIMES, log, nanogpt
 from bench import compare
 from bench.analysis.arms import arms_of, factors
 from bench.analysis.learning import at, spent_until, standard_error
-from bench.analysis.runs import Run, complete, give, read_run
+from bench.analysis.logs import read_run
+from bench.analysis.runs import Run, complete, give
 from bench.analysis.verdict import following
 from deskgpt.runlog import clock
 
@@ -130,7 +131,7 @@ def test_what_cannot_touch_the_speed_is_no_cause_of_it(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, ms=100)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.5}, ms=150, learning_rate=3e-3)
     said = compared(a, b)[1]
-    assert "which does not touch the speed (A, 1.50 x B (noise a factor of 1.05)): the machine was another." in said
+    assert "which cannot change the speed (A, 1.50 x B (noise a factor of 1.05)): the machines differed." in said
 
 
 def test_one_run_each_leaves_the_seed_as_a_cause(tmp_path):
@@ -138,7 +139,7 @@ def test_one_run_each_leaves_the_seed_as_a_cause(tmp_path):
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3}, learning_rate=3e-3)
     said = compared(a, b)[1]
     assert "it is the cause of the difference in loss at equal steps or tokens (B by 0.2000" in said
-    assert "unless the seed is: one run each, so repeat both." in said
+    assert "unless the seed explains it: one run each, so repeat both." in said
 
 
 def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
@@ -280,7 +281,7 @@ def test_of_three_runs_each_is_told_from_the_best_with_its_own_figures(tmp_path)
         log(tmp_path / str(i), {0: 4.0, 200: 2.0 + i / 20}, se=se, seed=1, n_layer=2 + i) for i, se in enumerate(noise)
     ]
     assert compared(*paths)[0]["val loss at equal steps (200)"][3] == (
-        "A; behind it B by 0.0500 (noise ±0.0028), C not distinguishable (0.1000 apart, noise ±0.3920)"
+        "A; B higher by 0.0500 (noise ±0.0028), C not distinguishable (0.1000 apart, noise ±0.3920)"
     )
 
 

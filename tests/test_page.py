@@ -18,7 +18,8 @@ from conftest import tiny
 import train
 from bench import report
 from bench.analysis import page
-from bench.analysis.runs import Run, read_run
+from bench.analysis.logs import read_run
+from bench.analysis.runs import Run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")

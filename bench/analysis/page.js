@@ -1,4 +1,4 @@
-// Draws the charts of bench/page.py's pages, anew whenever a switch or the theme changes.
+// Draws the charts of the pages that bench/analysis/page.py writes, again whenever a switch or the theme changes.
 "use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
