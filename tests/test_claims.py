@@ -32,7 +32,7 @@ def test_list_names_the_claims(script):
 
 def test_unknown_numbers_are_one_line_errors(script):
     done = script("bench/claims/run.py", "13")
-    assert (done.code, done.err) == (2, "error: claim 13 is none of 1 to 12; --list shows them\n")
+    assert (done.code, done.err) == (2, "error: claim 13 is not one of 1 to 12; --list shows them\n")
     done = script("bench/claims/run.py", "6", "--seeds=0")
     assert done.code == 2
     assert done.err.count("\n") == 1

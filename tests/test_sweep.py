@@ -24,7 +24,7 @@ START |= {"dtype": "float32", "compiled": False, "tokens_per_step": 1000, "versi
 
 def cell(rounds: list[list[float]], memory: int = 10**9, **settings: Any) -> sweep.Cell:
     """A measured cell: ms of each step, by round."""
-    x = timing.Contestant("", [], Path(), rounds, [2.0] * len(rounds), waits=[0.01], logged_memory=[memory])
+    x = timing.Contestant("", [], Path(), rounds, [2.0] * len(rounds), data_waits=[0.01], logged_bytes=[memory])
     x.start = START | {"compiled": settings.get("compile", False)}
     return sweep.Cell({"batch_size": 8, "gradient_accumulation_steps": 1} | settings, TrainConfig(), x)
 
@@ -52,10 +52,10 @@ def fake_run(x: timing.Contestant, steps: int, seconds: float = 0.0) -> int:
     batch = int(settings_of(x)["batch_size"])
     if batch == 4:
         raise timing.Failed("it ended", "out of memory")
-    x.rounds.append([10.0, 10.0])
+    x.rounds_ms.append([10.0, 10.0])
     x.first_s.append(0.5)
-    x.waits.append(0.0)
-    x.logged_memory.append(batch * 10**9)
+    x.data_waits.append(0.0)
+    x.logged_bytes.append(batch * 10**9)
     x.start = START | {"tokens_per_step": batch * int(settings_of(x)["gradient_accumulation_steps"]) * 16}
     return 3
 

@@ -262,7 +262,8 @@ def loss_rows(arms: list[Arm], reasons: list[str]) -> list[Row]:
 
 def equal_spending_rows(arms: list[Arm], axis: str, reasons: list[str]) -> list[Row]:
     """The val losses when as much was spent as the run that spent the least did in all; no row where none is known."""
-    ends = [max(x for x, _ in points) for arm in arms for run in arm.runs if (points := curve(run, axis))]
+    curves = [curve(run, axis) for arm in arms for run in arm.runs]
+    ends = [max(x for x, _ in of_run) for of_run in curves if of_run]
     if not ends:
         return []
     amount = min(ends)
