@@ -35,7 +35,7 @@ WARM_UP = re.compile(r"warm-up took ([\d.]+)s")
 DATA_WAIT = re.compile(r"data wait ([\d.]+)%")
 
 # Settings of a run with more steps than anyone waits for: it is stopped. nanoGPT's train.py knows these too.
-# With so many steps, compile=auto decides as for a long run.
+# compile=auto takes it for a long run.
 ENDLESS = ["--max_iters=1000000", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1", "--wandb_log=False"]
 # What our train.py needs in addition.
 OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--align_documents=False", "--auto_batch=False"]

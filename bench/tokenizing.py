@@ -78,7 +78,7 @@ def plain(files: list[str], out: Path) -> tuple[int, float]:
 
 
 def ours(threads: int | None, fast: bool = True) -> Way:
-    """prepare.py with so many threads, by default as many as there are cores; fast=False: without fastokens."""
+    """prepare.py with this many threads, None for one per core; fast=False: without fastokens."""
 
     def run(files: list[str], out: Path) -> tuple[int, float]:
         if not fast:

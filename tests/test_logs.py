@@ -12,6 +12,7 @@ from logs import TIMES, log, nanogpt
 from bench import compare
 from bench.analysis.logs import read_run
 from bench.analysis.runs import complete, give
+from deskgpt.runlog import read_events
 from train import main
 
 
@@ -129,6 +130,12 @@ def test_printed_log_of_a_compiled_run_names_its_machine(tmp_path):
     (tmp_path / "log.txt").write_text(line + nanogpt(TIMES, (0, 40, 80), 1.0))
     start = read_run(str(tmp_path / "log.txt")).start
     assert (start["device"], start["dtype"], start["compiled"]) == (device, "bfloat16", True)
+
+
+def test_a_line_that_a_crash_tore_is_no_event(tmp_path):
+    whole = '{"event": "iter", "iter": 1}\n'
+    (tmp_path / "log.jsonl").write_text(whole + '{"event": "iter", "it\n' + "[]\n\n" + whole + '{"event": "e')
+    assert read_events(tmp_path / "log.jsonl") == [{"event": "iter", "iter": 1}] * 2
 
 
 def test_a_resumed_run_counts_on(tmp_path):

@@ -105,7 +105,7 @@ def error(run: Run) -> float | None:
         return None
     if any(e["val_se"] is not None for e in run.val):
         return se * 1.96
-    # The second differences of n evaluations overlap: they tell about as much as n / 3 independent ones.
+    # The second differences of n evaluations overlap: they are worth about n / 3 independent ones.
     return se * t975(len(run.val) // 6)
 
 
@@ -187,7 +187,7 @@ def fewest(arms: list[Arm], axis: str, level: float) -> Lead:
 
 
 def not_comparable(runs: list[Run]) -> list[str]:
-    """Why the losses cannot be ranked: what was evaluated on differs, as far as it is known."""
+    """Why the losses cannot be ranked: known differences in the data, the tokens or the context of evaluations."""
     facts: dict[str, Callable[[Run], Any]] = {
         "validation data": lambda r: r.start.get("val_sha256"),
         "numbers of validation tokens": lambda r: r.start.get("val_tokens"),
@@ -261,7 +261,7 @@ def loss_rows(arms: list[Arm], reasons: list[str]) -> list[Row]:
 
 
 def equal_spending_rows(arms: list[Arm], axis: str, reasons: list[str]) -> list[Row]:
-    """The val losses when as much was spent as the run that spent the least did in all; no row where none is known."""
+    """The val losses after equal spending: that of the run that spent the least. No row where no amount is known."""
     curves = [curve(run, axis) for arm in arms for run in arm.runs]
     ends = [max(x for x, _ in of_run) for of_run in curves if of_run]
     if not ends:

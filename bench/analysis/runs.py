@@ -207,7 +207,7 @@ def elapsed(run: Run) -> Callable[[int], float | None]:
     return seconds
 
 
-# ---- what MFU tells of the size ------------------------------------------------------------------------------
+# ---- the size that MFU implies -------------------------------------------------------------------------------
 
 
 def implied_parameters(run: Run) -> float | None:
