@@ -1,18 +1,19 @@
-"""Trains the fast recipe's shapes for a few steps as on lesser processors than this one, and holds them to float32.
+"""Checks that training is right on lesser processors than this one, by acting as them and comparing with float32.
 
     python bench/check_machines.py                       # or: make check-machines; about three minutes
-    python bench/check_machines.py --only "AVX2"         # those whose name has this in it
+    python bench/check_machines.py --only "AVX2"         # machines with this in their name
     python bench/check_machines.py --save=check-machines # writes bench/results/DATE-check-machines.md as well
 
-Each machine is a process that sees less of the processor, by the variables of ATen, oneDNN and inductor. In it every
-form of the model (dtype, compiled or not, kind of attention) goes through the check that train.py makes. A form that is
-refused does no harm. One that is taken must learn as plain float32 does, step by step. Ends with exit status 1 where
-one does not, or where a form that is not compiled is refused.
+Each machine is a process that uses only a part of the processor, by the variables of ATen, oneDNN and inductor. There,
+small models in the shapes of the fast recipe and of GPT-2 go through the check that train.py makes, in several forms
+(dtype, compiled or not, kind of attention). A form that is refused does no harm. A form that passes must learn as plain
+float32 does, step by step. Ends with exit status 1 where one does not, or where a form that is not compiled is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -20,19 +21,23 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 import torch
 from torch import Tensor
 
-from bench import timing
-from deskgpt import compiling, forms, hardware, runlog
+from bench import output
+from bench.output import markdown_row, markdown_table
+from bench.timing import ROOT
+from deskgpt import checks, compiling, forms, hardware, runlog
 from deskgpt.errors import one_line_errors
 from deskgpt.optimizer import make_optimizer
+from deskgpt.ranks import Ranks
 from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -40,36 +45,46 @@ from train import TrainConfig
 STEPS = 4
 AT_ONCE = 2
 TIMEOUT_S = 240
-# After a few steps, rounding has gone into the weights as well.
+# Relative error of a loss. After a few steps the weights differ by rounding too.
 LOSS_OFF = {"float32": 1e-3, "bfloat16": 2e-2}
 
-# One layer of config/train_shakespeare_char_fast.py, and of nanoGPT's small ones, with fewer sequences.
+# One layer of config/train_shakespeare_char_fast.py and of nanoGPT's small models, with fewer sequences.
 MODELS: dict[str, dict[str, Any]] = {
-    "fast": {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "tie_weights": False}
-    | {"zero_init": True, "token_shift": True, "n_embd": 256},
+    "fast": {
+        "position": "rope",
+        "norm": "rms",
+        "qk_norm": True,
+        "activation": "relu2",
+        "tie_weights": False,
+        "zero_init": True,
+        "token_shift": True,
+        "n_embd": 256,
+    },
     "GPT-2": {"activation": "gelu", "n_embd": 128},
 }
 SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 4, "block_size": 128}
-BATCH_SIZE, VOCAB_SIZE = 4, 65
+BATCH_SIZE = 4
+VOCAB_SIZE = 65
 FORMS = {
     "fast": [Form("bfloat16"), Form("bfloat16", explicit=True), Form("bfloat16", compiled=True, explicit=True)],
     "GPT-2": [Form("float32", explicit=True), Form("bfloat16", explicit=True)],
 }
-# Compiling takes most of the time: this one only where the others' kernels differ as well.
+# Compiling takes most of the time, so this form runs only on two machines whose other kernels differ as well.
 FLOAT32_COMPILED = Form("float32", compiled=True)
-WITH_FLOAT32_COMPILED = ("as it is", "AVX2 throughout")
+WITH_FLOAT32_COMPILED = ("this processor", "AVX2 throughout")
+HEAD = ["machine", "model", "form", "loss off by", "gradient off by", "verdict"]
 
 
 def machines() -> dict[str, dict[str, str]]:
-    """What each machine is told, by its name: environment variables, inductor's simdlen, or no to torch's questions.
+    """What makes a process act as each machine: environment variables, inductor's simdlen, or no AMX in torch.
 
-    Those that this processor cannot act as are left out.
+    Machines that this processor cannot act as are left out.
     """
     sets = hardware.processor()[1]
     x86 = bool({"AVX2", "AVX-512"} & set(sets))
     wide = "AVX-512" in sets
-    # First those for which inductor writes other kernels: the rest finds them in the cache that all share.
-    out: dict[str, dict[str, str]] = {"as it is": {}, "inductor simdlen 0": {"simdlen": "0"}}
+    # The machines for which inductor writes other kernels come first: the others find them in the shared cache.
+    out: dict[str, dict[str, str]] = {"this processor": {}, "inductor simdlen 0": {"simdlen": "0"}}
     if x86:
         out["inductor x86-64-v3"] = {"TORCHINDUCTOR_CPP_MARCH": "x86-64-v3", "simdlen": "256"}
     if wide:
@@ -98,19 +113,20 @@ def machines() -> dict[str, dict[str, str]]:
 
 
 def act_as(told: dict[str, str]) -> None:
-    """What the environment cannot say, before torch's kernels are chosen."""
+    """Sets what no environment variable can, before torch chooses its kernels."""
     import torch._inductor.config as inductor
 
     if "simdlen" in told:
         inductor.cpp.simdlen = int(told["simdlen"])
     if "torch" in told:
+        # torch has no setting for this, so its questions about the processor are answered with no.
         for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_is_avx512_bf16_supported", "_init_amx"):
             setattr(torch.cpu, question, lambda: False)
 
 
 def batch_of(rows: int) -> tuple[Tensor, Tensor]:
+    """Tokens and their targets, (rows, T) each: the next token is 1 or 2 higher, which a few steps can learn."""
     draw = torch.Generator().manual_seed(1)
-    # Each token says which follows it, mostly: something to learn within a few steps.
     ids = torch.randint(0, VOCAB_SIZE, (rows, 1), generator=draw)
     steps = torch.randint(1, 3, (rows, SIZES["block_size"]), generator=draw)
     ids = torch.cat((ids, ids + steps.cumsum(1)), 1) % VOCAB_SIZE
@@ -118,7 +134,7 @@ def batch_of(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def learn(runner: Runner) -> tuple[list[float], list[Tensor]]:
-    """Losses of a few steps of AdamW from the same weights, and the gradients after them."""
+    """Losses of a few steps of AdamW, always from the same weights, and the gradients after them."""
     torch.manual_seed(0)
     fresh = GPT(runner.model.config)
     runner.model.load_state_dict(fresh.state_dict())
@@ -129,42 +145,41 @@ def learn(runner: Runner) -> tuple[list[float], list[Tensor]]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     losses.append(runner.backward(*batch_of(BATCH_SIZE)).item())
-    return losses, forms.taken_gradients(runner, 1)
+    return losses, checks.taken_gradients(runner, 1)
 
 
 def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
-    """What became of one form: refused and why, or how far losses and gradients are from plain float32's."""
+    """What became of one form: why it was refused, or how far its losses and gradients are from plain float32's."""
     torch.compiler.reset()
     settings = SIZES | MODELS[name] | {"batch_size": BATCH_SIZE, "gradient_accumulation_steps": 1, "device": "cpu"}
-    said: list[str] = []
-    trials = forms.Trials(model, TrainConfig(**settings), batch_of, 1, False, said.append)
+    trials = forms.Trials(model, TrainConfig(**settings), Ranks(torch.device("cpu")), batch_of)
     t0 = time.perf_counter()
-    runner = trials.attempt(form)
+    with redirect_stdout(io.StringIO()) as said:
+        runner = trials.attempt(form)
     found: dict[str, Any] = {"model": name, "form": str(form), "compiled": form.compiled}
     found["compiler"] = compiling.compiler_name(trials.device)
     if runner is None:
-        return found | {"refused": said[-1], "seconds": time.perf_counter() - t0}
+        return found | {"refused": said.getvalue().splitlines()[-1], "seconds": time.perf_counter() - t0}
     losses, gradients = learn(runner)
     expected_losses, _ = learn(Runner(model, Form()))
-    # At the weights that this form has come to: those of the other have come elsewhere by a little.
-    runner.use()
+    # float32 has come to slightly other weights. The gradients are compared at the weights that this form came to.
     learn(runner)
-    plain = forms.plain_float32(model, batch_of(BATCH_SIZE))
-    assert plain is not None  # it fits
-    expected = plain[1]
-    names = [n for n, _ in model.named_parameters()]
-    errors = forms.gradient_errors(names, gradients, expected)
-    worst = max(errors, key=lambda n: errors[n])
-    off = max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True))
-    right = off <= LOSS_OFF[form.dtype] and errors[worst] <= forms.TOLERANCE[form.dtype]
-    found |= {"loss_off": off, "gradient_off": errors[worst], "parameter": worst, "right": right}
+    plain = checks.plain_float32(model, batch_of(BATCH_SIZE))
+    assert plain is not None  # it fits into memory
+    expected_gradients = plain[1]
+
+    names = [name for name, _ in model.named_parameters()]
+    errors = checks.gradient_errors(names, gradients, expected_gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    loss_off = max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True))
+    right = loss_off <= LOSS_OFF[form.dtype] and errors[worst] <= checks.TOLERANCE[form.dtype]
+    found |= {"loss_off": loss_off, "gradient_off": errors[worst], "parameter": worst, "right": right}
     return found | {"seconds": time.perf_counter() - t0}
 
 
 def child(name: str) -> None:
-    """Prints a JSON line for each form on the machine called `name`, and one about it."""
-    told = machines()[name]
-    act_as(told)
+    """Prints a JSON line about the machine called `name`, on which this process runs, and one for each form there."""
+    act_as(machines()[name])
     cpu = torch.device("cpu")
     print(json.dumps({"device": hardware.device_name(cpu), "compiler": compiling.compiler_name(cpu)}), flush=True)
     for model_name, some in FORMS.items():
@@ -178,29 +193,30 @@ def child(name: str) -> None:
 
 
 def run(name: str, told: dict[str, str], folder: Path) -> list[dict[str, Any]]:
-    """The lines of one machine's process; a last one with `failed` where it ended before."""
-    env = os.environ | {k: v for k, v in told.items() if k.isupper()}
-    # What is remembered is each machine's own: each is checked. No blanks in its path: inductor's g++ fails there.
+    """The lines of one machine's process, with `failed` in a last one where it ended too early."""
+    env = os.environ | {key: value for key, value in told.items() if key.isupper()}
+    # What a check remembers is each machine's own, so that every machine is checked. Its path has no blanks, with which
+    # inductor's g++ fails.
     own = folder / name.replace(" ", "-")
-    # Inductor goes by ATen's capability for its vectors, and its cache's key does not know it: with a graph of another
-    # such a machine crashes.
+    # Inductor takes the width of its vectors from ATen's capability, which is not in its cache's key: with a graph that
+    # was made for a wider one, such a machine crashes.
     shares = told.get("ATEN_CPU_CAPABILITY", "avx512") == "avx512" or "simdlen" in told
     cache = folder / "inductor" if shares else own / "inductor"
-    env |= {"XDG_CACHE_HOME": str(own), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    env["OMP_NUM_THREADS"] = "1"
+    env |= {"XDG_CACHE_HOME": str(own), "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--child", name]
     try:
-        done = subprocess.run(command, env=env, cwd=timing.ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return [{"failed": f"took more than {TIMEOUT_S} s"}]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode:
-        lines.append({"failed": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]})
+        errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        lines.append({"failed": errors[-1]})
     return lines
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """right, refused, or what is wrong with a form."""
+    """What became of a form in words: right, refused, or what is wrong."""
     if "failed" in line:
         return f"FAILED: {line['failed']}"
     if "refused" in line:
@@ -209,28 +225,57 @@ def verdict(line: dict[str, Any]) -> str:
     return "right" if line["right"] else "WRONG, and not refused"
 
 
-def row(machine: str, line: dict[str, Any]) -> str:
-    figures = [f"{line['loss_off']:.1e}", f"{line['gradient_off']:.1e}"] if "loss_off" in line else ["", ""]
-    cells = [machine, line.get("model", ""), line.get("form", ""), *figures, verdict(line)]
-    return f"| {' | '.join(cells)} |"
+def is_bad(line: dict[str, Any]) -> bool:
+    """Whether a line is about a form, and that form is neither right nor rightly refused."""
+    if "device" in line:
+        return False
+    return verdict(line) != "right" and not verdict(line).startswith("refused")
+
+
+def row(machine: str, line: dict[str, Any]) -> list[str]:
+    """The table's row for a form on a machine."""
+    errors = ["", ""]
+    if "loss_off" in line:
+        errors = [f"{line['loss_off']:.1e}", f"{line['gradient_off']:.1e}"]
+    return [machine, line.get("model", ""), line.get("form", ""), *errors, verdict(line)]
+
+
+def save(
+    name: str, chosen: dict[str, dict[str, str]], results: dict[str, list[dict[str, Any]]], rows: list[list[str]]
+) -> None:
+    """Writes the table, and what made each process act as its machine, to bench/results."""
+    cpu = torch.device("cpu")
+    start: dict[str, Any] = {
+        "device": hardware.device_name(cpu),
+        "versions": runlog.versions(),
+        "git_commit": runlog.git_commit(),
+        "compiler": compiling.compiler_name(cpu),
+    }
+    told = "\n".join(f"- {n}: `{settings or '{}'}`, {results[n][0].get('device')}" for n, settings in chosen.items())
+    text = f"# Check of machines\n\n{output.about(start)}\n\n```sh\n{output.command_line('check_machines.py')}\n```\n\n"
+    text += (
+        f"{markdown_table(HEAD, rows, left_columns=len(HEAD))}\n\nWhat each was told, and its name then:\n\n{told}\n"
+    )
+    all_forms = [asdict(form) for of_model in FORMS.values() for form in of_model]
+    output.save(name, text, {"machines": results, "forms": all_forms}, None)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="machines whose name has this in it")
+    parser.add_argument("--only", default="", metavar="WORD", help="machines with this in their name")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json as well")
     parser.add_argument("--child", metavar="MACHINE", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    timing.check_name(a.save)
+    output.check_name(a.save)
     if a.child:
         child(a.child)
         return 0
     chosen = {name: told for name, told in machines().items() if a.only in name}
     if not chosen:
         raise ValueError(f"--only {a.only!r}: no machine has this in its name; there are {', '.join(machines())}")
+
     print(f"{len(chosen)} machines, {AT_ONCE} at a time", flush=True)
-    head = ["machine", "model", "form", "loss off by", "gradient off by", "verdict"]
-    table = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    rows: list[list[str]] = []
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp, ThreadPoolExecutor(AT_ONCE) as pool:
         pending = {name: pool.submit(run, name, told, Path(tmp)) for name, told in chosen.items()}
@@ -238,25 +283,13 @@ def main() -> int:
             results[name] = future.result()
             for line in results[name]:
                 if "device" not in line:
-                    table.append(row(name, line))
-                    print(table[-1], flush=True)
-    failed = [line for lines in results.values() for line in lines if verdict_is_bad(line)]
-    says = f"{len(failed)} wrong" if failed else "all that is taken learns as plain float32 does"
-    print(says)
+                    rows.append(row(name, line))
+                    print(markdown_row(rows[-1]), flush=True)
+    bad = [line for lines in results.values() for line in lines if is_bad(line)]
+    print(f"{len(bad)} wrong" if bad else "every form that passes the check learns as plain float32 does")
     if a.save:
-        cpu = torch.device("cpu")
-        start: dict[str, Any] = {"device": hardware.device_name(cpu), "versions": runlog.versions()}
-        start |= {"git_commit": runlog.git_commit(), "compiler": compiling.compiler_name(cpu)}
-        told = "\n".join(f"- {n}: `{t or '{}'}`, {results[n][0].get('device')}" for n, t in chosen.items())
-        command = timing.command_line("check_machines.py")
-        text = f"# Check of machines\n\n{timing.about(start)}\n\n```sh\n{command}\n```\n\n"
-        text += "\n".join(table) + f"\n\nWhat each was told, and its name then:\n\n{told}\n"
-        timing.save(a.save, text, {"machines": results, "forms": [asdict(f) for s in FORMS.values() for f in s]}, None)
-    return 1 if failed else 0
-
-
-def verdict_is_bad(line: dict[str, Any]) -> bool:
-    return "device" not in line and verdict(line) != "right" and not verdict(line).startswith("refused")
+        save(a.save, chosen, results, rows)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

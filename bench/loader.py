@@ -1,13 +1,13 @@
-"""Measures how long training at a given rate waits for data, on synthetic shards.
+"""Measures how long training at a given rate waits for data, on shards of random tokens.
 
     python bench/loader.py
     python bench/loader.py --tokens=10_000_000_000 --rate=4e6 --cold=True
 
-Writes shards of random tokens to a temporary folder (--folder keeps them elsewhere), then takes micro-batches from
-data/loader.py as a training would that needs nothing but data to reach `rate` tokens/s: for each the loop sleeps as
-long as the work on it would take. Prints the rate reached, the share of the time spent waiting, the most that the
-loader gives without pauses, and what opening the split and jumping to a far step take. --cold=True drops the shards
-from the page cache first, so that every window comes from the disk.
+Writes the shards to a temporary folder (--folder keeps them elsewhere). Then it takes micro-batches from data/loader.py
+as a training does that could reach `rate` tokens/s with its data at hand: for each, it sleeps as long as the work on it
+would take. Prints the rate that it reached, the share of the time spent waiting, the most that the loader delivers
+without pauses, and how long it takes to open the split and to jump to a far step. --cold=True first drops the shards
+from the page cache, so that every window comes from the disk.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from configurator import configure
-from data.loader import Loader
+from data.loader import BatchPlan, Loader
 from data.splits import Split
 from data.token_files import read_tokens, token_files, write_tokens
 from deskgpt import hardware, runlog
 from deskgpt.errors import one_line_errors
+
+VOCAB_SIZE = 50304
+END_OF_TEXT = 50256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +50,13 @@ class LoaderConfig:
 
 
 def write_shards(folder: Path, c: LoaderConfig) -> None:
-    """Random ids below 50257, a document of 1000 tokens after the other."""
+    """Writes random token ids in documents of 1000 tokens, as far as the shards are not there yet."""
     draw = np.random.default_rng(0)
     for number, first in enumerate(range(0, c.tokens, c.shard_tokens)):
         path = folder / f"train_{number:06}.bin"
         if not path.exists():
-            ids = draw.integers(0, 50256, min(c.shard_tokens, c.tokens - first), np.uint16)
-            ids[::1000] = 50256
+            ids = draw.integers(0, END_OF_TEXT, min(c.shard_tokens, c.tokens - first), np.uint16)
+            ids[::1000] = END_OF_TEXT
             write_tokens(path, ids, header=True)
 
 
@@ -64,6 +67,33 @@ def drop_from_cache(folder: Path) -> None:
         os.close(fd)
 
 
+def open_split(folder: Path, c: LoaderConfig) -> Split:
+    """Opens the split and takes batches of three steps, and prints how long each of that took."""
+    t0 = time.perf_counter()
+    start = END_OF_TEXT if c.align_documents else None
+    split = Split(folder, "train", c.block_size, VOCAB_SIZE, document_start=start)
+    print(f"opening the split: {(time.perf_counter() - t0) * 1e3:.1f} ms")
+    epoch = split.n_windows // c.batch_size  # steps
+    for step in (0, epoch // 2, 1000 * epoch):
+        t0 = time.perf_counter()
+        split.train_batch(step, np.arange(c.batch_size), c.batch_size)
+        print(f"a batch of step {step:,}: {(time.perf_counter() - t0) * 1e3:.2f} ms")
+    return split
+
+
+def take_batches(loader: Loader, device: torch.device, seconds: float, pause_s: float) -> tuple[int, float]:
+    """(batches, seconds they took), for at least `seconds` seconds, with a pause before each batch."""
+    batches = 0
+    t0 = time.perf_counter()
+    while time.perf_counter() - t0 < seconds:
+        if pause_s:
+            time.sleep(pause_s)
+        loader.next()
+        batches += 1
+    hardware.synchronize(device)
+    return batches, time.perf_counter() - t0
+
+
 def main(c: LoaderConfig) -> None:
     device = hardware.resolve_device(c.device)
     with tempfile.TemporaryDirectory() as temporary:
@@ -71,43 +101,24 @@ def main(c: LoaderConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_shards(folder, c)
         shards = token_files(folder, "train")
-        there = sum(len(read_tokens(p)) for p in shards)
+        tokens = sum(len(read_tokens(path)) for path in shards)
         print(f"{hardware.device_name(device)}; {runlog.versions()}, commit {runlog.git_commit()}")
-        print(f"{there:,} tokens in {len(shards)} shards, {'cold' if c.cold else 'warm'}; {c}")
-        start = 50256 if c.align_documents else None
+        print(f"{tokens:,} tokens in {len(shards)} shards, {'cold' if c.cold else 'warm'}; {c}")
         if c.cold:
             drop_from_cache(folder)
-        t0 = time.perf_counter()
-        split = Split(folder, "train", c.block_size, 50304, document_start=start)
-        print(f"opening the split: {(time.perf_counter() - t0) * 1e3:.1f} ms")
-        far = split.n_windows // c.batch_size
-        for step in (0, far // 2, 1000 * far):
-            t0 = time.perf_counter()
-            split.train_batch(step, np.arange(c.batch_size), c.batch_size)
-            print(f"a batch of step {step:,}: {(time.perf_counter() - t0) * 1e3:.2f} ms")
+        split = open_split(folder, c)
 
         batch_tokens = c.batch_size * c.block_size
-        batch_s = batch_tokens / c.rate
-        loader = Loader(split, device, c.batch_size, micro_steps=1)
+        loader = Loader(split, BatchPlan(c.batch_size), device)
         loader.next()
-        loader.wait_s, n = 0.0, 0
-        t0 = time.perf_counter()
-        while time.perf_counter() - t0 < c.seconds:
-            time.sleep(batch_s)
-            loader.next()
-            n += 1
-        hardware.synchronize(device)
-        elapsed_s = time.perf_counter() - t0
+        loader.take_wait_s()
+        batches, elapsed_s = take_batches(loader, device, c.seconds, batch_tokens / c.rate)
         print(
-            f"work for {c.rate:,.0f} tokens/s: {n * batch_tokens / elapsed_s:,.0f} tokens/s reached, "
-            f"{loader.wait_s / elapsed_s:.3%} of the time spent waiting for data"
+            f"work for {c.rate:,.0f} tokens/s: {batches * batch_tokens / elapsed_s:,.0f} tokens/s reached, "
+            f"{loader.take_wait_s() / elapsed_s:.3%} of the time spent waiting for data"
         )
-        t0, n = time.perf_counter(), 0
-        while time.perf_counter() - t0 < c.seconds / 4:
-            loader.next()
-            n += 1
-        hardware.synchronize(device)
-        print(f"without pauses: {n * batch_tokens / (time.perf_counter() - t0):,.0f} tokens/s")
+        batches, elapsed_s = take_batches(loader, device, c.seconds / 4, 0.0)
+        print(f"without pauses: {batches * batch_tokens / elapsed_s:,.0f} tokens/s")
         loader.close()
 
 

@@ -1,10 +1,10 @@
-"""Times ways to compute the head's loss and its gradients: what model.py's choice rests on.
+"""Times ways to compute the head's loss and its gradients: the measurement that model.py's choice rests on.
 
     python bench/loss.py --dtype=bfloat16
     python bench/loss.py --device=cuda --dtype=bfloat16 --tokens=12288
 
-Prints, for each way, the median time of a forward and backward pass (the ways take turns), the memory at its
-peak beyond inputs and weights, and how far loss and gradient are from float32's. Writes no files.
+Prints for each way the median time of a forward and backward pass (the ways take turns), the peak memory in addition to
+inputs and weights, and how far loss and gradient are from float32's. Writes no files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from configurator import configure
 from deskgpt import compiling, hardware, runlog
 from deskgpt.errors import one_line_errors
-from deskgpt.runner import opaque_loss
-from model import LinearCrossEntropy
+from deskgpt.kernels import ChunkedCrossEntropy, register_operators
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -41,7 +40,7 @@ class LossConfig:
     tokens: int = 2048  # N = B * T
     n_embd: int = 768  # C
     vocab_size: int = 50304  # V
-    rounds: int = 5  # timed passes of each way, after one that is not
+    rounds: int = 5  # timed passes of each way, after one that is not timed
     only: str = ""  # the name of one way: run it once and print its memory
 
 
@@ -57,11 +56,14 @@ def ways(dtype: torch.dtype) -> dict[str, Loss]:
         return torch.stack(losses).sum() / len(t)
 
     def in_forward(chunk: int) -> Loss:
-        return lambda h, w, t: LinearCrossEntropy.apply(h, w, t, dtype, chunk, True) / len(t)
+        return lambda h, w, t: ChunkedCrossEntropy.apply(h, w, t, dtype, chunk, True) / len(t)
 
     out: dict[str, Loss] = {"plain": plain, "recomputed, chunks of 512": recomputed}
-    out |= {f"LinearCrossEntropy, chunks of {n}": in_forward(n) for n in (128, 256, 512, 1024)}
-    out["its chunks of 512 compiled"] = lambda h, w, t: opaque_loss(h, w, t, dtype, 512, True) / len(t)
+    for chunk in (128, 256, 512, 1024):
+        out[f"ChunkedCrossEntropy, chunks of {chunk}"] = in_forward(chunk)
+    register_operators()
+    operator = torch.ops.deskgpt.chunked_cross_entropy
+    out["its chunks of 512 compiled"] = lambda h, w, t: operator(h, w, t, dtype, 512, True)[0] / len(t)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # since torch 2.13
         Options = torch.nn.LinearCrossEntropyOptions
 
@@ -75,56 +77,78 @@ def ways(dtype: torch.dtype) -> dict[str, Loss]:
     return out
 
 
-def main(c: LossConfig) -> None:
-    hardware.keep_freed_memory()  # as a training run does
-    device = hardware.resolve_device(c.device)
-    torch.manual_seed(0)
-    h = torch.randn(c.tokens, c.n_embd, device=device).requires_grad_()
-    w = torch.randn(c.vocab_size, c.n_embd, device=device).mul_(0.02).requires_grad_()
-    t = torch.randint(0, c.vocab_size, (c.tokens,), device=device)
-    functions = ways(hardware.DTYPES[c.dtype])
-    amp = hardware.autocast(device, c.dtype)
+class Passes:
+    """Inputs, weights and targets on a device, and passes over them."""
 
-    def once(f: Loss) -> Tensor:
-        h.grad = w.grad = None
-        with amp:
-            loss = f(h, w, t)
+    def __init__(self, c: LossConfig) -> None:
+        self.device = hardware.resolve_device(c.device)
+        torch.manual_seed(0)
+        self.h = torch.randn(c.tokens, c.n_embd, device=self.device).requires_grad_()
+        self.w = torch.randn(c.vocab_size, c.n_embd, device=self.device).mul_(0.02).requires_grad_()
+        self.t = torch.randint(0, c.vocab_size, (c.tokens,), device=self.device)
+
+    def once(self, way: Loss, dtype: str) -> Tensor:
+        """A forward and backward pass; returns the loss and leaves the gradients."""
+        self.h.grad = None
+        self.w.grad = None
+        with hardware.autocast(self.device, dtype):
+            loss = way(self.h, self.w, self.t)
         loss.backward()
-        hardware.synchronize(device)
+        hardware.synchronize(self.device)
         return loss.detach()
 
-    if c.only:
-        h.grad, w.grad = torch.zeros_like(h), torch.zeros_like(w)  # counted with the weights, not the way
-        before = hardware.peak_memory_bytes(device)
-        once(functions[c.only])
-        after = hardware.peak_memory_bytes(device)
-        print((after or 0) - (before or 0))
-        return
+    def weight_gradient(self) -> Tensor:
+        assert self.w.grad is not None
+        return self.w.grad
 
-    with hardware.autocast(device, "float32"):
-        exact = functions["plain"](h, w, t)
-    exact.backward()
-    assert w.grad is not None
-    exact_grad = w.grad.clone()
-    print(f"{hardware.device_name(device)}, {c.dtype}, N={c.tokens} C={c.n_embd} V={c.vocab_size}")
-    compiler = compiling.compiler_name(device) or "compiler n/a"
+
+def print_memory(passes: Passes, way: Loss, dtype: str) -> None:
+    """Prints by how many bytes one pass raises the peak; gradients count with the weights, not with the way."""
+    passes.h.grad = torch.zeros_like(passes.h)
+    passes.w.grad = torch.zeros_like(passes.w)
+    before = hardware.peak_memory_bytes(passes.device) or 0
+    passes.once(way, dtype)
+    after = hardware.peak_memory_bytes(passes.device) or 0
+    print(after - before)
+
+
+def memory_bytes(c: LossConfig, way: str) -> int:
+    """What print_memory prints in a process of its own: on a CPU only the peak of a whole process is known."""
+    flags = [f"--{name}={value}" for name, value in (asdict(c) | {"only": way}).items()]
+    child = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
+    return int(child.stdout)
+
+
+def main(c: LossConfig) -> None:
+    hardware.keep_freed_memory()  # as a training run does
+    passes = Passes(c)
+    functions = ways(hardware.DTYPES[c.dtype])
+    if c.only:
+        return print_memory(passes, functions[c.only], c.dtype)
+
+    exact = passes.once(functions["plain"], "float32")
+    exact_grad = passes.weight_gradient().clone()
+    print(f"{hardware.device_name(passes.device)}, {c.dtype}, N={c.tokens} C={c.n_embd} V={c.vocab_size}")
+    compiler = compiling.compiler_name(passes.device) or "compiler n/a"
     print(f"{runlog.versions()}, {compiler}, commit {runlog.git_commit()}")
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    errors = {}
+
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    loss_errors = {}
+    grad_errors = {}
     for _ in range(1 + c.rounds):
-        for name, f in functions.items():
+        for name, way in functions.items():
             t0 = time.perf_counter()
-            loss = once(f)
-            times[name].append(time.perf_counter() - t0)
-            grad_error = (w.grad - exact_grad).norm() / exact_grad.norm()
-            errors[name] = (abs(loss.float() - exact).item(), grad_error.item())
+            loss = passes.once(way, c.dtype)
+            seconds[name].append(time.perf_counter() - t0)
+            grad = passes.weight_gradient()
+            loss_errors[name] = abs(loss.float() - exact).item()
+            grad_errors[name] = ((grad - exact_grad).norm() / exact_grad.norm()).item()
+
     print(f"{'way':<48} {'ms':>6} {'MB':>6} {'loss error':>11} {'grad error':>11}")
-    for name, seconds in times.items():
-        flags = [f"--{k}={v}" for k, v in (asdict(c) | {"only": name}).items()]
-        # In a process of its own: on a CPU only the peak of a whole process is known.
-        child = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
-        ms, mb = statistics.median(seconds[1:]) * 1e3, int(child.stdout) / 1e6
-        print(f"{name:<48} {ms:6.0f} {mb:6.0f} {errors[name][0]:11.1e} {errors[name][1]:11.1e}", flush=True)
+    for name in functions:
+        ms = statistics.median(seconds[name][1:]) * 1e3
+        mb = memory_bytes(c, name) / 1e6
+        print(f"{name:<48} {ms:6.0f} {mb:6.0f} {loss_errors[name]:11.1e} {grad_errors[name]:11.1e}", flush=True)
 
 
 if __name__ == "__main__":

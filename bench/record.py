@@ -26,6 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+
+from deskgpt.runlog import read_events
+
 HALF, STEPS = 25, 50
 
 GPT2 = "--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=8"
@@ -152,7 +156,7 @@ def record_case(root: Path, case: Case, folder: Path, data: Path, env: dict[str,
     torch.save(checkpoint | {"form": form}, path)
     again = [f"--max_iters={STEPS}", "--dropout=0.0", f"--compile={case.compiled}", "--init_from=resume"]
     must(run(root, [*start, *always, *again], env))
-    events = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    events = read_events(out_dir / "log.jsonl")
     started = [e for e in events if e["event"] == "start"][-1]
     found = {name: started[name] for name in ("dtype", "compiled", "explicit_attention")}
     wanted = {"dtype": case.dtype, "compiled": case.compiled, "explicit_attention": case.explicit}

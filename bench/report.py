@@ -1,10 +1,10 @@
-"""One run as an HTML page: how fast it was, what it learned, its curves, text from its checkpoint.
+"""One run as an HTML page: how fast it was, what it learned, its curves, and text from its checkpoint.
 
     python bench/report.py out-shakespeare-char-cpu
     python bench/report.py out-shakespeare-char-cpu --samples 0 --html report.html --png curves.png
 
-Reads log.jsonl in the out_dir and writes out_dir/report.html; of a file with the printed log it writes NAME-report.html
-here. The page opens in any browser and needs no network.
+Reads log.jsonl in the out_dir and writes out_dir/report.html. For a file with a printed log it writes NAME-report.html
+in the current folder. The page opens in any browser and needs no network.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
-from bench.analysis.learning import overfit
+from bench.analysis.learning import gap_to_train, overfit, perplexity
+from bench.analysis.logs import read_run
 from bench.analysis.page import Table, page, picture
-from bench.analysis.runs import Run, complete, read_run
-from bench.compare import band, evaluation, median_ms
+from bench.analysis.runs import Run, complete
+from bench.analysis.speed import band, evaluation, median_ms, percent
 from deskgpt.errors import one_line_errors
 from deskgpt.runlog import clock
 
@@ -34,84 +35,122 @@ def shown(value: float | None, form: str, unit: str = "") -> str:
 
 
 def median(run: Run, key: str) -> float | None:
-    """Of a field over the logged steps, but the first; None where the log does not have it."""
+    """The median of a field of the logged steps, without step 0 unless it is the only one; None where none has it."""
     known = [e[key] for e in run.iters if e[key] is not None and (e["iter"] > 0 or len(run.iters) == 1)]
     return statistics.median(known) if known else None
 
 
-def speed(run: Run) -> Table:
-    """What the steps and all beside them took."""
+# ---- tables --------------------------------------------------------------------------------------------------
+
+
+def speed_table(run: Run) -> Table:
+    """How long a step took, and everything else."""
     start, end = run.start, run.end
     p10, p90 = band([run]) or (None, None)
-    rows = [["time of a step, median", shown(median_ms(run), ".2f", " ms")]]
-    rows += [["10% to 90% of the steps", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"]]
-    rows += [["tokens/s, median", shown(median(run, "tokens_per_s"), ",.0f")]]
-    mfu, peak = median(run, "mfu"), start.get("peak_flops")
+    mfu = median(run, "mfu")
+    peak = start.get("peak_flops")
     of_peak = f" of {peak / 1e12:.2f} TFLOP/s ({start.get('peak_source')})" if peak else ""
-    rows += [["MFU, median", "n/a" if mfu is None else f"{mfu:.2%}{of_peak}"]]
-    train_s = next((e["train_s"] for e in reversed(run.iters) if e.get("train_s") is not None), end.get("train_s"))
     evaluated = evaluation(run)
-    spent = {"training": train_s, "of it waiting for data": end.get("data_wait_s")}
-    spent |= {"evaluation": evaluated[0] if evaluated else None, "saving": end.get("save_s")}
-    spent |= {"warm-up and compiling": start.get("warm_up_s")}
-    rows += [[name, "n/a" if s is None else clock(s)] for name, s in spent.items()]
+    seconds = {
+        "training": trained_s(run),
+        "of it waiting for data": end.get("data_wait_s"),
+        "evaluation": evaluated[0] if evaluated else None,
+        "saving": end.get("save_s"),
+        "warm-up and compiling": start.get("warm_up_s"),
+    }
     memory = end.get("peak_memory_bytes")
-    return Table("Speed", [], [*rows, ["peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"]])
+    rows = [
+        ["time of a step, median", shown(median_ms(run), ".2f", " ms")],
+        ["10% to 90% of the steps", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"],
+        ["tokens/s, median", shown(median(run, "tokens_per_s"), ",.0f")],
+        ["MFU, median", "n/a" if mfu is None else f"{percent(mfu)}{of_peak}"],
+        *([name, "n/a" if spent_s is None else clock(spent_s)] for name, spent_s in seconds.items()),
+        ["peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"],
+    ]
+    return Table("Speed", [], rows)
 
 
-def learning(run: Run) -> Table:
+def trained_s(run: Run) -> float | None:
+    """Seconds of training until the last step for which they are known."""
+    known = [e["train_s"] for e in run.iters if e.get("train_s") is not None]
+    return known[-1] if known else run.end.get("train_s")
+
+
+def learning_table(run: Run) -> Table:
     """What the evaluations found."""
     if not run.val:
         return Table("Learning", [], [["evaluations", "none"]])
-    best, last = run.best, run.val[-1]
+    evaluations = {"best": run.best, "last": run.val[-1]}
+    if run.best is run.val[-1]:
+        del evaluations["last"]
     rows = []
-    for name, e in (("best", best), ("last", last)) if last is not best else (("best", best),):
+    for name, e in evaluations.items():
         se = "" if e.get("val_se") is None else f" ± {e['val_se']:.4f} (standard error)"
-        rows += [[f"{name} val loss", f"{e['val_loss']:.4f}{se}, step {e['iter']:,}"]]
-        rows += [[f"perplexity of the {name}", f"{math.exp(min(e['val_loss'], 700)):,.2f}"]]
-        gap = None if e.get("train_loss") is None else e["val_loss"] - e["train_loss"]
-        rows += [[f"val loss - train loss, {name}", shown(gap, "+.4f")]]
-    return Table("Learning", [], [*rows, ["val loss turned up", turned(run)]], "Losses in nats per token.")
+        rows += [
+            [f"{name} val loss", f"{e['val_loss']:.4f}{se}, step {e['iter']:,}"],
+            [f"perplexity of the {name}", f"{perplexity(e['val_loss']):,.2f}"],
+            [f"val loss - train loss, {name}", shown(gap_to_train(e), "+.4f")],
+        ]
+    rows.append(["val loss turned up", turned(run)])
+    return Table("Learning", [], rows, "Losses in nats per token.")
 
 
 def turned(run: Run) -> str:
     """Whether and where the validation loss stopped falling."""
-    if found := overfit(run):
-        return f"after step {found[0]:,}, by {found[1]:.4f} since"
+    found = overfit(run)
+    if found:
+        step, rise = found
+        return f"after step {step:,}, by {rise:.4f} since"
     rise = run.val[-1]["val_loss"] - run.best["val_loss"]
     return f"not beyond the noise (the last is {rise:.4f} above the lowest)" if rise else "no, the last is the lowest"
 
 
+# ---- the rest of the page ------------------------------------------------------------------------------------
+
+
 def verdict(run: Run) -> list[str]:
-    said = ["no evaluation in the log"]
+    """The run in one or two lines."""
+    lines = ["no evaluation in the log"]
     if run.val:
-        said = [f"best val loss {run.best['val_loss']:.4f} at step {run.best['iter']:,}"]
-    if ms := median_ms(run):
-        said += [f"{ms:.2f} ms a step, MFU {shown(median(run, 'mfu'), '.2%')}"]
-    return said
+        lines = [f"best val loss {run.best['val_loss']:.4f} at step {run.best['iter']:,}"]
+    ms = median_ms(run)
+    if ms:
+        lines.append(f"{ms:.2f} ms a step, MFU {shown(median(run, 'mfu'), '.2%')}")
+    return lines
 
 
 def samples(out_dir: Path, n: int, tokens: int) -> list[str]:
-    """n texts that sample.py writes with the checkpoint in out_dir, or why there are none."""
+    """n texts that sample.py writes with the checkpoint in out_dir, or one line that says why there are none."""
     command = [sys.executable, "sample.py", f"--out_dir={out_dir.resolve()}"]
     command += [f"--num_samples={n}", f"--max_new_tokens={tokens}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode:
-        return [f"no samples: {(done.stderr.strip().splitlines() or ['sample.py failed'])[-1]}"]
+        errors = done.stderr.strip().splitlines() or ["sample.py failed"]
+        return [f"no samples: {errors[-1]}"]
     return done.stdout.split("\n---------------\n")[:n]
 
 
 def about(run: Run) -> str:
-    """The machine, the model, versions and commit of the run, and when the page was made."""
-    s = run.start
-    versions = ", ".join(f"{name} {version}" for name, version in s.get("versions", {}).items())
-    compiled = {True: "compiled", False: "not compiled", None: ""}[s.get("compiled")]
-    compiled += f" by {s['compiler']}" if s.get("compiler") else ""
-    said = [f"{s['world_size']} x {s['device']}, {s['dtype']}, {compiled}" if "device" in s else "", versions]
-    said += [f"commit {s['git_commit']}" if s.get("git_commit") else ""]
-    said += [f"{s['parameters']:,} parameters, {s['tokens_per_step']:,} tokens per step" if "parameters" in s else ""]
-    said += [f"{run.flops_per_token / 1e6:.2f} MFLOPs per token" if run.flops_per_token else ""]
-    return "; ".join([*filter(None, said), f"page of {time.strftime('%Y-%m-%d')}"])
+    """The machine, versions and commit of the run, its size, and when the page was made."""
+    start = run.start
+    facts = []
+    if "device" in start:
+        facts.append(f"{start['world_size']} x {start['device']}, {start['dtype']}, {how_compiled(run)}")
+    if start.get("versions"):
+        facts.append(", ".join(f"{name} {version}" for name, version in start["versions"].items()))
+    if start.get("git_commit"):
+        facts.append(f"commit {start['git_commit']}")
+    if "parameters" in start:
+        facts.append(f"{start['parameters']:,} parameters, {start['tokens_per_step']:,} tokens per step")
+    if run.flops_per_token:
+        facts.append(f"{run.flops_per_token / 1e6:.2f} MFLOPs per token")
+    return "; ".join([*facts, f"page of {time.strftime('%Y-%m-%d')}"])
+
+
+def how_compiled(run: Run) -> str:
+    compiled = {True: "compiled", False: "not compiled", None: ""}[run.start.get("compiled")]
+    compiler = run.start.get("compiler")
+    return f"{compiled} by {compiler}" if compiler else compiled
 
 
 def main() -> None:
@@ -119,19 +158,23 @@ def main() -> None:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out_dir", help="of a run; or a file with its printed log")
-    parser.add_argument("--html", metavar="FILE", help="in place of out_dir/report.html, or NAME-report.html")
+    parser.add_argument("--html", metavar="FILE", help="instead of out_dir/report.html, or NAME-report.html")
     parser.add_argument("--png", metavar="FILE", help="loss and time of a step as a picture")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
     a = parser.parse_args()
     if a.png and not a.png.endswith(".png"):
         raise ValueError(f"--png {a.png}: name a .png file")
-    run, path = read_run(a.out_dir), Path(a.out_dir)
+
+    run = read_run(a.out_dir)
     complete(run)
-    of_checkpoint = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
-    text = page(run.name, [run], [speed(run), learning(run)], verdict(run), of_checkpoint, about(run))
-    html = Path(a.html) if a.html else path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
-    html.write_text(text, encoding="utf-8")
+    path = Path(a.out_dir)
+    html = path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
+    if a.html:
+        html = Path(a.html)
+    texts = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
+    tables = [speed_table(run), learning_table(run)]
+    html.write_text(page(run.name, [run], tables, verdict(run), texts, about(run)), encoding="utf-8")
     print(html)
     if a.png:
         picture([run], a.png)

@@ -1,22 +1,22 @@
-"""Which micro-batch is fastest, at the same tokens per step, and what it takes; of other settings as well.
+"""Finds the fastest micro-batch at the same tokens per step, and what each costs; other settings can vary as well.
 
     python bench/sweep.py config/train_shakespeare_char_cpu.py
     python bench/sweep.py config/train_gpt2.py --grid batch_size=4,8,16 --grid compile=True,False --memory_gb 12
     python bench/sweep.py config/train_shakespeare_char.py --grid n_embd=384,768 --grid dtype=float32,bfloat16
 
-Settings are those of train.py. --grid NAME=A,B,... takes each of these values, of several --grid every combination;
-without one, batch_size is halved and doubled. Accumulation follows from the batch size, so that a step has the tokens
-that the config says. Each cell is train.py on random tokens in a process of its own, stopped after some steps; the
-cells take turns, in another order each round. Every figure is from train.py's own log: step time, tokens/s, MFU, data
-wait and peak memory, which is that of torch's allocator on CUDA and of the whole process elsewhere. A cell for which
-memory runs out says so; on a CPU one that is predicted to need more than is there is not started.
+Settings are those of train.py. --grid NAME=A,B,... tries each of these values; several --grid try every combination.
+Without --grid, batch_size is halved and doubled. Accumulation follows from the batch size, so that a step keeps the
+tokens that the config asks for. Each cell of the grid is train.py on random tokens in a process of its own, stopped
+after some steps. The cells take turns, in another order each round. Every figure is from train.py's own log: step time,
+tokens/s, MFU, data wait and peak memory, which is that of torch's allocator on CUDA and of the whole process elsewhere.
+A cell that runs out of memory says so; on a CPU, a cell predicted to need more memory than there is does not start.
 
-Compiled cells begin with an empty cache of their own: "compiling, cold" is what the first start took beyond a step,
-"warm" what later ones did; compiling pays after so many steps. --memory_gb 12 makes a larger CUDA card act as one of
-12 GB, less the half GB or so that CUDA itself would take there.
+Compiled cells begin with an empty cache of their own: "compiling, cold" is what the first start took in addition to a
+step, "warm" what later ones did, and "pays after" the steps after which compiling has saved more time than it took.
+--memory_gb 12 makes a larger CUDA card act as one of 12 GB, less the half GB or so that CUDA itself would take there.
 
-Prints a table and the command with the fastest setting; writes sweep.md, .json and .png (a heat map, where matplotlib
-is installed) to --out; --save NAME writes them to bench/results/DATE-NAME.* too.
+Prints a table and the command with the fastest setting. Writes sweep.md, .json and, where matplotlib is installed, .png
+(a heat map) to --out; --save NAME writes them to bench/results/DATE-NAME.* as well.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 import train
-from bench import timing
-from bench.analysis.heatmap import plot
+from bench import output, timing
 from bench.analysis.noise import interval
-from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, memory_cap, start_with, write_data
+from bench.heatmap import plot
+from bench.output import markdown_table
+from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, memory_cap, start_with, vocab_size_for, write_data
 from configurator import build, read_settings
 from data.token_files import read_meta
 from data.tokenizer import padded_vocab_size
@@ -52,31 +53,30 @@ from deskgpt.runlog import clock
 from model import GPTConfig
 
 SPLIT = ("batch_size", "gradient_accumulation_steps")
-# What the sweep itself says about each run.
-FIXED = {a[2:].partition("=")[0] for a in OURS} | {"dataset", "out_dir"}
-# Cells that differ in nothing else train the same model on the same tokens: only they compete.
+# Settings that the sweep gives to each run itself.
+FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {"dataset", "out_dir"}
+# Cells that differ only in these train the same model on the same tokens: only such cells compete.
 SAME_TRAINING = {*SPLIT, "compile", "dtype", "device"}
 LARGEST_SHARE = 0.9  # of a machine's memory, for a cell on a CPU
 DEFAULT_CELLS = 8
-CLOSE = 0.05  # what is slower by more is slower, even where the noise is too much to prove it
+CLOSE = 0.05  # a cell that is slower by more than this is no tie, even where the noise is too large to prove it
 
 
 @dataclass
 class Cell:
+    """One combination of settings, with its run."""
+
     settings: dict[str, Any]  # micro-batch and accumulation, then what else the grid sets
     c: train.TrainConfig
     x: Contestant
     status: str = ""  # why there are no figures
-
-    def name(self, without: tuple[str, ...] = ("gradient_accumulation_steps",)) -> str:
-        return ", ".join(f"{k}={v}" for k, v in self.settings.items() if k not in without)
 
 
 # ---- the grid ------------------------------------------------------------------------------------------------
 
 
 def read_grid(entries: list[str], c: train.TrainConfig) -> dict[str, list[Any]]:
-    """The values of each setting in --grid, in its order. Raises ValueError."""
+    """The values of each setting in --grid, in its order. Raises ConfigError."""
     axes: dict[str, list[Any]] = {}
     for entry in entries:
         name, _, text = entry.partition("=")
@@ -92,64 +92,82 @@ def read_grid(entries: list[str], c: train.TrainConfig) -> dict[str, list[Any]]:
 
 
 def default_batches(batch_size: int, accumulation: int) -> list[int]:
-    """batch_size halved and doubled as long as that divides a step's sequences, 1 and all; at most 8, the nearest."""
-    whole = batch_size * accumulation
-    powers = (batch_size * 2.0**k for k in range(-batch_size.bit_length(), whole.bit_length()))
-    sizes = {1, whole} | {int(b) for b in powers if b.is_integer() and whole % b == 0}
-    nearest = sorted(sizes, key=lambda b: (round(abs(math.log(b / batch_size)), 6), b))[:DEFAULT_CELLS]
-    return sorted(nearest)
+    """Micro-batches that divide a step's sequences: batch_size halved and doubled, 1, and all of them.
+
+    At most 8, those nearest to batch_size.
+    """
+    sequences = batch_size * accumulation
+    exponents = range(-batch_size.bit_length(), sequences.bit_length())
+    powers = [batch_size * 2.0**k for k in exponents]
+    sizes = {1, sequences} | {int(b) for b in powers if b.is_integer() and sequences % b == 0}
+
+    def distance(size: int) -> tuple[float, int]:
+        return round(abs(math.log(size / batch_size)), 6), size
+
+    return sorted(sorted(sizes, key=distance)[:DEFAULT_CELLS])
 
 
 def split(c: train.TrainConfig, settings: dict[str, Any]) -> dict[str, int]:
-    """Micro-batch and accumulation of a cell with the tokens per step of c. Raises ConfigError where there are none."""
+    """Micro-batch and accumulation of a cell, with the tokens per step of c. Raises ConfigError where none fit."""
     tokens = c.batch_size * c.gradient_accumulation_steps * c.block_size
     if not settings.keys() & {*SPLIT, "block_size"}:
         return {name: getattr(c, name) for name in SPLIT}
     T = settings.get("block_size", c.block_size)
     if T < 1 or tokens % T:
         raise ConfigError(f"--grid block_size={T} does not divide the {tokens:,} tokens of a step; take one that does")
-    whole = tokens // T
-    given, follows = SPLIT[::-1] if SPLIT[1] in settings else SPLIT
+    sequences = tokens // T
+
+    given, follows = SPLIT
+    if "gradient_accumulation_steps" in settings:
+        follows, given = SPLIT
     n = settings.get(given, getattr(c, given))
-    if n < 1 or whole % n:
-        near = min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: abs(d - n))
+    if n < 1 or sequences % n:
+        divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
+        near = min(divisors, key=lambda d: abs(d - n))
         raise ConfigError(
-            f"--grid: {given}={n} does not divide the {whole} sequences of a step, {tokens:,} tokens; try {near}"
+            f"--grid: {given}={n} does not divide the {sequences} sequences of a step, {tokens:,} tokens; try {near}"
         )
-    return {given: n, follows: whole // n}
+    return {given: n, follows: sequences // n}
 
 
 def make_cells(
     c: train.TrainConfig, given: list[str], axes: dict[str, list[Any]], folder: Path, memory_gb: float | None
 ) -> list[Cell]:
     """A cell for each combination, with its run's command. Raises ValueError."""
-    base, out = {name: getattr(c, name) for name in c.__dataclass_fields__}, []
+    base = {name: getattr(c, name) for name in c.__dataclass_fields__}
+    cells = []
     for number, values in enumerate(itertools.product(*axes.values())):
-        settings = dict(zip(axes, values, strict=True))
-        sizes = split(c, settings)
-        settings = {name: sizes[name] for name in SPLIT} | {k: v for k, v in settings.items() if k not in SPLIT}
-        cell = build(train.TrainConfig, base | settings)
-        cap = memory_cap(memory_gb, str(hardware.resolve_device(cell.device)))
-        flags = [f"--{k}={v}" for k, v in settings.items()]
-        where = [f"--dataset={folder}", f"--out_dir={folder}/{number}"]
-        x = Contestant("", [*PYTHON, *start_with(cap, "train.py"), *given, *OURS, *flags, *where], ROOT)
+        varied = dict(zip(axes, values, strict=True))
+        sizes = split(c, varied)
+        settings = {name: sizes[name] for name in SPLIT}
+        settings |= {name: value for name, value in varied.items() if name not in SPLIT}
+        config = build(train.TrainConfig, base | settings)
+        cap = memory_cap(memory_gb, str(hardware.resolve_device(config.device)))
+        command = [*PYTHON, *start_with(cap, "train.py"), *given, *OURS]
+        command += [f"--{name}={value}" for name, value in settings.items()]
+        command += [f"--dataset={folder}", f"--out_dir={folder}/{number}"]
+        x = Contestant(cell_name(settings), command, ROOT)
         x.env["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache-{number}"
-        out.append(Cell(settings, cell, x))
-        x.name = out[-1].name()
-    return out
+        cells.append(Cell(settings, config, x))
+    return cells
+
+
+def cell_name(settings: dict[str, Any]) -> str:
+    """The settings but for the accumulation, which follows from the others."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if name != "gradient_accumulation_steps")
 
 
 def predicted_bytes(c: train.TrainConfig, vocab_size: int) -> int:
-    """Peak of a step of c, as estimate.py has it."""
-    args = GPTConfig(vocab_size=vocab_size, dropout=c.dropout, **{k: getattr(c, k) for k in train.MODEL_SETTINGS})
+    """Peak memory of a step of c, as estimate.py predicts it."""
+    config = GPTConfig.from_settings(c, vocab_size)
     device = hardware.resolve_device(c.device)
     dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
     accumulates = c.gradient_accumulation_steps > 1
-    return sum(estimate.memory(args, c.batch_size, dtype, device.type, c.compile is not False, accumulates).values())
+    return sum(estimate.memory(config, c.batch_size, dtype, device.type, c.compile is not False, accumulates).values())
 
 
 def leave_out_too_large(cells: list[Cell], vocab_size: int) -> None:
-    """Marks the cells that a CPU has not the memory for: there the whole machine would suffer, not the run alone."""
+    """Marks cells for which a CPU's memory is too small: there the whole machine would suffer, not just the run."""
     for cell in cells:
         device = hardware.resolve_device(cell.c.device)
         limit = hardware.memory_bytes(device) if device.type == "cpu" else None
@@ -164,161 +182,225 @@ def leave_out_too_large(cells: list[Cell], vocab_size: int) -> None:
 
 
 def measure(cells: list[Cell], rounds: int, steps: int, seconds: float) -> int:
-    """Runs the cells in turns; what fails is left out of later rounds, with the reason as its status.
+    """Runs the cells in turns. A cell that fails gets its reason as status and is left out of later rounds.
 
-    Returns the number of rounds: Ctrl-C ends with those that are whole, in the first with the cells that have figures.
+    Returns the number of rounds. Ctrl-C ends with the rounds that are complete, or in the first round with the cells
+    that have figures.
     """
     taken = {cell.x.name: steps for cell in cells}
-    said = False
+    announced = False
     for number in range(rounds):
         alive = [cell for cell in cells if not cell.status]
-        order = random.Random(number).sample(alive, len(alive))  # a drift of the machine favours none
+        order = random.Random(number).sample(alive, len(alive))  # so that no drift of the machine favours a cell
         for place, cell in enumerate(order):
-            x, t0 = cell.x, time.perf_counter()
+            x = cell.x
+            t0 = time.perf_counter()
             try:
-                taken[x.name] = timing.run(x, taken[x.name], seconds)  # as many in later rounds
+                taken[x.name] = timing.run(x, taken[x.name], seconds)  # later rounds take as many steps
             except Failed as e:
                 cell.status = e.reason
                 print(f"round {number + 1}, {x.name}: {e.reason}", flush=True)
                 continue
             except KeyboardInterrupt:
                 print(f"interrupted in round {number + 1}", flush=True)
-                for c in alive:
-                    c.status = c.status or ("" if c.x.rounds else "interrupted")
-                    del c.x.rounds[max(1, number) :]
-                return max(1, number)
-            print(f"round {number + 1}, {x.name}: {statistics.median(x.rounds[-1]):.4g} ms/step", flush=True)
-            if not said:
-                left = (time.perf_counter() - t0) * (len(order) * rounds - place - 1)
-                print(f"about {clock(left)} more, if the others take as long as this one", flush=True)
-                said = True
+                complete = max(1, number)
+                keep_rounds(alive, complete)
+                return complete
+            print(f"round {number + 1}, {x.name}: {statistics.median(x.rounds_ms[-1]):.4g} ms/step", flush=True)
+            if not announced:
+                left_s = (time.perf_counter() - t0) * (len(order) * rounds - place - 1)
+                print(f"about {clock(left_s)} more, if the others take as long as this one", flush=True)
+                announced = True
     return rounds
+
+
+def keep_rounds(cells: list[Cell], rounds: int) -> None:
+    """Drops later rounds, and marks cells without any as interrupted."""
+    for cell in cells:
+        if not cell.status and not cell.x.rounds_ms:
+            cell.status = "interrupted"
+        del cell.x.rounds_ms[rounds:]
 
 
 # ---- figures -------------------------------------------------------------------------------------------------
 
 
-def pays_after(compile_s: float, plain_ms: float, compiled_ms: float) -> int | None:
-    """Steps after which compiling has won back its time; None where the steps become no faster."""
-    return math.ceil(compile_s * 1e3 / (plain_ms - compiled_ms)) if compiled_ms < plain_ms else None
-
-
 def figures(cells: list[Cell]) -> list[dict[str, Any]]:
-    """A row for each cell: its settings and, where it has any, its figures.
+    """A row for each cell: its settings and, where it has any, its figures."""
+    starts = [cell.x.start for cell in cells if not cell.status]
+    assert len({start["tokens_per_step"] for start in starts}) <= 1
+    peaks = highest_peaks(starts)
+    rows = []
+    for cell in cells:
+        row: dict[str, Any] = {"settings": cell.settings, "status": cell.status}
+        if not cell.status:
+            start = cell.x.start
+            row |= cell_figures(cell.x, *peaks[start["device"], start["dtype"]])
+        rows.append(row)
+    for row in rows:
+        plain = without_compiling(row, rows) if row.get("compiled") else None
+        if plain:
+            # A start takes some time without compiling too.
+            row["pays_after"] = pays_after(row["cold_s"] - plain["start_s"], plain["ms"], row["ms"])
+    return rows
 
-    MFU refers to the highest peak that a cell of the same dtype and device found, where the peak is a measured one.
-    """
-    peaks: dict[Any, tuple[float, str]] = {}
-    measured = [cell for cell in cells if not cell.status]
-    for start in (cell.x.start for cell in measured):
+
+def highest_peaks(starts: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, str]]:
+    """(FLOP/s, source) by device and dtype: each run measured the peak for itself, and the highest is the machine's."""
+    peaks: dict[tuple[str, str], tuple[float, str]] = {}
+    for start in starts:
         kind = (start["device"], start["dtype"])
         peaks[kind] = max(peaks.get(kind, (0.0, "")), (start["peak_flops"], start["peak_source"]))
-    assert len({cell.x.start["tokens_per_step"] for cell in measured}) <= 1
-    rows: list[dict[str, Any]] = []
-    for cell in cells:
-        rows.append({"settings": cell.settings, "status": cell.status})
-        if cell.status:
-            continue
-        x, start = cell.x, cell.x.start
-        ms = sorted(t for times in x.rounds for t in times)
-        median, tokens = statistics.median(ms), start["tokens_per_step"]
-        by_round = [tokens / statistics.median(times) * 1e3 for times in x.rounds]
-        row = {"dtype": start["dtype"], "compiled": start["compiled"], "tokens_per_step": tokens}
-        row |= {"ms": median, "p10": ms[len(ms) // 10], "p90": ms[len(ms) * 9 // 10]}
-        row |= {"tokens_per_s": tokens / median * 1e3, "least": min(by_round), "most": max(by_round)}
-        row |= {"by_round": by_round, "flops_per_token": start["flops_per_token"]}
-        row["peak_flops"], row["peak_source"] = peaks[start["device"], start["dtype"]]
-        row["mfu"] = row["tokens_per_s"] * start["flops_per_token"] / row["peak_flops"]
-        row["memory_gb"] = max(x.logged_memory) / 1e9 if x.logged_memory else None
-        row["data_wait"] = statistics.mean(x.waits)
-        starts = [first_s - median / 1e3 for first_s in x.first_s]
-        row["start_s"] = min(starts)
-        if start["compiled"]:
-            row |= {"cold_s": starts[0], "warm_s": statistics.median(starts[1:]) if starts[1:] else None}
-        rows[-1] |= row
-    for row in rows:
-        if row.get("compiled"):
-            rest = {k: v for k, v in row["settings"].items() if k != "compile"}
-            for other in rows:
-                same = rest == {k: v for k, v in other["settings"].items() if k != "compile"}
-                if same and other.get("compiled") is False:
-                    # what starting takes without compiling is no price of it
-                    row["pays_after"] = pays_after(row["cold_s"] - other["start_s"], other["ms"], row["ms"])
-    return rows
+    return peaks
+
+
+def cell_figures(x: Contestant, peak_flops: float, peak_source: str) -> dict[str, Any]:
+    """What was measured of a cell."""
+    start = x.start
+    tokens = start["tokens_per_step"]
+    times = x.step_ms()
+    by_round = [tokens / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
+    tokens_per_s = tokens / times["ms"] * 1e3
+    starts_s = [first_s - times["ms"] / 1e3 for first_s in x.first_s]
+    row = {
+        "dtype": start["dtype"],
+        "compiled": start["compiled"],
+        "tokens_per_step": tokens,
+        **times,
+        "tokens_per_s": tokens_per_s,
+        "least": min(by_round),
+        "most": max(by_round),
+        "by_round": by_round,
+        "flops_per_token": start["flops_per_token"],
+        "peak_flops": peak_flops,
+        "peak_source": peak_source,
+        "mfu": tokens_per_s * start["flops_per_token"] / peak_flops,
+        "memory_gb": max(x.logged_bytes) / 1e9 if x.logged_bytes else None,
+        "data_wait": statistics.mean(x.data_waits),
+        "start_s": min(starts_s),
+    }
+    if start["compiled"]:
+        later_s = starts_s[1:]
+        row |= {"cold_s": starts_s[0], "warm_s": statistics.median(later_s) if later_s else None}
+    return row
+
+
+def without_compiling(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row with the same settings that was not compiled."""
+    wanted = row["settings"] | {"compile": None}
+    same = [r for r in rows if r.get("compiled") is False and r["settings"] | {"compile": None} == wanted]
+    return same[-1] if same else None
+
+
+def pays_after(compile_s: float, plain_ms: float, compiled_ms: float) -> int | None:
+    """Steps after which compiling has saved more time than it took; None where steps become no faster."""
+    if compiled_ms >= plain_ms:
+        return None
+    return math.ceil(compile_s * 1e3 / (plain_ms - compiled_ms))
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     names = list(rows[0]["settings"])
-    compiled = any(r.get("compiled") for r in rows)
-    own_dtype = "dtype" not in names  # as a setting it has a column already
-    head = [*names, *(["dtype"] if own_dtype else []), "compiled", "tokens/step", "ms/step (p10, p90)"]
-    head += ["tokens/s (rounds)", "MFU", "peak memory"]
-    head += ["data wait"] + (["compiling, cold", "warm", "pays after"] if compiled else [])
-    lines = [f"| {' | '.join(head)} |", "|" + "--:|" * len(head)]
+    # A dtype of the grid has its column among the settings.
+    facts = ["compiled"] if "dtype" in names else ["dtype", "compiled"]
+    head = [*names, *facts, "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "peak memory", "data wait"]
+    any_compiled = any(r.get("compiled") for r in rows)
+    if any_compiled:
+        head += ["compiling, cold", "warm", "pays after"]
+    body = []
     for r in rows:
-        cells = [str(v) for v in r["settings"].values()]
+        cells = [str(value) for value in r["settings"].values()]
         if r["status"]:
-            cells += [""] * (head.index("tokens/step") + 1 - len(names)) + [r["status"]]
+            cells += [""] * (len(facts) + 1)
+            cells.append(r["status"])
             cells += [""] * (len(head) - len(cells))
         else:
-            memory = "n/a" if r["memory_gb"] is None else f"{r['memory_gb']:.2f} GB"
-            cells += [r["dtype"]] if own_dtype else []
-            cells += ["yes" if r["compiled"] else "no", f"{r['tokens_per_step']:,}"]
-            cells += [f"{r['ms']:.4g} ({r['p10']:.4g}, {r['p90']:.4g})"]
-            cells += [f"{r['tokens_per_s']:,.0f} ({r['least']:,.0f} to {r['most']:,.0f})", f"{r['mfu']:.1%}", memory]
-            cells += [f"{r['data_wait']:.1%}"]
-            if compiled:
-                steps = r.get("pays_after")
-                pays = f"{steps:,} steps" if steps is not None else "never" if "pays_after" in r else "n/a"
-                took = [f"{r[k]:.1f} s" if r.get(k) is not None else "n/a" for k in ("cold_s", "warm_s")]
-                cells += [*took, pays] if r["compiled"] else ["", "", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            if "dtype" in facts:
+                cells.append(r["dtype"])
+            cells += figure_cells(r)
+            if any_compiled:
+                cells += compile_cells(r)
+        body.append(cells)
+    return markdown_table(head, body)
+
+
+def figure_cells(r: dict[str, Any]) -> list[str]:
+    """From "compiled" to "data wait"."""
+    return [
+        "yes" if r["compiled"] else "no",
+        f"{r['tokens_per_step']:,}",
+        f"{r['ms']:.4g} ({r['p10']:.4g}, {r['p90']:.4g})",
+        f"{r['tokens_per_s']:,.0f} ({r['least']:,.0f} to {r['most']:,.0f})",
+        f"{r['mfu']:.1%}",
+        "n/a" if r["memory_gb"] is None else f"{r['memory_gb']:.2f} GB",
+        f"{r['data_wait']:.1%}",
+    ]
+
+
+def compile_cells(r: dict[str, Any]) -> list[str]:
+    """What compiling took, cold and warm, and when it pays; empty for a cell that is not compiled."""
+    if not r["compiled"]:
+        return ["", "", ""]
+    cells = ["n/a" if r.get(name) is None else f"{r[name]:.1f} s" for name in ("cold_s", "warm_s")]
+    if "pays_after" not in r:
+        return [*cells, "n/a"]
+    return [*cells, "never" if r["pays_after"] is None else f"{r['pays_after']:,} steps"]
+
+
+# ---- recommendations -----------------------------------------------------------------------------------------
 
 
 def recommend(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """(the row to take, why): the fastest or, of those that cannot be told from it, the one with the least memory.
 
-    Two cells are compared round by round, as ratios; a lead is one where the 95% interval of their mean leaves out 1.
+    Two cells are compared round by round, as ratios. A lead is proven where the 95% interval of the mean ratio leaves
+    out 1.
     """
-    varied = [k for k in rows[0]["settings"] if k != SPLIT[1] and len({str(r["settings"][k]) for r in rows}) > 1]
+    varied = [name for name in rows[0]["settings"] if len({str(r["settings"][name]) for r in rows}) > 1]
+    varied = [name for name in varied if name != "gradient_accumulation_steps"]
 
-    def name(row: dict[str, Any]) -> str:
-        return " ".join(f"{k}={row['settings'][k]}" for k in varied)
+    def name_of(row: dict[str, Any]) -> str:
+        return " ".join(f"{name}={row['settings'][name]}" for name in varied)
 
     best, *others = sorted(rows, key=lambda r: -r["tokens_per_s"])
     if not others:
         return best, "it is the only one with figures"
-    near, unproven = [], False
-    for r in others:
-        lead, width = interval([math.log(a / b) for a, b in zip(best["by_round"], r["by_round"], strict=True)])
-        within = width is not None and lead <= width
-        if within and best["tokens_per_s"] <= (1 + CLOSE) * r["tokens_per_s"]:
-            near.append(r)
-        elif r is others[0]:
-            unproven = within
-    ahead = f"{best['tokens_per_s'] / others[0]['tokens_per_s'] - 1:.1%} ahead of {name(others[0])}"
+    second = others[0]
+    near = [r for r in others if within_noise(best, r) and best["tokens_per_s"] <= (1 + CLOSE) * r["tokens_per_s"]]
+    ahead = f"{best['tokens_per_s'] / second['tokens_per_s'] - 1:.1%} ahead of {name_of(second)}"
     if len(best["by_round"]) == 1:
-        return best, f"{name(best)} is the fastest, {ahead}; one round does not tell that from noise"
+        return best, f"{name_of(best)} is the fastest, {ahead}; one round does not tell that from noise"
     if not near:
-        doubt = "; these rounds vary too much to be sure" if unproven else ", beyond the noise"
-        return best, f"{name(best)} is the fastest, {ahead}{doubt}"
+        sure = "; these rounds vary too much to be sure" if within_noise(best, second) else ", beyond the noise"
+        return best, f"{name_of(best)} is the fastest, {ahead}{sure}"
+
     tied = [best, *near]
-    chosen = min(tied, key=lambda r: r["memory_gb"] or 0.0)
-    other = best if chosen is not best else min(near, key=lambda r: r["memory_gb"] or 0.0)
-    less = (other["memory_gb"] or 0.0) - (chosen["memory_gb"] or 0.0)
+    chosen = min(tied, key=gigabytes)
+    other = min(near, key=gigabytes) if chosen is best else best
+    less = gigabytes(other) - gigabytes(chosen)
     saves = f"takes {less:.2f} GB less" if less >= 0.005 else "takes no more memory"
-    names = f"{', '.join(map(name, tied[:-1]))} and {name(tied[-1])}"
-    than = f" than {name(other)}" if near[1:] else ""
-    return chosen, f"{names} cannot be told apart; {name(chosen)} {saves}{than}"
+    than = f" than {name_of(other)}" if len(near) > 1 else ""
+    names = f"{', '.join(map(name_of, tied[:-1]))} and {name_of(tied[-1])}"
+    return chosen, f"{names} cannot be told apart; {name_of(chosen)} {saves}{than}"
+
+
+def within_noise(best: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether the rounds leave open which of two cells is faster; False for a single round, which tells no noise."""
+    lead, width = interval([math.log(a / b) for a, b in zip(best["by_round"], row["by_round"], strict=True)])
+    return width is not None and lead <= width
+
+
+def gigabytes(row: dict[str, Any]) -> float:
+    return row["memory_gb"] or 0.0
 
 
 def as_command(given: list[str], c: train.TrainConfig, settings: dict[str, Any]) -> str:
-    """train.py's command line with these settings in place of what was given, and as many tokens in an evaluation."""
+    """train.py's command line with these settings instead of the given ones, and as many tokens in an evaluation."""
     if not c.eval_tokens and settings["batch_size"] != c.batch_size:
         settings = settings | {"eval_iters": max(1, round(c.eval_iters * c.batch_size / settings["batch_size"]))}
-    kept = [a for a in given if a.removeprefix("--").partition("=")[0] not in settings]
-    return shlex.join(["python", "train.py", *kept, *(f"--{k}={v}" for k, v in settings.items())])
+    kept = [word for word in given if word.removeprefix("--").partition("=")[0] not in settings]
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    return shlex.join(["python", "train.py", *kept, *flags])
 
 
 def recommendations(rows: list[dict[str, Any]], given: list[str], c: train.TrainConfig) -> list[tuple[str, str]]:
@@ -326,13 +408,13 @@ def recommendations(rows: list[dict[str, Any]], given: list[str], c: train.Train
     groups: dict[str, list[dict[str, Any]]] = {}
     for r in rows:
         if not r["status"]:
-            kind = ", ".join(f"{k}={v}" for k, v in r["settings"].items() if k not in SAME_TRAINING)
+            kind = ", ".join(f"{name}={value}" for name, value in r["settings"].items() if name not in SAME_TRAINING)
             groups.setdefault(kind, []).append(r)
     out = []
     for kind, group in groups.items():
         row, why = recommend(group)
         if c.compile == "auto" and row["compiled"] and "compile" not in row["settings"]:
-            why += "; measured compiled, as a long run is by compile=auto"
+            why += "; measured compiled, as compile=auto compiles a long run"
         if row.get("pays_after") is not None:
             why += f"; compiling pays after {row['pays_after']:,} steps"
         out.append((as_command(given, c, row["settings"]), f"{kind}: {why}" if kind else why))
@@ -342,7 +424,8 @@ def recommendations(rows: list[dict[str, Any]], given: list[str], c: train.Train
 # ---- script --------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def read_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """(our own arguments, those of train.py). Raises ValueError."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -351,66 +434,118 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run's steps")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max_cells", type=int, default=64)
-    parser.add_argument("--memory_gb", type=float, help="let a CUDA card act as one of so many GB (2^30 bytes)")
+    parser.add_argument("--memory_gb", type=float, help="let a CUDA card act as one with this many GB (2^30 bytes)")
     parser.add_argument("--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257")
     parser.add_argument("--out", type=Path, default=ROOT / "out-sweep", metavar="FOLDER")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png as well")
     a, given = parser.parse_known_args()
-    timing.check_name(a.save)
+    output.check_name(a.save)
     if a.rounds < 1 or not 0 < a.seconds < math.inf or (a.steps and a.steps < timing.LEAST_STEPS) or a.steps < 0:
         least = f"at least one round and {timing.LEAST_STEPS} steps, and more than 0 seconds"
         raise ConfigError(f"--rounds {a.rounds} --steps {a.steps} --seconds {a.seconds:g}: {least}")
+    return a, given
+
+
+def run_cells(
+    a: argparse.Namespace, given: list[str], c: train.TrainConfig, axes: dict[str, list[Any]]
+) -> tuple[list[Cell], int]:
+    """Runs all cells; returns them and the number of complete rounds. Raises ValueError where none has figures."""
+    # inductor's processes may still be ending when the folder is removed
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        folder = Path(tmp) / "data"
+        write_data(folder, a.vocab_size or vocab_size_for(c.dataset))
+        cells = make_cells(c, given, axes, folder, a.memory_gb)
+        meta = read_meta(folder)
+        leave_out_too_large(cells, padded_vocab_size(meta["tokenizer"], meta["vocab_size"]))
+        each = f"{a.steps} steps" if a.steps else f"about {a.seconds:g} s of steps, {timing.LEAST_STEPS} at least,"
+        tokens = c.batch_size * c.gradient_accumulation_steps * c.block_size
+        print(f"{len(cells)} cells x {a.rounds} rounds, each with {each} of {tokens:,} tokens", flush=True)
+        rounds = measure(cells, a.rounds, a.steps, a.seconds)
+    if all(cell.status for cell in cells):
+        raise ValueError(f"no cell has figures; {cells[0].x.name}: {cells[0].status}")
+    return cells, rounds
+
+
+def as_text(
+    rows: list[dict[str, Any]],
+    starts: list[dict[str, Any]],
+    advice: list[tuple[str, str]],
+    rounds: int,
+    memory_gb: float | None,
+) -> str:
+    """The page without its heading. starts: the first log events of the cells that have figures."""
+    measured = [r for r in rows if not r["status"]]
+    peaks = dict.fromkeys(f"{r['peak_flops'] / 1e12:.2f} TFLOP/s ({r['peak_source']})" for r in measured)
+    about = f"{output.about(*starts)}. MFU refers to {' and '.join(peaks)}. {len(rows)} cells, {rounds} rounds."
+    if memory_gb:
+        about += f" The card acts as one of {memory_gb:g} GB."
+    text = f"{about}\n\n```sh\n{output.command_line('sweep.py')}\n```\n\n{as_markdown(rows)}\n"
+    for line, why in advice:
+        text += f"\nRecommended ({why}):\n\n```sh\n{line}\n```\n"
+    return text
+
+
+def as_data(
+    rows: list[dict[str, Any]], cells: list[Cell], advice: list[tuple[str, str]], memory_gb: float | None
+) -> dict[str, Any]:
+    """Everything that was found, for sweep.json."""
+    raw = [
+        {
+            "settings": cell.settings,
+            "status": cell.status,
+            "rounds_ms": cell.x.rounds_ms,
+            "first_s": cell.x.first_s,
+            "memory_bytes": cell.x.logged_bytes,
+            "process_bytes": cell.x.process_bytes,
+            "start": cell.x.start,
+        }
+        for cell in cells
+    ]
+    start = next(cell.x.start for cell in cells if not cell.status)
+    return {
+        "command": output.command_line("sweep.py"),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": start["device"],
+        "versions": start["versions"],
+        "commit": start["git_commit"],
+        "memory_gb": memory_gb,
+        "rows": rows,
+        "cells": raw,
+        "recommended": [{"command": line, "why": why} for line, why in advice],
+    }
+
+
+def main() -> None:
+    a, given = read_arguments()
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     axes = read_grid(a.grid, c)
     n = math.prod(map(len, axes.values()))
     if n > a.max_cells:
         raise ConfigError(f"--grid makes {n} cells; give fewer values, or --max_cells={n}")
-    a.out.mkdir(parents=True, exist_ok=True)  # sooner than after the runs, if that is not possible
+    a.out.mkdir(parents=True, exist_ok=True)  # if that is impossible, fail before the runs, not after them
     drawn = find_spec("matplotlib") is not None
     if not drawn:
         print("no heat map: pip install matplotlib")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:  # inductor's processes may still be ending
-        folder = Path(tmp) / "data"
-        write_data(folder, a.vocab_size or (65 if c.dataset.endswith("_char") else 50257))
-        cells = make_cells(c, given, axes, folder, a.memory_gb)
-        meta = read_meta(folder)
-        leave_out_too_large(cells, padded_vocab_size(meta["tokenizer"], meta["vocab_size"]))
-        tokens = c.batch_size * c.gradient_accumulation_steps * c.block_size
-        each = f"{a.steps} steps" if a.steps else f"about {a.seconds:g} s of steps, {timing.LEAST_STEPS} at least,"
-        print(f"{n} cells x {a.rounds} rounds, each with {each} of {tokens:,} tokens", flush=True)
-        rounds = measure(cells, a.rounds, a.steps, a.seconds)
-    if all(cell.status for cell in cells):
-        raise ValueError(f"no cell has figures; {cells[0].x.name}: {cells[0].status}")
+
+    cells, rounds = run_cells(a, given, c, axes)
     rows = figures(cells)
     starts = [cell.x.start for cell in cells if not cell.status]
-    start = starts[0]
     advice = recommendations(rows, given, c)
-    peaks = dict.fromkeys(f"{r['peak_flops'] / 1e12:.2f} TFLOP/s ({r['peak_source']})" for r in rows if not r["status"])
-    about = f"{timing.about(*starts)}. MFU refers to {' and '.join(peaks)}. {len(rows)} cells, {rounds} rounds."
-    about += f" The card acts as one of {a.memory_gb:g} GB." if a.memory_gb else ""
-    command = timing.command_line("sweep.py")
-    text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(rows)}\n"
-    for line, why in advice:
-        text += f"\nRecommended ({why}):\n\n```sh\n{line}\n```\n"
+    text = as_text(rows, starts, advice, rounds, a.memory_gb)
+    result = as_data(rows, cells, advice, a.memory_gb)
     print("\n" + text.replace("```sh\n", "").replace("```\n", ""), end="")
-    raw = [
-        {"settings": x.settings, "status": x.status, "rounds_ms": x.x.rounds, "first_s": x.x.first_s}
-        | {"memory_bytes": x.x.logged_memory, "process_bytes": x.x.memory, "start": x.x.start}
-        for x in cells
-    ]
-    result = {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": start["device"]}
-    result |= {"versions": start["versions"], "commit": start["git_commit"], "memory_gb": a.memory_gb, "rows": rows}
-    result |= {"cells": raw, "recommended": [{"command": line, "why": why} for line, why in advice]}
-    model = f"{c.n_layer} layers" + (f", {c.n_embd} wide" if "n_embd" not in axes else "")
-    title = f"{model}, {tokens:,} tokens per step\n{start['device']}"
+
+    model = f"{c.n_layer} layers" if "n_embd" in axes else f"{c.n_layer} layers, {c.n_embd} wide"
+    tokens = c.batch_size * c.gradient_accumulation_steps * c.block_size
+    title = f"{model}, {tokens:,} tokens per step\n{starts[0]['device']}"
 
     def draw(path: Path) -> None:
         plot(rows, path, title)
 
-    timing.write_results(a.out, "sweep", f"# Sweep\n\n{text}", result, draw if drawn else None)
+    output.write_results(a.out, "sweep", f"# Sweep\n\n{text}", result, draw if drawn else None)
     print(f"\nwritten to {a.out}: sweep.md, sweep.json{', sweep.png' if drawn else ''}")
     if a.save:
-        timing.save(a.save, f"# Sweep: {a.save}\n\n{text}", result, draw if drawn else None)
+        output.save(a.save, f"# Sweep: {a.save}\n\n{text}", result, draw if drawn else None)
 
 
 if __name__ == "__main__":

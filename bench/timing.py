@@ -1,5 +1,7 @@
-"""What bench/speed.py and bench/sweep.py time with: train.py, or another program with nanoGPT's log lines, as a process
-of its own, by the times that it logs itself. And how benchmarks write what they found.
+"""Times training programs: what bench/speed.py, bench/sweep.py and the claims about step times share.
+
+A contestant is train.py, or another program that prints nanoGPT's log lines. It runs as a process of its own on random
+tokens, its step times are those that it prints itself, and it is stopped after enough steps.
 """
 
 from __future__ import annotations
@@ -9,12 +11,11 @@ import json
 import os
 import pickle
 import re
-import shlex
 import signal
+import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,20 @@ import numpy as np
 
 from data.token_files import write_tokens
 from deskgpt.files import sha256
+from deskgpt.runlog import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
-PYTHON = [sys.executable, "-u"]  # unbuffered, for nanoGPT's lines
-ITER = re.compile(r"iter (\d+): loss \S+, time ([\d.]+)ms")
-LEAST_STEPS = 3  # of a round timed by the clock: the first is left out
+PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
+LEAST_STEPS = 3  # of a round that is timed by the clock; the first step does not count
 
-# A run of more than enough steps, which is stopped: what nanoGPT's train.py knows too, and what ours needs besides.
-# With so many steps, compile=auto decides for a long run.
+ITER = re.compile(r"iter (\d+): loss \S+, time ([\d.]+)ms")
+WARM_UP = re.compile(r"warm-up took ([\d.]+)s")
+DATA_WAIT = re.compile(r"data wait ([\d.]+)%")
+
+# Settings of a run with more steps than anyone waits for: it is stopped. nanoGPT's train.py knows these too.
+# compile=auto takes it for a long run.
 ENDLESS = ["--max_iters=1000000", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1", "--wandb_log=False"]
+# What our train.py needs in addition.
 OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--align_documents=False", "--auto_batch=False"]
 OURS += ["--eval_only=False", "--dry_run=False"]
 
@@ -45,7 +50,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Failed(ValueError):
-    """A run that ended before it was timed; `reason` in a few words."""
+    """A run that ended before enough of its steps were timed; `reason` says why in a few words."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -54,31 +59,38 @@ class Failed(ValueError):
 
 @dataclass
 class Contestant:
+    """A program that is timed, and what was measured in its rounds so far."""
+
     name: str
     command: list[str]
     cwd: Path
-    rounds: list[list[float]] = field(default_factory=list)  # ms of each step, without the first ones
-    first_s: list[float] = field(default_factory=list)  # of the first step, with what was compiled before it
-    memory: list[int] = field(default_factory=list)  # peak bytes of the process
-    start: dict[str, Any] = field(default_factory=dict)  # our log's first line, or what is known of a peer
-    waits: list[float] = field(default_factory=list)  # share of the time in which our loop waited for data
-    logged_memory: list[int] = field(default_factory=list)  # peak bytes that our log has: on CUDA, of torch's allocator
-    env: dict[str, str] = field(default_factory=dict)  # beside this process's own
+    rounds_ms: list[list[float]] = field(default_factory=list)  # by round, of each step but the first ones
+    first_s: list[float] = field(default_factory=list)  # by round, of the first step and all compiling before it
+    process_bytes: list[int] = field(default_factory=list)  # by round, peak memory of the process
+    start: dict[str, Any] = field(default_factory=dict)  # our log's first event, or what is known of a peer
+    data_waits: list[float] = field(default_factory=list)  # of our log lines: share of the time waited for data
+    logged_bytes: list[int] = field(default_factory=list)  # by round, peak in our log; on CUDA torch's allocator's
+    env: dict[str, str] = field(default_factory=dict)  # added to this process's own
     on_gpu: bool = False
+
+    def step_ms(self) -> dict[str, float]:
+        """Median, 10th and 90th percentile of the step times of all rounds, in ms."""
+        times = sorted(ms for times in self.rounds_ms for ms in times)
+        return {"ms": statistics.median(times), "p10": times[len(times) // 10], "p90": times[len(times) * 9 // 10]}
 
 
 # ---- commands ------------------------------------------------------------------------------------------------
 
 
 def start_with(code: str, script: str) -> list[str]:
-    """Python's arguments that run `script` as if they were its name, after some code; the script's own follow."""
+    """Arguments that make Python run some code and then `script`, as if it had been started with `script` alone."""
     if not code:
         return [script]
     return ["-c", code + THEN_RUN, script]
 
 
 def memory_cap(memory_gb: float | None, device: str) -> str:
-    """Code that makes a CUDA card act as one of so many GB (2^30 bytes), for start_with; none for None.
+    """Code for start_with that makes a CUDA card act as one with memory_gb GB (2^30 bytes); empty for None.
 
     It limits torch's allocator: on a real card of that size CUDA's context takes some of it. Raises ValueError on other
     devices, and where the card has less.
@@ -96,130 +108,160 @@ def memory_cap(memory_gb: float | None, device: str) -> str:
 
 @functools.cache
 def card_bytes(index: int) -> int:
-    """Memory of a CUDA card, asked in another process: in this one the question would take some of it."""
+    """Memory of a CUDA card. Another process asks for it, because asking takes some of that memory itself."""
     code = f"import torch; print(torch.cuda.get_device_properties({index}).total_memory)"
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-# ---- data and runs -------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------------------
+
+
+def vocab_size_for(dataset: str) -> int:
+    """The vocabulary that a data set's name suggests: characters of Shakespeare, or GPT-2's tokens."""
+    return 65 if dataset.endswith("_char") else 50257
 
 
 def write_data(folder: Path, vocab_size: int) -> None:
-    """Random tokens in the files of both programs: the work is the same whatever they are."""
+    """Writes random tokens, which make the same work as real ones, in files that both nanoGPT and deskGPT read."""
     if not 1 <= vocab_size < 1 << 16:
         raise ValueError(f"--vocab_size {vocab_size}: token files hold 1 to {(1 << 16) - 1}")
-    draw = np.random.default_rng(0)
     folder.mkdir()
-    tokens = {split: draw.integers(0, vocab_size, n, np.uint16) for split, n in (("train", 1 << 20), ("val", 1 << 16))}
-    for split, ids in tokens.items():
+
+    draw = np.random.default_rng(0)
+    files = {}
+    for split, n in (("train", 1 << 20), ("val", 1 << 16)):
+        ids = draw.integers(0, vocab_size, n, np.uint16)
         write_tokens(folder / f"{split}.bin", ids)
-    files = {f"{s}.bin": {"tokens": len(ids), "sha256": sha256(ids.astype("<u2"))} for s, ids in tokens.items()}
-    small = "".join(map(chr, range(0x4E00, 0x4E00 + vocab_size))) if vocab_size < 50000 else ""
-    tokenizer = {"name": "char", "chars": small} if small else {"name": "gpt2"}
+        files[f"{split}.bin"] = {"tokens": n, "sha256": sha256(ids.astype("<u2"))}
+
+    tokenizer = {"name": "gpt2"}
+    if vocab_size < 50000:
+        tokenizer = {"name": "char", "chars": "".join(chr(0x4E00 + i) for i in range(vocab_size))}
+        # Without this file nanoGPT takes a vocabulary of 50304.
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
     meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "source": "random", "files": files}
     (folder / "meta.json").write_text(json.dumps(meta))
-    if small:  # nanoGPT takes 50304 where there is none
-        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What a run has printed while it was timed."""
+
+    lines: list[str] = field(default_factory=lambda: [""])
+    times_ms: list[float] = field(default_factory=list)  # of its steps
+    data_waits: list[float] = field(default_factory=list)
+    warm_up_s: float = 0.0
+    enough: bool = False  # whether it took all steps that were wanted
 
 
 def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
-    """One round: starts x, reads the times it logs of so many steps, or for 0 of about so many seconds, and stops it.
+    """One round: starts x, adds the step times that it prints to x, and stops it after `steps` steps.
 
-    Returns the number of steps, those left out included. Raises Failed where it ends before.
+    steps 0 means about `seconds` seconds of steps. Returns the number of steps, counting those left out of the times.
+    Raises Failed where x ends earlier.
     """
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(x.command, cwd=x.cwd, env=os.environ | x.env, **options)
-    times, waits, seen, warm_up_s, enough = [], [], [""], 0.0, False
     assert process.stdout is not None
+    peak = None
     try:
-        for line in process.stdout:
-            seen.append(line.rstrip())
-            if found := re.search(r"warm-up took ([\d.]+)s", line):
-                warm_up_s = float(found[1])
-            if found := re.search(r"data wait ([\d.]+)%", line):
-                waits.append(float(found[1]) / 100)
-            if found := ITER.search(line):
-                times.append(float(found[2]))
-                if enough := len(times) >= (steps or LEAST_STEPS) and (steps > 0 or sum(times) >= seconds * 1e3):
-                    break
-        if not enough:
-            process.wait()  # how it ended, not how the next line ends it
-        peak = peak_memory(process.pid, x.on_gpu) if enough else None
+        seen = watch(process.stdout, steps, seconds)
+        if seen.enough:
+            peak = peak_memory(process.pid, x.on_gpu)
+        else:
+            process.wait()  # for its own exit status, not the one that kill would give it
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    if not enough:
-        lost = process.returncode == -signal.SIGKILL or "out of memory" in " ".join(seen[-3:]).lower()
-        said = not ITER.match(seen[-1]) and seen[-1].removeprefix("error: ")
-        last = said or f"exit status {process.returncode}"
-        killed = ", killed by the system" if process.returncode == -signal.SIGKILL else ""
-        raise Failed(
-            f"{x.name} ended after {len(times)} steps: {' / '.join(filter(None, seen[-3:])) or last}{killed}",
-            f"out of memory{killed}" if lost else f"failed: {last}",
-        )
-    x.memory += [peak] if peak else []
-    x.waits += waits
-    x.first_s.append(warm_up_s + times[0] / 1e3)
-    x.rounds.append(times[max(1, min(10, len(times) // 5)) :])  # the first ones still allocate
-    log = [a for a in x.command if a.startswith("--out_dir=")]
-    path = Path(log[-1].split("=", 1)[1], "log.jsonl") if log else Path("none")
-    if path.exists():
-        # Its line for the last step may not be there yet; the peak was reached before.
-        events = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        x.start = events[0]
-        del x.start["settings"]  # those of this machine's folders among them
-        x.logged_memory += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
+    if not seen.enough:
+        raise failure(x.name, seen, process.returncode)
+
+    times = seen.times_ms
+    first_kept = max(1, min(10, len(times) // 5))  # the first steps still allocate memory
+    x.rounds_ms.append(times[first_kept:])
+    x.first_s.append(seen.warm_up_s + times[0] / 1e3)
+    x.data_waits += seen.data_waits
+    if peak:
+        x.process_bytes.append(peak)
+    read_own_log(x)
     return len(times)
 
 
+def watch(output: Iterable[str], steps: int, seconds: float) -> Seen:
+    """Reads a run's output until it took enough steps, or to its end."""
+    seen = Seen()
+    for line in output:
+        seen.lines.append(line.rstrip())
+        if found := WARM_UP.search(line):
+            seen.warm_up_s = float(found[1])
+        if found := DATA_WAIT.search(line):
+            seen.data_waits.append(float(found[1]) / 100)
+        if found := ITER.search(line):
+            seen.times_ms.append(float(found[2]))
+            seen.enough = are_enough(seen.times_ms, steps, seconds)
+            if seen.enough:
+                break
+    return seen
+
+
+def are_enough(times_ms: list[float], steps: int, seconds: float) -> bool:
+    if steps:
+        return len(times_ms) >= steps
+    return len(times_ms) >= LEAST_STEPS and sum(times_ms) >= seconds * 1e3
+
+
+def failure(name: str, seen: Seen, status: int) -> Failed:
+    """Why a run ended too early, from its last lines and its exit status."""
+    killed = status == -signal.SIGKILL
+    by_system = ", killed by the system" if killed else ""
+    last_lines = [line for line in seen.lines[-3:] if line]
+    last = seen.lines[-1].removeprefix("error: ")
+    if not last or ITER.match(last):
+        last = f"exit status {status}"
+    reason = f"failed: {last}"
+    if killed or "out of memory" in " ".join(last_lines).lower():
+        reason = f"out of memory{by_system}"
+    shown = " / ".join(last_lines) or last
+    return Failed(f"{name} ended after {len(seen.times_ms)} steps: {shown}{by_system}", reason)
+
+
+def read_own_log(x: Contestant) -> None:
+    """Adds what the log.jsonl in x's out_dir says; a peer has none."""
+    folders = [a.removeprefix("--out_dir=") for a in x.command if a.startswith("--out_dir=")]
+    if not folders:
+        return
+    path = Path(folders[-1], "log.jsonl")
+    if not path.exists():
+        return
+    events = read_events(path)
+    x.start = events[0]
+    del x.start["settings"]  # they name folders of this machine
+    # The event of the last step may not be written yet; the peak was reached before it.
+    peaks = [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")]
+    x.logged_bytes += peaks[-1:]
+
+
 def peak_memory(pid: int, on_gpu: bool) -> int | None:
-    """Bytes of a process: what it has on the GPU, or its peak in RAM; None where the system does not say."""
-    if on_gpu:  # a container may see other process numbers than the driver, or none
-        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-        try:
-            lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-            return next((int(mib) * 2**20 for p, mib in (line.split(",") for line in lines) if int(p) == pid), None)
-        except (OSError, ValueError):
-            return None
+    """Bytes of a process: what it has on the GPU now, or its peak in RAM; None where the system does not say."""
+    if on_gpu:
+        return gpu_memory(pid)
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
     return int(found[1]) * 1024 if found else None
 
 
-# ---- results -------------------------------------------------------------------------------------------------
-
-
-def about(*starts: dict[str, Any]) -> str:
-    """Today, the machine, versions and commit, from the first of some runs' start events; the compilers of them all."""
-    start = starts[0]
-    made_by = dict.fromkeys(f", {s['compiler']}" for s in starts if s.get("compiler"))
-    facts = f"{start['device']}; {start['versions']}{''.join(made_by)}, commit {start['git_commit']}"
-    return f"{time.strftime('%Y-%m-%d')}, {facts}"
-
-
-def command_line(script: str) -> str:
-    """What was typed, without the name of the user's folder."""
-    return shlex.join(["python", f"bench/{script}", *sys.argv[1:]]).replace(str(Path.home()), "~")
-
-
-def check_name(name: str | None) -> None:
-    """ValueError where --save's name is none for a file."""
-    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
-        raise ValueError(f"--save {name!r}: a name of letters, digits, dots and dashes, such as speed-124m")
-
-
-def write_results(
-    folder: Path, name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None
-) -> None:
-    """folder/name.md, .json and, where there is something to draw with, .png; dots in the name stay."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text + (f"\n![]({name}.png)\n" if draw else ""), encoding="utf-8")
-    (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
-    if draw:
-        draw(folder / f"{name}.png")
-
-
-def save(name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None) -> None:
-    """write_results in bench/results, with today's date before the name."""
-    write_results(RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}", text, result, draw)
+def gpu_memory(pid: int) -> int | None:
+    """Bytes that a process has on the GPU; None in a container, which may see other process numbers or none."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines():
+            process, mib = line.split(",")
+            if int(process) == pid:
+                return int(mib) * 2**20
+    except (OSError, ValueError):
+        pass
+    return None

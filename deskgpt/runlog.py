@@ -99,6 +99,22 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
         raise ValueError(f"wandb cannot start: {reason}; WANDB_MODE=offline keeps the run on this disk") from None
 
 
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a log.jsonl, in their order. Raises OSError where the file cannot be read.
+
+    A crash can tear a line, and a run may be writing the last one just now: lines that are no whole event are skipped.
+    """
+    events = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+    return events
+
+
 # ---- time ----------------------------------------------------------------------------------------------------
 
 

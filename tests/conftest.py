@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import runpy
@@ -21,6 +20,7 @@ import torch
 from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
 from deskgpt import checkpoint
+from deskgpt.runlog import read_events
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,8 +121,7 @@ TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc_pe
 
 def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind in out_dir/log.jsonl."""
-    lines = (out_dir / "log.jsonl").read_text().splitlines()
-    return [e for e in map(json.loads, lines) if e["event"] == kind]
+    return [e for e in read_events(out_dir / "log.jsonl") if e["event"] == kind]
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:

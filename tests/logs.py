@@ -1,4 +1,4 @@
-"""Logs of runs that never were: log.jsonl, and what nanoGPT prints."""
+"""Makes up logs of runs: log.jsonl, and what nanoGPT prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters
 
 
 def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None = 0.01, **changed: Any) -> str:
-    """A log.jsonl of a run that evaluates so, with 64 tokens per step and 1000 FLOPs per token, a step taking ms."""
+    """Writes the log.jsonl of a run with these val losses by step; 64 tokens and ms a step, 1000 FLOPs per token."""
     s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
     start = {
@@ -47,7 +47,7 @@ def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None =
 
 
 def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: float) -> str:
-    """What nanoGPT prints, MFU included, for steps that take so many ms in all."""
+    """What nanoGPT prints, MFU included, for steps that take these times in all, by step in ms."""
     out, running = [], None
     for i, ms in times.items():
         if i in evaluated:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, TINY, flags, shell, tiny
 
-from bench import speed, time_to_loss, timing
+from bench import output, speed, time_to_loss, timing
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
 
@@ -30,8 +30,8 @@ for i in range(1000):
 def test_results_name_the_machine_and_the_compilers():
     plain: dict[str, Any] = {"device": "a CPU (AVX2), 2 cores", "versions": {}, "git_commit": "abc", "compiler": None}
     compiled = plain | {"compiler": "g++ 12.2.0"}
-    assert timing.about(plain).endswith(", a CPU (AVX2), 2 cores; {}, commit abc")
-    assert timing.about(plain, compiled, compiled, {}).endswith(", a CPU (AVX2), 2 cores; {}, g++ 12.2.0, commit abc")
+    assert output.about(plain).endswith(", a CPU (AVX2), 2 cores; {}, commit abc")
+    assert output.about(plain, compiled, compiled, {}).endswith(", a CPU (AVX2), 2 cores; {}, g++ 12.2.0, commit abc")
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_run_that_ends_says_why(tmp_path):
         with pytest.raises(timing.Failed, match="x ended after 1 steps: iter 0: loss 4.2, time 20.00ms") as e:
             timing.run(x, 2)
         assert e.value.reason == reason
-        assert not x.rounds
+        assert not x.rounds_ms
 
 
 def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):
@@ -120,13 +120,13 @@ def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):
     timing.run(x, 0, 0.1)
     timing.run(x, 0, 4.0)
     timing.run(x, 5)
-    assert [len(r) for r in x.rounds] == [2, 8, 4]
+    assert [len(r) for r in x.rounds_ms] == [2, 8, 4]
     assert x.first_s == [0.4, 0.4, 0.4]
 
 
 @pytest.mark.slow
 def test_save_writes_the_table_and_keeps_dots_in_the_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    monkeypatch.setattr(output, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["speed.py", *flags(**SMALL), "--vocab_size=65", "--steps=4", "--rounds=2"])
     sys.argv.append("--save=speed-1.5b")
     speed.main()
@@ -147,7 +147,7 @@ def test_figures_of_the_speed_table_are_these():
         "ours", [], Path(), [[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], [3.0, 1.0], [2 * 10**9, 10**9]
     )
     ours.start = {"flops_per_token": 6e6, "peak_flops": 1e12, "dtype": "bfloat16", "compiled": True}
-    ours.waits = [0.0, 0.1]
+    ours.data_waits = [0.0, 0.1]
     peer = speed.Contestant("peer", [], Path(), [[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]], [0.5, 0.5], [10**9, 10**9])
     peer.start = {"compiled": False}
     a, b = speed.table([ours, peer], tokens_per_step=1000)
@@ -196,20 +196,20 @@ def test_time_to_loss_of_a_run_that_fails_tells_why(tmp_path):
 
 
 def test_check_of_machines_fails_what_is_wrong_and_not_refused():
-    from bench.check_machines import verdict, verdict_is_bad
+    from bench.check_machines import is_bad, verdict
 
     compiled: dict[str, Any] = {"compiled": True, "compiler": "g++ 12"}
     wrong, no_compiler = "gradients are not those of plain float32", "compile=True does not work here"
-    assert not verdict_is_bad(compiled | {"right": True})
-    assert not verdict_is_bad(compiled | {"refused": wrong})
-    assert not verdict_is_bad(compiled | {"refused": no_compiler, "compiler": None})
+    assert not is_bad(compiled | {"right": True})
+    assert not is_bad(compiled | {"refused": wrong})
+    assert not is_bad(compiled | {"refused": no_compiler, "compiler": None})
     bad: list[dict[str, Any]] = [
         compiled | {"right": False},
         compiled | {"refused": no_compiler},
         {"failed": "exit status -4"},
     ]
     for line in (*bad, {"compiled": False, "refused": wrong}):
-        assert verdict_is_bad(line), verdict(line)
+        assert is_bad(line), verdict(line)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def test_list_names_the_claims(script):
 
 def test_unknown_numbers_are_one_line_errors(script):
     done = script("bench/claims/run.py", "13")
-    assert (done.code, done.err) == (2, "error: claim 13 is none of 1 to 12; --list shows them\n")
+    assert (done.code, done.err) == (2, "error: claim 13 is not one of 1 to 12; --list shows them\n")
     done = script("bench/claims/run.py", "6", "--seeds=0")
     assert done.code == 2
     assert done.err.count("\n") == 1
@@ -50,7 +50,7 @@ def test_data_that_is_not_there_is_a_one_line_error_that_names_prepare(script, m
 def test_parameters_are_counted_by_hand(script):
     done = script("bench/claims/run.py", "6")
     assert done.code == 0, done.err
-    # qkv 3, projection 1, the MLP 4 and 4 times the width squared; two norms in a block, one behind them
+    # qkv 3, projection 1, the MLP 4 and 4 times the width squared; two norms in a block, one after all blocks
     blocks = 12 * (12 * 384**2 + 2 * 384)
     for name, n in {
         "12 blocks": blocks,

@@ -1,4 +1,4 @@
-"""compare.py: every column worked out by hand, and what it dares to say."""
+"""compare.py: every column worked out by hand, and what its verdict may say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from logs import TIMES, log, nanogpt
 from bench import compare
 from bench.analysis.arms import arms_of, factors
 from bench.analysis.learning import at, spent_until, standard_error
-from bench.analysis.runs import Run, complete, give, read_run
+from bench.analysis.logs import read_run
+from bench.analysis.runs import Run, complete, give
 from bench.analysis.verdict import following
 from deskgpt.runlog import clock
 
@@ -99,18 +100,18 @@ def test_scatter_of_evaluations_is_their_noise():
     assert standard_error(run) == pytest.approx(0.02, rel=0.15)
 
 
-# ---- what it dares to say ------------------------------------------------------------------------------------
+# ---- what it may say ----------------------------------------------------------------------------------------
 
 
 def test_a_difference_within_the_noise_is_not_distinguishable(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.500}, ms=100)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.490}, ms=101, learning_rate=3e-4)
-    rows, said, _ = compared(a, b)
+    rows, text, _ = compared(a, b)
     assert rows["tokens/s"][2] == "A and B: not distinguishable (1.01 x, noise a factor of 1.05)"
     assert rows["val loss at equal steps (200)"][2] == "not distinguishable (0.0100 apart, noise ±0.0277)"
-    assert "Only learning_rate 0.001 -> 0.0003 differs: no effect on speed shows beyond the noise." in said
-    assert "no effect on loss at equal steps or tokens shows beyond the noise." in said
-    assert "cause of" not in said
+    assert "Only learning_rate 0.001 -> 0.0003 differs: no effect on speed shows beyond the noise." in text
+    assert "no effect on loss at equal steps or tokens shows beyond the noise." in text
+    assert "cause of" not in text
 
 
 def test_one_changed_setting_may_be_named_as_the_cause(tmp_path):
@@ -118,27 +119,27 @@ def test_one_changed_setting_may_be_named_as_the_cause(tmp_path):
     seeds_b = [
         log(tmp_path / f"b{i}", {0: 4.0, 100: 3.0, 200: 2.3 + i / 100}, 130, seed=i, n_layer=3) for i in range(3)
     ]
-    rows, said, _ = compared(*seeds_a, *seeds_b)
+    rows, text, _ = compared(*seeds_a, *seeds_b)
     assert [a.label for a in arms_of([read_run(p) for p in (*seeds_a, *seeds_b)])] == ["A+B+C", "D+E+F"]
     assert rows["val loss at equal steps (200)"][2] == "D+E+F by 0.2000 (noise ±0.0227)"  # 2.776 x sqrt(2/3) x 0.01
     only = "Only n_layer 2 -> 3 differs: it is the cause of the difference in"
-    assert f"{only} speed (A+B+C, 1.30 x D+E+F (noise a factor of 1.00))." in said
-    assert f"{only} loss at equal steps or tokens (D+E+F by 0.2000 (noise ±0.0227))." in said
+    assert f"{only} speed (A+B+C, 1.30 x D+E+F (noise a factor of 1.00))." in text
+    assert f"{only} loss at equal steps or tokens (D+E+F by 0.2000 (noise ±0.0227))." in text
 
 
 def test_what_cannot_touch_the_speed_is_no_cause_of_it(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, ms=100)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.5}, ms=150, learning_rate=3e-3)
-    said = compared(a, b)[1]
-    assert "which does not touch the speed (A, 1.50 x B (noise a factor of 1.05)): the machine was another." in said
+    text = compared(a, b)[1]
+    assert "which cannot change the speed (A, 1.50 x B (noise a factor of 1.05)): the machines differed." in text
 
 
 def test_one_run_each_leaves_the_seed_as_a_cause(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3}, learning_rate=3e-3)
-    said = compared(a, b)[1]
-    assert "it is the cause of the difference in loss at equal steps or tokens (B by 0.2000" in said
-    assert "unless the seed is: one run each, so repeat both." in said
+    text = compared(a, b)[1]
+    assert "it is the cause of the difference in loss at equal steps or tokens (B by 0.2000" in text
+    assert "unless the seed explains it: one run each, so repeat both." in text
 
 
 def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
@@ -151,11 +152,11 @@ def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
         gradient_accumulation_steps=1,
         learning_rate=3e-3,
     )
-    said = compared(a, b)[1]
-    assert "2 things changed: batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1, learning_rate" in said
-    assert "No cause can be named: 2 things changed at once." in said
-    assert "--batch_size=8 --block_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in said
-    assert "cause of" not in said
+    text = compared(a, b)[1]
+    assert "2 things changed: batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1, learning_rate" in text
+    assert "No cause can be named: 2 things changed at once." in text
+    assert "--batch_size=8 --block_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in text
+    assert "cause of" not in text
 
 
 def test_other_code_is_a_change_too(tmp_path):
@@ -176,18 +177,18 @@ def test_other_code_is_a_change_too(tmp_path):
 def test_losses_of_different_evaluations_are_not_ranked(tmp_path, changed, reason):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
     b = log(tmp_path / "b", {0: changed.pop("start", 4.0), 100: 3.0, 200: 1.5}, **changed)
-    rows, said, data = compared(a, b)
+    rows, text, data = compared(a, b)
     assert all(cells[2] == "not ranked" for label, cells in rows.items() if label.startswith("val loss at equal"))
-    assert f"The losses are not ranked: {reason}" in said
+    assert f"The losses are not ranked: {reason}" in text
     assert data["not_ranked"] == [reason]
 
 
-def test_noise_that_nothing_tells_is_said_to_be_unknown(tmp_path):
+def test_noise_without_any_measure_is_unknown(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, se=None)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.0}, se=None, learning_rate=3e-3)
-    rows, said, _ = compared(a, b)
+    rows, text, _ = compared(a, b)
     assert rows["val loss at equal steps (200)"][2] == "B by 0.5000 (noise not known)"
-    assert "cause of the difference in loss" not in said
+    assert "cause of the difference in loss" not in text
 
 
 def test_overfitting_is_said_with_its_step(tmp_path):
@@ -198,16 +199,16 @@ def test_overfitting_is_said_with_its_step(tmp_path):
         if e["event"] == "eval":
             e["train_loss"] = 4.0 - e["iter"] / 101
     rewritten.write_text("\n".join(map(json.dumps, events)))
-    _, said, _ = compared(path)
-    assert "A overfits: its val loss was lowest at step 200 and has risen by 0.3000 since." in said
+    _, text, _ = compared(path)
+    assert "A overfits: its val loss was lowest at step 200 and has risen by 0.3000 since." in text
 
 
 def test_settings_that_a_log_does_not_say_bar_any_cause(tmp_path):
     (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), 200.0))
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3})
-    said = compared(str(tmp_path / "log.txt"), b)[1]
-    assert "Not known of A: activation, align_documents, batch_size and" in said
-    assert "No cause can be named: not all settings are known." in said
+    text = compared(str(tmp_path / "log.txt"), b)[1]
+    assert "Not known of A: activation, align_documents, batch_size and" in text
+    assert "No cause can be named: not all settings are known." in text
 
 
 def test_width_with_heads_of_one_size_is_one_change(tmp_path):
@@ -217,15 +218,15 @@ def test_width_with_heads_of_one_size_is_one_change(tmp_path):
 
 
 def test_noise_within_a_machine_is_no_effect_on_speed(tmp_path):
-    """Of single runs 5% at least is noise; a step or two tell nothing."""
+    """The noise of single runs is 5% at least; with a step or two it is unknown."""
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, ms=100)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.5}, ms=97, learning_rate=3e-3)
     assert compared(a, b)[0]["tokens/s"][2] == "B and A: not distinguishable (1.03 x, noise a factor of 1.05)"
     a = log(tmp_path / "c", {0: 4.0, 3: 3.0}, ms=100)
     b = log(tmp_path / "d", {0: 4.0, 3: 3.0}, ms=150, n_layer=3)
-    rows, said, _ = compared(a, b)
+    rows, text, _ = compared(a, b)
     assert rows["tokens/s"][2] == "A, 1.50 x B (noise not known)"
-    assert "an effect on speed is open, as the noise is not known; repeat both." in said
+    assert "an effect on speed is open, as the noise is not known; repeat both." in text
 
 
 def test_drift_within_the_runs_widens_the_noise(tmp_path):
@@ -250,25 +251,25 @@ def test_a_cause_needs_every_setting_and_the_device_known(tmp_path):
     runs = [read_run(str(tmp_path / f"{name}.txt")) for name in "ab"]
     for run in runs:
         complete(run)
-    said = "\n".join(compare.compare(runs, [])[1])
-    assert "Not known of A and B: device, dtype;" in said
-    assert "No cause can be named: not all settings are known." in said
+    text = "\n".join(compare.compare(runs, [])[1])
+    assert "Not known of A and B: device, dtype;" in text
+    assert "No cause can be named: not all settings are known." in text
     for run, device in zip(runs, ("RTX 4070", "RTX 3090"), strict=True):
         give(run, "gpu", device)
         give(run, "dtype", "bfloat16")
-    said = "\n".join(compare.compare(runs, [])[1])
-    assert "2 things changed: batch_size 16 -> 8, device RTX 4070 -> RTX 3090." in said
-    assert "No cause can be named: 2 things changed at once." in said
-    assert "--device" not in said
+    text = "\n".join(compare.compare(runs, [])[1])
+    assert "2 things changed: batch_size 16 -> 8, device RTX 4070 -> RTX 3090." in text
+    assert "No cause can be named: 2 things changed at once." in text
+    assert "--device" not in text
 
 
 def test_the_run_that_would_settle_it_changes_what_follows_too(tmp_path):
     ends = {"min_lr": 1e-4, "lr_decay_iters": 400}
     a = log(tmp_path / "a", {0: 4.0, 200: 2.5}, settings=ends)
     b = log(tmp_path / "b", {0: 4.0, 200: 2.5}, learning_rate=3e-4, n_layer=3, settings=ends | {"min_lr": 3e-5})
-    said = compared(a, b)[1]
-    assert "2 things changed: n_layer 2 -> 3, learning_rate 0.001 -> 0.0003." in said
-    assert "--n_layer=3" in said
+    text = compared(a, b)[1]
+    assert "2 things changed: n_layer 2 -> 3, learning_rate 0.001 -> 0.0003." in text
+    assert "--n_layer=3" in text
     runs = [read_run(p) for p in (a, b)]
     assert following(runs[0].settings, {"learning_rate": 3e-4})["min_lr"] == pytest.approx(3e-5)
     assert following(runs[0].settings, {"max_iters": 800})["lr_decay_iters"] == 800
@@ -280,7 +281,7 @@ def test_of_three_runs_each_is_told_from_the_best_with_its_own_figures(tmp_path)
         log(tmp_path / str(i), {0: 4.0, 200: 2.0 + i / 20}, se=se, seed=1, n_layer=2 + i) for i, se in enumerate(noise)
     ]
     assert compared(*paths)[0]["val loss at equal steps (200)"][3] == (
-        "A; behind it B by 0.0500 (noise ±0.0028), C not distinguishable (0.1000 apart, noise ±0.3920)"
+        "A; B higher by 0.0500 (noise ±0.0028), C not distinguishable (0.1000 apart, noise ±0.3920)"
     )
 
 

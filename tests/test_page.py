@@ -18,7 +18,8 @@ from conftest import tiny
 import train
 from bench import report
 from bench.analysis import page
-from bench.analysis.runs import Run, read_run
+from bench.analysis.logs import read_run
+from bench.analysis.runs import Run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")
@@ -253,10 +254,10 @@ def test_report_errors_are_one_line(real, script, tmp_path):
 
 
 def test_report_tells_where_the_validation_loss_turned_up():
-    def said(*losses: tuple[float, float]) -> str:
+    def turned(*losses: tuple[float, float]) -> str:
         evals = [{"iter": i, "train_loss": t, "val_loss": v, "val_se": 0.01} for i, (t, v) in enumerate(losses)]
         return report.turned(Run("x", evals=evals))
 
-    assert said((3.0, 3.0), (2.0, 2.0)) == "no, the last is the lowest"
-    assert said((2.0, 2.0), (1.9, 2.03)) == "not beyond the noise (the last is 0.0300 above the lowest)"
-    assert said((2.0, 2.0), (1.9, 2.05)) == "after step 0, by 0.0500 since"
+    assert turned((3.0, 3.0), (2.0, 2.0)) == "no, the last is the lowest"
+    assert turned((2.0, 2.0), (1.9, 2.03)) == "not beyond the noise (the last is 0.0300 above the lowest)"
+    assert turned((2.0, 2.0), (1.9, 2.05)) == "after step 0, by 0.0500 since"

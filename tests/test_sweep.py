@@ -24,14 +24,14 @@ START |= {"dtype": "float32", "compiled": False, "tokens_per_step": 1000, "versi
 
 def cell(rounds: list[list[float]], memory: int = 10**9, **settings: Any) -> sweep.Cell:
     """A measured cell: ms of each step, by round."""
-    x = timing.Contestant("", [], Path(), rounds, [2.0] * len(rounds), waits=[0.01], logged_memory=[memory])
+    x = timing.Contestant("", [], Path(), rounds, [2.0] * len(rounds), data_waits=[0.01], logged_bytes=[memory])
     x.start = START | {"compiled": settings.get("compile", False)}
     return sweep.Cell({"batch_size": 8, "gradient_accumulation_steps": 1} | settings, TrainConfig(), x)
 
 
 @pytest.fixture
 def sweep_with(tmp_path, monkeypatch, capsys):
-    """Runs the script on a step of 64 tokens in this process, with another function in place of timing.run."""
+    """Runs the script on a step of 64 tokens in this process, with another function for timing.run."""
 
     def run_with(run, *args):
         monkeypatch.setattr(timing, "run", run)
@@ -52,10 +52,10 @@ def fake_run(x: timing.Contestant, steps: int, seconds: float = 0.0) -> int:
     batch = int(settings_of(x)["batch_size"])
     if batch == 4:
         raise timing.Failed("it ended", "out of memory")
-    x.rounds.append([10.0, 10.0])
+    x.rounds_ms.append([10.0, 10.0])
     x.first_s.append(0.5)
-    x.waits.append(0.0)
-    x.logged_memory.append(batch * 10**9)
+    x.data_waits.append(0.0)
+    x.logged_bytes.append(batch * 10**9)
     x.start = START | {"tokens_per_step": batch * int(settings_of(x)["gradient_accumulation_steps"]) * 16}
     return 3
 
@@ -150,7 +150,7 @@ def test_figures_of_a_cell_are_these():
     assert a["mfu"] == pytest.approx(1000 / 0.017 * 1e6 / 2e12)
     assert (a["memory_gb"], a["data_wait"]) == (1.0, 0.01)
     assert (b["cold_s"], b["warm_s"]) == (pytest.approx(9.0), pytest.approx(2.0))
-    assert b["pays_after"] == 667  # 9 s, of which 1 s is no compiling, at 12 ms less a step
+    assert b["pays_after"] == 667  # 9 s, 1 s of them not compiling, at 12 ms less per step
     assert "pays_after" not in a
     assert "| 9.0 s | 2.0 s | 667 steps |" in sweep.as_markdown([a, b])
 
@@ -244,7 +244,7 @@ def test_ctrl_c_keeps_the_rounds_that_are_whole(stop, rounds, sweep_with):
 def test_a_cell_predicted_beyond_the_memory_of_the_machine_is_not_started(sweep_with, monkeypatch):
     small, large = (sweep.predicted_bytes(tiny(Path(), Path(), n_embd=n, batch_size=2), 65) for n in (16, 64))
     assert small < 0.8 * large
-    monkeypatch.setattr(hardware, "memory_bytes", lambda device: round(large))  # of which 90% count
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: round(large))  # 90% of it may be used
     out, result = sweep_with(fake_run, "--rounds=1", "--grid=n_embd=16,64", "--batch_size=2")
     assert [r["status"][:9] for r in result["rows"]] == ["", "predicted"]
     assert "batch_size=2, n_embd=64: predicted 0.0 GiB of 0.0: not run" in out

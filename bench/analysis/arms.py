@@ -1,4 +1,4 @@
-"""Runs under comparison: which are repeats of one another, and in what the others differ."""
+"""Groups runs under comparison into arms: repeats with other seeds share one. And tells what differs between arms."""
 
 from __future__ import annotations
 
@@ -11,20 +11,37 @@ from bench.analysis.noise import interval
 from bench.analysis.runs import Run
 from train import TrainConfig
 
-# Settings that neither the training nor its speed depend on.
+# Settings that affect neither the training nor its speed, and those that are reported as facts of the data.
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "dry_run", "log_interval", "auto_batch"}
 SILENT |= {"always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name", "seed", "dataset", "init_from"}
 FACTS = ("device", "world_size", "dtype", "compiled", "compiler", "versions", "git_commit")
+DATA_FACTS = ("train_tokens", "val_sha256")
+# A cause can be named only where all of these are known.
 NEEDED = {*TrainConfig.__dataclass_fields__} - SILENT - {"backend", "device", "compile", "min_lr", "lr_decay_iters"}
+NEEDED |= {"device", "compiled"}
 
 
 @dataclass
 class Arm:
-    """Runs of the same settings: one, or several seeds."""
+    """Runs of the same settings: one, or several with different seeds."""
 
     label: str
     runs: list[Run]
     values: dict[str, Any] = field(default_factory=dict)  # settings and facts that may be a cause
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Who leads in a figure, and how sure that is."""
+
+    text: str = ""
+    winner: int | None = None  # the arm that leads by more than the noise
+    noise: str = ""  # how large it is
+    within_noise: bool = False  # whether an arm cannot be told from the leading one
+    noise_unknown: bool = False
+
+
+NOT_RANKED = Lead("not ranked")
 
 
 @dataclass
@@ -34,130 +51,162 @@ class Row:
     label: str
     values: list[Any]
     text: Callable[[Any], str]
-    lead: str = ""
-    winner: int | None = None  # the arm that leads beyond the noise
-    half: list[float | None] | None = None  # of the 95% interval over each arm's runs, where it has several
+    lead: Lead = field(default_factory=Lead)
+    half_widths: list[float | None] | None = None  # of each arm's 95% interval, where it has several runs
 
     def cells(self) -> list[str]:
-        shown = ["n/a" if v is None else self.text(v) for v in self.values]
-        for i, half in enumerate(self.half or []):
-            shown[i] += "" if half is None else f" ± {self.text(half)}"
-        return [self.label, *shown, self.lead]
+        shown = ["n/a" if value is None else self.text(value) for value in self.values]
+        for i, half in enumerate(self.half_widths or []):
+            if half is not None:
+                shown[i] += f" ± {self.text(half)}"
+        return [self.label, *shown, self.lead.text]
 
 
 def over_runs(label: str, arms: list[Arm], figure: Callable[[Run], Any], text: Callable[[Any], str]) -> Row:
-    """The mean of a figure over each arm's runs, with its interval; None where a run does not have it."""
-    found = [[figure(r) for r in a.runs] for a in arms]
-    both = [(None, None) if None in values else interval(values) for values in found]
-    halves = [half for _, half in both]
-    return Row(label, [mean for mean, _ in both], text, half=halves if any(halves) else None)
+    """The mean of a figure over each arm's runs, with its interval; None for an arm where a run lacks it."""
+    means: list[float | None] = []
+    half_widths: list[float | None] = []
+    for arm in arms:
+        values = [figure(run) for run in arm.runs]
+        mean, half = (None, None) if None in values else interval(values)
+        means.append(mean)
+        half_widths.append(half)
+    return Row(label, means, text, half_widths=half_widths if any(half_widths) else None)
 
 
-def arms_of(runs: list[Run]) -> list[Arm]:
-    """Runs by what they did; those that differ only in their seed are one arm."""
-    arms: list[Arm] = []
-    for letter, run in zip(letters(len(runs)), runs, strict=True):
-        values, seed = causes(run), run.settings.get("seed")
-        for arm in arms:
-            seeds = [r.settings.get("seed") for r in arm.runs]
-            if arm.values == values and seed is not None and None not in seeds and seed not in seeds:
-                arm.runs.append(run)
-                arm.label += f"+{letter}"
-                break
-        else:
-            arms.append(Arm(letter, [run], values))
-    return arms
+# ---- grouping ------------------------------------------------------------------------------------------------
 
 
 def letters(n: int) -> list[str]:
+    """Names of n runs: A, B, C ..."""
     return [chr(ord("A") + i) if i < 26 else f"A{i}" for i in range(n)]
 
 
+def arms_of(runs: list[Run]) -> list[Arm]:
+    """Groups the runs: those that differ only in their seed are one arm."""
+    arms: list[Arm] = []
+    for letter, run in zip(letters(len(runs)), runs, strict=True):
+        values = causes(run)
+        arm = next((arm for arm in arms if arm.values == values and repeats(run, arm)), None)
+        if arm is None:
+            arms.append(Arm(letter, [run], values))
+        else:
+            arm.runs.append(run)
+            arm.label += f"+{letter}"
+    return arms
+
+
+def repeats(run: Run, arm: Arm) -> bool:
+    """Whether the run has another seed than each of the arm's runs, all seeds being known."""
+    seed = run.settings.get("seed")
+    seeds = [r.settings.get("seed") for r in arm.runs]
+    return seed is not None and None not in seeds and seed not in seeds
+
+
 def causes(run: Run) -> dict[str, Any]:
-    """What the run's training and speed may depend on; values that follow from others are left out."""
-    known = {k: v for k, v in run.settings.items() if k not in SILENT and (k, v) != ("dtype", "auto")}
+    """What the run's training and speed may depend on, without values that follow from others."""
+    settings = run.settings
+    known = {name: value for name, value in settings.items() if name not in SILENT}
+    if known.get("dtype") == "auto":
+        del known["dtype"]
     if run.start.get("gpu"):
         known["device"] = run.start["gpu"]
-    known |= {k: run.start[k] for k in FACTS if run.start.get(k) is not None}
-    if run.settings.get("init_from") not in (None, "scratch", "resume"):
-        known["init_from"] = run.settings["init_from"]
+    for name in FACTS:
+        if run.start.get(name) is not None:
+            known[name] = run.start[name]
+    if settings.get("init_from") not in (None, "scratch", "resume"):
+        known["init_from"] = settings["init_from"]
     if known.get("device") == "auto":
         del known["device"]
-    if "compiled" in known or known.get("compile") == "auto":
-        known.pop("compile", None)
-    elif "compile" in known:
-        known["compiled"] = known.pop("compile")
-    if known.get("min_lr") is None or math.isclose(known["min_lr"] * 10, known.get("learning_rate", math.nan)):
+
+    # What ran counts; the setting stands in for it where the log does not say, unless it is "auto".
+    compile_setting = known.pop("compile", None)
+    if "compiled" not in known and compile_setting != "auto":
+        known["compiled"] = compile_setting
+    min_lr = known.get("min_lr")
+    if min_lr is None or math.isclose(min_lr * 10, known.get("learning_rate", math.nan)):
         known.pop("min_lr", None)
     if known.get("lr_decay_iters") in (0, known.get("max_iters")):
         known.pop("lr_decay_iters", None)
-    known |= {k: run.start.get(k) for k in ("train_tokens", "val_sha256")}
-    return {k: v for k, v in known.items() if v is not None}
+    for name in DATA_FACTS:
+        known[name] = run.start.get(name)
+    return {name: value for name, value in known.items() if value is not None}
+
+
+# ---- what differs --------------------------------------------------------------------------------------------
 
 
 def differing(dicts: list[dict[str, Any]]) -> list[str]:
-    """Keys whose values differ, or that some lack."""
-    names = list(dict.fromkeys(k for d in dicts for k in d))
-    return [k for k in names if any(d.get(k) != dicts[0].get(k) for d in dicts)]
+    """Keys that have different values, or that some of the dicts lack."""
+    names = list(dict.fromkeys(name for d in dicts for name in d))
+    return [name for name in names if any(d.get(name) != dicts[0].get(name) for d in dicts)]
 
 
 def factors(arms: list[Arm]) -> list[list[str]]:
-    """What changed, as the settings it consists of: some change together, and are one."""
-    names = [n for n in differing([a.values for a in arms]) if all(n in a.values for a in arms)]
-    out: list[list[str]] = []
+    """The changes between arms, each as the names of its settings.
 
-    def all_equal(f: Callable[[dict[str, Any]], Any]) -> bool:
-        try:
-            return len({f(a.values) for a in arms}) == 1
-        except (KeyError, TypeError, ZeroDivisionError):
-            return False
-
-    split = ["batch_size", "gradient_accumulation_steps"]
-    if set(split) <= set(names) and all_equal(lambda v: v[split[0]] * v[split[1]]):
-        out.append(split)
+    Two settings are one change where something else stays the same: batch size and accumulation with their product,
+    width and heads with the size of a head.
+    """
+    names = [name for name in differing([arm.values for arm in arms]) if all(name in arm.values for arm in arms)]
+    changes = []
+    batch = ["batch_size", "gradient_accumulation_steps"]
+    if set(batch) <= set(names) and len({a.values[batch[0]] * a.values[batch[1]] for a in arms}) == 1:
+        changes.append(batch)
     width = ["n_embd", "n_head"]
-    if set(width) <= set(names) and all_equal(lambda v: v[width[0]] / v[width[1]]):
-        out.append(width)
-    return out + [[n] for n in names if not any(n in parts for parts in out)]
+    if set(width) <= set(names) and len({a.values[width[0]] / a.values[width[1]] for a in arms}) == 1:
+        changes.append(width)
+    paired = {name for change in changes for name in change}
+    return changes + [[name] for name in names if name not in paired]
 
 
-def how(parts: list[str], arms: list[Arm]) -> str:
-    """What changed, and between two arms from what to what."""
+def how(change: list[str], arms: list[Arm]) -> str:
+    """A change in words: between two arms, from which value to which."""
     if len(arms) != 2:
-        return " with ".join(parts)
-    old, new = (a.values for a in arms)
-    return " with ".join(f"{p} {short(old.get(p))} -> {short(new.get(p))}" for p in parts)
+        return " with ".join(change)
+    old = arms[0].values
+    new = arms[1].values
+    return " with ".join(f"{name} {short(old.get(name))} -> {short(new.get(name))}" for name in change)
 
 
-def short(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {v}" for k, v in value.items() if k != "platform")
-    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+def change_rows(arms: list[Arm]) -> list[Row]:
+    """A row for every setting and fact that differs, and one for the tokens of a step."""
+    first = [arm.runs[0] for arm in arms]
+    settings = [run.settings for run in first]
+    names = [name for name in differing(settings) if name not in ("out_dir", "seed")]
+    rows = [Row(name, [s.get(name) for s in settings], short) for name in names]
 
+    facts = [{name: run.start.get(name) for name in FACTS} for run in first]
+    for name in differing(facts):
+        label = f"{name} in use" if name in names else name
+        rows.append(Row(label, [f[name] for f in facts], short))
+    rows = [row for row in rows if len({short(value) for value in row.values if value is not None}) > 1]
 
-def changes(arms: list[Arm], runs: list[Run]) -> list[Row]:
-    """Every setting and fact that differs, and the tokens of a step."""
-    first = [a.runs[0] for a in arms]
-    settings = [r.settings for r in first]
-    names = [n for n in differing(settings) if n not in ("out_dir", "seed")]
-    facts = [{k: r.start.get(k) for k in FACTS} for r in first]
-    rows = [Row(n, [s.get(n) for s in settings], short) for n in names]
-    rows += [Row(n + " in use" * (n in names), [f[n] for f in facts], short) for n in differing(facts)]
-    rows = [r for r in rows if len({short(v) for v in r.values if v is not None}) > 1]
-    tokens = [r.tokens_per_step for r in first]
-    rows.append(Row("tokens per step", tokens, short, "" if None in tokens or len(arms) < 2 else equal(tokens)))
-    return rows
+    tokens = [run.tokens_per_step for run in first]
+    lead = Lead()
+    if len(arms) > 1 and None not in tokens:
+        lead = Lead("equal" if len(set(tokens)) == 1 else "not equal")
+    return [*rows, Row("tokens per step", tokens, short, lead)]
 
 
 def unknown(arms: list[Arm]) -> dict[str, list[str]]:
     """What may be a cause and is not known of an arm, by the arm's first letter."""
-    out = {a.label.partition("+")[0]: sorted((NEEDED | {"device", "compiled"}) - a.values.keys()) for a in arms}
-    return {label: names for label, names in out.items() if names}
+    out = {}
+    for arm in arms:
+        missing = sorted(NEEDED - arm.values.keys())
+        if missing:
+            out[arm.label.partition("+")[0]] = missing
+    return out
 
 
-def equal(values: list[Any]) -> str:
-    return "equal" if len(set(values)) == 1 else "not equal"
+def short(value: Any) -> str:
+    """A setting or fact in a table's cell."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {of_name}" for name, of_name in value.items() if name != "platform")
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
-def millions(v: float) -> str:
-    return f"{v / 1e6:,.2f}M" if v >= 1e5 else f"{v:,.0f}"
+def millions(value: float) -> str:
+    return f"{value / 1e6:,.2f}M" if value >= 1e5 else f"{value:,.0f}"

@@ -1,8 +1,7 @@
-"""What runs learned: losses where as much was spent, what was spent until a loss, and how sure a difference is."""
+"""What runs learned: losses after equal spending, what it took to reach a loss, and how sure differences are."""
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -10,17 +9,42 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.analysis.arms import Arm, Row, letters, over_runs
+from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, letters, over_runs
 from bench.analysis.noise import difference, t975
 from bench.analysis.runs import Run
 from deskgpt.runlog import clock
 
-Point = tuple[float, float | None]  # a loss and half its 95% interval, None where that is not known
+Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None where that is not known
+
+OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has about twice the tokens of the other
+
+
+# ---- what is spent -------------------------------------------------------------------------------------------
+
+
+def steps_at(run: Run, e: dict[str, Any]) -> float | None:
+    return e["iter"]
+
+
+def tokens_at(run: Run, e: dict[str, Any]) -> float | None:
+    return e["tokens"]
+
+
+def seconds_at(run: Run, e: dict[str, Any]) -> float | None:
+    """Seconds of training and of compiling before it."""
+    return e["train_s"] + (run.start.get("warm_up_s") or 0.0) if e["train_s"] else None
+
+
+def flops_at(run: Run, e: dict[str, Any]) -> float | None:
+    return e["tokens"] * run.flops_per_token if e["tokens"] and run.flops_per_token else None
+
+
+# What an evaluation's model has cost until then, by what is counted.
 AXES: dict[str, Callable[[Run, dict[str, Any]], float | None]] = {
-    "steps": lambda run, e: e["iter"],
-    "tokens": lambda run, e: e["tokens"],
-    "time": lambda run, e: e["train_s"] + (run.start.get("warm_up_s") or 0.0) if e["train_s"] else None,
-    "FLOPs": lambda run, e: e["tokens"] * run.flops_per_token if e["tokens"] and run.flops_per_token else None,
+    "steps": steps_at,
+    "tokens": tokens_at,
+    "time": seconds_at,
+    "FLOPs": flops_at,
 }
 AMOUNT: dict[str, Callable[[float], str]] = {
     "steps": lambda v: f"{v:,.0f}",
@@ -31,25 +55,30 @@ AMOUNT: dict[str, Callable[[float], str]] = {
 
 
 def curve(run: Run, axis: str) -> list[tuple[float, float]]:
-    """(amount, val loss) of the evaluations behind the first step."""
+    """(amount spent, val loss) of each evaluation after the first step."""
     points = [(AXES[axis](run, e), e["val_loss"]) for e in run.val]
     return [(x, y) for x, y in points if x]
 
 
-def at(run: Run, axis: str, x: float) -> Point | None:
-    """(val loss, half its interval) where so much was spent: between two evaluations linear in log x."""
+def at(run: Run, axis: str, amount: float) -> Point | None:
+    """The val loss when this much was spent, and half the width of its interval.
+
+    Between two evaluations it is linear in log(amount). None before the first and after the last one.
+    """
     points = curve(run, axis)
-    for (x0, y0), (x1, y1) in zip([points[0], *points], points, strict=False) if points else []:
-        if x0 <= x * (1 + 1e-9) and x <= x1 * (1 + 1e-9):
-            share = 0.0 if x1 == x0 else min(1.0, math.log(x / x0) / math.log(x1 / x0))
+    if not points:
+        return None
+    for (x0, y0), (x1, y1) in pairwise([points[0], *points]):
+        if x0 <= amount * (1 + 1e-9) and amount <= x1 * (1 + 1e-9):
+            share = 0.0 if x1 == x0 else min(1.0, math.log(amount / x0) / math.log(x1 / x0))
             return y0 + share * (y1 - y0), error(run)
     return None
 
 
 def spent_until(run: Run, axis: str, loss: float) -> float | None:
-    """How much it took until the val loss was first that low, linear in the loss between two evaluations.
+    """What it took until the val loss first was this low; log(amount) is linear in the loss between evaluations.
 
-    None where it never was, or where the first evaluation behind the start was lower already.
+    None where the loss never was, or already at the first evaluation after the start.
     """
     points = curve(run, axis)
     if not points or points[0][1] <= loss:
@@ -60,65 +89,105 @@ def spent_until(run: Run, axis: str, loss: float) -> float | None:
     return None
 
 
+# ---- noise ---------------------------------------------------------------------------------------------------
+
+
 def standard_error(run: Run) -> float | None:
-    """Of an evaluation late in the run: as logged, else from the scatter of the evaluations around their curve."""
+    """Standard error of a late evaluation: the logged one, or else from the scatter of the evaluations."""
     logged = [e["val_se"] for e in run.val if e["val_se"] is not None]
     return logged[-1] if logged else run.scatter()
 
 
 def error(run: Run) -> float | None:
-    """Half the 95% interval of an evaluation late in the run."""
+    """Half the width of a late evaluation's 95% interval."""
     se = standard_error(run)
-    logged = any(e["val_se"] is not None for e in run.val)
-    # the second differences of n evaluations, which overlap, tell about as much as n / 3 independent ones
-    return None if se is None else se * (1.96 if logged else t975(len(run.val) // 6))
+    if se is None:
+        return None
+    if any(e["val_se"] is not None for e in run.val):
+        return se * 1.96
+    # The second differences of n evaluations overlap: they are worth about n / 3 independent ones.
+    return se * t975(len(run.val) // 6)
 
 
 def margin(a: list[Point], b: list[Point]) -> float | None:
-    """Half the 95% interval of the difference of two arms' mean losses; None where nothing tells the noise.
+    """Half the width of the 95% interval of the difference between two arms' mean losses; None without any measure.
 
-    From seeds where there are several of both (Welch) or of one, whose spread then stands for the other's too; of
-    single runs only that of the evaluation is known.
+    From the seeds where both arms have several (Welch). Where only one has, its spread stands for the other's too. For
+    single runs only the error of their evaluations is known.
     """
-    va, vb = [v for v, _ in a], [v for v, _ in b]
+    losses_a = [loss for loss, _ in a]
+    losses_b = [loss for loss, _ in b]
     if len(a) > 1 and len(b) > 1:
-        return difference(va, vb)[1]
+        return difference(losses_a, losses_b)[1]
     if len(a) > 1 or len(b) > 1:
-        many = va if len(a) > 1 else vb
-        return t975(len(many) - 1) * statistics.stdev(many) * math.sqrt(1 / len(a) + 1 / len(b))
-    halves = [half for _, half in a + b]
-    return None if None in halves else math.hypot(*(h for h in halves if h is not None))
+        seeds = losses_a if len(a) > 1 else losses_b
+        return t975(len(seeds) - 1) * statistics.stdev(seeds) * math.sqrt(1 / len(a) + 1 / len(b))
+    half_a = a[0][1]
+    half_b = b[0][1]
+    return None if half_a is None or half_b is None else math.hypot(half_a, half_b)
 
 
-def leader(arms: list[Arm], points: list[list[Point]]) -> tuple[str, int | None]:
-    """(who has the lowest mean loss and how sure that is, the arm's number where it leads all others)."""
-    means = [statistics.fmean(v for v, _ in p) for p in points]
+# ---- who leads -----------------------------------------------------------------------------------------------
+
+
+def leader(arms: list[Arm], points: list[list[Point]]) -> Lead:
+    """Who has the lowest mean loss, and how sure that is of each other arm. points: those of each arm's runs."""
+    means = [statistics.fmean(loss for loss, _ in of_arm) for of_arm in points]
     best, *others = sorted(range(len(arms)), key=lambda i: means[i])
-    said, leads = [], True
-    for i in others:
-        gap, half = means[i] - means[best], margin(points[best], points[i])
-        noise = "noise not known" if half is None else f"noise ±{half:.4f}"
-        told = half is not None and gap > half
-        leads = leads and told
-        name = f"{arms[i].label} " if len(others) > 1 else ""
-        if not gap:
-            said.append(f"{name or 'both '}equal")
-        elif told or half is None:
-            said.append(f"{name}by {gap:.4f} ({noise})")
-        else:
-            said.append(f"{name}not distinguishable ({gap:.4f} apart, {noise})")
-    if len(others) == 1:
-        pair = f"{arms[best].label} {said[0]}"
-        return (pair if "by" in said[0] else said[0]), best if leads else None
-    more = f" and {len(said) - 3} more" if len(said) > 3 else ""
-    return f"{arms[best].label}; behind it {', '.join(said[:3])}{more}", best if leads else None
+    halves = [margin(points[best], points[i]) for i in others]
+    gaps = [means[i] - means[best] for i in others]
+    told_apart = [half is not None and gap > half for gap, half in zip(gaps, halves, strict=True)]
+    texts = [distance(gap, half) for gap, half in zip(gaps, halves, strict=True)]
+
+    if len(others) > 1:
+        named = [
+            f"{arms[i].label} {text}".replace(" by ", " higher by ") for i, text in zip(others, texts, strict=True)
+        ]
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        text = f"{arms[best].label}; {', '.join(named[:3])}{more}"
+    elif texts[0] == "equal":
+        text = "both equal"
+    elif texts[0].startswith("by"):
+        text = f"{arms[best].label} {texts[0]}"
+    else:
+        text = texts[0]
+    return Lead(
+        text,
+        best if all(told_apart) else None,
+        within_noise=any(gap and half is not None and gap <= half for gap, half in zip(gaps, halves, strict=True)),
+        noise_unknown=any(gap and half is None for gap, half in zip(gaps, halves, strict=True)),
+    )
 
 
-OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: half as many tokens, or twice
+def distance(gap: float, half: float | None) -> str:
+    """How far a loss is from the lowest, and how sure that is."""
+    if not gap:
+        return "equal"
+    if half is None:
+        return f"by {gap:.4f} (noise not known)"
+    if gap > half:
+        return f"by {gap:.4f} (noise ±{half:.4f})"
+    return f"not distinguishable ({gap:.4f} apart, noise ±{half:.4f})"
+
+
+def fewest(arms: list[Arm], axis: str, level: float) -> Lead:
+    """Which arm needs the least to reach a loss, and how many times less than the next one. All must reach it."""
+    spent = [[spent_until(run, axis, level) or math.nan for run in arm.runs] for arm in arms]
+    means = [statistics.fmean(of_arm) for of_arm in spent]
+    best, second, *_ = sorted(range(len(arms)), key=lambda i: means[i])
+    log_ratio, half = difference([math.log(x) for x in spent[best]], [math.log(x) for x in spent[second]])
+    text = f"{arms[best].label}, {means[second] / means[best]:.2f} x fewer than {arms[second].label}"
+    if half is None:
+        return Lead(f"{text} (noise not known)", noise_unknown=True)
+    noise = f"noise a factor of {math.exp(half):.2f}"
+    if log_ratio <= half:
+        names = f"{arms[best].label} and {arms[second].label}"
+        return Lead(f"{names}: not distinguishable ({noise})", noise=noise, within_noise=True)
+    return Lead(f"{text} ({noise})", best, noise)
 
 
 def not_comparable(runs: list[Run]) -> list[str]:
-    """Why the losses cannot be ranked: what is known of two runs, and differs."""
+    """Why the losses cannot be ranked: known differences in the data, the tokens or the context of evaluations."""
     facts: dict[str, Callable[[Run], Any]] = {
         "validation data": lambda r: r.start.get("val_sha256"),
         "numbers of validation tokens": lambda r: r.start.get("val_tokens"),
@@ -127,116 +196,149 @@ def not_comparable(runs: list[Run]) -> list[str]:
         "vocabularies": lambda r: r.start.get("model_args", {}).get("vocab_size"),
         "context lengths": lambda r: r.settings.get("block_size"),
     }
-    starts = [r.evals[0]["val_loss"] if r.evals and r.evals[0]["iter"] == 0 else None for r in runs]
-    if None not in starts and max(starts) - min(starts) > OTHER_VOCABULARY:  # type: ignore[type-var, operator]
+    untrained = [run.evals[0]["val_loss"] for run in runs if run.evals and run.evals[0]["iter"] == 0]
+    losses = [loss for loss in untrained if loss is not None]
+    if len(losses) == len(runs) and max(losses) - min(losses) > OTHER_VOCABULARY:
         facts["losses at step 0, and so vocabularies or data"] = lambda r: r.evals[0]["val_loss"]
-    same_files = len({r.start.get("val_sha256") for r in runs}) == 1 and runs[0].start.get("val_sha256")
-    out = []
-    for what, f in facts.items():
-        values = [f(r) for r in runs]
-        if len(set(values) - {None}) > 1 and not (what == "data sets" and same_files):
-            pairs = zip(letters(len(runs)), values, strict=True)
-            said = ", ".join(f"{x} {v:.2f}" if isinstance(v, float) else f"{x} {v}" for x, v in pairs if v is not None)
-            out.append(f"different {what} ({said})")
-    return out[:1] if out and "data" in out[0] else out
+    if facts["validation data"](runs[0]) and len({r.start.get("val_sha256") for r in runs}) == 1:
+        del facts["data sets"]  # the same files under two names
+
+    reasons = []
+    for what, fact in facts.items():
+        values = [fact(run) for run in runs]
+        if len(set(values) - {None}) > 1:
+            named = zip(letters(len(runs)), values, strict=True)
+            known = [(x, f"{v:.2f}" if isinstance(v, float) else str(v)) for x, v in named if v is not None]
+            shown = [f"{x} {text}" for x, text in known]
+            reasons.append(f"different {what} ({', '.join(shown)})")
+    # Other data explains other token counts and losses at step 0.
+    return reasons[:1] if reasons and "data" in reasons[0] else reasons
 
 
-def learning(arms: list[Arm], levels: list[float], reasons: list[str]) -> list[Row]:
-    """Losses where as much was spent, and what was spent until a loss; ranked unless there are reasons not to."""
-    if not any(r.val for a in arms for r in a.runs):
+# ---- the table -----------------------------------------------------------------------------------------------
+
+
+def learning_rows(arms: list[Arm], levels: list[float], reasons: list[str]) -> list[Row]:
+    """Rows of losses and of what it took to reach them; empty where no run was evaluated.
+
+    levels: the losses to be reached, by default chosen from the arms' own. reasons: why losses cannot be ranked.
+    """
+    if not any(run.val for arm in arms for run in arm.runs):
         return []
+    rows = loss_rows(arms, reasons)
+    if len(arms) > 1:
+        for axis in AXES:
+            rows += equal_spending_rows(arms, axis, reasons)
+    lowest = next(row for row in rows if row.label == "lowest val loss")
+    chosen = levels or sensible_levels([loss for loss in lowest.values if loss is not None])
+    reaching = [reaching_row(arms, axis, level, reasons) for level in chosen for axis in ("tokens", "time")]
+    rows = [row for row in rows if any(value is not None for value in row.values)]
+    # Losses that were asked for show as n/a where no arm reached them.
+    return rows + [row for row in reaching if levels or any(value is not None for value in row.values)]
 
-    def loss(v: float) -> str:
-        return f"{v:.4f}"
 
-    def of(figure: Callable[[Run], Any]) -> Callable[[Run], Any]:
-        return lambda r: figure(r) if r.val else None
+def loss_rows(arms: list[Arm], reasons: list[str]) -> list[Row]:
+    """The last and the lowest evaluation, in several units."""
 
-    def ranked(row: Row, points: list[list[Point]]) -> Row:
-        """With who leads, where the losses may be ranked and are all known."""
-        if len(arms) > 1 and None not in row.values:
-            row.lead, row.winner = ("not ranked", None) if reasons else leader(arms, points)
-        return row
+    def mean(label: str, figure: Callable[[Run], Any], text: Callable[[Any], str]) -> Row:
+        return over_runs(label, arms, lambda run: figure(run) if run.val else None, text)
 
-    rows = [over_runs("last step evaluated", arms, of(lambda r: r.val[-1]["iter"]), AMOUNT["steps"])]
-    rows += [over_runs("val loss there", arms, of(lambda r: r.val[-1]["val_loss"]), loss)]
-    rows += [over_runs("standard error of an evaluation", arms, of(standard_error), loss)]
-    lowest = over_runs("lowest val loss", arms, of(lambda r: r.best["val_loss"]), loss)
-    rows += [ranked(lowest, [[(r.best["val_loss"], error(r)) for r in a.runs if r.val] for a in arms])]
-    rows += [over_runs("at step", arms, of(lambda r: r.best["iter"]), AMOUNT["steps"])]
-    rows += [
-        over_runs("perplexity there", arms, of(lambda r: math.exp(min(r.best["val_loss"], 700))), lambda v: f"{v:.2f}")
+    lowest = mean("lowest val loss", lambda r: r.best["val_loss"], four_places)
+    points: list[list[Point]] = [[(r.best["val_loss"], error(r)) for r in arm.runs if r.val] for arm in arms]
+    rank(lowest, arms, points, reasons)
+    turned = [overfit(arm.runs[0]) if arm.runs[0].val else None for arm in arms]
+    return [
+        mean("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
+        mean("val loss there", lambda r: r.val[-1]["val_loss"], four_places),
+        mean("standard error of an evaluation", standard_error, four_places),
+        lowest,
+        mean("at step", lambda r: r.best["iter"], AMOUNT["steps"]),
+        mean("perplexity there", lambda r: perplexity(r.best["val_loss"]), lambda v: f"{v:.2f}"),
+        mean("bits per byte there", lambda r: bits_per_byte(r.best["val_loss"], r), four_places),
+        mean("val - train loss at the end", lambda r: gap_to_train(r.val[-1]), four_places),
+        Row("val turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"),
     ]
-    rows += [over_runs("bits per byte there", arms, of(lambda r: bits_per_byte(r.best["val_loss"], r)), loss)]
-    rows += [over_runs("val - train loss at the end", arms, of(gap), loss)]
-    turned = [overfit(a.runs[0]) if a.runs[0].val else None for a in arms]
-    rows.append(Row("val turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"))
-    for axis in AXES if len(arms) > 1 else ():
-        ends = [max((x for x, _ in curve(r, axis)), default=None) for a in arms for r in a.runs]
-        if known := [e for e in ends if e is not None]:
-            x = min(known)
-            row = over_runs(
-                f"val loss at equal {axis} ({AMOUNT[axis](x)})", arms, functools.partial(value_at, axis, x), loss
-            )
-            rows.append(ranked(row, [[p for r in a.runs if (p := at(r, axis, x))] for a in arms]))
-    for level in levels or sensible_levels([v for v in lowest.values if v is not None]):
-        for axis in ("tokens", "time"):
-            row = over_runs(
-                f"{axis} to val loss {level:g}",
-                arms,
-                functools.partial(spent_until, axis=axis, loss=level),
-                AMOUNT[axis],
-            )
-            if len(arms) > 1 and None not in row.values:
-                row.lead, row.winner = ("not ranked", None) if reasons else fewest(arms, axis, level)
-            rows.append(row)
-    return [r for r in rows if any(v is not None for v in r.values) or (levels and " to val loss " in r.label)]
 
 
-def value_at(axis: str, x: float, run: Run) -> float | None:
-    found = at(run, axis, x)
-    return found[0] if found else None
+def equal_spending_rows(arms: list[Arm], axis: str, reasons: list[str]) -> list[Row]:
+    """The val losses after equal spending: that of the run that spent the least. No row where no amount is known."""
+    curves = [curve(run, axis) for arm in arms for run in arm.runs]
+    ends = [max(x for x, _ in of_run) for of_run in curves if of_run]
+    if not ends:
+        return []
+    amount = min(ends)
+
+    def loss_at(run: Run) -> float | None:
+        point = at(run, axis, amount)
+        return point[0] if point else None
+
+    row = over_runs(f"val loss at equal {axis} ({AMOUNT[axis](amount)})", arms, loss_at, four_places)
+    found = [[at(run, axis, amount) for run in arm.runs] for arm in arms]
+    points = [[point for point in of_arm if point] for of_arm in found]
+    rank(row, arms, points, reasons)
+    return [row]
 
 
-def fewest(arms: list[Arm], axis: str, level: float) -> tuple[str, int | None]:
-    """(which arm needs least, and how many times less than the next; its number where the seeds make that sure)."""
-    spent = [[spent_until(r, axis, level) or math.nan for r in a.runs] for a in arms]
-    means = [statistics.fmean(values) for values in spent]
-    best, next_, *_ = sorted(range(len(arms)), key=lambda i: means[i])
-    gap, half = difference([math.log(x) for x in spent[best]], [math.log(x) for x in spent[next_]])
-    times = f"{arms[best].label}, {means[next_] / means[best]:.2f} x fewer than {arms[next_].label}"
-    if half is None:
-        return f"{times} (noise not known)", None
-    factor = math.exp(half)
-    if gap <= half:
-        return f"{arms[best].label} and {arms[next_].label}: not distinguishable (noise a factor of {factor:.2f})", None
-    return f"{times} (noise a factor of {factor:.2f})", best
+def reaching_row(arms: list[Arm], axis: str, level: float, reasons: list[str]) -> Row:
+    """What it took to reach a loss."""
+    row = over_runs(f"{axis} to val loss {level:g}", arms, lambda run: spent_until(run, axis, level), AMOUNT[axis])
+    if len(arms) > 1 and None not in row.values:
+        row.lead = NOT_RANKED if reasons else fewest(arms, axis, level)
+    return row
+
+
+def rank(row: Row, arms: list[Arm], points: list[list[Point]], reasons: list[str]) -> None:
+    """Sets who leads in a row of losses, where there are several arms and each loss is known."""
+    if len(arms) > 1 and None not in row.values:
+        row.lead = NOT_RANKED if reasons else leader(arms, points)
 
 
 def sensible_levels(lowest: list[float]) -> list[float]:
-    """A loss that all arms reached, rounded up, and one a tenth above it."""
+    """A loss that all arms reached, rounded up, and one a tenth above it; none where no loss is known."""
+    if not lowest:
+        return []
     reached = math.ceil(max(lowest) * 100) / 100
     return [round(reached + 0.1, 2), reached]
 
 
-def gap(run: Run) -> float | None:
-    last = run.val[-1]
-    return None if last["train_loss"] is None else last["val_loss"] - last["train_loss"]
+# ---- figures of a run ----------------------------------------------------------------------------------------
+
+
+def four_places(loss: float) -> str:
+    return f"{loss:.4f}"
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700))  # exp(710) overflows
+
+
+def gap_to_train(evaluation: dict[str, Any]) -> float | None:
+    """The val loss less the train loss; None where the log has no train loss."""
+    train_loss = evaluation.get("train_loss")
+    return None if train_loss is None else evaluation["val_loss"] - train_loss
 
 
 def bits_per_byte(loss: float, run: Run) -> float | None:
     """Nats per token as bits per byte of text; None where the bytes of a token are not known."""
-    per_token = run.start.get("bytes_per_token") or (1.0 if run.start.get("tokenizer") == "bytes" else None)
-    return loss / math.log(2) / per_token if per_token else None
+    bytes_per_token = run.start.get("bytes_per_token")
+    if run.start.get("tokenizer") == "bytes":
+        bytes_per_token = bytes_per_token or 1.0
+    return loss / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
 def overfit(run: Run) -> tuple[int, float] | None:
     """(step of the lowest val loss, how much higher the last one is), where it rose while the train loss fell.
 
-    By more than four standard errors: the lowest of many evaluations is low by chance as well. None too where the
-    standard error is not known.
+    It counts as a rise above four standard errors: the lowest of many evaluations is partly low by chance. None also
+    where the standard error is not known.
     """
-    low, last, se = run.best, run.val[-1], standard_error(run)
-    rise = last["val_loss"] - low["val_loss"]
-    fell = None in (last["train_loss"], low["train_loss"]) or last["train_loss"] < low["train_loss"]
-    return (low["iter"], rise) if fell and se is not None and rise > 4 * se else None
+    lowest = run.best
+    last = run.val[-1]
+    se = standard_error(run)
+    rise = last["val_loss"] - lowest["val_loss"]
+    if se is None or rise <= 4 * se:
+        return None
+    both_known = last["train_loss"] is not None and lowest["train_loss"] is not None
+    if both_known and last["train_loss"] >= lowest["train_loss"]:
+        return None
+    return lowest["iter"], rise

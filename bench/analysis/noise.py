@@ -1,4 +1,4 @@
-"""How sure a mean and a difference of means are, from a few repeats: seeds, rounds."""
+"""How sure a mean and a difference of means are, from a few repeats: seeds, or rounds of a benchmark."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ T975 += [2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
 
 
 def t975(freedom: float) -> float:
-    """The 97.5% quantile of Student's t, of the next lower whole number of degrees of freedom, at least 1."""
-    return T975[max(1, int(freedom)) - 1] if freedom < 31 else 1.96 + 2.5 / freedom
+    """The 97.5% quantile of Student's t for `freedom` degrees of freedom, rounded down, but 1 at least."""
+    if freedom >= 31:
+        return 1.96 + 2.5 / freedom
+    return T975[max(1, int(freedom)) - 1]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """(mean, half width of its 95% interval); None for the width of a single value."""
+    """(mean, half the width of its 95% interval); the half width is None for a single value."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
@@ -26,15 +28,17 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None]:
-    """(mean of b - mean of a, half width of its 95% interval): Welch's, None where either is a single value.
+    """(mean of b - mean of a, half the width of its 95% interval), by Welch's test.
 
-    Welch, Biometrika 34 (1947): the variances may differ.
+    The half width is None where a or b is a single value. Welch, Biometrika 34 (1947): the variances may differ.
     """
-    d = statistics.fmean(b) - statistics.fmean(a)
+    gap = statistics.fmean(b) - statistics.fmean(a)
     if len(a) < 2 or len(b) < 2:
-        return d, None
-    va, vb = (statistics.variance(x) / len(x) for x in (a, b))
-    if va + vb == 0:
-        return d, 0.0
-    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    return d, t975(freedom) * math.sqrt(va + vb)
+        return gap, None
+    variance_a = statistics.variance(a) / len(a)  # of a's mean
+    variance_b = statistics.variance(b) / len(b)
+    variance = variance_a + variance_b
+    if variance == 0:
+        return gap, 0.0
+    freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
+    return gap, t975(freedom) * math.sqrt(variance)

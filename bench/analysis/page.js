@@ -1,4 +1,4 @@
-// Draws the charts of bench/page.py's pages, anew whenever a switch or the theme changes.
+// Draws the charts of the pages that bench/analysis/page.py writes, again whenever a switch or the theme changes.
 "use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -10,7 +10,8 @@ function draw() {
   for (const [id, figure] of Object.entries(charts)) {
     const axis = id === "loss" ? document.querySelector("input[name=axis]:checked").value : "steps";
     const data = figure.data.map(trace => {
-      const {run, colour, kind, x} = trace.meta, color = css(colour);
+      const {run, colour, kind, x} = trace.meta;
+      const color = css(colour);
       const part = name => trace[name] && {[name]: {...trace[name], color}};
       return {...trace, x: x[axis], visible: shown("run", run) && shown("kind", kind),
         line: {...trace.line, color}, fillcolor: color + "2a", ...part("marker"), ...part("error_y")};
@@ -19,7 +20,8 @@ function draw() {
     Object.assign(layout, {paper_bgcolor: css("--back"), plot_bgcolor: css("--back"), uirevision: axis,
       font: {color: css("--text"), family: "system-ui, sans-serif"}, dragmode: touch ? false : "zoom"});
     layout.hoverlabel = {bgcolor: css("--panel"), bordercolor: css("--line"), font: {color: css("--text")}};
-    for (const a of [layout.xaxis, layout.yaxis]) a.gridcolor = a.linecolor = css("--line");
+    for (const ofAxis of [layout.xaxis, layout.yaxis])
+      Object.assign(ofAxis, {gridcolor: css("--line"), linecolor: css("--line")});
     if (id === "loss") {
       const {axes, notes} = figure.layout.meta;
       layout.uirevision += ticked("log-x") + " " + ticked("log-y");

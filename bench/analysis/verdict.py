@@ -1,8 +1,9 @@
-"""In plain words: what changed between runs, what it did, and what may be called the cause."""
+"""The verdict in plain words: what changed between runs, what that did, and what may be called the cause."""
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from typing import Any
 
 from bench.analysis.arms import Arm, Row, factors, how, millions, unknown
@@ -10,152 +11,242 @@ from bench.analysis.learning import overfit
 from bench.analysis.runs import contradicts, implied_parameters
 from train import TrainConfig
 
-# What no step takes longer for.
+MOST_LINES = 10
+# Settings that do not change how long a step takes.
 NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
 NO_SPEED |= {"warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr", "zero_init"}
 
 
+@dataclass(frozen=True)
+class Effect:
+    """Something that a change may have affected: the rows that show it, and what else could be the cause there."""
+
+    name: str
+    rows: list[Row]
+    other_cause: str
+
+
 def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list[str]) -> list[str]:
-    """At most ten lines: what changed, speed, learning, what may be called a cause, the run that would settle it."""
-    out: list[str] = []
-    changed = factors(arms) if len(arms) > 1 else []
+    """At most ten lines: what changed, speed, learning, what may be called a cause, the run that would settle it.
+
+    speeds and losses are the rows of the tables; reasons say why the losses cannot be ranked, where they cannot.
+    """
+    several = len(arms) > 1
+    changes = factors(arms) if several else []
     missing = unknown(arms)
-    row = {r.label: r for r in speeds}
-    if len(arms) > 1:
-        few = [how(parts, arms) for parts in changed[:5]]
-        more = f" and {len(changed) - 5} more (table 1)" if len(changed) > 5 else ""
-        count = f"{len(changed)} thing{'s' * (len(changed) != 1)} changed: {', '.join(few)}{more}."
-        out.append(count if changed else "Nothing known changed.")
-        if missing:
-            of, names = " and ".join(missing), sorted({n for settings in missing.values() for n in settings})
-            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            out.append(
-                f"Not known of {of}: {some}; give what a log does not say with --set {next(iter(missing))}.NAME=VALUE."
-            )
-        out += speed_lines(arms, row)
-    for a in arms:
-        if contradicts(a.runs[0]):
-            stated, implied = a.runs[0].start["parameters"], implied_parameters(a.runs[0]) or 0.0
-            out.append(
-                f"{a.label}: {millions(stated)} parameters are stated, but its MFU, time and tokens mean "
-                f"{millions(implied)} (without position embeddings): one of them is wrong."
-            )
-    if len(arms) == 1 and len(arms[0].runs) > 1:
-        at_end = next((r.cells()[1] for r in losses if r.label == "val loss there"), "n/a")
-        out.append(f"{arms[0].label} are repeats that differ in their seed alone: val loss {at_end} at the end.")
-    winners = [r for r in losses if "equal" in r.label]
+    speed = {row.label: row for row in speeds}
+    equal_spending = [row for row in losses if "equal" in row.label]
+
+    lines: list[str] = []
+    if several:
+        lines += change_lines(arms, changes, missing)
+        lines += speed_lines(arms, speed)
+    lines += parameter_lines(arms)
+    if not several and len(arms[0].runs) > 1:
+        at_end = next((row.cells()[1] for row in losses if row.label == "val loss there"), "n/a")
+        lines.append(f"{arms[0].label} are repeats that differ only in their seed: val loss {at_end} at the end.")
     if reasons:
-        sizes = {a.runs[0].settings["block_size"] for a in arms if "block_size" in a.runs[0].settings}
-        flags = f" --block_size={min(sizes)}" if len(sizes) > 1 else ""
+        lines.append(not_ranked_line(arms, reasons))
+    elif several and equal_spending:
+        lines += learning_lines(equal_spending)
+        lines += doubt_lines(arms)
+    lines += overfit_lines(arms)
+
+    last = cause_lines(arms, changes, bool(missing), speed.get("tokens/s"), equal_spending) if several else []
+    return lines[: MOST_LINES - len(last)] + last
+
+
+# ---- what changed --------------------------------------------------------------------------------------------
+
+
+def change_lines(arms: list[Arm], changes: list[list[str]], missing: dict[str, list[str]]) -> list[str]:
+    """What changed, and which settings and facts are not known."""
+    out = ["Nothing that is known changed."]
+    if changes:
+        named = [how(change, arms) for change in changes[:5]]
+        more = f" and {len(changes) - 5} more (table 1)" if len(changes) > 5 else ""
+        things = "1 thing" if len(changes) == 1 else f"{len(changes)} things"
+        out = [f"{things} changed: {', '.join(named)}{more}."]
+    if missing:
+        names = sorted({name for of_arm in missing.values() for name in of_arm})
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         out.append(
-            f"The losses are not ranked: {'; '.join(reasons)}. Where the models allow it, evaluate them alike: "
-            f"python train.py --init_from=resume --eval_only=True{flags} --out_dir=..."
+            f"Not known of {' and '.join(missing)}: {', '.join(names[:3])}{more}; "
+            f"give what a log does not say with --set {next(iter(missing))}.NAME=VALUE."
         )
-    elif winners and len(arms) > 1:
-        out += learning_lines(winners)
-        if not all(r.start.get("val_sha256") for a in arms for r in a.runs):
-            out.append("Whether all were evaluated on the same data, the logs do not say.")
-        if all(len(a.runs) == 1 for a in arms):
-            out.append("One run each: the noise of a loss is its evaluation's, without what another seed changes.")
-    for a in arms:
-        if up := overfit(a.runs[0]) if a.runs[0].val else None:
-            out.append(
-                f"{a.label} overfits: its val loss was lowest at step {up[0]:,} and has risen by {up[1]:.4f} since."
-            )
-    last: list[str] = []
-    if len(arms) > 1:
-        last = cause_lines(arms, changed, bool(missing), row.get("tokens/s"), winners)
-    return out[: 10 - len(last)] + last
+    return out
 
 
-def speed_lines(arms: list[Arm], row: dict[str, Row]) -> list[str]:
-    """What the speed's figures say of the arm with the fewest tokens per second beside the one with the most."""
-    tokens, flops, rate = (row.get(k) for k in ("tokens/s", "MFLOPs per token", "TFLOP/s"))
-    if tokens is None or None in tokens.values:
-        return []
-    if tokens.winner is None:
-        return [f"Speed: {tokens.lead}; {' and '.join(tokens.text(v) for v in tokens.values)} tokens/s."]
-    fast, slow = tokens.winner, min(range(len(arms)), key=lambda i: tokens.values[i])
-    times = tokens.values[fast] / tokens.values[slow]
-    noise = tokens.lead.partition("(")[2].rstrip(")")
-    out = [
-        f"{arms[fast].label} trains {times:.2f} x as many tokens per second as {arms[slow].label} "
-        f"({tokens.text(tokens.values[fast])} and {tokens.text(tokens.values[slow])}; {noise})."
-    ]
-    if flops and rate and None not in (*flops.values, *rate.values):
-        cost, done = flops.values[slow] / flops.values[fast], rate.values[slow] / rate.values[fast]
-        if abs(cost - 1) > 0.01:
-            why = "more work per second, and yet fewer tokens" if done > 1.01 else "that is why it is slower"
-            why = why if done > 0.99 else "both slow it down" if cost > 1 else "slower although its tokens are cheaper"
+def parameter_lines(arms: list[Arm]) -> list[str]:
+    """Where the stated number of parameters contradicts MFU, time and tokens."""
+    out = []
+    for arm in arms:
+        run = arm.runs[0]
+        implied = implied_parameters(run)
+        if implied and contradicts(run):
             out.append(
-                f"A token of {arms[slow].label} costs {cost:.3g} x the FLOPs of one of {arms[fast].label}, and "
-                f"{arms[slow].label} does {done:.3g} x its FLOP/s: {why}."
+                f"{arm.label}: {millions(run.start['parameters'])} parameters are stated, but its MFU, time and tokens "
+                f"imply {millions(implied)} (without position embeddings): one of the two is wrong."
             )
     return out
+
+
+# ---- speed ---------------------------------------------------------------------------------------------------
+
+
+def speed_lines(arms: list[Arm], speed: dict[str, Row]) -> list[str]:
+    """What the figures say about the slowest arm, compared with the fastest."""
+    tokens = speed.get("tokens/s")
+    if tokens is None or None in tokens.values:
+        return []
+    fast = tokens.lead.winner
+    if fast is None:
+        return [f"Speed: {tokens.lead.text}; {' and '.join(tokens.text(v) for v in tokens.values)} tokens/s."]
+    slow = min(range(len(arms)), key=lambda i: tokens.values[i])
+    ratio = tokens.values[fast] / tokens.values[slow]
+    out = [
+        f"{arms[fast].label} trains {ratio:.2f} x as many tokens per second as {arms[slow].label} "
+        f"({tokens.text(tokens.values[fast])} and {tokens.text(tokens.values[slow])}; {tokens.lead.noise})."
+    ]
+    flops = speed.get("MFLOPs per token")
+    rate = speed.get("TFLOP/s")
+    if flops is None or rate is None or None in flops.values or None in rate.values:
+        return out
+    cost = flops.values[slow] / flops.values[fast]
+    done = rate.values[slow] / rate.values[fast]
+    if abs(cost - 1) > 0.01:
+        out.append(
+            f"A token of {arms[slow].label} costs {cost:.3g} x the FLOPs of one of {arms[fast].label}, and "
+            f"{arms[slow].label} does {done:.3g} x its FLOP/s: {why_slower(cost, done)}."
+        )
+    return out
+
+
+def why_slower(cost: float, done: float) -> str:
+    """Why an arm trains fewer tokens per second. cost: its FLOPs per token over the other's; done: its FLOP/s."""
+    if done > 1.01:
+        return "it does more work per second and still trains fewer tokens"
+    if done > 0.99:
+        return "that is why it is slower"
+    if cost > 1:
+        return "both make it slower"
+    return "it is slower although its tokens are cheaper"
+
+
+# ---- learning ------------------------------------------------------------------------------------------------
+
+
+def not_ranked_line(arms: list[Arm], reasons: list[str]) -> str:
+    """Why the losses are not ranked, and how to evaluate the models alike."""
+    contexts = [arm.runs[0].settings.get("block_size") for arm in arms]
+    known = {T for T in contexts if T is not None}
+    shortest = f" --block_size={min(known)}" if len(known) > 1 else ""
+    return (
+        f"The losses are not ranked: {'; '.join(reasons)}. Where the models allow it, evaluate them alike: "
+        f"python train.py --init_from=resume --eval_only=True{shortest} --out_dir=..."
+    )
 
 
 def learning_lines(rows: list[Row]) -> list[str]:
-    """One line for each outcome, naming the budgets at which it holds."""
-    by_lead: dict[str, list[Row]] = {}
-    for r in rows:
-        if r.lead:
-            by_lead.setdefault(r.lead, []).append(r)
+    """One line for each outcome, with everything that was equal where it held."""
+    by_outcome: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.lead.text:
+            by_outcome.setdefault(row.lead.text, []).append(row)
     out = []
-    for lead, same in by_lead.items():
-        where = ", ".join(r.label.removeprefix("val loss at equal ") for r in same)
-        values = " and ".join("n/a" if v is None else f"{v:.4f}" for v in same[0].values)
-        out.append(f"Val loss at equal {where}: {lead}; {values}.")
+    for outcome, same in by_outcome.items():
+        where = ", ".join(row.label.removeprefix("val loss at equal ") for row in same)
+        losses = " and ".join("n/a" if v is None else f"{v:.4f}" for v in same[0].values)
+        out.append(f"Val loss at equal {where}: {outcome}; {losses}.")
     return out
+
+
+def doubt_lines(arms: list[Arm]) -> list[str]:
+    """What the ranking of the losses leaves open."""
+    out = []
+    if not all(run.start.get("val_sha256") for arm in arms for run in arm.runs):
+        out.append("The logs do not say whether all were evaluated on the same data.")
+    if all(len(arm.runs) == 1 for arm in arms):
+        out.append("One run each: the noise of a loss is that of its evaluation; another seed would add to it.")
+    return out
+
+
+def overfit_lines(arms: list[Arm]) -> list[str]:
+    out = []
+    for arm in arms:
+        turned = overfit(arm.runs[0]) if arm.runs[0].val else None
+        if turned:
+            step, rise = turned
+            out.append(
+                f"{arm.label} overfits: its val loss was lowest at step {step:,} and has risen by {rise:.4f} since."
+            )
+    return out
+
+
+# ---- the cause -----------------------------------------------------------------------------------------------
 
 
 def cause_lines(
-    arms: list[Arm], changed: list[list[str]], blind: bool, speed: Row | None, losses: list[Row]
+    arms: list[Arm], changes: list[list[str]], incomplete: bool, tokens: Row | None, losses: list[Row]
 ) -> list[str]:
-    """What may be called the cause: nothing where several things changed; then the run that would settle it."""
-    if len(changed) == 1 and not blind:
-        only, repeated = f"Only {how(changed[0], arms)} differs", all(len(a.runs) > 1 for a in arms)
-        same_work = [r for r in losses if "equal steps" in r.label or "equal tokens" in r.label]
-        effects = {"speed": [speed] if speed else [], "loss at equal steps or tokens": same_work}
-        chance = {"speed": "unless the machine was another", "loss at equal steps or tokens": "unless the seed is"}
-        out = []
-        for effect, rows in effects.items():
-            rests_on = next((r.lead for r in rows if r.winner is not None), "")
-            if rests_on and effect == "speed" and set(changed[0]) <= NO_SPEED:
-                out.append(f"{only}, which does not touch the speed ({rests_on}): the machine was another.")
-            elif rests_on:
-                doubt = "" if repeated else f", {chance[effect]}: one run each, so repeat both"
-                out.append(f"{only}: it is the cause of the difference in {effect} ({rests_on}){doubt}.")
-            elif any("not distinguishable" in r.lead for r in rows):
-                out.append(f"{only}: no effect on {effect} shows beyond the noise.")
-            elif any("not known" in r.lead for r in rows):
-                out.append(f"{only}: an effect on {effect} is open, as the noise is not known; repeat both.")
-        return out
-    if not changed and not blind:
-        return []
-    reason = "not all settings are known" if blind else f"{len(changed)} things changed at once"
-    known, values = TrainConfig.__dataclass_fields__, arms[1].values
-    out = [f"No cause can be named: {reason}."]
-    for parts in factors(arms[:2]) if not blind else ():
-        flags = {"compile" if n == "compiled" else n: values[n] for n in parts}
-        settings = following(arms[0].runs[0].settings, flags)
-        if "device" not in flags and known.keys() >= flags.keys() and possible(settings):
-            alone = f"{arms[0].label} with {how(parts, arms[:2])} alone"
-            out.append(f"To settle it, change one at a time. {alone}: {command(settings)}")
-            break
-    return out
+    """What may be called the cause, or the run that would settle it where several things changed.
+
+    incomplete: whether a setting is not known, so that nothing can be called the cause. tokens: the row of tokens/s.
+    """
+    if incomplete:
+        return ["No cause can be named: not all settings are known."]
+    if len(changes) == 1:
+        same_work = [row for row in losses if "equal steps" in row.label or "equal tokens" in row.label]
+        speed = Effect("speed", [tokens] if tokens else [], "the machines differed")
+        learned = Effect("loss at equal steps or tokens", same_work, "the seed explains it")
+        lines = [only_cause_line(arms, changes[0], effect) for effect in (speed, learned)]
+        return [line for line in lines if line]
+    if len(changes) > 1:
+        return [f"No cause can be named: {len(changes)} things changed at once.", *settling_lines(arms)]
+    return []
 
 
-def possible(settings: dict[str, Any]) -> bool:
-    """Whether train.py takes them."""
+def only_cause_line(arms: list[Arm], change: list[str], effect: Effect) -> str:
+    """What the only change did to speed or loss; empty where the figures say nothing about it."""
+    only = f"Only {how(change, arms)} differs"
+    shown = next((row.lead.text for row in effect.rows if row.lead.winner is not None), "")
+    if shown and effect.name == "speed" and set(change) <= NO_SPEED:
+        return f"{only}, which cannot change the speed ({shown}): the machines differed."
+    if shown:
+        repeated = all(len(arm.runs) > 1 for arm in arms)
+        doubt = "" if repeated else f", unless {effect.other_cause}: one run each, so repeat both"
+        return f"{only}: it is the cause of the difference in {effect.name} ({shown}){doubt}."
+    if any(row.lead.within_noise for row in effect.rows):
+        return f"{only}: no effect on {effect.name} shows beyond the noise."
+    if any(row.lead.noise_unknown for row in effect.rows):
+        return f"{only}: an effect on {effect.name} is open, as the noise is not known; repeat both."
+    return ""
+
+
+def settling_lines(arms: list[Arm]) -> list[str]:
+    """The command of a run that changes one thing alone, the first that can be changed by itself."""
+    settings = arms[0].runs[0].settings
+    for change in factors(arms[:2]):
+        values = {"compile" if name == "compiled" else name: arms[1].values[name] for name in change}
+        run = following(settings, values)
+        if "device" not in values and TrainConfig.__dataclass_fields__.keys() >= values.keys() and is_possible(run):
+            alone = f"{arms[0].label} with {how(change, arms[:2])} alone"
+            return [f"To settle it, change one at a time. {alone}: {command(run)}"]
+    return []
+
+
+def is_possible(settings: dict[str, Any]) -> bool:
+    """Whether train.py accepts these settings together."""
+    known = {name: value for name, value in settings.items() if name in TrainConfig.__dataclass_fields__}
     try:
-        TrainConfig(**{k: v for k, v in settings.items() if k in TrainConfig.__dataclass_fields__})
+        TrainConfig(**known)
     except (ValueError, TypeError):
         return False
     return True
 
 
 def following(settings: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """settings with these changed, and with them what was derived from them: the last learning rate, the schedule."""
+    """settings with some of them changed, and with those the last learning rate and the schedule's length."""
     out = settings | changed
     if "learning_rate" in changed and out.get("min_lr") and out["min_lr"] * 10 == settings["learning_rate"]:
         out["min_lr"] = changed["learning_rate"] / 10
@@ -165,7 +256,7 @@ def following(settings: dict[str, Any], changed: dict[str, Any]) -> dict[str, An
 
 
 def command(settings: dict[str, Any]) -> str:
-    """train.py with these settings, as far as they are not the defaults."""
+    """train.py's command line with those of these settings that are not the defaults."""
     given = []
     for name, f in TrainConfig.__dataclass_fields__.items():
         if name in settings and settings[name] != f.default and name not in ("out_dir", "init_from"):

@@ -1,12 +1,13 @@
-"""One small experiment for each of twelve beliefs about training on small hardware; README.md beside it judges them.
+"""Runs one small experiment for each of twelve beliefs about training on small hardware.
 
-    python bench/claims/run.py 6 11             # by number; none = all of them
+    python bench/claims/run.py 6 11             # by number; without one, all of them
     python bench/claims/run.py --list
     python bench/claims/run.py 7 --device=cuda --save
 
 Step times are those of train.py itself, in child processes that take turns, on random tokens. Losses are those of
 train.py's main on --data, evaluated on the same windows each time. sizes.py says what runs on a CPU and what on CUDA.
 Prints a table and what follows from it; --save writes both to bench/results/DATE-claim-NN-cpu.md (-cuda) and .json.
+bench/claims/README.md has the verdicts.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from bench import timing
+from bench import output
 from bench.claims import counts, losses, speeds
 from bench.claims.sizes import CPU, CUDA, Found, Options
+from bench.output import markdown_table
 from deskgpt import hardware, runlog
 from deskgpt.errors import ConfigError, one_line_errors
 
@@ -45,57 +47,65 @@ CLAIMS: dict[int, tuple[str, Callable[[Options], Found]]] = {
 
 
 def cell(value: Any) -> str:
+    """A figure in a table."""
     if value is None:
         return "n/a"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys(k for row in rows for k in row))
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(cell(row.get(k)) for k in columns)} |" for row in rows]
-    return "\n".join(lines)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[cell(row.get(name)) for name in columns] for row in rows]
+    return markdown_table(columns, cells, left_columns=len(columns))
 
 
 def page(o: Options, number: int, given: list[str]) -> None:
-    """Runs one experiment, prints what it gives, and writes it where --save is among what was given."""
+    """Runs one experiment, prints what it finds, and writes that where --save is among the given arguments."""
     claim, experiment = CLAIMS[number]
     print(f"{number}. {claim}", flush=True)
     found = experiment(o)
-    versions, commit, day = runlog.versions(), runlog.git_commit(), time.strftime("%Y-%m-%d")
-    about = f"{day}, {hardware.device_name(o.device)}; {versions}, commit {commit}"
+
+    device = hardware.device_name(o.device)
+    versions = runlog.versions()
+    commit = runlog.git_commit()
+    about = f"{time.strftime('%Y-%m-%d')}, {device}; {versions}, commit {commit}"
     made_with = [*sorted(found.dtypes), *sorted(o.compilers)]
-    about += f"; {', '.join(made_with)}." if made_with else "."
-    threads = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("OMP_")]
+    if made_with:
+        about += f"; {', '.join(made_with)}"
+    threads = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("OMP_")]
     command = " ".join([*threads, "python", "bench/claims/run.py", str(number), *given])
-    text = f"{about}\n\n```sh\n{command}\n```\n\n{as_markdown(found.rows)}\n\n" + "".join(
-        f"- {s}\n" for s in found.says
-    )
+    says = "".join(f"- {line}\n" for line in found.says)
+    text = f"{about}.\n\n```sh\n{command}\n```\n\n{as_markdown(found.rows)}\n\n{says}"
     print(f"\n{text}", flush=True)
     if "--save" in given:
-        result: dict[str, Any] = {
+        result = {
             "claim": claim,
             "command": command,
-            "device": hardware.device_name(o.device),
+            "device": device,
             "versions": versions,
             "compilers": sorted(o.compilers),
+            "commit": commit,
+            "rows": found.rows,
+            "says": found.says,
+            "raw": found.raw,
         }
-        result |= {"commit": commit, "rows": found.rows, "says": found.says, "raw": found.raw}
-        timing.save(f"claim-{number:02}-{o.device.type}", f"# Claim {number}: {claim}\n\n{text}", result, None)
+        output.save(f"claim-{number:02}-{o.device.type}", f"# Claim {number}: {claim}\n\n{text}", result, None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("numbers", type=int, nargs="*", metavar="N", help="claims; none = all")
+    parser.add_argument("numbers", type=int, nargs="*", metavar="N", help="claims; without one, all")
     parser.add_argument("--list", action="store_true", help="print the claims and do nothing")
     parser.add_argument("--save", action="store_true", help="write bench/results/DATE-claim-NN-DEVICE.md and .json")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", default="", help="folder of token files; empty = the claim's own below data/")
     parser.add_argument("--rounds", type=int, default=4, help="of timed runs")
     parser.add_argument("--seeds", type=int, default=3, help="1337, 1338, ...")
-    parser.add_argument("--steps", type=int, default=0, help="at most so many in any run, to try out; 0 = all")
+    parser.add_argument("--steps", type=int, default=0, help="at most this many in any run, to try it out; 0 = all")
     parser.add_argument("--log", default="", help="claim 11: a log of nanoGPT's")
     parser.add_argument("--documents", default="", help="claim 11: a file or folder of documents, for bytes per token")
     a = parser.parse_args()
@@ -103,22 +113,32 @@ def main() -> None:
         return print("\n".join(f"{n:2}. {claim}" for n, (claim, _) in CLAIMS.items()))
     for n in a.numbers:
         if n not in CLAIMS:
-            raise ConfigError(f"claim {n} is none of 1 to {len(CLAIMS)}; --list shows them")
+            raise ConfigError(f"claim {n} is not one of 1 to {len(CLAIMS)}; --list shows them")
     if a.rounds < 1 or a.seeds < 1 or a.steps < 0:
         raise ConfigError(f"--rounds={a.rounds} --seeds={a.seeds} --steps={a.steps}: at least 1, 1 and 0")
-    # For the page: what was given, folders without their place on this machine.
-    given = [
-        f"--{k}={v}" for k in ("device", "rounds", "seeds", "steps") if (v := getattr(a, k)) != parser.get_default(k)
-    ]
-    given += [f"--{k}={Path(v).name}" for k in ("data", "log", "documents") if (v := getattr(a, k))]
-    given += ["--save"] * a.save
+    given = given_arguments(a, parser)
     device = hardware.resolve_device(a.device)
+    sizes = CUDA if device.type == "cuda" else CPU
+    options = {name: getattr(a, name) for name in ("data", "rounds", "seeds", "steps", "log", "documents")}
     for n in a.numbers or CLAIMS:
         with tempfile.TemporaryDirectory() as tmp:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tmp}/cache"  # what is compiled is compiled anew
-            names = ("data", "rounds", "seeds", "steps", "log", "documents")
-            sizes = CUDA if device.type == "cuda" else CPU
-            page(Options(device=device, sizes=sizes, tmp=Path(tmp), **{k: getattr(a, k) for k in names}), n, given)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tmp}/cache"  # so that everything is compiled anew
+            page(Options(device=device, sizes=sizes, tmp=Path(tmp), **options), n, given)
+
+
+def given_arguments(a: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """What was given on the command line, for the page: folders without their place on this machine."""
+    out = []
+    for name in ("device", "rounds", "seeds", "steps"):
+        value = getattr(a, name)
+        if value != parser.get_default(name):
+            out.append(f"--{name}={value}")
+    for name in ("data", "log", "documents"):
+        if getattr(a, name):
+            out.append(f"--{name}={Path(getattr(a, name)).name}")
+    if a.save:
+        out.append("--save")
+    return out
 
 
 if __name__ == "__main__":

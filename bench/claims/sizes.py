@@ -1,4 +1,4 @@
-"""What the experiments run on, on a CPU and on CUDA, and what each of them gives."""
+"""What the experiments run on, on a CPU and on CUDA; their options, and what each of them finds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ import torch
 Settings = dict[str, Any]
 Events = list[dict[str, Any]]
 
-# The model of the claims about characters, config/train_shakespeare_char_cpu.py's.
-CHARS: Settings = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12}
-CHARS |= {"gradient_accumulation_steps": 1, "learning_rate": 1e-3, "warmup_iters": 100, "beta2": 0.99}
+# The model of the claims about characters, that of config/train_shakespeare_char_cpu.py.
+CHARS: Settings = {
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+    "block_size": 64,
+    "batch_size": 12,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-3,
+    "warmup_iters": 100,
+    "beta2": 0.99,
+}
 EVAL_TOKENS = 1 << 15  # of each split: fixed windows, the same for all that is compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the experiments of one type of device run on."""
+    """What the experiments run on, for one type of device."""
 
     timed: Settings  # claims 1 and 2
     vocab_size: int  # claims 1, 2 and 3
@@ -32,7 +41,7 @@ class Sizes:
     learned_steps: int
     text: str  # folder below data/ for claims 7 and 8
     dtypes: tuple[str, ...]  # claim 8
-    compile: bool  # where it is not the question
+    compile: bool  # in the claims that are not about compiling
     steps: int = 20  # timed, per round
 
 
@@ -77,12 +86,14 @@ CUDA = Sizes(
 
 @dataclass(kw_only=True)
 class Options:
+    """What was asked for on the command line, and what the runs so far used."""
+
     device: torch.device
     sizes: Sizes
     data: str  # a folder of token files; empty = the claim's own below data/
     rounds: int
     seeds: int
-    steps: int  # at most so many in any run; 0 = as many as the experiment takes
+    steps: int  # most steps of any run; 0 = as many as the experiment takes
     log: str
     documents: str
     tmp: Path
@@ -91,7 +102,7 @@ class Options:
 
 @dataclass
 class Found:
-    """What an experiment gives: a table, what follows from it, and what both were made of."""
+    """What an experiment finds: a table, what follows from it, and the raw figures of both."""
 
     rows: list[dict[str, Any]]
     says: list[str]

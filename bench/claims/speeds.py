@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench import speed
 from bench.analysis.noise import interval
 from bench.claims.sizes import Found, Options, Settings, Sizes, heads
+from bench.timing import PYTHON, ROOT, Contestant, run, write_data
 
 
-def timed(o: Options, cells: dict[str, Settings], vocab_size: int) -> list[speed.Contestant]:
-    """Every cell as runs of train.py on random tokens, --rounds of each, taking turns."""
+def timed(o: Options, cells: dict[str, Settings], vocab_size: int) -> list[Contestant]:
+    """Runs train.py with the settings of every cell, --rounds times in turns."""
     data = o.tmp / f"random-{vocab_size}"
     if not data.exists():
-        speed.write_data(data, vocab_size)
+        write_data(data, vocab_size)
     endless: Settings = {
         "max_iters": 10**6,
         "eval_interval": 10**6,
@@ -26,34 +24,45 @@ def timed(o: Options, cells: dict[str, Settings], vocab_size: int) -> list[speed
         "dataset": data,
         "device": o.device,
     }
-    runs: list[speed.Contestant] = []
+    runs: list[Contestant] = []
     for name, cell in cells.items():
         settings = endless | {"compile": o.sizes.compile} | cell | {"out_dir": o.tmp / str(len(runs))}
-        command = [sys.executable, "-u", "train.py", *(f"--{k}={v}" for k, v in settings.items())]
-        runs.append(speed.Contestant(name, command, speed.ROOT))
-    for number, x in itertools.product(range(o.rounds), runs):
-        speed.run(x, min(o.sizes.steps, o.steps or o.sizes.steps))
-        print(f"round {number + 1}, {x.name}: {statistics.median(x.rounds[-1]):.4g} ms per step", flush=True)
+        flags = [f"--{key}={value}" for key, value in settings.items()]
+        runs.append(Contestant(name, [*PYTHON, "train.py", *flags], ROOT))
+    for number in range(o.rounds):
+        for x in runs:
+            run(x, min(o.sizes.steps, o.steps or o.sizes.steps))
+            print(f"round {number + 1}, {x.name}: {statistics.median(x.rounds_ms[-1]):.4g} ms per step", flush=True)
     o.compilers |= {x.start["compiler"] for x in runs if x.start["compiler"]}
     return runs
 
 
-def step_rows(runs: list[speed.Contestant]) -> list[dict[str, Any]]:
-    """Medians over all rounds; MFU refers to the highest peak that the runs in this dtype measured or looked up."""
+def step_rows(runs: list[Contestant]) -> list[dict[str, Any]]:
+    """Medians over all rounds; MFU refers to the highest peak that a run with this dtype measured or looked up."""
     rows = []
     for x in runs:
-        ms, start = statistics.median(t for times in x.rounds for t in times), x.start
+        start = x.start
+        ms = x.step_ms()["ms"]
         peak = max(y.start["peak_flops"] for y in runs if y.start["dtype"] == start["dtype"])
         tokens_per_s = start["tokens_per_step"] / ms * 1e3
-        mfu = tokens_per_s * start["flops_per_token"] / peak
-        row = {"run": x.name, "dtype": start["dtype"], "ms per step": ms, "tokens/s": tokens_per_s, "MFU %": mfu * 100}
-        rows.append(row | {"first step s": statistics.median(x.first_s)})
+        rows.append(
+            {
+                "run": x.name,
+                "dtype": start["dtype"],
+                "ms per step": ms,
+                "tokens/s": tokens_per_s,
+                "MFU %": tokens_per_s * start["flops_per_token"] / peak * 100,
+                "first step s": statistics.median(x.first_s),
+            }
+        )
     return rows
 
 
-def log_ratios(a: speed.Contestant, b: speed.Contestant) -> list[float]:
-    """log(step time of b / that of a), by round: a slow spell of the machine hits both."""
-    return [math.log(statistics.median(y) / statistics.median(x)) for x, y in zip(a.rounds, b.rounds, strict=True)]
+def log_ratios(a: Contestant, b: Contestant) -> list[float]:
+    """log(step time of b / that of a) of each round: a slow spell of the machine hits both."""
+    medians_a = [statistics.median(times) for times in a.rounds_ms]
+    medians_b = [statistics.median(times) for times in b.rounds_ms]
+    return [math.log(ms_b / ms_a) for ms_a, ms_b in zip(medians_a, medians_b, strict=True)]
 
 
 def factor(logs: Sequence[float]) -> str:
@@ -63,9 +72,14 @@ def factor(logs: Sequence[float]) -> str:
     return f"{math.exp(mean):.2f} ({spread})"
 
 
-def of_times(runs: list[speed.Contestant], says: list[str]) -> Found:
-    raw = [{"run": x.name, "rounds_ms": x.rounds, "first_s": x.first_s, "start": x.start} for x in runs]
+def of_times(runs: list[Contestant], says: list[str]) -> Found:
+    raw = [{"run": x.name, "rounds_ms": x.rounds_ms, "first_s": x.first_s, "start": x.start} for x in runs]
     return Found(step_rows(runs), says, raw, {x.start["dtype"] for x in runs})
+
+
+def split_of(s: Sizes, micro_batch: int) -> Settings:
+    """The settings that split a step's sequences into micro-batches of this size."""
+    return {"batch_size": micro_batch, "gradient_accumulation_steps": s.sequences // micro_batch}
 
 
 # ---- the experiments -----------------------------------------------------------------------------------------
@@ -79,69 +93,72 @@ def micro_batch(o: Options) -> Found:
         for b in s.micro_batches
     }
     runs = timed(o, cells, s.vocab_size)
+    n = len(s.micro_batches)
     says = []
     for i, w in enumerate(s.widths):
-        *smaller, largest = runs[i * len(s.micro_batches) : (i + 1) * len(s.micro_batches)]
-        for b, x in zip(s.micro_batches, smaller, strict=False):
+        *smaller, largest = runs[i * n : (i + 1) * n]
+        for b, x in zip(s.micro_batches[:-1], smaller, strict=True):
             times = factor(log_ratios(largest, x))
             says.append(f"{w} wide: micro-batches of {b} take {times} times as long as of {s.micro_batches[-1]}.")
     return of_times(runs, says)
 
 
 def compile_and_micro_batch(o: Options) -> Found:
-    s, ends = o.sizes, (o.sizes.micro_batches[0], o.sizes.micro_batches[-1])
-    model = s.timed | heads(s.widths[-1])
-    cells = {
-        f"{b} x {s.sequences // b}, {'compiled' if on else 'plain'}": model | split_of(s, b) | {"compile": on}
-        for b in ends
-        for on in (False, True)
-    }
+    s = o.sizes
+    least = s.micro_batches[0]
+    most = s.micro_batches[-1]
+    cells = {}
+    for b in (least, most):
+        model = s.timed | heads(s.widths[-1]) | split_of(s, b)
+        cells[f"{b} x {s.sequences // b}, plain"] = model | {"compile": False}
+        cells[f"{b} x {s.sequences // b}, compiled"] = model | {"compile": True}
     runs = timed(o, cells, s.vocab_size)
-    small, large = log_ratios(runs[0], runs[1]), log_ratios(runs[2], runs[3])
-    says = [
-        f"Micro-batches of {b}: compiled takes {factor(x)} of the time."
-        for b, x in zip(ends, (small, large), strict=True)
-    ]
+    small = log_ratios(runs[0], runs[1])
+    large = log_ratios(runs[2], runs[3])
     of_ratios = factor([a - b for a, b in zip(small, large, strict=True)])
-    return of_times(
-        runs, [*says, f"The share with {ends[0]} over that with {ends[1]}: {of_ratios}; 1 = no difference."]
-    )
+    says = [
+        f"Micro-batches of {least}: compiled takes {factor(small)} of the time.",
+        f"Micro-batches of {most}: compiled takes {factor(large)} of the time.",
+        f"The share with {least} over that with {most}: {of_ratios}; 1 = no difference.",
+    ]
+    return of_times(runs, says)
 
 
 def compile_gain(o: Options) -> Found:
-    cells = {
-        f"{m['n_layer']} x {m['n_embd']}, T {m['block_size']}, B {m['batch_size']}, {'compiled' if on else 'plain'}": m
-        | {"gradient_accumulation_steps": 1, "compile": on}
-        for m in o.sizes.compiled
-        for on in (False, True)
-    }
+    cells = {}
+    for sizes in o.sizes.compiled:
+        name = f"{sizes['n_layer']} x {sizes['n_embd']}, T {sizes['block_size']}, B {sizes['batch_size']}"
+        model = sizes | {"gradient_accumulation_steps": 1}
+        cells[f"{name}, plain"] = model | {"compile": False}
+        cells[f"{name}, compiled"] = model | {"compile": True}
     runs = timed(o, cells, o.sizes.vocab_size)
-    says = []
-    for plain, compiled in zip(runs[::2], runs[1::2], strict=True):
-        logs, name = log_ratios(plain, compiled), plain.name.removesuffix(", plain")
-        cold_s, warm_s = (x - statistics.median(plain.first_s) for x in (compiled.first_s[0], min(compiled.first_s)))
-        text = (
-            f"{name}: compiled takes {factor(logs)} of the time; its start takes {cold_s:.0f} s more, from the cache "
-        )
-        text += f"{warm_s:.0f} s"
-        mean, half = interval(logs)
-        if half is not None and mean + half < 0:  # else there may be nothing to win it back with
-            saved_s = statistics.median(t for r in plain.rounds for t in r) / 1e3 * (1 - math.exp(mean))
-            text += f", won back after {cold_s / saved_s:,.0f} and {max(0, warm_s) / saved_s:,.0f} steps"
-        says.append(text + ".")
+    says = [gain_line(plain, compiled) for plain, compiled in zip(runs[::2], runs[1::2], strict=True)]
     return of_times(runs, says)
+
+
+def gain_line(plain: Contestant, compiled: Contestant) -> str:
+    """What compiling saves per step and costs at the start, and after how many steps it has paid for itself."""
+    logs = log_ratios(plain, compiled)
+    plain_start_s = statistics.median(plain.first_s)
+    cold_s = compiled.first_s[0] - plain_start_s
+    warm_s = min(compiled.first_s) - plain_start_s
+    text = (
+        f"{plain.name.removesuffix(', plain')}: compiled takes {factor(logs)} of the time; "
+        f"its start takes {cold_s:.0f} s more, from the cache {warm_s:.0f} s"
+    )
+    mean, half = interval(logs)
+    if half is not None and mean + half < 0:  # otherwise it may save nothing
+        saved_s = plain.step_ms()["ms"] / 1e3 * (1 - math.exp(mean))
+        text += f", won back after {cold_s / saved_s:,.0f} and {max(0, warm_s) / saved_s:,.0f} steps"
+    return f"{text}."
 
 
 def widening(o: Options) -> Found:
     model = o.sizes.widened | {"gradient_accumulation_steps": 1}
     runs = timed(o, {f"{w} wide": model | heads(w) for w in (384, 768)}, 50257)
-    flops = math.log(runs[1].start["flops_per_token"] / runs[0].start["flops_per_token"])
-    times = log_ratios(*runs)
-    mfu = factor([flops - t for t in times])
-    return of_times(
-        runs, [f"768 wide: {math.exp(flops):.2f} times the FLOPs, {factor(times)} times the time: MFU x {mfu}."]
-    )
-
-
-def split_of(s: Sizes, micro_batch: int) -> Settings:
-    return {"batch_size": micro_batch, "gradient_accumulation_steps": s.sequences // micro_batch}
+    narrow, wide = runs
+    log_flops = math.log(wide.start["flops_per_token"] / narrow.start["flops_per_token"])
+    log_times = log_ratios(narrow, wide)
+    mfu = factor([log_flops - log_time for log_time in log_times])
+    line = f"768 wide: {math.exp(log_flops):.2f} times the FLOPs, {factor(log_times)} times the time: MFU x {mfu}."
+    return of_times(runs, [line])

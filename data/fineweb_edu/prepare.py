@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.documents import FORMATS, PACKED, Source, format_of, retried
 from data.shards import Entry, Position, free_space, gigabytes, is_there, plan, write_shards

@@ -9,7 +9,7 @@ meta.json into this script's folder.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a script, Python looks beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.shakespeare_char.prepare import main
 

@@ -1,0 +1,346 @@
+"""Reads training runs: log.jsonl in an out_dir, or the text that nanoGPT or train.py printed.
+
+Printed logs say less: what they leave open is None in the Run. nanoGPT times a step together with the evaluation before
+it, and averages its MFU over such times: both are taken apart again here.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import statistics
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from bench.analysis.runs import NANOGPT_PEAK, SIZES, Run
+from deskgpt.runlog import read_events
+from train import TrainConfig
+
+# Defaults of nanoGPT's train.py that differ from ours, for settings that its log does not echo.
+NANOGPT_DEFAULTS: dict[str, Any] = {"lr_decay_iters": 600000, "min_lr": 6e-5, "activation": "gelu", "compile": True}
+# Settings that nanoGPT lacks or has other defaults for: where its log does not echo them, they are unknown.
+NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens", "dry_run")
+
+ITER_FIELDS = ("iter", "loss", "time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s")
+EVAL_FIELDS = ("iter", "train_loss", "val_loss", "val_se", "tokens", "train_s", "eval_s")
+SPEED_FACTS = ("device", "dtype", "compiled", "world_size")  # where one differs, steps take another time
+
+NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
+STEP = re.compile(
+    rf"\bstep (\d+): train loss {NUMBER}, val loss {NUMBER}(?!\d)"
+    rf"(?:, eval time {NUMBER}s)?(?:, standard error {NUMBER})?"
+)
+ITER = re.compile(rf"\biter (\d+): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
+DAMAGED = re.compile(r"\b(step|iter) \d+: (train )?loss")
+OURS = re.compile(rf"tok/s ([\d,]+), lr {NUMBER}, grad_norm {NUMBER}")  # only train.py goes on like this
+ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=].*)$")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+Events = dict[int, dict[str, Any]]  # by step
+
+
+def read_run(path: str, name: str = "") -> Run:
+    """The run in an out_dir, a log.jsonl or a printed log. Raises ValueError where that holds no run."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "log.jsonl"
+    try:
+        text = read_text(file)
+    except OSError as e:
+        raise ValueError(f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or a printed log") from None
+
+    run = Run(name or file.stem)
+    if file.name == "log.jsonl":
+        run.name = name or file.resolve().parent.name
+    if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
+        written = sum(1 for line in text.splitlines() if line.strip())
+        add_events(run, read_events(file), written)
+    else:
+        add_printed(run, text)
+    if not run.iters and not run.evals:
+        raise ValueError(f"{file} holds no line of a training run (step N: train loss ..., iter N: loss ...)")
+    return run
+
+
+def read_text(file: Path) -> str:
+    """A log's text, without the colours of a terminal."""
+    raw = file.read_bytes()
+    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell writes UTF-16
+    return ANSI.sub("", raw.decode(encoding, errors="replace"))
+
+
+def in_order(events: Events) -> list[dict[str, Any]]:
+    return [events[step] for step in sorted(events)]
+
+
+def before(events: Events, step: int) -> Events:
+    """The events of earlier steps."""
+    return {i: e for i, e in events.items() if i < step}
+
+
+# ---- log.jsonl -----------------------------------------------------------------------------------------------
+
+
+def add_events(run: Run, events: list[dict[str, Any]], written: int) -> None:
+    """Fills a run from the events of log.jsonl, which has `written` lines.
+
+    A resumed run computes some steps again: each counts once, with the figures of the last time.
+    """
+    iters: Events = {}
+    evals: Events = {}
+    read = 0
+    step = 0
+    trained_s = 0.0  # before the latest start, whose own count begins at 0
+    for e in events:
+        try:
+            step = int(e.get("iter", step))
+            kind = str(e["event"])
+            settings = dict(e.get("settings") or {})
+        except (ValueError, TypeError, OverflowError):
+            continue
+        read += 1
+        if kind == "start":
+            begin_again(run, step, e, settings)
+            trained_s = seconds_before(step, iters, evals)
+            iters = before(iters, step)
+            evals = before(evals, step)  # it evaluates at this step again
+        elif kind == "iter":
+            iters[step] = finite_fields(e, ITER_FIELDS, step, trained_s)
+        elif kind == "eval":
+            evals[step] = finite_fields(e, EVAL_FIELDS, step, trained_s)
+        elif kind == "end":
+            run.end = e
+    run.iters = in_order(iters)
+    run.evals = in_order(evals)
+    run.flops_per_token = run.start.get("flops_per_token")
+    if not run.end:
+        run.notes.append("its log has no end: the run was stopped, failed or is still running")
+    if written > read:
+        run.notes.append(f"{written - read} unreadable lines of its log are left out")
+
+
+def begin_again(run: Run, step: int, start: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Takes over the settings and facts of a start event, of which a resumed run has several."""
+    # In a run from before a setting existed, what is its default now was the only way.
+    settings = {f.name: f.default for f in fields(TrainConfig)} | settings
+    start = {name: value for name, value in start.items() if name != "settings"}
+    if run.start and has_moved(run, settings, start):
+        run.timed_from = step
+        run.notes.append(f"from step {step:,} on it had another machine or batch: its speed is that of these steps")
+    start["warm_up_s"] = (start.get("warm_up_s") or 0.0) + (run.start.get("warm_up_s") or 0.0)
+    run.settings = settings
+    run.start = start
+    run.end = {}
+
+
+def has_moved(run: Run, settings: dict[str, Any], start: dict[str, Any]) -> bool:
+    """Whether batch or machine, and with them the speed, differ from those of the start before."""
+    same_batch = all(settings.get(name) == run.settings.get(name) for name in SIZES)
+    same_machine = all(start.get(name) == run.start.get(name) for name in SPEED_FACTS)
+    return not (same_batch and same_machine)
+
+
+def seconds_before(step: int, iters: Events, evals: Events) -> float:
+    """Seconds of training up to a step; an evaluation there also counts the steps since the last logged one."""
+    times = [e["train_s"] for i, e in iters.items() if i < step]
+    if step in evals:
+        times.append(evals[step]["train_s"])
+    return max((seconds for seconds in times if seconds), default=0.0)
+
+
+def finite_fields(event: dict[str, Any], names: tuple[str, ...], step: int, trained_s: float) -> dict[str, Any]:
+    """The named fields of an event, with the seconds of training before the latest start added."""
+    out = {name: finite(event.get(name)) for name in names}
+    out["iter"] = step
+    if out["train_s"] is not None:
+        out["train_s"] += trained_s
+    return out
+
+
+def finite(value: Any) -> float | None:
+    """The number; None for anything that is not a finite number."""
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+# ---- printed logs --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Printed:
+    """What a printed log has shown so far."""
+
+    iters: Events = field(default_factory=dict)
+    evals: Events = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # echoed before the first steps
+    next_settings: dict[str, Any] = field(default_factory=dict)  # echoed after them, by a later start
+    step: int = -1  # the last one; -1 before the first
+    starts: int = 1
+    damaged: int = 0  # lines
+    is_ours: bool = False  # train.py printed it
+
+    def advance(self, step: int) -> None:
+        """Goes to a step. A smaller number than the last one means that the run, or another one, started again."""
+        if step < self.step:
+            self.starts += 1
+            self.settings = self.next_settings or self.settings
+            self.next_settings = {}
+            self.iters = before(self.iters, step + 1)
+            self.evals = before(self.evals, step + 1)
+        self.step = step
+
+
+def add_printed(run: Run, text: str) -> None:
+    """Fills a run from a printed log, with whatever other lines there are before, between and after its own."""
+    seen = Printed()
+    for line in re.split(r"[\r\n]+", text):
+        if found := STEP.search(line):
+            step = int(found[1])
+            seen.evals[step] = printed_eval(found)
+            seen.advance(step)
+        elif found := ITER.search(line):
+            step = int(found[1])
+            seen.iters[step] = printed_iter(found)
+            seen.is_ours = seen.is_ours or OURS.search(found[5]) is not None
+            seen.advance(step)
+        else:
+            if DAMAGED.search(line):
+                seen.damaged += 1
+            read_facts(run, line)
+            if echo := ECHO.search(line):
+                echoed = seen.settings if seen.step < 0 else seen.next_settings
+                echoed.update(setting(run, echo[1], echo[2]))
+
+    if seen.starts > 1:
+        run.notes.append(f"its log begins {seen.starts} times; a step computed twice counts with its last figures")
+    if seen.damaged:
+        run.notes.append(f"{seen.damaged} damaged lines of its log are left out")
+    run.iters = in_order(seen.iters)
+    run.evals = in_order(seen.evals)
+    settings = seen.settings
+    if settings and not seen.is_ours:
+        settings = nanogpt_defaults() | settings
+    run.settings = {name: value for name, value in settings.items() if value is not None}
+    if not seen.is_ours:
+        undo_evaluation(run)
+
+
+def printed_eval(found: re.Match[str]) -> dict[str, Any]:
+    """The event of a line that STEP found."""
+    out: dict[str, Any] = dict.fromkeys(EVAL_FIELDS)
+    out["iter"] = int(found[1])
+    out["train_loss"] = number(found[2])
+    out["val_loss"] = number(found[3])
+    out["eval_s"] = number(found[4])
+    out["val_se"] = number(found[5])
+    return out
+
+
+def printed_iter(found: re.Match[str]) -> dict[str, Any]:
+    """The event of a line that ITER found."""
+    out: dict[str, Any] = dict.fromkeys(ITER_FIELDS)
+    out["iter"] = int(found[1])
+    out["loss"] = number(found[2])
+    out["time_ms"] = number(found[3])
+    percent = number(found[4])
+    if percent is not None and percent != -100.0:  # which nanoGPT prints for its first steps
+        out["mfu"] = percent / 100
+    if more := OURS.search(found[5]):
+        out["tokens_per_s"] = float(more[1].replace(",", ""))
+        out["lr"] = number(more[2])
+        out["grad_norm"] = number(more[3])
+    return out
+
+
+def number(text: str | None) -> float | None:
+    """The number; None where there is no text, and for infinity and NaN."""
+    return float(text) if text and math.isfinite(float(text)) else None
+
+
+def read_facts(run: Run, line: str) -> None:
+    """Adds what another line of a printed log says about the run, in nanoGPT's words or train.py's."""
+    if found := re.search(r"tokens per iteration will be: ([\d,]+)", line):
+        run.start["tokens_per_step"] = int(found[1].replace(",", ""))
+    if found := re.search(r"number of parameters: ([\d.]+)M(?:, ([\d.]+) MFLOPs per token)?", line):
+        run.start["parameters"] = float(found[1]) * 1e6
+        run.flops_per_token = float(found[2]) * 1e6 if found[2] else None
+    if found := re.search(r"\bmfu refers to ([\d.]+) TFLOP/s \((.*?)\);", line):
+        run.start["peak_flops"] = float(found[1]) * 1e12
+        run.start["peak_source"] = found[2]
+    if found := re.search(r"\bdevice: (\d+) x (.*), (float32|bfloat16|float16), (not )?compiled", line):
+        run.start["world_size"] = int(found[1])
+        run.start["device"] = found[2]
+        run.start["dtype"] = found[3]
+        run.start["compiled"] = not found[4]
+    if found := re.search(r"\bdata: (.*), [\d,]+ train and ([\d,]+) val tokens", line):
+        run.start["val_tokens"] = int(found[2].replace(",", ""))
+
+
+def setting(run: Run, name: str, text: str) -> dict[str, Any]:
+    """{name: value} of a setting as a config file writes it; the value is None where it cannot be read.
+
+    Empty where `name` is not a setting.
+    """
+    if name not in TrainConfig.__dataclass_fields__:
+        return {}
+    text = text.partition("#")[0].strip()
+    try:
+        if "*" in text:
+            return {name: math.prod(ast.literal_eval(factor.strip()) for factor in text.split("*"))}
+        return {name: ast.literal_eval(text)}
+    except (ValueError, SyntaxError, TypeError):
+        if re.fullmatch(r"[\w./-]+", text):
+            return {name: text}  # nanoGPT echoes strings without quotes
+        run.notes.append(f"it has {name} = {text}, which cannot be read")
+        return {name: None}
+
+
+def nanogpt_defaults() -> dict[str, Any]:
+    """The settings of nanoGPT's train.py where its log echoes no other values."""
+    ours = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
+    return {name: value for name, value in ours.items() if name not in NOT_NANOGPTS} | NANOGPT_DEFAULTS
+
+
+# ---- nanoGPT's times and MFU ---------------------------------------------------------------------------------
+
+
+def undo_evaluation(run: Run) -> None:
+    """Takes evaluation out of the times and the MFU that nanoGPT printed.
+
+    Its time of a step with an evaluation before it includes the evaluation and the saving.
+    """
+    run.start |= {"peak_flops": NANOGPT_PEAK, "peak_source": "nanoGPT's, an A100", "random_evaluation": True}
+    printed = [e["mfu"] for e in run.iters if e["mfu"] is not None]
+    if printed:
+        run.start["printed_mfu"] = printed[-1]
+
+    mfu_ms = mfu_times_time(run)
+    evals = {e["iter"]: e for e in run.evals}
+    plain = [e["time_ms"] for e in run.iters if e["iter"] > 0 and e["iter"] not in evals and e["time_ms"]]
+    usual = statistics.median(plain) if plain else None
+    for e in run.iters:
+        evaluation = evals.get(e["iter"])
+        if evaluation and e["iter"] > 0 and e["time_ms"] and usual:
+            evaluation["eval_s"] = max(0.0, e["time_ms"] - usual) / 1e3
+        if evaluation or e["iter"] == 0:
+            e["time_ms"] = None
+        e["mfu"] = mfu_ms / e["time_ms"] if mfu_ms and e["time_ms"] else None
+
+
+def mfu_times_time(run: Run) -> float | None:
+    """MFU x ms, the same for every step of a run, from the running MFU that nanoGPT prints; None without any.
+
+    It prints 0.9 of the last line's MFU and 0.1 of the step's own. So a printed MFU is this constant times a running
+    mean of 1 / ms, which the printed times give.
+    """
+    running = None
+    constants = []
+    for e in run.iters:
+        if e["mfu"] is not None and e["time_ms"]:
+            if running is None:
+                running = 1 / e["time_ms"]
+            else:
+                running = 0.9 * running + 0.1 / e["time_ms"]
+            constants.append(e["mfu"] / running)
+    return statistics.median(constants) if constants else None

@@ -1,0 +1,65 @@
+"""What benchmarks write: Markdown tables, and pages in bench/results with their raw figures and a picture."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """One line of a Markdown table; a "|" within a cell would end it and becomes "/"."""
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 0) -> str:
+    """A Markdown table. The first left_columns columns are aligned to the left, the others to the right."""
+    alignment = "---|" * left_columns + "--:|" * (len(head) - left_columns)
+    return "\n".join([markdown_row(head), f"|{alignment}", *map(markdown_row, rows)])
+
+
+def about(*starts: dict[str, Any]) -> str:
+    """Today's date, machine, versions, compilers and commit of some runs, from their logs' start events.
+
+    The compilers are those of all runs, everything else is the first run's.
+    """
+    first = starts[0]
+    compilers = dict.fromkeys(f", {start['compiler']}" for start in starts if start.get("compiler"))
+    facts = f"{first['device']}; {first['versions']}{''.join(compilers)}, commit {first['git_commit']}"
+    return f"{time.strftime('%Y-%m-%d')}, {facts}"
+
+
+def command_line(script: str) -> str:
+    """The command that was typed, without the name of the user's home folder."""
+    command = shlex.join(["python", f"bench/{script}", *sys.argv[1:]])
+    return command.replace(str(Path.home()), "~")
+
+
+def check_name(name: str | None) -> None:
+    """Raises ValueError where the name given with --save cannot be a file's name."""
+    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
+        raise ValueError(f"--save {name!r}: a name of letters, digits, dots and dashes, such as speed-124m")
+
+
+def write_results(
+    folder: Path, name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None
+) -> None:
+    """Writes folder/name.md, name.json and, where `draw` draws a picture, name.png. The name may contain dots."""
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = f"\n![]({name}.png)\n" if draw else ""
+    (folder / f"{name}.md").write_text(text + picture, encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+    if draw:
+        draw(folder / f"{name}.png")
+
+
+def save(name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None) -> None:
+    """Writes the results into bench/results, with today's date before their name."""
+    write_results(RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}", text, result, draw)
