@@ -11,6 +11,7 @@ take turns for --rounds rounds. The peers:
                           compiled, as its README has it
     nanogpt+malloc:PATH   the same after hardware.keep_freed_memory
     ours:"--key=value"    train.py with other settings
+    checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
     hf                    transformers' GPT-2, in bench/peer_hf.py
 
 --memory_gb 12 makes a larger CUDA card act as one of 12 GB, for all of them.
@@ -93,6 +94,8 @@ def contestants(
         out_dir = f"{folder}/{number}"
         if kind == "ours" and what:
             out.append(Contestant(what, [*ours, *shlex.split(what), f"--out_dir={out_dir}"], ROOT))
+        elif kind == "checkout":
+            out.append(Contestant(peer, [*ours, f"--out_dir={out_dir}"], checkout_of(what, peer, "deskGPT")))
         elif kind in ("nanogpt", "nanogpt+malloc"):
             check_same_work(c, peer)
             out.append(nanogpt(c, peer, str(device), folder, out_dir, cap))
@@ -100,18 +103,26 @@ def contestants(
             check_same_work(c, peer)
             out.append(transformers(c, str(device), folder, cap))
         else:
-            raise ValueError(f"--peer {peer}: not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or hf")
+            raise ValueError(
+                f"--peer {peer}: not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value', checkout:PATH or hf"
+            )
     for x in out:
         x.on_gpu = device.type != "cpu"
     return out
 
 
+def checkout_of(path: str, peer: str, project: str) -> Path:
+    """The folder at path. Raises ValueError where it does not hold a train.py."""
+    folder = Path(path).expanduser().resolve()
+    if not (folder / "train.py").is_file():
+        raise ValueError(f"--peer {peer}: {folder} holds no train.py; name a checkout of {project}")
+    return folder
+
+
 def nanogpt(c: train.TrainConfig, peer: str, device: str, folder: Path, out_dir: str, cap: str) -> Contestant:
     """nanoGPT's train.py. Raises ValueError where its folder does not hold it."""
     kind, _, checkout = peer.partition(":")
-    path = Path(checkout).expanduser().resolve()
-    if not (path / "train.py").is_file():
-        raise ValueError(f"--peer {peer}: {path} holds no train.py; name a checkout of nanoGPT")
+    path = checkout_of(checkout, peer, "nanoGPT")
     on_cpu = device == "cpu"
     known: dict[str, Any] = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
     settings = shared_settings(c) | {"device": device, "compile": known["compiled"], "dtype": known["dtype"]}
@@ -260,7 +271,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", action="append", default=[], help="nanogpt:PATH, nanogpt+malloc:PATH, ours:FLAGS, hf")
+    parser.add_argument("--peer", action="append", default=[], help="see above; may be given several times")
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = about ten seconds of ours")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -56,7 +56,7 @@ def test_speed_times_the_peers_on_the_same_work(tmp_path):
 def test_speed_says_what_is_wrong_with_a_peer(tmp_path, script):
     for peer, reason in (
         (f"nanogpt:{tmp_path}", f"{tmp_path} holds no train.py; name a checkout of nanoGPT"),
-        ("llamacpp", "not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or hf"),
+        ("llamacpp", "not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value', checkout:PATH or hf"),
     ):
         done = script("bench/speed.py", *flags(**SMALL), f"--peer={peer}")
         assert (done.code, done.err.count("\n")) == (1, 1)

@@ -155,7 +155,7 @@ def test_several_changes_have_no_cause_but_a_run_that_would_settle_it(tmp_path):
     text = compared(a, b)[1]
     assert "2 things changed: batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1, learning_rate" in text
     assert "No cause can be named: 2 things changed at once." in text
-    assert "--batch_size=8 --block_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in text
+    assert "--batch_size=8 --gradient_accumulation_steps=1 --learning_rate=0.001" in text
     assert "cause of" not in text
 
 
