@@ -169,7 +169,7 @@ def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
     expected_gradients = plain[1]
 
     names = [name for name, _ in model.named_parameters()]
-    errors = checks.gradient_errors(names, gradients, expected_gradients)
+    errors = checks.gradient_errors(names, gradients, expected_gradients, form.dtype)
     worst = max(errors, key=lambda name: errors[name])
     loss_off = max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True))
     right = loss_off <= LOSS_OFF[form.dtype] and errors[worst] <= checks.TOLERANCE[form.dtype]

@@ -28,9 +28,13 @@ PLAIN = Form()
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "tf32": 0.1}
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "tf32": 1e-2}
 
-# The softmax cancels the gradient of a key's bias: in float32, 1e-8 of the whole bias's gradient is left of it. The
-# smallest real one, of queries at the start, is 5e-3.
+# A gradient below this share of all gradients may be nothing but rounding.
 CANCELLED = 1e-5
+# The same for queries, keys and values as shares of the three. The softmax cancels the gradient of a key's bias: in
+# float32, 1e-8 is left. Where attention has nothing to learn, as on random tokens, the share of queries falls from
+# 1.5e-2 to 7e-5 within 25 steps, and in bfloat16 with flash attention it is then off by 0.27 of itself. The smallest
+# real share, of queries at the start, is 5e-3.
+CANCELLED_PART = {"float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3}
 
 # With dropout the two forms draw other masks. Then only losses and norms compare, by these factors.
 DROPOUT_LOSS = 1.2
@@ -96,7 +100,7 @@ def compare(
         limit = DROPOUT_NORM
         how = "norms differ by a factor of"
     else:
-        errors = gradient_errors(names, found, expected)
+        errors = gradient_errors(names, found, expected, precision)
         limit = TOLERANCE[precision]
         how = "differ by"
     worst = max(errors, key=lambda name: errors[name])
@@ -107,12 +111,12 @@ def compare(
         )
 
 
-def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor], precision: str) -> dict[str, float]:
     """|found - expected| / |expected| of each gradient, by name; infinite for NaN.
 
     Queries, keys and values are compared one by one, because at the start the gradients of the first two are far
-    smaller than those of values. A gradient that is only rounding, below CANCELLED of the whole it is part of, is
-    measured by that whole.
+    smaller than those of values. A gradient that may be only rounding in this precision is measured by the whole that
+    it is part of.
     """
     total = math.sqrt(sum(g.square().sum().item() for g in expected))
     errors = {}
@@ -122,8 +126,9 @@ def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor
         expected_parts = expected_grad.chunk(len(parts))
         for part, a, b in zip(parts, found_parts, expected_parts, strict=True):
             whole = expected_grad.norm().item() if part else total
+            least = (CANCELLED_PART[precision] if part else CANCELLED) * whole
             size = b.norm().item()
-            error = (a - b).norm().item() / (size if size > CANCELLED * whole else whole)
+            error = (a - b).norm().item() / (size if size > least else whole)
             errors[f"{name} ({part})" if part else name] = error if math.isfinite(error) else math.inf
     return errors
 

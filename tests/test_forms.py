@@ -147,15 +147,30 @@ def test_each_part_of_a_gradient_counts_by_itself_and_rounding_of_nothing_does_n
     right[0][:4] *= 1e-2  # queries
     right[1][4:8] *= 1e-9  # a key's bias
     found = [g.clone() for g in right]
-    assert max(gradient_errors(names, found, right).values()) == 0
+    assert max(gradient_errors(names, found, right, "float32").values()) == 0
     found[1][4:8] = torch.randn(4) * 1e-7
-    assert max(gradient_errors(names, found, right).values()) < 1e-3
+    assert max(gradient_errors(names, found, right, "float32").values()) < 1e-3
     found[0][:4] = 0
-    errors = gradient_errors(names, found, right)
+    errors = gradient_errors(names, found, right, "float32")
     assert max(errors, key=lambda name: errors[name]) == "h.0.attn.c_attn.weight (q)"
     assert errors["h.0.attn.c_attn.weight (q)"] == pytest.approx(1)
     found[2][0, 0] = torch.nan
-    assert gradient_errors(names, found, right)["lm_head.weight"] == torch.inf
+    assert gradient_errors(names, found, right, "float32")["lm_head.weight"] == torch.inf
+
+
+def test_bfloat16s_rounding_of_queries_that_learn_nothing_is_no_error_and_a_lost_gradient_is_one():
+    """As after some steps on random tokens."""
+    torch.manual_seed(0)
+    names = ["h.0.attn.c_attn.weight"]
+    right = [torch.randn(12, 4)]
+    right[0][:4] *= 1e-4  # queries
+    found = [right[0].clone()]
+    found[0][:4] *= 1.3
+    assert max(gradient_errors(names, found, right, "bfloat16").values()) < 1e-3
+    assert gradient_errors(names, found, right, "float32")["h.0.attn.c_attn.weight (q)"] == pytest.approx(0.3)
+    right[0][:4] *= 100  # as at the start
+    found[0][:4] = 0
+    assert gradient_errors(names, found, right, "bfloat16")["h.0.attn.c_attn.weight (q)"] == pytest.approx(1)
 
 
 def test_matrices_of_zeros_hide_no_gradient_from_the_check_and_are_zero_again():
