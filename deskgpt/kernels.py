@@ -88,7 +88,7 @@ def activation(x: Tensor, name: str) -> Tensor:
     if name == "relu2":
         return F.relu(x).square()  # Primer, arXiv:2109.08668
     if torch.compiler.is_compiling() and _registered and x.device.type == "cpu":
-        return torch.ops.deskgpt.gelu(x)
+        return torch.ops.deskgpt.gelu.default(x)
     return F.gelu(x)
 
 
@@ -129,7 +129,7 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     needs_grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling() and _registered:
-        total, _, _ = torch.ops.deskgpt.chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad)
+        total, _, _ = torch.ops.deskgpt.chunked_cross_entropy.default(h, weight, targets, dtype, chunk, needs_grad)
     else:
         total = ChunkedCrossEntropy.apply(h, weight, targets, dtype, chunk, needs_grad)
     return total / (targets >= 0).sum()

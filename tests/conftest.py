@@ -35,7 +35,7 @@ hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 _cache = tempfile.TemporaryDirectory()  # goes when the tests end
-os.environ["XDG_CACHE_HOME"] = _cache.name  # for the measured peaks of hardware.py: the user's stay as they are
+os.environ["XDG_CACHE_HOME"] = _cache.name  # for what runs remember: the user's own files are left alone
 if BPE_CACHE.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
 
