@@ -115,10 +115,12 @@ def make_data(folder: Path) -> None:
 
 
 def run(root: Path, words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a script of the checkout, which ends within ten minutes."""
     return subprocess.run([sys.executable, *words], cwd=root, env=env, capture_output=True, text=True, timeout=600)
 
 
 def must(done: subprocess.CompletedProcess[str]) -> str:
+    """What a script printed. Ends this one where that failed."""
     if done.returncode:
         raise SystemExit(f"{' '.join(done.args)} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -177,6 +179,7 @@ def record_case(root: Path, case: Case, folder: Path, data: Path, env: dict[str,
 
 
 def record(root: Path, only: str) -> dict[str, Any]:
+    """What the scripts of the checkout compute and say; with `only`, the settings whose name has this in it."""
     out: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as tmp:
         data = Path(tmp) / "data"
@@ -242,7 +245,8 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, nargs=2, metavar="FILE")
     a = parser.parse_args()
     if a.compare:
-        before, after = (json.loads(path.read_text()) for path in a.compare)
+        before = json.loads(a.compare[0].read_text())
+        after = json.loads(a.compare[1].read_text())
         return compare(before, after)
     found = record(a.root.resolve(), a.only)
     if a.save:
