@@ -1,4 +1,4 @@
-"""Times ways to compute the head's loss and its gradients: the measurement that model.py's choice rests on.
+"""Times ways to compute the head's loss and its gradients: the measurement that kernels.py's choice rests on.
 
     python bench/loss.py --dtype=bfloat16
     python bench/loss.py --device=cuda --dtype=bfloat16 --tokens=12288
