@@ -1,0 +1,1 @@
+"""The stages of bench/qualify.py, one file each."""
