@@ -9,7 +9,6 @@ Shape legend: B batch, T time, C channels, H heads, D = C // H, V vocabulary, N 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -46,12 +45,14 @@ def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
     return device_type == "cpu" and 1 < T <= LONGEST_EXPLICIT and not dropout
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, seen: Tensor | None = None) -> Tensor:
     """Causal attention (B, H, T, D) of queries q (B, H, T, D) over keys and values k, v (B, H, S, D).
 
-    Either S = T, or T = 1: a single query, next to a cache, may look at all keys.
+    Either S = T, or T = 1: a single query, next to a cache, may look at all keys, or at those that are seen (S,).
     """
     T = q.size(2)
+    if seen is not None:
+        return attention_of_one_query(q, k, v, seen)
     if _explicit_attention and torch.is_grad_enabled() and may_be_explicit(q.device.type, T, dropout):
         return attention_by_matmuls(q, k, v)
     if T > 1:  # two calls, because torch.compile takes no symbolic is_causal
@@ -76,6 +77,16 @@ def attention_by_matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = scores.softmax(-1).type_as(v)
         blocks.append(weights @ v[:, :, :end])  # (B, H, rows, D)
     return torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]
+
+
+def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention (B, H, 1, D) of q (B, H, 1, D) over those keys and values of k, v (B, H, S, D) that are seen (S,).
+
+    Plain matmuls: no kernel to choose, and no plan that cuDNN would make for a new length.
+    """
+    scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)  # (B, H, 1, S)
+    weights = scores.float().masked_fill(~seen, -torch.inf).softmax(-1)
+    return weights.type_as(v) @ v
 
 
 # ---- activation ----------------------------------------------------------------------------------------------
@@ -156,9 +167,9 @@ def logits_for_memory(gpu_bytes: int) -> int:
 
 
 def tokens_per_chunk(N: int, V: int, logits: int) -> int:
-    """Tokens of a chunk of N tokens' logits: whole tiles, and chunks of one size if half of what is allowed gives it."""
+    """Tokens of a chunk of N tokens' logits: whole tiles, and all chunks of one size if that at most halves them."""
     most = max(1, logits // V)
-    if N <= most:
+    if most >= N:
         return N
     if most < WHOLE_TILES:
         return most
