@@ -205,10 +205,18 @@ def test_decoder_replays_a_graph_and_gives_the_logits_of_the_whole_model(config,
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sampling_in_bfloat16(compiled, chars, tmp_path, capsys):
     main(run_of(chars, tmp_path, dtype="bfloat16"))
-    settings = {"out_dir": str(tmp_path), "device": DEVICE.type, "max_new_tokens": 70, "num_samples": 2, "start": "A"}
-    texts = sample.main(sample.SampleConfig(**settings, dtype="bfloat16", compile=compiled))
+    c = sample.SampleConfig(
+        out_dir=str(tmp_path),
+        device=DEVICE.type,
+        dtype="bfloat16",
+        compile=compiled,
+        start="A",
+        max_new_tokens=70,
+        num_samples=2,
+    )
+    texts = sample.main(c)
     assert [len(text) for text in texts] == [71, 71]
-    assert sample.main(sample.SampleConfig(**settings, dtype="bfloat16", compile=compiled)) == texts
+    assert sample.main(c) == texts
     assert "does not work here" not in capsys.readouterr().err
 
 
