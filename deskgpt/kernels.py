@@ -114,6 +114,25 @@ def linear_to_fewer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # memory (bench/results/2026-11-22-loss.md).
 LOGITS_PER_CHUNK = 1 << 25
 
+_loss_chunk: int | None = None  # set by loss_chunk
+
+
+@contextmanager
+def loss_chunk(logits: int | None) -> Iterator[None]:
+    """Within the block, `linear_cross_entropy` takes chunks of this number of logits; None: of the device's own."""
+    global _loss_chunk
+    before = _loss_chunk
+    _loss_chunk = logits
+    try:
+        yield
+    finally:
+        _loss_chunk = before
+
+
+def logits_per_chunk(device: torch.device) -> int:
+    """The most logits that the loss of a batch on this device computes at once."""
+    return LOGITS_PER_CHUNK if _loss_chunk is None else _loss_chunk
+
 
 def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, in float32, of the logits h @ weight.T against targets; the logits are never kept whole.
@@ -121,9 +140,11 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     h (N, C) hidden states, weight (V, C) of the head, targets (N,) with -1 ignored.
     """
     N, V = h.size(0), weight.size(0)
-    if N * V <= LOGITS_PER_CHUNK:
+    logits = N * V
+    most = logits_per_chunk(h.device)
+    if logits <= most:
         return F.cross_entropy(F.linear(h, weight).float(), targets, ignore_index=-1)
-    n_chunks = math.ceil(N * V / LOGITS_PER_CHUNK)
+    n_chunks = math.ceil(logits / most)
     chunk = math.ceil(N / n_chunks)  # tokens; all chunks are about equally large
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
