@@ -25,13 +25,18 @@ INT8_MAX = 127
 LEAST_SCALE = 1e-12  # of a tensor of zeros
 
 
-def matmul(a: Tensor, b: Tensor, kind: EightBits) -> Tensor:
-    """a @ b.T of a (N, I) and b (O, I), rounded to 8 bits and multiplied in them; (N, O) in a's dtype."""
+def matmul(a: Tensor, b: Tensor, kind: EightBits, fast: bool = False) -> Tensor:
+    """a @ b.T of a (N, I) and b (O, I), rounded to 8 bits and multiplied in them; (N, O) in a's dtype.
+
+    fast: FP8's sums may be rounded as they grow, as torchao has it in the forward pass alone.
+    """
     if kind == "fp8":
         a8, a_scale = to_fp8(a)
         b8, b_scale = to_fp8(b)
         # The second factor has to be laid out by columns.
-        y = torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
+        y = torch._scaled_mm(
+            a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
         return y.to(a.dtype)
     a8, a_scale = to_int8(a)
     b8, b_scale = to_int8(b)
@@ -56,7 +61,7 @@ class EightBitMatmul(torch.autograd.Function):
         """x (N, I), weight (O, I); returns (N, O)."""
         ctx.save_for_backward(x, weight)
         ctx.kind = kind
-        return matmul(x, weight, kind)
+        return matmul(x, weight, kind, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

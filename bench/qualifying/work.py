@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import train
 from bench.qualifying.session import Session
 from bench.timing import write_data
-from deskgpt import forms, hardware, peak_flops
+from deskgpt import estimate, forms, hardware, peak_flops
 from deskgpt.errors import is_out_of_memory
 from deskgpt.optimizer import make_optimizer
 from deskgpt.runlog import read_events
@@ -54,13 +54,16 @@ def compile_setting(s: Session) -> Literal["auto", False]:
 def best_batch(s: Session, sequences: int = 0) -> int:
     """The fastest micro-batch of stage 4, among those that divide a step of this number of sequences.
 
-    The first of the sizes where stage 4 has found none.
+    Where stage 4 has found none, the largest predicted to fit, of the sizes that it would double.
     """
     rows = [r for r in s.results.get(4, {}).get("rows", []) if r["fits"]]
     if sequences:
         rows = [r for r in rows if sequences % r["batch_size"] == 0]
     if not rows:
-        return s.sizes.first_batch
+        limit = estimate.USABLE * (hardware.memory_bytes(s.device) or math.inf)
+        dtype = usual_form(s.device).dtype
+        largest = estimate.largest_batch(s.sizes.model, s.sizes.last_batch, dtype, s.device.type, limit)
+        return max(largest, s.sizes.first_batch)
     return max(rows, key=lambda r: r["tokens_per_s"])["batch_size"]
 
 
