@@ -120,8 +120,8 @@ def test_a_card_takes_the_fastest_micro_batch_whose_reserved_memory_it_holds():
         row = {"batch_size": batch_size, "fits": True, "reserved_bytes": gib * 2**30, "tokens_per_s": speed}
         rows.append(row | {"predicted_bytes": 0})
     for limit_gib, expected in ((5.9, None), (6.0, 8), (13.0, 16), (99.0, 16)):
-        row = batches.fastest(batches.within(rows, limit_gib * 2**30))
-        assert (row and row["batch_size"]) == expected
+        best = batches.fastest(batches.within(rows, limit_gib * 2**30))
+        assert (best["batch_size"] if best else None) == expected
     # Where the allocator does not count, the prediction does.
     unknown = {"batch_size": 8, "fits": True, "reserved_bytes": None, "predicted_bytes": 100, "tokens_per_s": 1.0}
     assert batches.within([unknown], 99) == []
@@ -327,7 +327,7 @@ def test_kernels_of_cuda_belong_to_these_categories(kernel):
 
 
 def test_traffic_is_told_from_names_and_shapes():
-    weights = {(2304, 768), (768, 768)}
+    weights: set[tuple[int, ...]] = {(2304, 768), (768, 768)}
     chain = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::linear")
     casts = [Kernel("copy", 1, chain, ((2304, 768), (2304, 768))), Kernel("triton_poi_fused__to_copy_0", 1)]
     others = [Kernel("copy", 1, chain, ((8, 768), (8, 768))), Kernel("triton_poi_fused__to_copy_gelu_0", 1)]

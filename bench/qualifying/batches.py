@@ -180,7 +180,10 @@ def outside_bytes(device: torch.device) -> int:
 
 def describe(result: dict[str, Any]) -> str:
     best = result["best"]
-    lines = [f"GPT-2's micro-batch in {Form(**result['form'])}, with gradients and AdamW's state."]
+    lines = [
+        f"Forward and backward pass in {Form(**result['form'])}; memory with gradients and AdamW's state. Host ms: "
+        "until the call returns, with nothing queued before it."
+    ]
     if result["not_compiled"]:
         lines.append(f"Compiling failed: {result['not_compiled']}.")
     head = ["micro-batch", "tokens/s", "ms", "host ms", "allocated GiB", "reserved GiB", "predicted GiB"]

@@ -57,7 +57,6 @@ INDUCTOR_MOVES = re.compile(
 INDUCTOR_CASTS = re.compile(r"^triton_[a-z]+_fused_((_to_copy|t|view|transpose|permute)_)+\d+$")
 CONCATENATION = re.compile(r"aten::cat$|CatArray|triton_\w+?_fused_\w*cat")
 
-
 # What moves data for each micro-batch and might be avoided.
 TRAFFIC = ("weights cast", "gradients accumulated outside the graph", "gradients of q, k and v concatenated")
 

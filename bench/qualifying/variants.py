@@ -242,7 +242,7 @@ def describe(result: dict[str, Any]) -> str:
         body.append([*cells, work.gib(r["peak_bytes"]), f"{r['loss']:.4f}"])
     lines = [
         f"Forward and backward pass of {result['batch_size']} sequences, each way in turns with the usual form, the "
-        "first row.",
+        "first row; the peak is with gradients and AdamW's state.",
         "",
         markdown_table(head, body, left_columns=1),
         "",
