@@ -53,6 +53,7 @@ def measure(s: Session) -> dict[str, Any]:
         else:
             rows.append(case(s, model, form, batch_size))
     rows.sort(key=lambda r: r["batch_size"])
+    hardware.release_memory(s.device)
 
     best = fastest(rows)
     total = hardware.memory_bytes(s.device)
@@ -100,7 +101,6 @@ def case(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
         row["problem"] = work.problem_of(e)
     for p in model.parameters():
         p.grad = None
-    hardware.release_memory(s.device)
     speed = f"{row['tokens_per_s']:,.0f} tokens/s" if row["fits"] else row["problem"]
     s.say(f"micro-batch {batch_size}, {form}: {speed}")
     return row
