@@ -97,7 +97,8 @@ def activation(x: Tensor, name: str) -> Tensor:
     if name == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if name == "relu2":
-        return F.relu(x).square()  # Primer, arXiv:2109.08668
+        x = F.relu(x)
+        return x * x  # Primer, arXiv:2109.08668; x.square() is a power to CUDA's autocast, which takes float32 for it
     if torch.compiler.is_compiling() and _registered and x.device.type == "cpu":
         return torch.ops.deskgpt.gelu.default(x)
     return F.gelu(x)
