@@ -226,17 +226,23 @@ def test_wrong_arguments_are_one_line(script, tmp_path):
 
 def test_page_ends_with_what_to_use():
     adamw = {"tokens_per_s": 700_000.4, "mfu": 0.612, "peak_bytes": 3 * 2**30}
-    batches = {"best": 48, "best_for_gb": {"8": 8, "12": None, "80": 64}}
-    text = page.what_follows("NVIDIA H200", {4: batches, 7: {"adamw": adamw}}, CARD)
-    assert "| NVIDIA H200 | 700,000 | 61.2% | 48 | 3.0 GiB |" in text
+    batches = {"best": 48, "best_for_gb": {"8": 8, "12": 24, "16": None}}
+    text = page.what_follows("NVIDIA H200", {4: batches, 7: {"adamw": adamw, "batch_size": 64}}, CARD)
+    assert "| NVIDIA H200 | 700,000 | 61.2% | 64 | 3.0 GiB |" in text
     assert "- `config/gpu_8gb.py`: `largest=8` (now largest=" in text
-    assert "- `config/gpu_12gb.py`: n/a (now largest=" in text
-    # 512 sequences per step are a multiple of 16, not of 48.
-    assert "python train.py config/train_fineweb_125m.py --batch_size=16 --gradient_accumulation_steps=32" in text
-    without = page.what_follows("NVIDIA H200", {7: {"adamw": adamw | {"mfu": None}}}, CARD)
-    assert "| NVIDIA H200 | 700,000 | n/a | n/a | 3.0 GiB |" in without
-    assert "train.py" not in without
+    assert "- `config/gpu_12gb.py`: `largest=16` (now largest=" in text  # 512 sequences per step are no multiple of 24
+    assert "- `config/gpu_16gb.py`: n/a (now largest=" in text
+    assert "python train.py config/train_fineweb_125m.py --batch_size=64 --gradient_accumulation_steps=8" in text
+
+
+def test_page_leaves_out_what_no_stage_has_measured():
     assert page.what_follows("NVIDIA H200", {}, CARD) == "Nothing yet: stages 4 and 7 say it."
+    text = page.what_follows("NVIDIA H200", {4: {"best": 48, "best_for_gb": {}}}, CARD)
+    assert text.endswith("config/train_fineweb_125m.py --batch_size=32 --gradient_accumulation_steps=16\n```")
+    assert "README" not in text
+    assert "gpu_" not in text
+    failed = {"adamw": {"problem": "out of memory"}, "batch_size": None}
+    assert "README" not in page.what_follows("NVIDIA H200", {7: failed}, CARD)
 
 
 def test_recipe_of_the_page_has_the_model_and_the_batch_of_the_stages():

@@ -11,7 +11,6 @@ from bench.output import markdown_table
 from bench.qualifying.session import Sizes
 from bench.qualifying.stages import STAGES
 from bench.timing import ROOT
-from config import split_step
 
 RECIPE = "config/train_fineweb_125m.py"  # which has the model and the tokens per step of stages 4 to 7
 TOY_REMARK = "**Toy sizes: without a card, these figures only show that the code runs.**"
@@ -59,25 +58,30 @@ def section(entry: dict[str, Any]) -> str:
 
 def what_follows(device: str, results: dict[int, dict[str, Any]], sizes: Sizes) -> str:
     """The README's row, lines of config/gpu_*.py and the train.py command; what the results do not say is left out."""
-    batches = results.get(4, {})
-    best = batches.get("best")
+    sequences = sizes.tokens_per_step // sizes.model.block_size
+    best = results.get(4, {}).get("best")
+    micro_batch = results.get(7, {}).get("batch_size") or (largest_divisor(sequences, best) if best else None)
     parts = []
-    steps = results.get(7, {}).get("adamw")
-    if steps:
+    steps = results.get(7, {}).get("adamw", {})
+    if steps.get("tokens_per_s"):
         head = ["card", "tokens/s", "MFU", "micro-batch", "peak memory"]
         mfu = "n/a" if steps["mfu"] is None else f"{steps['mfu']:.1%}"
         peak = "n/a" if steps["peak_bytes"] is None else f"{steps['peak_bytes'] / 2**30:.1f} GiB"
-        row = [device, f"{steps['tokens_per_s']:,.0f}", mfu, str(best or "n/a"), peak]
+        row = [device, f"{steps['tokens_per_s']:,.0f}", mfu, str(micro_batch or "n/a"), peak]
         parts += ["For the README:", markdown_table(head, [row], left_columns=1)]
-    lines = [preset_line(gb, largest) for gb, largest in batches.get("best_for_gb", {}).items()]
-    if lines:
+    presets = results.get(4, {}).get("best_for_gb", {})
+    if presets:
+        lines = [preset_line(gb, n and largest_divisor(sequences, n)) for gb, n in presets.items()]
         parts += ["For `config/gpu_*.py`:", "\n".join(lines)]
-    if best:
-        sequences = sizes.tokens_per_step // sizes.model.block_size
-        batch_size, accumulation = split_step(sequences, best)
-        settings = f"--batch_size={batch_size} --gradient_accumulation_steps={accumulation}"
+    if micro_batch:
+        settings = f"--batch_size={micro_batch} --gradient_accumulation_steps={sequences // micro_batch}"
         parts += ["To train:", f"```sh\npython train.py {RECIPE} {settings}\n```"]
     return "\n\n".join(parts) or "Nothing yet: stages 4 and 7 say it."
+
+
+def largest_divisor(sequences: int, largest: int) -> int:
+    """The largest micro-batch of at most `largest` sequences that divides those of a step."""
+    return max(n for n in range(1, largest + 1) if sequences % n == 0)
 
 
 def preset_line(gb: str, largest: int | None) -> str:
