@@ -348,7 +348,7 @@ def expected(session) -> dict[str, parity.Expected]:
 
 def test_models_are_gpt2_and_all_modern_choices_with_heads_that_users_have(session):
     plain, modern = parity.models_of(session).values()
-    assert plain == GPTConfig(n_layer=1, n_head=2, n_embd=128, block_size=64, vocab_size=512)
+    assert plain == GPTConfig(n_layer=1, n_head=2, n_embd=128, block_size=64, vocab_size=TOY.model.vocab_size)
     assert (modern.position, modern.norm, modern.activation) == ("rope", "rms", "relu2")
     assert all((modern.qk_norm, modern.zero_init, modern.token_shift, not modern.tie_weights))
     for config in parity.models_of(Session(CPU, CARD, session.folder)).values():
