@@ -98,7 +98,7 @@ CASES = [  # model, batch, dtype, tokens in a chunk of the loss: some make it in
 
 @pytest.mark.parametrize(("config", "batch_size", "dtype", "chunk"), CASES)
 def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype, chunk, monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk * config.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
     predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False)["activations"]
     assert predicted == pytest.approx(kept_by(Real(config, batch_size, dtype)), rel=0.005)
 
@@ -107,7 +107,7 @@ def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.usefixtures("no_onednn")
 def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, chunk, micro_steps, monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk * config.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
     predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, accumulates=micro_steps > 1)
     assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.01)
 
@@ -144,7 +144,7 @@ def test_static_parts_are_the_bytes_of_a_real_model():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 64 * SMALL.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
     one, two, three = (estimate.memory(SMALL, b, dtype, device_type, compiled=False) for b in (4, 6, 8))
     for part in ("weights", "gradients", "optimizer"):
         assert one[part] == two[part]
@@ -152,7 +152,7 @@ def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypat
 
 
 def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 64 * SMALL.vocab_size)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
     whole = estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True)
     monkeypatch.setattr(estimate, "REHEARSED", 8 * SMALL.block_size)
     assert estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True) == whole
@@ -171,7 +171,7 @@ def test_dropout_on_cuda_keeps_masks_of_one_byte_and_no_matrix_of_attention_weig
 def test_loss_in_chunks_holds_a_chunk_of_logits_not_all():
     config = replace(SMALL, block_size=1024, vocab_size=50304)
     parts = estimate.memory(config, 16, "bfloat16", "cuda", compiled=False)
-    assert parts["logits"] < 12 * kernels.LOGITS_PER_CHUNK + 12 * config.vocab_size * config.n_embd
+    assert parts["logits"] < 12 * kernels.LOGITS_ON_CPU + 12 * config.vocab_size * config.n_embd
 
 
 @pytest.mark.parametrize(("batch_size", "candidates"), [(1, [1]), (12, [3, 6, 12]), (16, [1, 2, 4, 8, 16])])

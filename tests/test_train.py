@@ -443,7 +443,7 @@ def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
     write_dataset(tmp_path / "data", {"train": ids, "val": ids[:500]}, BytesTokenizer(), "noise")
     main(tiny(tmp_path / "data", tmp_path / "plain"))
-    monkeypatch.setattr("deskgpt.kernels.LOGITS_PER_CHUNK", 256 * 7)
+    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 256 * 7)
     main(tiny(tmp_path / "data", tmp_path / "chunks"))
     plain, chunks = (trajectory(tmp_path / run)["iter"] for run in ("plain", "chunks"))
     for step in plain:
