@@ -46,6 +46,8 @@ NOT_RUN = {
     "make test": "this test is part of it",
     "make check-machines": "takes minutes; make test-all runs it",
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
+    "make qualify": "takes minutes; test_qualify.py runs it",
+    "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
 }
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
