@@ -485,7 +485,9 @@ class Report:
         self.tokens_per_step = plan.global_batch * c.block_size
         self.flops_per_token = runner.model.estimate_flops()
         peak, self.peak_source = peak_flops.peak_flops(ranks.device, runner.form.dtype)
-        self.peak_flops = ranks.sum(torch.tensor([peak], dtype=torch.float64)).item()  # of all ranks
+        measured = peak_flops.measured_matmul_flops(ranks.device, runner.form.dtype)
+        of_all_ranks = ranks.sum(torch.tensor([peak, measured], dtype=torch.float64))
+        self.peak_flops, self.measured_flops = of_all_ranks.tolist()
 
     def start(self, step: int, meta: dict[str, Any], train: Split, val: Split, warm_up_s: float) -> None:
         c = self.c
@@ -522,6 +524,7 @@ class Report:
             compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
+            measured_flops=self.measured_flops,
             warm_up_s=warm_up_s,
             versions=versions(),
             git_commit=git_commit(),
@@ -554,12 +557,15 @@ class Report:
         timer = self.timer
         tokens_per_s = self.tokens_per_step / window.step_s
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
+        mfu_measured = tokens_per_s * self.flops_per_token / self.measured_flops
+        has_two_peaks = math.isfinite(self.measured_flops) and self.measured_flops != self.peak_flops
+        on_measured = f"mfu_measured {mfu_measured * 100:.2f}%, " if has_two_peaks else ""
         evaluations_left = math.ceil(c.max_iters / c.eval_interval) - step // c.eval_interval
         eta_s = (c.max_iters - step - 1) * window.step_s
         eta_s += evaluations_left * (timer.last_eval_s + timer.last_save_s)
         self.ranks.say(
             f"iter {step}: loss {loss:.4f}, time {window.step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm:.3f}, "
+            f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {grad_norm:.3f}, "
             f"data wait {window.data_wait * 100:.1f}%, eta {clock(eta_s)}"
         )
         self.log.write(
@@ -568,6 +574,7 @@ class Report:
             loss=loss,
             time_ms=window.step_s * 1e3,
             mfu=mfu,
+            mfu_measured=mfu_measured,
             tokens_per_s=tokens_per_s,
             data_wait=window.data_wait,
             lr=lr,
