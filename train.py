@@ -33,7 +33,9 @@ from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
+from deskgpt.gpu_peaks import find_card
 from deskgpt.optimizer import make_optimizer
+from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Form, Runner
@@ -55,6 +57,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
     eval_only: bool = False  # evaluate once, write nothing
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
+    plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
     always_save_checkpoint: bool = True  # False: only when the validation loss has improved
     # batch
@@ -102,6 +105,13 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
             if getattr(self, name) >= limit:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
+        if self.plan_for:  # who asks for a plan does not want to train
+            object.__setattr__(self, "dry_run", True)
+        if self.plan_for not in ("", "all"):
+            try:
+                find_card(self.plan_for)
+            except ValueError as e:
+                raise ValueError(f"plan_for={e}") from None
 
 
 def main(c: TrainConfig) -> float:
@@ -109,7 +119,7 @@ def main(c: TrainConfig) -> float:
     # ---- ranks and batch -------------------------------------------------------------------------------------
     began = time.perf_counter()
     hardware.keep_freed_memory()
-    ranks = start_ranks(c.device, c.backend)
+    ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     torch.manual_seed(c.seed)
 
@@ -117,7 +127,7 @@ def main(c: TrainConfig) -> float:
     meta = describe_data(c)
     start = starting_point(c, meta)
     if c.dry_run:
-        estimate.report(c, replace(start.config, block_size=c.block_size), ranks)
+        dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
     train_split, val_split = open_splits(c, start, meta)
     model = start.build_model(c.block_size).to(ranks.device)

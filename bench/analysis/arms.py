@@ -12,7 +12,17 @@ from bench.analysis.runs import Run
 from train import TrainConfig
 
 # Settings that affect neither the training nor its speed, and those that are reported as facts of the data.
-SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "dry_run", "log_interval", "auto_batch"}
+SILENT = {
+    "out_dir",
+    "eval_interval",
+    "eval_iters",
+    "eval_tokens",
+    "eval_only",
+    "dry_run",
+    "plan_for",
+    "log_interval",
+    "auto_batch",
+}
 SILENT |= {"always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name", "seed", "dataset", "init_from"}
 FACTS = ("device", "world_size", "dtype", "compiled", "compiler", "versions", "git_commit")
 DATA_FACTS = ("train_tokens", "val_sha256")
