@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -38,12 +38,12 @@ class KnownRun:
     def took(self) -> str:
         return f"{self.step_s:g}s per step of {self.tokens_per_step:,} tokens"
 
-    def has_sizes_of(self, config: GPTConfig) -> bool:
-        """The number of heads does not count: it changes neither the matmuls' FLOPs nor the parameters."""
-        return all(getattr(self.model, name) == getattr(config, name) for name in SIZES)
+    def is_of(self, config: GPTConfig) -> bool:
+        """Whether the two models are the same, but for what is not recorded of runs."""
+        return all(getattr(self.model, name) == getattr(config, name) for name in RECORDED)
 
 
-SIZES = ("n_layer", "n_embd", "block_size", "vocab_size")
+RECORDED = [f.name for f in fields(GPTConfig) if f.name not in ("n_head", "dropout", "bias")]
 
 # No dtype is recorded of these two. It was one of 16 bits: they are faster than the card's peak in TF32.
 KNOWN_RUNS = [
@@ -110,6 +110,7 @@ def expected_mfu(card: Card | None, config: GPTConfig, dtype: str) -> tuple[floa
         return qualified, "qualified here"
     run = known_run(card, config, dtype)
     if run is not None:
-        sizes = "these sizes" if run.has_sizes_of(config) else f"{run.model.n_layer} layers, {run.model.n_embd} wide"
-        return run.mfu(), f"known run of {sizes}"
+        if run.is_of(config):
+            return run.mfu(), "known run of these sizes"
+        return run.mfu(), f"known run of a GPT-2, {run.model.n_layer} layers, {run.model.n_embd} wide"
     return ASSUMED_MFU, "assumed"

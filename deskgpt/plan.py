@@ -186,7 +186,7 @@ class Speed:
     mfu: float
     basis: str  # where mfu comes from
     step_s: float
-    known: KnownRun | None  # of a model of the same sizes
+    known: KnownRun | None  # of the same model
 
     @classmethod
     def expected(cls, c: TrainConfig, config: GPTConfig, machine: Machine, peak: float, world: int) -> Speed:
@@ -194,7 +194,7 @@ class Speed:
         mfu, basis = known_runs.expected_mfu(machine.card, config, machine.dtype)
         flops = known_runs.flops_per_token(config) * tokens_per_step(c, config)
         run = known_runs.known_run(machine.card, config, machine.dtype)
-        known = run if run and run.has_sizes_of(config) else None
+        known = run if run and run.is_of(config) else None
         return cls(mfu, basis, flops / (mfu * peak * world), known)
 
 

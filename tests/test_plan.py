@@ -179,10 +179,13 @@ def test_mfu_of_the_known_runs_is_what_their_figures_say():
 
 def test_card_with_a_known_run_of_other_sizes_has_the_mfu_of_the_nearest_and_names_it():
     card = gpu_peaks.find_card("RTX 4070")
+    known = "known run of a GPT-2"
     medium = GPTConfig(n_layer=24, n_head=16, n_embd=1024)
     large, small = known_runs.KNOWN_RUNS
-    assert known_runs.expected_mfu(card, medium, "bfloat16") == (large.mfu(), "known run of 12 layers, 768 wide")
-    assert known_runs.expected_mfu(card, TINY_CONFIG, "bfloat16") == (small.mfu(), "known run of 12 layers, 384 wide")
+    assert known_runs.expected_mfu(card, medium, "bfloat16") == (large.mfu(), f"{known}, 12 layers, 768 wide")
+    assert known_runs.expected_mfu(card, TINY_CONFIG, "bfloat16") == (small.mfu(), f"{known}, 12 layers, 384 wide")
+    modern = replace(GPT2, norm="rms")  # as many FLOPs, but not the same model
+    assert known_runs.expected_mfu(card, modern, "bfloat16") == (large.mfu(), f"{known}, 12 layers, 768 wide")
     assert known_runs.expected_mfu(card, GPT2, "float32") == (0.4, "assumed")  # its runs were of 16 bits
     assert known_runs.expected_mfu(gpu_peaks.find_card("RTX 4090"), GPT2, "bfloat16") == (0.4, "assumed")
 
