@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -284,23 +283,6 @@ def test_batch_that_does_not_fit_names_the_settings_that_keep_the_training(
     assert "try --batch_size=4 --gradient_accumulation_steps=2 --eval_iters=4, which is the same training" in line
     assert "--auto_batch=True" in line
     assert not (tmp_path / "log.jsonl").exists()
-
-
-def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
-    out = tmp_path / "out"
-    options = flags(dry_run=True, device="cpu", dtype="bfloat16", out_dir=out, dataset=tmp_path / "none")
-    done = script("train.py", "config/train_fineweb_125m.py", *options)
-    assert (done.code, done.err) == (0, "")
-    assert "number of parameters: 123.59M" in done.out
-    assert "tokens per step: 524,288 = 8 x 64 x 1024" in done.out
-    assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
-    parts = re.search(r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB", done.out)
-    total = re.search(r"predicted peak memory .*: (\S+) of \S+ GiB", done.out)
-    assert parts
-    assert total
-    assert sum(map(float, parts.groups())) == pytest.approx(float(total[1]), abs=0.03)
-    assert "assumed 40% of 1 x" in done.out
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("card", [12, *(pytest.param(gb, marks=pytest.mark.slow) for gb in (8, 16, 24, 80))])
