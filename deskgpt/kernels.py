@@ -128,8 +128,8 @@ def linear_to_fewer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 LOGITS_ON_CPU = 1 << 25
 LEAST_LOGITS_ON_GPU = 4096 * 50304
 MOST_LOGITS_ON_GPU = 16384 * 50304
-BYTES_PER_LOGIT = 6  # of a chunk, uncompiled: the logits in 16 bits, their logarithm of the softmax in float32
-SHARE_OF_GPU = 8  # between these limits, a chunk takes an eighth of a GPU's memory
+BYTES_PER_LOGIT = 6  # of a chunk, not compiled: the logits in 16 bits, their logarithm of the softmax in float32
+SHARE_OF_GPU = 8  # where there is a choice, a chunk takes at most an eighth of a GPU's memory
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
 
 _logits_per_chunk: int | None = None  # set by loss_chunk
@@ -162,9 +162,11 @@ def logits_per_chunk_of_gpu(index: int | None) -> int:
 
 
 def logits_for_memory(gpu_bytes: int) -> int:
-    """How many logits to compute at once on a GPU with this memory."""
-    fitting = gpu_bytes // (SHARE_OF_GPU * BYTES_PER_LOGIT)
-    return min(max(fitting, LEAST_LOGITS_ON_GPU), MOST_LOGITS_ON_GPU)
+    """How many logits to compute at once on a GPU with this memory: the least, twice or four times as many."""
+    logits = LEAST_LOGITS_ON_GPU
+    while logits < MOST_LOGITS_ON_GPU and 2 * logits * BYTES_PER_LOGIT * SHARE_OF_GPU <= gpu_bytes:
+        logits *= 2
+    return logits
 
 
 def tokens_per_chunk(N: int, V: int, logits: int) -> int:

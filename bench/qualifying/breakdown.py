@@ -18,7 +18,8 @@ import torch
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt import estimate, hardware
+from deskgpt import hardware
+from model import GPT
 
 MICRO_BATCHES = 4  # of the profiled step
 WARM_UP = 2  # steps before it
@@ -93,7 +94,9 @@ def measure(s: Session) -> dict[str, Any]:
     steps = WARM_UP + 1 + TIMED
     events = work.run_steps(s, "breakdown", steps, batch_size, tokens, on_update, compile=work.compile_setting(s))
     step_ms = statistics.median(e["time_ms"] for e in events if e["event"] == "iter" and e["iter"] > WARM_UP + 1)
-    shapes = {tuple(p.shape) for p in estimate.shapes_of(s.sizes.model).parameters() if p.dim() == 2}
+    with torch.device("meta"):  # the model without storage for its parameters
+        model = GPT(s.sizes.model)
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
     result = summed(kernels, step_ms, s.sizes.model.vocab_size, shapes, MICRO_BATCHES)
     start = events[0]
     return result | {
