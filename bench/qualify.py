@@ -34,10 +34,11 @@ from bench import output
 from bench.qualifying import facts, page
 from bench.qualifying.session import CARD, TOY, Session, Sizes
 from bench.qualifying.stages import STAGES, Stage, numbers_of
-from deskgpt import compiling, hardware, runlog
+from deskgpt import compiling, hardware, known_runs, runlog
 from deskgpt.errors import ConfigError, is_out_of_memory, one_line_errors
 
 UNFINISHED = "did not end: its process was killed"
+WHOLE_STEPS = 7  # the stage whose speed is the card's
 
 
 # ---- results -------------------------------------------------------------------------------------------------
@@ -110,11 +111,20 @@ def measure_stages(s: Session, report: Report, due: list[int]) -> list[int]:
         report.entries[number] = entry
         if "result" in entry:
             s.results[number] = entry["result"]
+            if number == WHOLE_STEPS and not s.sizes.is_toy:
+                remember_speed(report.about["device"], entry["result"])
         report.write()
         s.say(page.section(entry))
         if not answers:
             return [later for later in due if later > number]
     return []
+
+
+def remember_speed(device: str, steps: dict[str, Any]) -> None:
+    """Keeps the MFU of whole steps for the plans of train.py, where the card's peak is published."""
+    mfu = steps["adamw"].get("mfu")
+    if mfu is not None:
+        known_runs.remember_mfu(device, steps["dtype"], mfu)
 
 
 def measured(s: Session, stage: Stage) -> dict[str, Any]:

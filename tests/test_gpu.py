@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reaso
 cuda_only = pytest.mark.skipif(not ON_CUDA, reason="about CUDA itself")
 
 # Settings of a run, and the model alone.
-RUN = TINY | {"n_embd": 128, "block_size": 64, "device": DEVICE.type, "learning_rate": 1e-3}
+RUN = TINY | {"n_embd": 128, "block_size": 64, "device": str(DEVICE), "learning_rate": 1e-3}
 GPT2 = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512)
 MODERN = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512, **MODERN_SETTINGS)
 PRECISION = {"float32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
@@ -207,7 +207,7 @@ def test_sampling_in_bfloat16(compiled, chars, tmp_path, capsys):
     main(run_of(chars, tmp_path, dtype="bfloat16"))
     c = sample.SampleConfig(
         out_dir=str(tmp_path),
-        device=DEVICE.type,
+        device=str(DEVICE),
         dtype="bfloat16",
         compile=compiled,
         start="A",

@@ -155,13 +155,15 @@ def measure(s: Session) -> dict[str, Any]:
 def compared(val_loss: float, known: Known | None) -> dict[str, Any]:
     """A loss next to the known one."""
     if known is None:
-        return {"known": None, "off": None, "tolerance": None, "agrees": None, "known_from": None}
+        return {"known": None, "off": None, "tolerance": None, "agrees": None, "known_from": None, "failed": []}
     off = val_loss - known.val_loss
+    agrees = abs(off) <= known.tolerance
     return {
         "known": known.val_loss,
         "off": off,
         "tolerance": known.tolerance,
-        "agrees": abs(off) <= known.tolerance,
+        "agrees": agrees,
+        "failed": [] if agrees else [f"the val loss is {off:+.4f} off, more than {known.tolerance:.4f}"],
         "known_from": f"{known.date}, {known.command}; tolerance: {known.how}",
     }
 

@@ -19,6 +19,7 @@ def measure(s: Session) -> dict[str, Any]:
     sequences = s.sizes.tokens_per_step // s.sizes.model.block_size
     batch_size = work.best_batch(s, sequences)
     result: dict[str, Any] = {"batch_size": batch_size, "steps": STEPS, "dtype": None, "compiled": None}
+    result["failed"] = []
     t0 = time.perf_counter()
     for name in ("adamw", "muon"):
         took_s = time.perf_counter() - t0
@@ -30,6 +31,7 @@ def measure(s: Session) -> dict[str, Any]:
             result |= {"dtype": start["dtype"], "compiled": start["compiled"]}
         except Exception as e:
             result[name] = {"problem": work.problem_of(e)}
+            result["failed"].append(f"{name}: {result[name]['problem']}")
     return result
 
 
