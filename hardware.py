@@ -21,9 +21,7 @@ def main() -> None:
         if reason:
             print(reason)
     name = hardware.device_name(device)
-    memory = hardware.memory_bytes(device)
-    size = "n/a" if memory is None else f"{memory / 2**30:.1f} GiB"
-    print(f"{name}, memory {size}, torch {torch.__version__}")
+    print(f"{name}, memory {hardware.memory_in_words(device)}, torch {torch.__version__}")
 
     for dtype in hardware.DTYPES:
         print_peaks(device, dtype)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from data.splits import Split
     from train import TrainConfig
 
-USABLE = 0.9  # of a GPU's memory: the rest is CUDA's context and the allocator's gaps
+USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 LONGEST_REHEARSED = 1 << 22  # tokens of context
 ASSUMED_MFU = 0.4  # of a run that has not been measured yet
@@ -195,32 +195,42 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.device) -> dict[str, int]:
+def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.device) -> dict[str, Any]:
     """Settings of the same training with a smaller micro-batch, after that of c did not fit: half, with auto_batch.
 
     Raises ValueError without auto_batch, naming the settings of the largest micro-batch predicted to fit, and where
     there is no smaller one.
     """
-    name = hardware.device_name(device)
-    limit = hardware.memory_bytes(device)
+    where = f"{hardware.device_name(device)} ({hardware.memory_in_words(device)})"
+    limit = hardware.usable_memory_bytes(device)
     if c.batch_size == 1:
         half = max(1, config.block_size // 2)
         raise ValueError(
-            f"out of memory: not even batch_size=1 fits into {name}; try --block_size={half} or a smaller model"
+            f"out of memory: not even batch_size=1 fits into {where}; try --block_size={half} or a smaller model"
         )
     smaller = 1 if c.batch_size % 2 else c.batch_size // 2
     if not c.auto_batch and device.type == "cuda" and limit:
         smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit) or 1
-    factor = c.batch_size // smaller
-    same = {"batch_size": smaller, "gradient_accumulation_steps": c.gradient_accumulation_steps * factor}
-    if not c.eval_tokens:  # eval_iters counts micro-batches too
-        same["eval_iters"] = c.eval_iters * factor
+    same = same_training(c, smaller)
     if not c.auto_batch:
         flags = " ".join(f"--{k}={v}" for k, v in same.items())
         raise ValueError(
-            f"out of memory: batch_size={c.batch_size} does not fit into {name}; try {flags}, which is the same "
+            f"out of memory: batch_size={c.batch_size} does not fit into {where}; try {flags}, which is the same "
             "training, or --auto_batch=True"
         )
+    return same
+
+
+def same_training(c: TrainConfig, batch_size: int) -> dict[str, Any]:
+    """Settings of the training of c in micro-batches of batch_size sequences, which must divide those of a step.
+
+    A step and an evaluation keep their tokens: where c counts an evaluation's micro-batches, these count its tokens.
+    """
+    sequences = c.batch_size * c.gradient_accumulation_steps
+    assert sequences % batch_size == 0
+    same = {"batch_size": batch_size, "gradient_accumulation_steps": sequences // batch_size}
+    if not c.eval_tokens:
+        same["eval_tokens"] = eval_windows(c) * c.block_size
     return same
 
 
@@ -380,9 +390,9 @@ def say_memory(c: TrainConfig, config: GPTConfig, dtype: str, ranks: Ranks) -> N
     explicit = kernels.may_be_explicit(device.type, config.block_size, config.dropout)
     parts = memory(config, c.batch_size, dtype, device.type, c.compile is not False, accumulates, explicit)
     total = sum(parts.values())
-    limit = hardware.memory_bytes(device)
-    of = f" of {limit / 2**30:.1f} GiB" if limit else ""
-    ranks.say(f"predicted peak memory of {hardware.device_name(device)}, {dtype}: {total / 2**30:.2f}{of}")
+    limit = hardware.usable_memory_bytes(device)
+    where = f"{hardware.device_name(device)} ({hardware.memory_in_words(device)})"
+    ranks.say(f"predicted peak memory on {where}, {dtype}: {total / 2**30:.2f} GiB")
     ranks.say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
     if limit and device.type == "cuda":
         fits = largest_batch(config, 1 << 12, dtype, device.type, USABLE * limit)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -199,13 +200,28 @@ def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
         return estimate.smaller_batch(c, SMALL, "float32", CPU)
 
     same = smaller(12, 40, eval_iters=200, auto_batch=True)
-    assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_iters": 400}
+    assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_tokens": 200 * 12 * 1024}
     same = smaller(3, 40, eval_tokens=1000, auto_batch=True)
     assert same == {"batch_size": 1, "gradient_accumulation_steps": 120}
     with pytest.raises(ValueError, match="try --batch_size=4 --gradient_accumulation_steps=128, which is the same"):
         smaller(8, 64, eval_tokens=1000)
     with pytest.raises(ValueError, match="not even batch_size=1 fits .*try --block_size=32"):
         smaller(1, 64, auto_batch=True)
+
+
+def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):
+    """On a card of 12 GiB that a desktop shares."""
+    config = GPTConfig()
+    needed = {b: sum(memory(config, b, "bfloat16", "cuda", compiled=True).values()) for b in (4, 8)}
+    c = TrainConfig(batch_size=32, gradient_accumulation_steps=16)
+    monkeypatch.setattr(hardware, "device_name", lambda device: "a card")
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: 12 * 2**30)
+    for fits, usable in ((8, needed[8]), (4, needed[8] - 1)):
+        usable_bytes = math.ceil(usable / estimate.USABLE)
+        monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device, usable_bytes=usable_bytes: usable_bytes)
+        line = rf"batch_size=32 does not fit into a card \({usable_bytes / 2**30:.1f} of 12.0 GiB free\); "
+        with pytest.raises(ValueError, match=line + f"try --batch_size={fits} --grad"):
+            estimate.smaller_batch(c, config, "bfloat16", torch.device("cuda"))
 
 
 # ---- in a run ------------------------------------------------------------------------------------------------
@@ -231,7 +247,7 @@ def test_batch_that_does_not_fit_is_halved_and_the_training_is_the_same(
     assert "out of memory: going on with" in capsys.readouterr().out
     main(tiny(chars, tmp_path / "by_hand", batch_size=4, gradient_accumulation_steps=4, eval_iters=8))
     taken = events(tmp_path / "auto", "start")[0]["settings"]
-    assert (taken["batch_size"], taken["gradient_accumulation_steps"], taken["eval_iters"]) == (4, 4, 8)
+    assert (taken["batch_size"], taken["gradient_accumulation_steps"], taken["eval_tokens"]) == (4, 4, 8 * 4 * 16)
     for kind in ("iter", "eval"):
         a, b = (events(tmp_path / name, kind) for name in ("auto", "by_hand"))
         assert [e.get("loss") or e["val_loss"] for e in a] == [e.get("loss") or e["val_loss"] for e in b]
@@ -249,7 +265,9 @@ def test_run_that_found_its_batch_resumes_with_it(chars, tmp_path, memory_for_fi
 
 
 @pytest.mark.slow
-def test_ranks_halve_together_though_memory_runs_out_on_one(chars, tmp_path):
+@pytest.mark.parametrize("up", [False, True])
+def test_ranks_find_the_same_micro_batch_though_memory_runs_out_on_one(up, chars, tmp_path):
+    """Halving it, and searching upwards from 1 as on CUDA."""
     (tmp_path / "limited.py").write_text(f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -261,10 +279,14 @@ def limited(self, idx, targets=None):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return forward(self, idx, targets)
 train.GPT.forward = limited
+if {up}:
+    train.forms.BATCH_IS_SEARCHED_ON = ("cpu",)
+    train.forms.Trials.seconds = lambda self, runner, batch: 1.0
 train.main(configure(train.TrainConfig, sys.argv[1:]))
 """)
-    settings = TINY | {"batch_size": 4, "gradient_accumulation_steps": 2, "auto_batch": True}
-    settings |= {"dataset": chars, "out_dir": tmp_path / "out"}
+    batch_size, accumulation, eval_iters = (1, 8, 8) if up else (4, 2, 2)
+    settings = TINY | {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "eval_iters": eval_iters}
+    settings |= {"auto_batch": True, "dataset": chars, "out_dir": tmp_path / "out"}
     done = shell(*TORCHRUN[:-1], tmp_path / "limited.py", *flags(**settings))
     assert done.returncode == 0, done.stderr
     taken = events(tmp_path / "out", "start")[0]["settings"]
@@ -281,7 +303,7 @@ def test_batch_that_does_not_fit_names_the_settings_that_keep_the_training(
     assert done.code == 1
     (line,) = done.err.splitlines()
     assert "batch_size=8 does not fit into " in line
-    assert "try --batch_size=4 --gradient_accumulation_steps=2 --eval_iters=4, which is the same training" in line
+    assert "try --batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256, which is the same training" in line
     assert "--auto_batch=True" in line
     assert not (tmp_path / "log.jsonl").exists()
 
@@ -295,7 +317,7 @@ def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
     assert "tokens per step: 524,288 = 8 x 64 x 1024" in done.out
     assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
     parts = re.search(r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB", done.out)
-    total = re.search(r"predicted peak memory .*: (\S+) of \S+ GiB", done.out)
+    total = re.search(r"predicted peak memory on .* \(\S+ GiB\), bfloat16: (\S+) GiB", done.out)
     assert parts
     assert total
     assert sum(map(float, parts.groups())) == pytest.approx(float(total[1]), abs=0.03)

@@ -151,7 +151,7 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
     taken = events(tmp_path / "a", "start")[0]["settings"]
     assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 1024
     assert taken["batch_size"] <= 128
-    again = settings | {k: taken[k] for k in ("batch_size", "gradient_accumulation_steps", "eval_iters")}
+    again = settings | {k: taken[k] for k in ("batch_size", "gradient_accumulation_steps", "eval_tokens")}
     main(tiny(chars, tmp_path / "b", **again))
     for a, b in zip(events(tmp_path / "a", "iter"), events(tmp_path / "b", "iter"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
