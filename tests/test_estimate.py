@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny
+from tiny_models import MODERN_SETTINGS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from configurator import read_settings
@@ -73,7 +76,7 @@ def kept_by(real: Real) -> int:
         h = real.model.transformer(real.x)
     for t in (real.x, real.y, h):
         keep(t)
-    weights = {p.data_ptr() for p in real.model.parameters()}
+    weights = {p.data_ptr() for p in (*real.model.parameters(), *real.model.buffers())}
     return sum(size for address, size in kept.items() if address not in weights)
 
 
@@ -122,13 +125,84 @@ def test_muon_needs_no_more_than_is_predicted():
 
 
 @pytest.mark.slow
-def test_predicted_activations_are_what_a_compiled_model_keeps():
-    config = replace(SMALL, n_layer=3, block_size=1280)  # too long for a CPU's explicit attention: as on CUDA
-    real = Real(config, 1, "bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", [{}, {"norm": "rms"}, MODERN_SETTINGS])
+def test_predicted_activations_are_what_a_compiled_model_keeps(settings, dtype):
+    config = replace(SMALL, n_layer=4, block_size=256, **settings)
+    real = Real(config, 5, dtype)
     # Dynamo, AOTAutograd and the partitioner, as for inductor, and its kernels left out: they need a compiler.
     real.model.transformer.compile(backend="aot_eager_decomp_partition")
-    predicted = estimate.memory(config, 1, "bfloat16", "cpu", compiled=True)
-    assert predicted["activations"] == pytest.approx(kept_by(real), rel=0.03)
+    ids_and_result = real.x.nbytes + real.y.nbytes + 5 * 256 * 64 * 4
+    predicted = ids_and_result + estimate.kept_compiled(config, 5, dtype, "cpu")
+    assert predicted == pytest.approx(kept_by(real), rel=0.03)
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.1}, MODERN_SETTINGS | {"n_layer": 5}])
+def test_compiled_model_is_predicted_from_two_of_its_layers_and_two_sequences(settings, monkeypatch):
+    config = replace(SMALL, **settings)
+    predicted = estimate.kept_compiled(config, 12, "bfloat16", "cuda")
+    monkeypatch.setattr(estimate, "TRACED_SEQUENCES", 12)
+    fixed, by_sequence = estimate.kept_by_partitioner.__wrapped__(config, "bfloat16", "cuda")  # all layers
+    assert predicted == pytest.approx(fixed + 12 * by_sequence, rel=0.02)
+
+
+def test_compiling_the_modern_settings_saves_memory_and_those_of_gpt2_do_not():
+    for settings, least, most in (({}, 0.98, 1.02), (MODERN_SETTINGS, 0.5, 0.8)):
+        config = replace(SMALL, n_layer=4, block_size=256, **settings)
+        plain, compiled = (memory(config, 16, "bfloat16", "cuda", c)["activations"] for c in (False, True))
+        assert least < compiled / plain < most
+
+
+class Dtypes(TorchFunctionMode):
+    """Takes down the dtypes of the floating-point results of torch's functions, with their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            self.seen.append((func.__name__, out.dtype))
+        return out
+
+
+def dtypes_of_forward(config: GPTConfig, fakes: AbstractContextManager, device_type: str) -> list[Any]:
+    """Of a forward pass of fake tensors under the device's autocast for bfloat16, without gradients."""
+    transformer = GPT(config).transformer
+    with fakes, torch.no_grad(), Dtypes() as dtypes:
+        tensors = (*transformer.named_parameters(), *transformer.named_buffers())
+        state = {name: torch.empty(t.shape, dtype=t.dtype, device=device_type) for name, t in tensors}
+        idx = torch.zeros(2, config.block_size, dtype=torch.int64, device=device_type)
+        dtype_before = torch.get_autocast_dtype(device_type)
+        torch.set_autocast_enabled(device_type, True)  # torch.autocast refuses CUDA on a machine without it
+        torch.set_autocast_dtype(device_type, torch.bfloat16)
+        try:
+            torch.func.functional_call(transformer, state, (idx,))
+        finally:
+            torch.set_autocast_enabled(device_type, False)
+            torch.set_autocast_dtype(device_type, dtype_before)
+    return dtypes.seen
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm": "rms", "qk_norm": True, "activation": "relu2"}])
+def test_rehearsal_computes_in_the_dtypes_of_cudas_autocast(settings):
+    """Torch dispatches fake tensors of CUDA as it does real ones. Without a GPU it cannot slice them, as rope does."""
+    config = replace(SMALL, **settings)
+    cuda = dtypes_of_forward(config, FakeTensorMode(), "cuda")
+    rehearsed = dtypes_of_forward(config, estimate.fake_tensors("cuda"), "cpu")
+    assert rehearsed == cuda
+    assert {dtype for _, dtype in cuda} == {torch.float32, torch.bfloat16}
+
+
+def test_rms_norm_on_cuda_keeps_its_input_and_a_number_for_each_row():
+    plain, normed = (
+        estimate.memory(replace(SMALL, qk_norm=on), 4, "float32", "cuda", compiled=False)["activations"]
+        for on in (False, True)
+    )
+    # Queries and keys before and after; without the norm attention keeps views of one tensor.
+    rows = 4 * SMALL.block_size
+    assert normed - plain == SMALL.n_layer * 2 * 4 * rows * (SMALL.n_embd + SMALL.n_head)
 
 
 def test_static_parts_are_the_bytes_of_a_real_model():
