@@ -91,14 +91,14 @@ def memory(
             p.grad = torch.empty_like(p) if accumulates else None
         before = live.bytes
         kept = 0
-        hidden = 0
+        result_bytes = 0
         idx = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
         targets = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
 
         def loss_begins(module: Any, args: Any, h: Tensor) -> None:
-            nonlocal kept, hidden
+            nonlocal kept, result_bytes
             kept = live.bytes - before
-            hidden = h.nbytes
+            result_bytes = h.nbytes
 
         model.transformer.register_forward_hook(loss_begins)
         live.peak = 0
@@ -109,10 +109,10 @@ def memory(
         loss.backward()
         backward = live.peak - weights
     if compiled and device_type != "cpu":  # on a CPU the whole step is one graph, which nothing partitions
-        compiled_kept = idx.nbytes + targets.nbytes + hidden + kept_compiled(config, batch_size, dtype, device_type)
-        forward += compiled_kept - kept
-        backward += compiled_kept - kept
-        kept = compiled_kept
+        kept_before = kept
+        kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
+        forward += kept - kept_before
+        backward += kept - kept_before
     if compiled:  # all gradients come at the end of its backward pass; only then are they added to those there
         backward = max(backward, 2 * weights if accumulates else weights)
     # clip_grad_norm_ and the fused AdamW work in place.

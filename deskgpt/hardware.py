@@ -189,7 +189,7 @@ def usable_memory_bytes(device: torch.device) -> int | None:
 
 
 def memory_in_words(device: torch.device) -> str:
-    """ "12.0 GiB"; where less is usable, "10.9 of 12.0 GiB free"; "n/a" if the system does not say."""
+    """Such as "12.0 GiB"; where less is usable, "10.9 of 12.0 GiB free"; "n/a" if the system does not say."""
     total_bytes = memory_bytes(device)
     usable_bytes = usable_memory_bytes(device)
     if total_bytes is None or usable_bytes is None:
