@@ -6,6 +6,7 @@
 #   make test                   the quick tests
 #   make test-all               all tests, and training on the processors that this one can emulate (check-machines)
 #   make check                  lint and types
+#   make qualify                checks and measures this card; ARGS="--stages=0-3" a part of it (docs/qualify.md)
 #   make clean                  remove the environment and caches, but neither data nor runs
 
 PYTHON ?= python3
@@ -14,10 +15,10 @@ OUT ?= out-first
 TEXT ?=
 ARGS ?=
 
-.PHONY: train test test-all check check-machines clean
+.PHONY: train test test-all check check-machines qualify clean
 
 train:
 	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" -- $(ARGS)
 
-test test-all check check-machines clean:
+test test-all check check-machines qualify clean:
 	@$(PYTHON) tasks.py $@ --venv "$(VENV)" -- $(ARGS)

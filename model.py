@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from deskgpt import graphs
 from deskgpt.kernels import activation, attention, linear_cross_entropy, linear_to_fewer
 
 # ---- settings ------------------------------------------------------------------------------------------------
@@ -163,10 +164,12 @@ class CausalSelfAttention(nn.Module):
         if rotary is not None:
             q = rotate(q, rotary)
             k = rotate(k, rotary)
+        seen = None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
+            seen = cache.seen
 
-        y = attention(q, k, v, dropout=self.dropout if self.training else 0.0)  # (B, H, T, D)
+        y = attention(q, k, v, dropout=self.dropout if self.training else 0.0, seen=seen)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -228,18 +231,21 @@ class Transformer(nn.Module):
         if start + T > self.block_size:
             raise ValueError(f"{start + T} tokens do not fit into block_size={self.block_size}")
 
+        positions = torch.arange(start, start + T, device=idx.device)  # (T,)
+        if cache is not None:
+            positions = cache.begin(positions)
         x = self.wte(idx)  # (B, T, C)
         rotary = None
         if self.rotary is not None:
-            rotary = self.rotary[:, start : start + T]
+            rotary = self.rotary[:, :T] if cache is None else self.rotary[:, positions]
         else:
-            x = x + self.wpe(torch.arange(start, start + T, device=idx.device))
+            x = x + self.wpe(positions)
         x = self.drop(x)
         for block in self.h:
             x = block(x, cache, rotary)
 
         if cache is not None:
-            cache.length += T
+            cache.end(T)
         return self.ln_f(x)
 
 
@@ -341,13 +347,16 @@ class GPT(nn.Module):
         """
         limit = self.config.block_size
         streams = [torch.Generator().manual_seed(seed + i) for i in range(idx.size(0))]
-        cache = KVCache(self.config) if use_cache else None
+        decoder = Decoder(self) if use_cache else None
         new = idx[:, -limit:]
         for _ in range(max_new_tokens):
-            if cache is not None and cache.length + new.size(1) > limit:
-                cache = None
-            h = self.transformer(new if cache is not None else idx[:, -limit:], cache)  # (B, T, C)
-            logits = self.lm_head(h[:, -1]).float()[:, :vocab_size]  # (B, V)
+            if decoder is not None and decoder.cache.length + new.size(1) > limit:
+                decoder = None
+            if decoder is not None:
+                logits = decoder(new)  # (B, V)
+            else:
+                logits = self.lm_head(self.transformer(idx[:, -limit:])[:, -1])
+            logits = logits.float()[:, :vocab_size]
             u = torch.stack([torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams])  # (B, 1)
             new = sample_tokens(logits, u, temperature, top_k, top_p)  # (B, 1)
             idx = torch.cat((idx, new), 1)
@@ -358,20 +367,50 @@ class GPT(nn.Module):
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, one (B, H, block_size, D) pair per layer, and TokenShift's memory."""
+    """Keys and values of the tokens seen so far, one (B, H, block_size, D) pair per layer, and TokenShift's memory.
 
-    def __init__(self, config: GPTConfig) -> None:
+    static: after the prompt, each step of one token runs the same operations on the same memory, as a CUDA graph must.
+    Attention then goes over all of the cache and leaves out what is not filled yet.
+    """
+
+    def __init__(self, config: GPTConfig, static: bool = False) -> None:
         self.block_size = config.block_size
+        self.static = static
         self.length = 0  # tokens held; the Transformer advances it once all layers have appended
+        self.seen: Tensor | None = None  # positions (block_size,) up to a static step's own
+        self._position: Tensor | None = None  # of a static step's token (1,)
         self._kv: list[Any] = [None] * config.n_layer
         self._last: dict[nn.Module, Tensor] = {}
 
+    def begin(self, positions: Tensor) -> Tensor:
+        """Takes the positions (T,) of the tokens that follow, before the layers; returns those that they should use."""
+        if self._position is None:
+            return positions
+        self.seen = torch.arange(self.block_size, device=positions.device) <= self._position
+        return self._position
+
+    def end(self, T: int) -> None:
+        """Called when all layers have appended T tokens."""
+        self.length += T
+        if self._position is not None:
+            self._position += 1
+        elif self.static:
+            keys, _ = self._kv[0]
+            self._position = torch.full((1,), self.length, device=keys.device)
+
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k and v (B, H, T, D) to the layer's; returns all it holds, each (B, H, length + T, D)."""
+        """Appends k and v (B, H, T, D) to the layer's; returns what attention goes over, each (B, H, S, D).
+
+        S = length + T, or all of block_size in a static step.
+        """
         if self._kv[layer] is None:  # allocated on first use: only then are batch, device and autocast's dtype known
             B, H, _, D = k.shape
-            self._kv[layer] = (k.new_empty(B, H, self.block_size, D), v.new_empty(B, H, self.block_size, D))
+            self._kv[layer] = (k.new_zeros(B, H, self.block_size, D), v.new_zeros(B, H, self.block_size, D))
         keys, values = self._kv[layer]
+        if self._position is not None:
+            keys.index_copy_(2, self._position, k)
+            values.index_copy_(2, self._position, v)
+            return keys, values
         end = self.length + k.size(2)
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
@@ -379,9 +418,57 @@ class KVCache:
 
     def swap_last(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """Stores x for the next call; returns what `module` stored in the last one, None in its first."""
-        last = self._last.get(module)
-        self._last[module] = x
+        if module not in self._last:
+            self._last[module] = x.clone()
+            return None
+        last = self._last[module].clone()
+        self._last[module].copy_(x)
         return last
+
+
+class Decoder:
+    """The logits that follow a prompt, and then those that follow one token more in each call, with a KV cache.
+
+    Where steps can be replayed as a CUDA graph, the cache is static: launching a token's hundreds of kernels one by one
+    takes longer than computing them. There, matrices are cast to autocast's dtype once: a graph would cast them again
+    for each token, and must not use autocast's own copies, which come and go.
+    """
+
+    def __init__(self, model: GPT, static: bool | None = None) -> None:
+        """static: None for what suits the model's device."""
+        self.head = model.lm_head.weight  # (V, C)
+        device = self.head.device
+        self.transformer = model.transformer
+        self.cache = KVCache(model.config, graphs.can_replay(device) if static is None else static)
+        self._step = graphs.replayed(self._one_token, device)
+        self._token: Tensor | None = None  # (B, 1), read by each static step
+        self._matrices: dict[str, Tensor] = {}  # of the blocks, in autocast's dtype
+
+    def __call__(self, idx: Tensor) -> Tensor:
+        """Logits (B, V) of what follows idx: the prompts (B, T) in the first call, then one token (B, 1) in each."""
+        if self.cache.length == 0 or not self.cache.static:
+            return F.linear(self.transformer(idx, self.cache)[:, -1], self.head)
+        length = self.cache.length + 1
+        if self._token is None:
+            self._token = idx.clone()
+            self._cast_matrices(idx.device.type)
+        self._token.copy_(idx)
+        logits = self._step()
+        self.cache.length = length  # a replayed step runs no Python
+        return logits
+
+    def _one_token(self) -> Tensor:
+        h = torch.func.functional_call(self.transformer, self._matrices, (self._token, self.cache))  # (B, 1, C)
+        return F.linear(h[:, -1], self.head)
+
+    def _cast_matrices(self, device_type: str) -> None:
+        if not torch.is_autocast_enabled(device_type):
+            return
+        dtype = torch.get_autocast_dtype(device_type)
+        self.head = self.head.to(dtype)
+        for name, p in self.transformer.named_parameters():
+            if name.startswith("h.") and p.dim() == 2:
+                self._matrices[name] = p.to(dtype)
 
 
 def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
@@ -395,15 +482,17 @@ def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | No
     device = logits.device
     if device.type == "mps":  # which has no float64
         logits = logits.cpu()
-    logits = logits.double()  # cumulative sums over 50,000 tokens round noticeably in float32
-    logits = (logits - logits.amax(1, keepdim=True)) / temperature  # at most 0: no temperature overflows
+    # Ordered in float32: the order is the same, and there are half as many bytes to sort.
     if top_k is not None and top_k < logits.size(1):
         least = logits.topk(top_k).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < least, -torch.inf)
-    p = logits.softmax(1)  # (B, V)
     order = None
     if top_p < 1:
-        p, order = p.sort(dim=1, descending=True, stable=True)
+        logits, order = logits.sort(dim=1, descending=True, stable=True)
+    logits = logits.double()  # cumulative sums over 50,000 tokens round noticeably in float32
+    logits = (logits - logits.amax(1, keepdim=True)) / temperature  # at most 0: no temperature overflows
+    p = logits.softmax(1)  # (B, V)
+    if top_p < 1:
         p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)  # the token that crosses top_p stays
     cdf = p.cumsum(1)
     total = cdf[:, -1:]

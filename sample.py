@@ -26,7 +26,7 @@ from deskgpt import checkpoint, compiling, hardware, kernels, peak_flops
 from deskgpt.checks import TOLERANCE
 from deskgpt.errors import is_out_of_memory, one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
-from model import GPT, GPTConfig, KVCache
+from model import GPT, Decoder, GPTConfig
 
 DATA = Path(__file__).parent / "data"
 
@@ -194,14 +194,14 @@ def compile_for_sampling(model: GPT, prompts: Tensor, dtype: str, amp: AbstractC
     """
     print("compiling, which takes a while", file=sys.stderr)
     device = prompts.device
-    expected = hidden_states(model, prompts)
+    expected = next_logits(model, prompts)
     kernels.register_operators()
     if device.type == "cpu":
         compiling.set_up_inductor()
     model.transformer.compile(dynamic=True)
     try:
         with amp:
-            found = hidden_states(model, prompts)
+            found = next_logits(model, prompts)
     except Exception as e:
         if is_out_of_memory(e):
             raise
@@ -216,15 +216,15 @@ def compile_for_sampling(model: GPT, prompts: Tensor, dtype: str, amp: AbstractC
 
 
 @torch.inference_mode()
-def hidden_states(model: GPT, prompts: Tensor) -> Tensor:
-    """Final hidden states (rows, 2 * n_embd) of the prompts' last token and of one more, as generation gets them.
+def next_logits(model: GPT, prompts: Tensor) -> Tensor:
+    """Logits (rows, 2 * vocab_size) after the prompts' last token and after one more, as generation gets them.
 
     They take the two ways of generation: a whole prompt at once, then a single token next to the cache.
     """
     limit = model.config.block_size
-    cache = KVCache(model.config)
-    last = model.transformer(prompts[:, -max(1, limit - 1) :], cache)[:, -1]
-    following = model.transformer(prompts[:, -1:], cache if limit > 1 else None)[:, -1]
+    decoder = Decoder(model)
+    last = decoder(prompts[:, -max(1, limit - 1) :])
+    following = decoder(prompts[:, -1:]) if limit > 1 else model(prompts[:, -1:])[0][:, -1]
     return torch.cat((last, following), 1).float()
 
 

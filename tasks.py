@@ -7,6 +7,7 @@
     python tasks.py test-all                   all tests, and check-machines
     python tasks.py check                      lint and types
     python tasks.py check-machines             training on the processors that this one can emulate
+    python tasks.py qualify                    checks and measures this card; with `-- --stages=0-3` a part of it
     python tasks.py clean                      removes the environment and caches, but neither data nor runs
 
 All tasks but clean first make a virtual environment, .venv, and install what they need into it. This file uses only
@@ -32,7 +33,7 @@ CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
 
 
 def main(argv: list) -> None:
-    """Runs the task that the command line names. What follows `--` goes to train.py or pytest."""
+    """Runs the task that the command line names. What follows `--` goes to train.py, pytest or qualify.py."""
     if sys.version_info < NEEDED:
         sys.exit(too_old(sys.version_info, sys.executable))
     arguments = argv
@@ -42,7 +43,7 @@ def main(argv: list) -> None:
         arguments = argv[:separator]
         extra = argv[separator + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["train", "test", "test-all", "check", "check-machines", "clean"])
+    parser.add_argument("task", choices=["train", "test", "test-all", "check", "check-machines", "qualify", "clean"])
     parser.add_argument("--text", metavar="FILE", default="", help="train on this file, not on Shakespeare's plays")
     parser.add_argument(
         "--out", metavar="FOLDER", default="out-first", help="where the run is saved (default: %(default)s)"
@@ -72,6 +73,8 @@ def main(argv: list) -> None:
         run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", *extra)
     if args.task in ("test-all", "check-machines"):
         run(python, "bench/check_machines.py")
+    if args.task == "qualify":
+        run(python, "bench/qualify.py", *extra)
 
 
 def too_old(version: tuple, executable: str) -> str:

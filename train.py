@@ -33,7 +33,9 @@ from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
+from deskgpt.gpu_peaks import find_card
 from deskgpt.optimizer import make_optimizer
+from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Form, Runner
@@ -55,6 +57,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
     eval_only: bool = False  # evaluate once, write nothing
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
+    plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
     always_save_checkpoint: bool = True  # False: only when the validation loss has improved
     # batch
@@ -102,6 +105,13 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
             if getattr(self, name) >= limit:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
+        if self.plan_for:  # who asks for a plan does not want to train
+            object.__setattr__(self, "dry_run", True)
+        if self.plan_for not in ("", "all"):
+            try:
+                find_card(self.plan_for)
+            except ValueError as e:
+                raise ValueError(f"plan_for={e}") from None
 
 
 def main(c: TrainConfig) -> float:
@@ -109,7 +119,7 @@ def main(c: TrainConfig) -> float:
     # ---- ranks and batch -------------------------------------------------------------------------------------
     began = time.perf_counter()
     hardware.keep_freed_memory()
-    ranks = start_ranks(c.device, c.backend)
+    ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
     hardware.forbid_spilling(ranks.device)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     torch.manual_seed(c.seed)
@@ -118,7 +128,7 @@ def main(c: TrainConfig) -> float:
     meta = describe_data(c)
     start = starting_point(c, meta)
     if c.dry_run:
-        estimate.report(c, replace(start.config, block_size=c.block_size), ranks)
+        dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
     train_split, val_split = open_splits(c, start, meta)
     model = start.build_model(c.block_size).to(ranks.device)
@@ -486,7 +496,9 @@ class Report:
         self.tokens_per_step = plan.global_batch * c.block_size
         self.flops_per_token = runner.model.estimate_flops()
         peak, self.peak_source = peak_flops.peak_flops(ranks.device, runner.form.dtype)
-        self.peak_flops = ranks.sum(torch.tensor([peak], dtype=torch.float64)).item()  # of all ranks
+        measured = peak_flops.measured_matmul_flops(ranks.device, runner.form.dtype)
+        of_all_ranks = ranks.sum(torch.tensor([peak, measured], dtype=torch.float64))
+        self.peak_flops, self.measured_flops = of_all_ranks.tolist()
 
     def start(self, step: int, meta: dict[str, Any], train: Split, val: Split, warm_up_s: float) -> None:
         c = self.c
@@ -523,6 +535,7 @@ class Report:
             compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
+            measured_flops=self.measured_flops,
             warm_up_s=warm_up_s,
             versions=versions(),
             git_commit=git_commit(),
@@ -555,12 +568,15 @@ class Report:
         timer = self.timer
         tokens_per_s = self.tokens_per_step / window.step_s
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
+        mfu_measured = tokens_per_s * self.flops_per_token / self.measured_flops
+        has_two_peaks = math.isfinite(self.measured_flops) and self.measured_flops != self.peak_flops
+        on_measured = f"mfu_measured {mfu_measured * 100:.2f}%, " if has_two_peaks else ""
         evaluations_left = math.ceil(c.max_iters / c.eval_interval) - step // c.eval_interval
         eta_s = (c.max_iters - step - 1) * window.step_s
         eta_s += evaluations_left * (timer.last_eval_s + timer.last_save_s)
         self.ranks.say(
             f"iter {step}: loss {loss:.4f}, time {window.step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {grad_norm:.3f}, "
+            f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {grad_norm:.3f}, "
             f"data wait {window.data_wait * 100:.1f}%, eta {clock(eta_s)}"
         )
         self.log.write(
@@ -569,6 +585,7 @@ class Report:
             loss=loss,
             time_ms=window.step_s * 1e3,
             mfu=mfu,
+            mfu_measured=mfu_measured,
             tokens_per_s=tokens_per_s,
             data_wait=window.data_wait,
             lr=lr,

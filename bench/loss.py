@@ -30,6 +30,12 @@ from deskgpt import compiling, hardware, runlog
 from deskgpt.errors import one_line_errors
 from deskgpt.kernels import ChunkedCrossEntropy, register_operators
 
+# Tokens of a chunk that are tried, and of the one that is compiled.
+CHUNKS_ON_CPU = (128, 256, 512, 1024)
+CHUNKS_ON_GPU = (512, 1024, 2048, 4096, 8192, 16384)
+COMPILED_ON_CPU = 512
+COMPILED_ON_GPU = 4096
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -44,7 +50,7 @@ class LossConfig:
     only: str = ""  # the name of one way: run it once and print its memory
 
 
-def ways(dtype: torch.dtype) -> dict[str, Loss]:
+def ways(dtype: torch.dtype, on_gpu: bool) -> dict[str, Loss]:
     """Functions of h (N, C), weight (V, C) and targets (N,) that return the mean loss."""
 
     def plain(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -59,11 +65,12 @@ def ways(dtype: torch.dtype) -> dict[str, Loss]:
         return lambda h, w, t: ChunkedCrossEntropy.apply(h, w, t, dtype, chunk, True) / len(t)
 
     out: dict[str, Loss] = {"plain": plain, "recomputed, chunks of 512": recomputed}
-    for chunk in (128, 256, 512, 1024):
+    for chunk in CHUNKS_ON_GPU if on_gpu else CHUNKS_ON_CPU:
         out[f"ChunkedCrossEntropy, chunks of {chunk}"] = in_forward(chunk)
     register_operators()
     operator = torch.ops.deskgpt.chunked_cross_entropy
-    out["its chunks of 512 compiled"] = lambda h, w, t: operator(h, w, t, dtype, 512, True)[0] / len(t)
+    compiled = COMPILED_ON_GPU if on_gpu else COMPILED_ON_CPU
+    out[f"its chunks of {compiled} compiled"] = lambda h, w, t: operator(h, w, t, dtype, compiled, True)[0] / len(t)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # since torch 2.13
         Options = torch.nn.LinearCrossEntropyOptions
 
@@ -122,7 +129,7 @@ def memory_bytes(c: LossConfig, way: str) -> int:
 def main(c: LossConfig) -> None:
     hardware.keep_freed_memory()  # as a training run does
     passes = Passes(c)
-    functions = ways(hardware.DTYPES[c.dtype])
+    functions = ways(hardware.DTYPES[c.dtype], passes.device.type == "cuda")
     if c.only:
         return print_memory(passes, functions[c.only], c.dtype)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from deskgpt.files import write_atomically
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -52,10 +54,9 @@ def write_results(
     folder: Path, name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None
 ) -> None:
     """Writes folder/name.md, name.json and, where `draw` draws a picture, name.png. The name may contain dots."""
-    folder.mkdir(parents=True, exist_ok=True)
     picture = f"\n![]({name}.png)\n" if draw else ""
-    (folder / f"{name}.md").write_text(text + picture, encoding="utf-8")
-    (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+    write_atomically(folder / f"{name}.md", (text + picture).encode())
+    write_atomically(folder / f"{name}.json", json.dumps(result).encode())
     if draw:
         draw(folder / f"{name}.png")
 

@@ -39,7 +39,7 @@ DATA_WAIT = re.compile(r"data wait ([\d.]+)%")
 ENDLESS = ["--max_iters=1000000", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1", "--wandb_log=False"]
 # What our train.py needs in addition.
 OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--align_documents=False", "--auto_batch=False"]
-OURS += ["--eval_only=False", "--dry_run=False"]
+OURS += ["--eval_only=False", "--dry_run=False", "--plan_for="]
 
 THEN_RUN = """
 import runpy, sys

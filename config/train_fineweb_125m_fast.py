@@ -6,7 +6,7 @@
 #
 # It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token takes as many FLOPs
 # as with the 124M of config/train_fineweb_125m.py. On CUDA it is predicted to keep 3.2 GiB of activations at this
-# micro-batch, 4.9 GiB if not compiled; GPT-2 keeps 2.7 GiB either way. The learning rate and the schedule are not yet
+# micro-batch, 3.7 GiB if not compiled; GPT-2 keeps 2.7 GiB either way. The learning rate and the schedule are not yet
 # tuned on a GPU at this size.
 
 out_dir = "out-fineweb-125m-fast"

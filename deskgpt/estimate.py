@@ -1,4 +1,4 @@
-"""What a training run needs, predicted before it starts: memory part by part, the micro-batch that fits, time.
+"""What fits, predicted before a run starts: memory part by part, the micro-batch, the steps in a number of minutes.
 
 Memory comes from a rehearsal, not from formulas: the GPT of model.py goes forward and backward on fake tensors
 (shapes without storage) while the bytes alive are counted. It takes about a second and follows model.py wherever it
@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deskgpt import hardware, kernels, peak_flops
+from deskgpt import hardware, kernels
 from deskgpt.ranks import Ranks
 from deskgpt.runlog import clock
 from deskgpt.runner import Runner
@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
-LONGEST_REHEARSED = 1 << 22  # tokens of context
 TRACED_SEQUENCES = 2  # of a compiled form; torch takes a dimension of 1 for a special case
-ASSUMED_MFU = 0.4  # of a run that has not been measured yet
 
 # A run that is given minutes, not steps:
 EVAL_SHARE = 0.2  # spends at most this share of its time on evaluation,
@@ -240,8 +238,8 @@ class Live(TorchDispatchMode):
 
 
 # Of what the model calls, the functions that CUDA's autocast runs in float32, and a CPU's in what it is given:
-# AT_FORALL_FP32 in ATen/autocast_mode.h. A square is a power there.
-FLOAT32_ON_CUDA = (F.layer_norm, F.rms_norm, Tensor.square)
+# AT_FORALL_FP32 in ATen/autocast_mode.h.
+FLOAT32_ON_CUDA = (F.layer_norm, F.rms_norm)
 
 
 class AsOnCuda(TorchFunctionMode):
@@ -314,8 +312,8 @@ def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.d
     Raises ValueError without auto_batch, naming the settings of the largest micro-batch predicted to fit, and where
     there is no smaller one.
     """
-    where = f"{hardware.device_name(device)} ({hardware.memory_in_words(device)})"
     limit = hardware.usable_memory_bytes(device)
+    where = f"{hardware.device_name(device)}, {hardware.memory_in_words(limit, hardware.memory_bytes(device))}"
     if c.batch_size == 1:
         half = max(1, config.block_size // 2)
         raise ValueError(
@@ -466,65 +464,3 @@ def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
         times.append(time.perf_counter() - t0)
     runner.module.train()
     return statistics.median(times)
-
-
-# ---- dry run -------------------------------------------------------------------------------------------------
-
-
-def report(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
-    """Says what a run of c with this model needs. Raises ValueError for a context too long to rehearse."""
-    device = ranks.device
-    dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
-    say_size(c, config, ranks)
-    say_memory(c, config, dtype, ranks)
-    say_time(c, config, dtype, ranks)
-
-
-def say_size(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
-    if config.block_size > LONGEST_REHEARSED:
-        raise ValueError(
-            f"block_size={config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
-        )
-    model = shapes_of(config)
-    positions = sum(p.numel() for p in model.parameters()) - model.num_params()
-    ranks.say(
-        f"number of parameters: {model.num_params() / 1e6:.2f}M, and {positions / 1e6:.2f}M of position embeddings; "
-        f"vocabulary of {config.vocab_size:,}"
-    )
-    tokens = c.batch_size * c.gradient_accumulation_steps * config.block_size
-    ranks.say(f"tokens per step: {tokens:,} = {c.batch_size} x {c.gradient_accumulation_steps} x {config.block_size}")
-    ranks.say(f"FLOPs per step, forward and backward: {model.estimate_flops() * tokens:.3e}")
-
-
-def say_memory(c: TrainConfig, config: GPTConfig, dtype: str, ranks: Ranks) -> None:
-    device = ranks.device
-    accumulates = c.gradient_accumulation_steps > ranks.world
-    # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
-    explicit = kernels.may_be_explicit(device.type, config.block_size, config.dropout)
-    parts = memory(config, c.batch_size, dtype, device.type, c.compile is not False, accumulates, explicit)
-    total = sum(parts.values())
-    limit = hardware.usable_memory_bytes(device)
-    where = f"{hardware.device_name(device)} ({hardware.memory_in_words(device)})"
-    ranks.say(f"predicted peak memory on {where}, {dtype}: {total / 2**30:.2f} GiB")
-    ranks.say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
-    if limit and device.type == "cuda":
-        fits = largest_batch(config, 1 << 12, dtype, device.type, USABLE * limit)
-        ranks.say(f"  largest micro-batch predicted to fit, of the powers of 2: {fits or 'none'}")
-
-
-def say_time(c: TrainConfig, config: GPTConfig, dtype: str, ranks: Ranks) -> None:
-    tokens = c.batch_size * c.gradient_accumulation_steps * config.block_size
-    flops = shapes_of(config).estimate_flops() * tokens
-    peak, source = peak_flops.peak_flops(ranks.device, dtype)
-    step_s = flops / (ASSUMED_MFU * peak * ranks.world)
-    ranks.say(
-        f"at an assumed {ASSUMED_MFU:.0%} of {ranks.world} x {peak / 1e12:.2f} TFLOP/s ({source}): {clock(step_s)} per "
-        f"step, {clock(step_s * c.max_iters)} for {c.max_iters:,} steps of {tokens * c.max_iters:.3g} tokens, without "
-        "evaluation"
-    )
-
-
-def shapes_of(config: GPTConfig) -> GPT:
-    """The model without storage for its parameters."""
-    with torch.device("meta"):
-        return GPT(config)

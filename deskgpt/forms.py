@@ -242,7 +242,7 @@ class Trials:
         """Doubles the micro-batch, at the same tokens per step, while that makes a token clearly cheaper and fits.
 
         form is not compiled, though the run may be: each size would have to be compiled anew, and this takes seconds.
-        A compiled pass keeps as much for the backward pass or less. Should it not fit, `attempt` halves the micro-batch.
+        A compiled pass keeps as much for the backward pass or less. Should it not fit, `attempt` halves the batch.
         """
         given = self.c.batch_size
         key = f"{self.check_key(form, self.batch_of(1))}, {self.step_in_words()}, micro-batch"

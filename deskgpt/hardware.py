@@ -188,15 +188,13 @@ def usable_memory_bytes(device: torch.device) -> int | None:
     return min(reachable_memory_bytes(device), int(cap_bytes))
 
 
-def memory_in_words(device: torch.device) -> str:
-    """Such as "12.0 GiB"; where less is usable, "10.9 of 12.0 GiB free"; "n/a" if the system does not say."""
-    total_bytes = memory_bytes(device)
-    usable_bytes = usable_memory_bytes(device)
-    if total_bytes is None or usable_bytes is None:
+def memory_in_words(usable_bytes: float | None, total_bytes: float | None) -> str:
+    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"; "n/a" if it is not known."""
+    if usable_bytes is None or total_bytes is None:
         return "n/a"
     total = f"{total_bytes / 2**30:.1f}"
     usable = f"{usable_bytes / 2**30:.1f}"
-    return f"{total} GiB" if usable == total else f"{usable} of {total} GiB free"
+    return f"{total} GiB" if usable == total else f"{usable} GiB free ({total} in all)"
 
 
 # Of a GPU's reachable memory, where the driver spills. The rest is for kernels, which CUDA loads at their first call,

@@ -9,7 +9,6 @@ Shape legend: B batch, T time, C channels, H heads, D = C // H, V vocabulary, N 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -46,12 +45,14 @@ def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
     return device_type == "cpu" and 1 < T <= LONGEST_EXPLICIT and not dropout
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, seen: Tensor | None = None) -> Tensor:
     """Causal attention (B, H, T, D) of queries q (B, H, T, D) over keys and values k, v (B, H, S, D).
 
-    Either S = T, or T = 1: a single query, next to a cache, may look at all keys.
+    Either S = T, or T = 1: a single query, next to a cache, may look at all keys, or at those that are seen (S,).
     """
     T = q.size(2)
+    if seen is not None:
+        return attention_of_one_query(q, k, v, seen)
     if _explicit_attention and torch.is_grad_enabled() and may_be_explicit(q.device.type, T, dropout):
         return attention_by_matmuls(q, k, v)
     if T > 1:  # two calls, because torch.compile takes no symbolic is_causal
@@ -78,6 +79,16 @@ def attention_by_matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]
 
 
+def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention (B, H, 1, D) of q (B, H, 1, D) over those keys and values of k, v (B, H, S, D) that are seen (S,).
+
+    Plain matmuls: no kernel to choose, and no plan that cuDNN would make for a new length.
+    """
+    scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)  # (B, H, 1, S)
+    weights = scores.float().masked_fill(~seen, -torch.inf).softmax(-1)
+    return weights.type_as(v) @ v
+
+
 # ---- activation ----------------------------------------------------------------------------------------------
 
 
@@ -86,7 +97,8 @@ def activation(x: Tensor, name: str) -> Tensor:
     if name == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if name == "relu2":
-        return F.relu(x).square()  # Primer, arXiv:2109.08668
+        x = F.relu(x)
+        return x * x  # Primer, arXiv:2109.08668; x.square() is a power to CUDA's autocast, which takes float32 for it
     if torch.compiler.is_compiling() and _registered and x.device.type == "cpu":
         return torch.ops.deskgpt.gelu.default(x)
     return F.gelu(x)
@@ -110,9 +122,63 @@ def linear_to_fewer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # ---- loss ----------------------------------------------------------------------------------------------------
 
 # Up to this number of elements, the logits of a batch are computed at once. More are computed, used and dropped in
-# chunks. 2^25 are 667 tokens of GPT-2's vocabulary, 134 MB in float32. Smaller chunks cost speed, larger ones only
-# memory (bench/results/2026-11-22-loss.md).
-LOGITS_PER_CHUNK = 1 << 25
+# chunks. On a CPU smaller chunks cost speed and larger ones only memory: 2^25 are 667 tokens of GPT-2's vocabulary,
+# 134 MB in float32 (bench/results/2026-11-22-loss.md). On a GPU every chunk also reads and writes the whole gradient of
+# the head, 309 MB for GPT-2 in float32, which only thousands of tokens outweigh: 4096 to 16384 of GPT-2's vocabulary.
+LOGITS_ON_CPU = 1 << 25
+LEAST_LOGITS_ON_GPU = 4096 * 50304
+MOST_LOGITS_ON_GPU = 16384 * 50304
+BYTES_PER_LOGIT = 6  # of a chunk, uncompiled: the logits in 16 bits, their logarithm of the softmax in float32
+SHARE_OF_GPU = 8  # between these limits, a chunk takes an eighth of a GPU's memory
+WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
+
+_logits_per_chunk: int | None = None  # set by loss_chunk
+
+
+@contextmanager
+def loss_chunk(logits: int | None) -> Iterator[None]:
+    """Within the block, chunks of the loss have at most this number of logits; None: what suits the device."""
+    global _logits_per_chunk
+    before = _logits_per_chunk
+    _logits_per_chunk = logits
+    try:
+        yield
+    finally:
+        _logits_per_chunk = before
+
+
+def logits_per_chunk(device: torch.device) -> int:
+    """How many logits of the loss to compute at once on this device."""
+    if _logits_per_chunk is not None:
+        return _logits_per_chunk
+    if device.type == "cuda":
+        return logits_per_chunk_of_gpu(device.index)
+    return LOGITS_ON_CPU
+
+
+@torch.compiler.assume_constant_result
+def logits_per_chunk_of_gpu(index: int | None) -> int:
+    return logits_for_memory(torch.cuda.get_device_properties(index).total_memory)
+
+
+def logits_for_memory(gpu_bytes: int) -> int:
+    """How many logits to compute at once on a GPU with this memory."""
+    fitting = gpu_bytes // (SHARE_OF_GPU * BYTES_PER_LOGIT)
+    return min(max(fitting, LEAST_LOGITS_ON_GPU), MOST_LOGITS_ON_GPU)
+
+
+def tokens_per_chunk(N: int, V: int, logits: int) -> int:
+    """Tokens of a chunk of N tokens' logits: whole tiles, and all chunks of one size if that at most halves them."""
+    most = max(1, logits // V)
+    if most >= N:
+        return N
+    if most < WHOLE_TILES:
+        return most
+    largest = most - most % WHOLE_TILES
+    for tokens in range(largest, largest // 2, -WHOLE_TILES):
+        if N % tokens == 0:
+            return tokens
+    return largest
 
 
 def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -121,10 +187,9 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     h (N, C) hidden states, weight (V, C) of the head, targets (N,) with -1 ignored.
     """
     N, V = h.size(0), weight.size(0)
-    if N * V <= LOGITS_PER_CHUNK:
+    chunk = tokens_per_chunk(N, V, logits_per_chunk(h.device))
+    if chunk == N:
         return F.cross_entropy(F.linear(h, weight).float(), targets, ignore_index=-1)
-    n_chunks = math.ceil(N * V / LOGITS_PER_CHUNK)
-    chunk = math.ceil(N / n_chunks)  # tokens; all chunks are about equally large
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     needs_grad = torch.is_grad_enabled()
@@ -140,7 +205,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, targets, dtype, chunk, needs_grad):
-        loss, *grads = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, cross_entropy_of_chunk)
+        loss, *grads = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, softmax_)
         ctx.save_for_backward(*grads)
         return loss
 
@@ -157,13 +222,14 @@ def chunked_cross_entropy(
     dtype: torch.dtype,
     chunk: int,
     needs_grad: bool,
-    loss_of_chunk: Callable[..., Tensor],
+    softmax_of_full_chunk_: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of the cross-entropy of `h @ weight.T` against `targets`, and its gradients, holding one chunk of logits.
 
     The gradients of a chunk are taken while its logits exist: nothing of size (N, V) is kept for a backward pass, and
     no matmul runs twice. Matmuls run in `dtype`, softmax and sums in float32. The gradients are like h and weight, or
-    empty without needs_grad. loss_of_chunk is cross_entropy_of_chunk, plain or compiled.
+    empty without needs_grad. softmax_of_full_chunk_ is softmax_, plain or compiled; a last chunk that is not full is
+    not worth a second compilation.
 
     Why own code: torch 2.13's `linear_cross_entropy` is no faster and rounds a bfloat16 loss to 3 digits, torch 2.11
     has none, and recomputing with `torch.utils.checkpoint` costs a fourth matmul (bench/results/2026-11-22-loss.md).
@@ -175,26 +241,42 @@ def chunked_cross_entropy(
         grad_w = torch.zeros_like(weight) if needs_grad else weight.new_empty(0)
         for first in range(0, h.size(0), chunk):
             rows = slice(first, first + chunk)
-            loss += loss_of_chunk(h[rows].to(dtype), w, targets[rows], grad_h[rows], grad_w)
+            h_rows = h[rows].to(dtype)  # (chunk, C)
+            targets_of_rows = targets[rows]
+            kept = targets_of_rows >= 0
+            targets_of_rows = targets_of_rows.clamp(min=0)
+
+            logits = h_rows @ w.t()  # (chunk, V)
+            in_place = softmax_of_full_chunk_ if len(h_rows) == chunk else softmax_
+            log_p_target = in_place(logits, targets_of_rows)
+            loss -= (log_p_target * kept).sum()
+            if not needs_grad:
+                continue
+            # d loss / d logits = softmax - onehot(target)
+            grad_logits = logits
+            grad_logits[torch.arange(len(h_rows), device=h.device), targets_of_rows] = log_p_target.expm1().to(dtype)
+            # Ignored rows drop out of the narrow factors.
+            torch.mul(grad_logits @ w, kept[:, None], out=grad_h[rows])
+            add_matmul_(grad_w, grad_logits.t(), h_rows * kept[:, None])
     return loss, grad_h, grad_w
 
 
-def cross_entropy_of_chunk(h: Tensor, w: Tensor, targets: Tensor, grad_h: Tensor, grad_w: Tensor) -> Tensor:
-    """Sum of the cross-entropy of `h @ w.T`. Writes its gradient by h into grad_h and adds that by w to grad_w.
+def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Turns logits (N, V) into probabilities, in place; returns the logarithms (N,) of the targets', in float32."""
+    log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
+    log_p_target = log_p.gather(1, targets[:, None]).squeeze(1)
+    logits.copy_(log_p.exp_())
+    return log_p_target
 
-    h and grad_h (chunk, C), w and grad_w (V, C), targets (chunk,) with -1 ignored. Empty grad_w: no gradients wanted.
-    """
-    kept = targets >= 0
-    target_of_row = (torch.arange(len(h), device=h.device), targets.clamp(min=0))  # an index into (chunk, V)
-    log_p = torch.log_softmax(h @ w.t(), 1, dtype=torch.float32)  # (chunk, V)
-    log_p_target = log_p[target_of_row]
-    if grad_w.numel():
-        # d loss / d logits = softmax - onehot(target). Ignored rows drop out of the narrow factors.
-        g = log_p.exp_().to(h.dtype)
-        g[target_of_row] = log_p_target.expm1().to(h.dtype)
-        grad_h.copy_((g @ w) * kept[:, None])
-        grad_w += g.t() @ (h * kept[:, None])
-    return -(log_p_target * kept).sum()
+
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b to total. On CUDA, matmuls of 16 bits sum into a float32 total themselves (meta: as there)."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.device.type in ("cuda", "meta") and not torch.version.hip:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 # ---- operators for torch.compile -----------------------------------------------------------------------------
@@ -238,9 +320,7 @@ def _register_chunked_cross_entropy() -> None:
     def operator(
         h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Evaluation is not worth a second compilation.
-        loss_of_chunk = compiled_cross_entropy_of_chunk() if needs_grad else cross_entropy_of_chunk
-        return chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, loss_of_chunk)
+        return chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, compiled_softmax_())
 
     @operator.register_fake
     def fake(
@@ -258,6 +338,9 @@ def _register_chunked_cross_entropy() -> None:
 
 
 @cache
-def compiled_cross_entropy_of_chunk() -> Callable[..., Tensor]:
-    """The body of the loss's loop as a graph: half the time between its matmuls on a CPU (LOG.md, 2026-11-22)."""
-    return torch.compile(cross_entropy_of_chunk, dynamic=False)
+def compiled_softmax_() -> Callable[[Tensor, Tensor], Tensor]:
+    """What lies between the loss's matmuls as a graph: half the time that it takes plain on a CPU (LOG.md, 2026-11-22).
+
+    It writes over the logits as it reads them: a chunk then takes no memory but theirs.
+    """
+    return torch.compile(softmax_, dynamic=False)

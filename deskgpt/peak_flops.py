@@ -1,7 +1,7 @@
 """A device's peak FLOP/s: the published figure, and what matmuls reach on this machine.
 
-MFU refers to this peak, and the measurements decide which dtype is fast. The best measured peaks are kept in
-~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME.
+MFU refers to the published figure where there is one, else to the measured one, and the measurements decide which dtype
+is fast. The best measured peaks are kept in ~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import time
 import torch
 
 from deskgpt import remembered
-from deskgpt.gpu_peaks import published_peak
+from deskgpt.gpu_peaks import Card, card_named
 from deskgpt.hardware import DTYPES, device_name, synchronize, uncounted_memory
 
 # ---- answers -------------------------------------------------------------------------------------------------
 
-# A measurement may exceed the published peak by this factor, by its own error, before the published one is doubted.
+# A measurement may exceed the published peak by this factor, by its own error, before a reason is needed.
 MEASURING_ERROR = 1.02
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """(dense peak FLOP/s of one device in `dtype`, where the figure comes from), for matmuls as train.py runs them.
 
-    The published peak if gpu_peaks.py has the device, otherwise the measured one; NaN if there is neither. "float32"
-    on CUDA means TF32 if the GPU has it, because train.py asks for that.
+    The published peak if gpu_peaks.py has the device, even where matmuls are faster, so that a device's MFU means the
+    same in every run; otherwise the measured one; NaN if there is neither. "float32" on CUDA means TF32 if the GPU has
+    it, because train.py asks for that.
     """
     measured = measured_matmul_flops(device, dtype)
     was_measured = measured > 0  # False for NaN
@@ -39,9 +40,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
         return flops, f"{source}; not measured"
     share = f"{measured / flops:.0%}"
     if measured > MEASURING_ERROR * flops:
-        why = "its clock is above the rated one, or its row in gpu_peaks.py is wrong"
-        return measured, f"measured {dtype} matmul, {share} of {source}: {why}"
-    return flops, f"{source}; measured here {measured / 1e12:.3g} TFLOP/s ({share})"
+        share += ": its clock is above the rated one, or its row in gpu_peaks.py is wrong"
+    return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({share})"
 
 
 def fast_dtype(device: torch.device) -> str:
@@ -70,16 +70,13 @@ def fastest_matmul(device: torch.device) -> float:
 
 def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | None:
     """(dense peak FLOP/s, its source) from gpu_peaks.py; None if the table does not have this device and dtype."""
-    if device.type == "cpu":
-        return None
-    name = device_name(device)
-    units = compute_units(device)
-    # ROCm's float32 matmuls stay float32 unless an environment variable says otherwise.
-    if dtype == "float32" and device.type == "cuda" and not torch.version.hip:
-        tf32 = published_peak(name, "tf32", units)
-        if tf32 is not None:
-            return tf32
-    return published_peak(name, dtype, units)
+    card = card_of(device)
+    return None if card is None else card.peak_in_training(dtype)
+
+
+def card_of(device: torch.device) -> Card | None:
+    """The device's row in gpu_peaks.py; None if the table does not have it."""
+    return None if device.type == "cpu" else card_named(device_name(device), compute_units(device))
 
 
 def compute_units(device: torch.device) -> int:

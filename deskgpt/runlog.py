@@ -22,10 +22,11 @@ import torch
 from deskgpt import hardware
 
 # Metrics that Weights & Biases gets, under nanoGPT's names where it has them.
-WANDB_NAMES = {name: name for name in ("iter", "loss", "lr", "mfu", "tokens_per_s", "grad_norm")}
+WANDB_NAMES = {name: name for name in ("iter", "loss", "lr", "mfu", "mfu_measured", "tokens_per_s", "grad_norm")}
 WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss"}
 
 SILENCE_S = 10.0  # not_silent says something this often
+DAY_S = 24 * 60 * 60
 
 # ---- the log -------------------------------------------------------------------------------------------------
 
@@ -59,8 +60,8 @@ class RunLog:
                 ) from None
         if self.wandb_run and event in ("iter", "eval"):
             metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES}
-            if "mfu" in metrics:
-                metrics["mfu"] *= 100  # nanoGPT logs percent
+            for name in {"mfu", "mfu_measured"} & metrics.keys():
+                metrics[name] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
 
     def close(self) -> None:
@@ -205,9 +206,11 @@ def not_silent(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 42.0s, 3m07s or 5h02m."""
+    """Seconds as 42.0s, 3m07s, 5h02m or, from two days on, 3.4 days."""
     if seconds < 60:
         return f"{seconds:.1f}s"
+    if seconds >= 2 * DAY_S:
+        return f"{seconds / DAY_S:,.1f} days"
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
 

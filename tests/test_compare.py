@@ -304,6 +304,14 @@ def test_gpus_of_a_nanogpt_run_share_its_mfu(tmp_path):
     assert run.flops_per_token == pytest.approx(8 * 0.2 * 312e12 / 1000, rel=1e-3)
 
 
+def test_mfu_on_the_measured_peak_stands_next_to_that_on_the_published_one(tmp_path):
+    on_card = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, measured_flops=2e6)
+    on_cpu = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.0}, measured_flops=4e6)
+    rows, _, _ = compared(on_card, on_cpu)
+    assert rows["MFU on the log's peak"][:2] == ["16.00%", "16.00%"]
+    assert rows["MFU on the measured peak"][:2] == ["32.00%", "n/a"]
+
+
 def test_compiling_counts_in_the_time_to_a_loss(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, warm_up_s=60.0)
     rows, _, _ = compared(a)

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from tiny_models import MODERN, SMALL, make, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from model import sample_tokens
+from deskgpt import graphs
+from model import Decoder, sample_tokens
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
@@ -22,6 +27,64 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
         for t in range(prompt, prompt + 45):
             context = whole[:, max(0, t - 32) : t]
             assert torch.equal(model(context)[0][:, -1].argmax(1), whole[:, t])
+
+
+class RecordedStep(TorchDispatchMode):
+    """A step as a CUDA graph has it: its operations and the memory that they work on, and no Python between them."""
+
+    def __init__(self, step, device):
+        super().__init__()
+        self.step = step
+        self.calls = 0
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls <= graphs.WARM_UP:
+            return self.step()
+        if self.calls == graphs.WARM_UP + 1:
+            with self:
+                self.result = self.step()
+        else:
+            for func, args, kwargs, out in self.operations:
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+        return self.result
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_decoder_with_a_static_cache_gives_the_same_logits_also_replayed(recorded, dtype, config, monkeypatch):
+    model = make(config).eval()
+    growing = Decoder(model, static=False)
+    if recorded:
+        monkeypatch.setattr(graphs, "replayed", RecordedStep)
+    static = Decoder(model, static=True)
+    text = tokens(3, 32)
+    with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
+        for first, end in ((0, 7), *((t, t + 1) for t in range(7, 32))):
+            expected = growing(text[:, first:end]).float()
+            found = static(text[:, first:end]).float()
+            assert (found - expected).norm() < (1e-5 if dtype == "float32" else 2e-2) * expected.norm()
+    assert static.cache.length == growing.cache.length == 32
+
+
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+def test_generation_with_a_static_cache_draws_the_same_tokens(config, monkeypatch):
+    model, idx = make(config).eval(), tokens(3, 9)
+    expected = torch.stack(list(model.generate(idx, 45, seed=5)))
+    monkeypatch.setattr(graphs, "can_replay", lambda device: True)
+    monkeypatch.setattr(graphs, "replayed", RecordedStep)
+    assert torch.equal(torch.stack(list(model.generate(idx, 45, seed=5))), expected)
 
 
 def test_a_sample_does_not_depend_on_how_many_are_drawn_with_it():

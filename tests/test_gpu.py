@@ -1,105 +1,254 @@
-"""What differs on a GPU. Every test here needs one."""
+"""What differs on a GPU, at the shapes that runs have: heads of 64, and contexts of 64 tokens or more.
+
+    pytest tests/test_gpu.py
+    DESKGPT_TEST_DEVICE=cpu pytest tests/test_gpu.py
+
+The second command rehearses the tests on a CPU: it shows that they run, not what a GPU does. Those of CUDA itself skip.
+"""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
 import torch
 from conftest import TINY, TORCHRUN, events, flags, shell
+from tiny_models import MODERN_SETTINGS
 
+import sample
 from data.loader import BatchPlan, Loader
 from data.splits import Split
-from deskgpt import checkpoint, hardware, kernels, peak_flops
+from deskgpt import checkpoint, graphs, hardware, kernels, peak_flops
+from deskgpt.checks import TOLERANCE, gradient_errors, nothing_is_zero
 from deskgpt.estimate import memory
 from deskgpt.optimizer import make_optimizer
 from deskgpt.runner import Form, Runner
-from model import GPT, GPTConfig
+from model import GPT, Decoder, GPTConfig
 from train import TrainConfig, main
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICE = torch.device(os.environ.get("DESKGPT_TEST_DEVICE", "cuda"))
+ON_CUDA = DEVICE.type == "cuda"
+
+pytestmark = pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no CUDA device")
+cuda_only = pytest.mark.skipif(not ON_CUDA, reason="about CUDA itself")
+
+# Settings of a run, and the model alone.
+RUN = TINY | {"n_embd": 128, "block_size": 64, "device": DEVICE.type, "learning_rate": 1e-3}
+GPT2 = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512)
+MODERN = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512, **MODERN_SETTINGS)
+PRECISION = {"float32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
 
 
-CARD = {"device": "cuda", "dtype": "auto"}
+def run_of(data, out_dir, **settings):
+    return TrainConfig(**(RUN | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
 
 
-def tiny(data, out_dir, **settings):
-    return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | CARD | settings))
+def make(config, seed=0):
+    torch.manual_seed(seed)
+    return GPT(config).to(DEVICE)
 
 
+def batch(config, rows=4, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, config.vocab_size, (rows, config.block_size + 1), generator=draw).to(DEVICE)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def pass_of(runner, x, y):
+    """The loss and the gradients of a pass, the latter without float16's scale."""
+    if runner.scaler.is_enabled():
+        runner.scaler.load_state_dict(runner.scaler.state_dict() | {"scale": 1024.0})
+    loss = runner.backward(x, y).item()
+    scale = runner.scaler.get_scale() if runner.scaler.is_enabled() else 1.0
+    gradients = [g.float() / scale for g in runner.gradients()]
+    runner.drop_gradients()
+    return loss, gradients
+
+
+# ---- the same numbers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, MODERN_SETTINGS], ids=["gpt2", "modern"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_gpu_takes_the_steps_that_the_cpu_takes(chars, tmp_path, dtype):
-    main(tiny(chars, tmp_path / "cpu", device="cpu", dtype="float32"))
-    main(tiny(chars, tmp_path / "gpu", dtype=dtype))
+def test_gpu_takes_the_steps_that_the_cpu_takes(dtype, optimizer, settings, chars, tmp_path):
+    settings = {"optimizer": optimizer, **settings}
+    main(run_of(chars, tmp_path / "cpu", **(settings | {"device": "cpu", "dtype": "float32"})))
+    main(run_of(chars, tmp_path / "gpu", **(settings | {"dtype": dtype})))
     tolerance = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}[dtype]  # float32 matmuls are TF32
     for a, b in zip(events(tmp_path / "cpu", "iter"), events(tmp_path / "gpu", "iter"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=tolerance)
 
 
-def test_compiled_steps_are_the_plain_ones(chars, tmp_path):
-    for compiled in (False, True):
-        main(tiny(chars, tmp_path / str(compiled), compile=compiled, dtype="float32"))
-    assert events(tmp_path / "True", "start")[0]["compiled"]
-    for a, b in zip(events(tmp_path / "False", "iter"), events(tmp_path / "True", "iter"), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+@pytest.mark.parametrize("config", [GPT2, MODERN], ids=["gpt2", "modern"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_compiled_gradients_are_the_plain_ones(dtype, config):
+    model = make(config)
+    names = [name for name, _ in model.named_parameters()]
+    x, y = batch(config)
+    with nothing_is_zero(model):
+        plain_loss, plain = pass_of(Runner(model, Form(dtype)), x, y)
+        loss, compiled = pass_of(Runner(model, Form(dtype, compiled=True)), x, y)
+    assert loss == pytest.approx(plain_loss, rel=1e-4 if dtype == "float32" else 1e-2)
+    errors = gradient_errors(names, compiled, plain, PRECISION[dtype])
+    assert max(errors.values()) < TOLERANCE[PRECISION[dtype]], errors
 
 
-def test_loss_in_chunks_equals_the_plain_loss_and_holds_less(monkeypatch):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=1024, vocab_size=50304, n_layer=1, n_head=4, n_embd=256)).to("cuda")
-    x = torch.randint(0, 50304, (8, 1024), device="cuda")
-    losses, gradients, peaks = [], [], []
-    for chunk in (1 << 40, kernels.LOGITS_PER_CHUNK):
-        monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk)
-        model.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()
-        with hardware.autocast(torch.device("cuda"), "bfloat16"):
-            loss = model(x, x)[1]
-        loss.backward()
-        losses.append(loss.item())
-        gradients += [p.grad.clone() for p in [model.lm_head.weight] if p.grad is not None]
-        peaks.append(torch.cuda.max_memory_allocated())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
-    assert peaks[1] < peaks[0] - 8 * 1024 * 50304 * 4
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_form_passes_the_check_against_float32(compiled, dtype, chars, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
+    main(run_of(chars, tmp_path / "out", compile=compiled, dtype=dtype))
+    if ON_CUDA or compiled or dtype != "float32":
+        assert "comparing loss and gradients in " in capsys.readouterr().out
+    assert events(tmp_path / "out", "start")[0]["compiled"] == compiled
+
+
+def test_muon_skips_a_step_whose_float16_gradients_overflow():
+    model = make(GPT2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    runner = Runner(model, Form("float16"))
+    optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95, DEVICE.type)
+    changed = []
+    for scale in (2.0**120, 2.0**10):
+        runner.scaler.load_state_dict(runner.scaler.state_dict() | {"scale": scale})
+        runner.backward(*batch(GPT2))
+        runner.scaler.unscale_(optimizer)
+        runner.scaler.step(optimizer)
+        runner.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        assert all(p.isfinite().all() for p in model.parameters())
+        changed.append(sum(not torch.equal(before[name], p) for name, p in model.named_parameters()))
+    assert changed == [0, len(before)]
 
 
 def test_resumed_run_goes_on_closely(chars, tmp_path):
-    main(tiny(chars, tmp_path / "whole", lr_decay_iters=6, dtype="float16"))
-    main(tiny(chars, tmp_path / "halves", max_iters=3, lr_decay_iters=6, dtype="float16"))
-    main(tiny(chars, tmp_path / "halves", init_from="resume", lr_decay_iters=6, dtype="float16"))
+    main(run_of(chars, tmp_path / "whole", lr_decay_iters=6, dtype="float16"))
+    main(run_of(chars, tmp_path / "halves", max_iters=3, lr_decay_iters=6, dtype="float16"))
+    main(run_of(chars, tmp_path / "halves", init_from="resume", lr_decay_iters=6, dtype="float16"))
     for a, b in zip(events(tmp_path / "whole", "iter"), events(tmp_path / "halves", "iter"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
     assert checkpoint.load(tmp_path / "halves").scaler
 
 
-def test_samples_with_the_cache_are_those_without():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32)).to("cuda").eval()
-    idx = torch.randint(0, 100, (3, 9), device="cuda")
-    a, b = (torch.stack(list(model.generate(idx, 45, seed=1, use_cache=c))) for c in (True, False))
+# ---- loss in chunks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_loss_in_chunks_equals_the_plain_loss_and_holds_less(compiled):
+    tokens, vocab_size = (8192, 50304) if ON_CUDA else (512, 5000)
+    config = GPTConfig(block_size=tokens // 8, vocab_size=vocab_size, n_layer=1, n_head=4, n_embd=256)
+    model = make(config)
+    names = [name for name, _ in model.named_parameters()]
+    x, y = batch(config, rows=8)
+    y[0, :10] = -1
+    passes = []
+    peaks = []
+    for logits in (1 << 40, tokens // 3 * vocab_size):  # the last chunk is not full
+        with kernels.loss_chunk(logits):
+            runner = Runner(model, Form("bfloat16", compiled))
+            pass_of(runner, x, y)
+            if ON_CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            passes.append(pass_of(runner, x, y))
+            peaks.append(hardware.peak_memory_bytes(DEVICE) or 0)
+        torch.compiler.reset()
+    (whole_loss, whole), (loss, chunks) = passes
+    assert loss == pytest.approx(whole_loss, rel=1e-3)
+    assert max(gradient_errors(names, chunks, whole, "bfloat16").values()) < 0.05
+    if ON_CUDA:
+        assert peaks[1] < peaks[0] - tokens * vocab_size * 2
+
+
+@cuda_only
+def test_head_gradient_of_many_chunks_is_as_exact_as_that_of_one():
+    h = torch.randn(8192, 256, device=DEVICE)
+    w = torch.randn(4096, 256, device=DEVICE) * 0.02
+    t = torch.randint(0, 4096, (8192,), device=DEVICE)
+    _, _, exact = kernels.chunked_cross_entropy(h.double(), w.double(), t, torch.float64, 8192, True, kernels.softmax_)
+    errors = []
+    for chunk in (8192, 128):
+        _, _, grad = kernels.chunked_cross_entropy(h, w, t, torch.bfloat16, chunk, True, kernels.softmax_)
+        errors.append(((grad - exact).norm() / exact.norm()).item())
+    assert errors[1] < 1.2 * errors[0]
+
+
+# ---- generation ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [GPT2, MODERN], ids=["gpt2", "modern"])
+def test_samples_with_the_cache_are_those_without(config):
+    model = make(config).eval()
+    idx = batch(config, rows=3)[0][:, :9]
+    a, b = (torch.stack(list(model.generate(idx, 80, seed=1, use_cache=c))) for c in (True, False))
     assert torch.equal(a, b)
 
 
+@cuda_only
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("config", [GPT2, MODERN], ids=["gpt2", "modern"])
+def test_decoder_replays_a_graph_and_gives_the_logits_of_the_whole_model(config, dtype):
+    model = make(config).eval()
+    text = batch(config, rows=3)[0]
+    decoder = Decoder(model)
+    with hardware.autocast(DEVICE, dtype):
+        for first, end in ((0, 7), *((t, t + 1) for t in range(7, 64))):
+            found = decoder(text[:, first:end]).float()
+            expected = model(text[:, :end])[0][:, -1].float()
+            assert (found - expected).norm() < (1e-2 if dtype == "float32" else 5e-2) * expected.norm()
+    assert isinstance(decoder._step, graphs.ReplayedStep)
+    assert decoder._step.graph is not None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sampling_in_bfloat16(compiled, chars, tmp_path):
+    main(run_of(chars, tmp_path, dtype="bfloat16"))
+    c = sample.SampleConfig(
+        out_dir=str(tmp_path),
+        device=DEVICE.type,
+        dtype="bfloat16",
+        compile=compiled,
+        start="A",
+        max_new_tokens=70,
+        num_samples=2,
+    )
+    texts = sample.main(c)
+    assert [len(text) for text in texts] == [71, 71]
+    assert sample.main(c) == texts
+
+
+# ---- several ranks -------------------------------------------------------------------------------------------
+
+
+@cuda_only
 def test_two_gpus_share_a_run(chars, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    settings = TINY | CARD | {"gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path}
+    settings = RUN | {"gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path}
     done = shell(*TORCHRUN, *flags(**settings))
     assert done.returncode == 0, done.stderr
     assert events(tmp_path, "start")[0]["world_size"] == 2
-    main(tiny(chars, tmp_path / "one", gradient_accumulation_steps=2))
+    main(run_of(chars, tmp_path / "one", gradient_accumulation_steps=2))
     for a, b in zip(events(tmp_path / "one", "iter"), events(tmp_path, "iter"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
 
 
-def test_one_rank_under_torchrun_uses_nccl(chars, tmp_path):
-    settings = TINY | CARD | {"dataset": chars, "out_dir": tmp_path}
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_rank_under_torchrun_computes_what_no_torchrun_does(compiled, chars, tmp_path):
+    settings = RUN | {"dataset": chars, "compile": compiled, "gradient_accumulation_steps": 2}
     words = [w.replace("=2", "=1") for w in TORCHRUN]
-    done = shell(*words, *flags(**settings))
+    done = shell(*words, *flags(**settings, out_dir=tmp_path / "ddp"))
     assert done.returncode == 0, done.stderr
-    assert checkpoint.load(tmp_path).iter_num == 6
+    assert checkpoint.load(tmp_path / "ddp").iter_num == 6
+    assert events(tmp_path / "ddp", "start")[0]["compiled"] == compiled
+    main(run_of(chars, tmp_path / "alone", gradient_accumulation_steps=2))
+    for a, b in zip(events(tmp_path / "alone", "iter"), events(tmp_path / "ddp", "iter"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
 
 
+@cuda_only
 def test_backend_of_gpus_is_nccl(chars, tmp_path, monkeypatch):
     asked = []
 
@@ -110,20 +259,25 @@ def test_backend_of_gpus_is_nccl(chars, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
     with pytest.raises(RuntimeError, match="far enough"):
-        main(tiny(chars, tmp_path))
+        main(run_of(chars, tmp_path))
     assert asked == ["nccl"]
 
 
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+@cuda_only
+@pytest.mark.parametrize("settings", [{}, MODERN_SETTINGS], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_predicted_total_is_within_15_percent_of_what_cuda_allocates(compiled, dtype):
-    config = GPTConfig(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, bias=False)
+def test_predicted_total_is_what_cuda_allocates(compiled, dtype, settings):
+    config = GPTConfig(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, **settings)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = GPT(config).to("cuda")
+    model = make(config)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cuda")
     runner = Runner(model, Form(dtype, compiled))
-    x, y = (torch.randint(0, config.vocab_size, (4, config.block_size), device="cuda") for _ in "xy")
+    x, y = batch(config, rows=8)
     for _ in range(2):  # the second step has AdamW's moments, and nothing of the compiling
         torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
@@ -131,10 +285,12 @@ def test_predicted_total_is_within_15_percent_of_what_cuda_allocates(compiled, d
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    predicted = sum(memory(config, 4, dtype, "cuda", compiled).values())
-    assert predicted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.15)
+    predicted = sum(memory(config, 8, dtype, "cuda", compiled).values())
+    allocated = torch.cuda.max_memory_allocated() - before
+    assert predicted == pytest.approx(allocated, rel=0.1 if compiled else 0.05)
 
 
+@cuda_only
 def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
     """With most of the memory forbidden; the losses are those of a run that began with the smaller micro-batch."""
     settings = {"n_embd": 256, "block_size": 256, "dtype": "float32", "gradient_accumulation_steps": 1, "max_iters": 3}
@@ -144,32 +300,35 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
         with pytest.raises(ValueError, match="--batch_size=.* --gradient_accumulation_steps=.* the same training"):
-            main(tiny(chars, tmp_path / "a", batch_size=1024, **settings))
-        main(tiny(chars, tmp_path / "a", batch_size=1024, auto_batch=True, **settings))
+            main(run_of(chars, tmp_path / "a", batch_size=1024, **settings))
+        main(run_of(chars, tmp_path / "a", batch_size=1024, auto_batch=True, **settings))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     taken = events(tmp_path / "a", "start")[0]["settings"]
     assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 1024
     assert taken["batch_size"] <= 128
-    again = settings | {k: taken[k] for k in ("batch_size", "gradient_accumulation_steps", "eval_tokens")}
-    main(tiny(chars, tmp_path / "b", **again))
+    names = ("batch_size", "gradient_accumulation_steps", "eval_iters", "eval_tokens")
+    main(run_of(chars, tmp_path / "b", **(settings | {k: taken[k] for k in names})))
     for a, b in zip(events(tmp_path / "a", "iter"), events(tmp_path / "b", "iter"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
 
 
+# ---- data and peaks ------------------------------------------------------------------------------------------
+
+
 def test_batches_made_ahead_are_those_made_on_the_spot(chars):
     split = Split(chars, "train", 64, 256)
-    device = torch.device("cuda")
-    loader = Loader(split, BatchPlan(8, 2), device)
+    loader = Loader(split, BatchPlan(8, 2), DEVICE)
     for step in range(50):
         whole = split.train_batch(step, np.arange(16), 16)
         for micro in range(2):
             for ours, rows in zip(loader.next(), whole, strict=True):
-                assert ours.device.type == "cuda"
+                assert ours.device.type == DEVICE.type
                 assert torch.equal(ours.cpu(), torch.from_numpy(rows[micro * 8 : micro * 8 + 8]))
     loader.close()
 
 
+@cuda_only
 def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peak_flops.measured_matmul_flops.cache_clear()
@@ -185,12 +344,3 @@ def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkey
     assert (hardware.peak_memory_bytes(device) or 0) <= max(peak, held + workspace)
     x = torch.empty(2**30, dtype=torch.uint8, device=device)
     assert (hardware.peak_memory_bytes(device) or 0) >= x.numel()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_every_form_passes_the_check_against_float32(compiled, dtype, chars, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
-    main(tiny(chars, tmp_path / "out", compile=compiled, dtype=dtype, n_embd=128))
-    assert "comparing loss and gradients in " in capsys.readouterr().out
-    assert events(tmp_path / "out", "start")[0]["compiled"] == compiled

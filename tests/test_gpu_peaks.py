@@ -80,6 +80,67 @@ def test_peaks_are_those_that_the_makers_publish(name):
             assert found[0] == pytest.approx(tflops * 1e12, rel=0.01), dtype
 
 
+# GB of memory that the makers' pages name, of cards with one size and with several.
+MEMORY_GB = {
+    "GeForce RTX 2080 Ti": (11,),
+    "GeForce RTX 3060": (8, 12),
+    "GeForce RTX 3080": (10,),
+    "GeForce RTX 3080 12GB": (12,),
+    "GeForce RTX 3090": (24,),
+    "GeForce RTX 4060 Ti": (8, 16),
+    "GeForce RTX 4070": (12,),
+    "GeForce RTX 4090": (24,),
+    "GeForce RTX 5090": (32,),
+    "Tesla T4": (16,),
+    "Tesla V100-SXM2": (16, 32),
+    "A100": (40, 80),
+    "A10G": (24,),
+    "L4": (24,),
+    "L40S": (48,),
+    "RTX A6000": (48,),
+    "H100 SXM": (80,),
+    "H100 NVL": (94,),
+    "H200": (141,),
+    "B200": (180,),
+    "Instinct MI300X": (192,),
+    "Radeon RX 7900 XTX": (24,),
+}
+
+
+def test_memory_is_that_which_the_makers_publish():
+    for name, sizes in MEMORY_GB.items():
+        card = gpu_peaks.card_named(name)
+        assert card, name
+        assert card.memory_gb == sizes, name
+
+
+def test_cards_without_memory_are_those_whose_memory_is_the_machines_or_not_agreed_on():
+    without = {card.name for card in gpu_peaks.table() if not card.memory_gb}
+    assert without == {"B300", "GB300"} | {card.name for card in gpu_peaks.table() if card.maker == "Apple"}
+    for card in gpu_peaks.table():
+        assert list(card.memory_gb) == sorted(set(card.memory_gb))
+        assert all(4 <= gb <= 288 for gb in card.memory_gb)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "gb"),
+    [
+        ("RTX 4060 Ti", "GeForce RTX 4060 Ti", 8),
+        ("rtx 4060 ti 16gb", "GeForce RTX 4060 Ti", 16),
+        ("A100", "A100-SXM4", 40),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4", 80),
+        ("V100 32 GB", "Tesla V100-SXM2", 32),
+        ("RTX 3080", "GeForce RTX 3080", 10),
+        ("RTX 3080 12GB", "GeForce RTX 3080 12GB", 12),
+        ("RTX 3050", "GeForce RTX 3050", 8),
+        ("RTX 3050 6GB", "GeForce RTX 3050 6GB", 6),
+    ],
+)
+def test_name_with_a_size_chooses_it_and_one_without_takes_the_smallest(name, card, gb):
+    found = gpu_peaks.find_card(name)
+    assert (found.name, found.memory_gb) == (card, (gb,))
+
+
 def test_peak_names_its_source():
     assert published_peak("NVIDIA H200", "bfloat16") == (989e12, "NVIDIA data sheet, bfloat16")
     assert published_peak("NVIDIA H200", "tf32") == (494.5e12, "NVIDIA data sheet, TF32")

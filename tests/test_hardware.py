@@ -152,23 +152,27 @@ def card(monkeypatch):
 
 
 def test_usable_memory_is_what_is_free_and_what_this_process_holds_within_its_cap(card):
-    assert hardware.usable_memory_bytes(CUDA) == 11 * 2**30
-    assert hardware.memory_in_words(CUDA) == "11.0 of 12.0 GiB free"
+    def usable_gib() -> float:
+        return (hardware.usable_memory_bytes(CUDA) or 0) / 2**30
+
+    assert usable_gib() == 11
     card.held |= {"free": 1.0, "reserved": 10.0}  # its own
-    assert hardware.usable_memory_bytes(CUDA) == 11 * 2**30
+    assert usable_gib() == 11
     card.caps.append(0.5)
-    assert hardware.memory_in_words(CUDA) == "6.0 of 12.0 GiB free"
+    assert usable_gib() == 6
     card.held |= {"free": 2.0, "reserved": 0.0}  # another process has the rest
-    assert hardware.memory_in_words(CUDA) == "2.0 of 12.0 GiB free"
-    card.held |= {"free": 12.0}
-    card.caps.append(1.0)
-    assert hardware.memory_in_words(CUDA) == "12.0 GiB"
+    assert usable_gib() == 2
 
 
-def test_usable_memory_of_a_cpu_is_the_machines(monkeypatch):
+def test_usable_memory_of_a_cpu_is_the_machines():
     assert hardware.usable_memory_bytes(CPU) == hardware.memory_bytes(CPU)
-    monkeypatch.setattr(hardware, "memory_bytes", lambda device: None)
-    assert hardware.memory_in_words(CPU) == "n/a"
+
+
+def test_memory_in_words_names_what_is_free_and_all_where_they_differ():
+    gib = 2**30
+    assert hardware.memory_in_words(10.94 * gib, 12 * gib) == "10.9 GiB free (12.0 in all)"
+    assert hardware.memory_in_words(11.98 * gib, 12 * gib) == "12.0 GiB"
+    assert hardware.memory_in_words(None, None) == "n/a"
 
 
 @pytest.mark.parametrize(

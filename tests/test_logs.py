@@ -12,6 +12,7 @@ from logs import TIMES, log, nanogpt
 from bench import compare
 from bench.analysis.logs import read_run
 from bench.analysis.runs import complete, give
+from deskgpt import peak_flops
 from deskgpt.runlog import read_events
 from train import main
 
@@ -107,7 +108,11 @@ def test_settings_that_nanogpt_echoes_are_known_with_its_defaults(tmp_path):
     assert run.start["parameters"] == 1.5e6
 
 
-def test_our_own_run_reads_the_same_from_its_log_and_from_what_it_printed(chars, tmp_path, capsys):
+@pytest.mark.parametrize("published", [None, (1e9, "a data sheet")])
+def test_our_own_run_reads_the_same_from_its_log_and_from_what_it_printed(
+    published, chars, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(peak_flops, "published_flops", lambda *_: published)
     main(tiny(chars, tmp_path / "out", max_iters=6, eval_iters=8))
     (tmp_path / "printed.txt").write_text(capsys.readouterr().out)
     a, b = read_run(str(tmp_path / "out")), read_run(str(tmp_path / "printed.txt"))
@@ -119,6 +124,8 @@ def test_our_own_run_reads_the_same_from_its_log_and_from_what_it_printed(chars,
             assert x[name] == pytest.approx(y[name], rel=2e-2, abs=1e-4), name
     for name in ("val_loss", "val_se"):
         assert [e[name] for e in a.evals] == pytest.approx([e[name] for e in b.evals], abs=1e-4)
+    assert b.start["peak_flops"] == pytest.approx(a.start["peak_flops"], abs=1e10)  # printed with two digits
+    assert b.start["peak_source"] == a.start["peak_source"]
     assert b.start["val_tokens"] == a.start["val_tokens"]
     assert b.start["tokens_per_step"] == a.start["tokens_per_step"]
     assert all(e["val_se"] > 0 for e in a.evals)

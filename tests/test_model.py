@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -122,7 +124,7 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
     plain.backward()
     expected = gradients(model)
     model.zero_grad(set_to_none=True)
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", chunk * 100)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * 100)
     loss = model(idx, targets)[1]
     loss.backward()
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
@@ -135,7 +137,7 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
 def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypatch):
     model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
     exact = model(idx, targets)[1]
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1600)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1600)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(idx, targets)[1]
     assert loss.dtype == torch.float32
@@ -143,7 +145,7 @@ def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypat
 
 
 def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1000)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1000)
     model, x = make(), tokens(2, 32)
     flops = {}
     for grad in (False, True):
@@ -152,6 +154,39 @@ def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
         flops[grad] = counter.get_total_flops()
     head = 2 * 64 * 32 * 100  # one of the three matmuls of the head
     assert flops[True] - flops[False] == 2 * head
+
+
+@pytest.mark.parametrize(("gb", "tokens"), [(8, 4096), (12, 4096), (24, 8192), (80, 16384), (141, 16384)])
+def test_chunks_on_a_gpu_are_thousands_of_tokens_by_its_memory(gb, tokens):
+    logits = kernels.logits_for_memory(gb * 2**30)
+    assert kernels.tokens_per_chunk(128 * 1024, 50304, logits) == tokens
+    assert kernels.tokens_per_chunk(2 * 1024, 50304, logits) == 2048  # all of a small micro-batch
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 1 << 18), st.integers(1, 1 << 30))
+def test_chunks_hold_no_more_logits_than_allowed_and_are_whole_tiles(N, V, logits):
+    tokens = kernels.tokens_per_chunk(N, V, logits)
+    assert 1 <= tokens <= N
+    assert tokens == 1 or tokens * V <= logits
+    if 128 <= logits // V < N:
+        assert tokens % 128 == 0
+
+
+def test_chunks_of_whole_batches_are_equally_large():
+    for N in (8 * 1024, 12 * 1024, 16 * 256, 20 * 1024, 64 * 1024):
+        for logits in (kernels.LOGITS_ON_CPU, kernels.logits_for_memory(24 * 2**30)):
+            assert N % kernels.tokens_per_chunk(N, 50304, logits) == 0
+
+
+def test_gradient_of_the_head_is_summed_in_its_own_precision():
+    a, b = torch.randn(40, 30).bfloat16(), torch.randn(30, 20).bfloat16()
+    for total_dtype, x, y in ((torch.float32, a, b), (torch.float32, a.float(), b.float()), (torch.bfloat16, a, b)):
+        total = torch.ones(40, 20, dtype=total_dtype)
+        kernels.add_matmul_(total, x, y)
+        expected = 1 + a.float() @ b.float()
+        assert (total - expected).norm() < (1e-6 if x.dtype == torch.float32 else 5e-3) * expected.norm()
+        # The call that CUDA gets, checked for its types and shapes.
+        kernels.add_matmul_(total.to("meta"), x.to("meta"), y.to("meta"))
 
 
 def test_large_vocabulary_never_holds_all_logits():

@@ -46,6 +46,8 @@ NOT_RUN = {
     "make test": "this test is part of it",
     "make check-machines": "takes minutes; make test-all runs it",
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
+    "make qualify": "takes minutes; test_qualify.py runs it",
+    "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
 }
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
@@ -173,7 +175,9 @@ def test_commands_of_the_pages_run(clone, which):
             skipped.append(command)
             continue
         out = run(clone, short)
-        if "--dry_run" in command:
+        if "--plan_for=all" in command:
+            assert re.search(r"^GeForce RTX 4070 +12 ", out, re.M)
+        elif "--dry_run" in command or "--plan_for" in command:
             assert "predicted peak memory" in out
         elif is_training(command):
             assert re.search(r"^step \d+: train loss", out, re.M), command

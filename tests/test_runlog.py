@@ -6,7 +6,7 @@ import pytest
 from conftest import events, tiny
 
 from deskgpt import checkpoint, runlog
-from deskgpt.runlog import RunLog
+from deskgpt.runlog import RunLog, clock
 from train import main
 
 
@@ -50,6 +50,14 @@ def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
     log.close()
     assert [e["iter"] for e in events(tmp_path, "iter")] == [0, 1]
     assert capsys.readouterr().err == "wandb failed (no space left); the run goes on without it\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(9.34, "9.3s"), (187, "3m07s"), (47 * 3600, "47h00m"), (48 * 3600, "2.0 days"), (1460.2 * 86400, "1,460.2 days")],
+)
+def test_times_from_two_days_on_are_said_in_days(seconds, text):
+    assert clock(seconds) == text
 
 
 def test_git_commit_marks_changes(tmp_path, monkeypatch):

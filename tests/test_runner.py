@@ -47,7 +47,7 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
 @pytest.mark.parametrize(("chunked", "bfloat16"), [(False, False), (True, False), (True, True)])
 def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(settings, chunked, bfloat16, monkeypatch):
     if chunked:
-        monkeypatch.setattr(kernels, "LOGITS_PER_CHUNK", 1000)
+        monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1000)
     plain, joint = make(bfloat16, **settings), make(bfloat16, compiled=True, **settings)
     assert joint.graph is not None
     for micro_steps in (1, 2):
@@ -87,7 +87,7 @@ def test_opaque_gelu_is_gelu_with_its_gradient():
 
 def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):
     kernels.register_operators()
-    monkeypatch.setattr(kernels, "compiled_cross_entropy_of_chunk", lambda: kernels.cross_entropy_of_chunk)
+    monkeypatch.setattr(kernels, "compiled_softmax_", lambda: kernels.softmax_)
     h, w = torch.randn(12, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     t = torch.randint(0, 20, (12,))
     op = torch.ops.deskgpt.chunked_cross_entropy.default
@@ -97,6 +97,21 @@ def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):
     ours = op(h, w, t, torch.float32, 5, True)[0]
     plain = F.cross_entropy(h @ w.t(), t, reduction="sum")
     torch.testing.assert_close(torch.autograd.grad(ours, (h, w)), torch.autograd.grad(plain, (h, w)))
+
+
+def test_last_chunk_that_is_not_full_is_not_compiled_again(monkeypatch):
+    kernels.register_operators()
+    compiled_rows = []
+
+    def softmax_(logits, targets):
+        compiled_rows.append(len(logits))
+        return kernels.softmax_(logits, targets)
+
+    monkeypatch.setattr(kernels, "compiled_softmax_", lambda: softmax_)
+    h, w, t = torch.randn(300, 8), torch.randn(20, 8), torch.randint(0, 20, (300,))
+    loss = torch.ops.deskgpt.chunked_cross_entropy(h, w, t, torch.float32, 128, True)[0]
+    assert compiled_rows == [128, 128]
+    torch.testing.assert_close(loss, F.cross_entropy(h @ w.t(), t, reduction="sum"))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")

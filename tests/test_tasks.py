@@ -136,6 +136,8 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     assert machine.calls() == [pytest_call, "bench/check_machines.py"]
     tasks.main(["check"])
     assert machine.calls() == ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
+    tasks.main(["qualify", "--", "--stages=0-3"])
+    assert machine.calls() == ["bench/qualify.py --stages=0-3"]
     tasks.main(["train"])
     assert not [call for call in machine.calls() if "pip" in call]
 

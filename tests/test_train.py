@@ -113,6 +113,7 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["peak_flops"] > 1e9
     assert first["peak_source"] == "measured float32 matmul"
+    assert first["measured_flops"] == first["peak_flops"]
     assert first["versions"]["torch"] == torch.__version__
     assert first["device"].startswith(first["cpu"]["name"])
     assert first["cpu"]["instruction_sets"] == hardware.processor()[1]
@@ -124,7 +125,32 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
         assert e["tokens_per_s"] == pytest.approx(tokens_per_s)
         assert e["mfu"] == pytest.approx(tokens_per_s * first["flops_per_token"] / first["peak_flops"])
+        assert e["mfu_measured"] == e["mfu"]
     assert events(tmp_path, "end")[0]["peak_memory_bytes"] > 1e6
+
+
+@pytest.mark.parametrize("measured", [0.5e12, 2e12, math.nan])
+def test_mfu_refers_to_the_published_peak_and_mfu_measured_to_the_fastest_matmul(
+    measured, chars, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train.peak_flops, "measured_matmul_flops", lambda *_: measured)
+    monkeypatch.setattr(train.peak_flops, "published_flops", lambda *_: (1e12, "a data sheet"))
+    main(tiny(chars, tmp_path, max_iters=2))
+    first = events(tmp_path, "start")[0]
+    assert first["peak_flops"] == 1e12
+    assert first["measured_flops"] == (None if math.isnan(measured) else measured)
+    out = capsys.readouterr().out
+    assert "mfu refers to 1.00 TFLOP/s (a data sheet; " in out
+    assert ("200%: its clock is above the rated one" in out) == (measured == 2e12)
+    printed = re.findall(r"^iter .*, mfu (\S+)%, tok/s [\d,]+, (?:mfu_measured (\S+)%, )?lr", out, re.M)
+    for e, (mfu, mfu_measured) in zip(events(tmp_path, "iter"), printed, strict=True):
+        assert e["mfu"] == pytest.approx(e["tokens_per_s"] * first["flops_per_token"] / 1e12)
+        assert mfu == f"{e['mfu'] * 100:.2f}"
+        if math.isnan(measured):
+            assert (e["mfu_measured"], mfu_measured) == (None, "")
+        else:
+            assert e["mfu_measured"] == pytest.approx(e["mfu"] * 1e12 / measured)
+            assert mfu_measured == f"{e['mfu_measured'] * 100:.2f}"
 
 
 def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(chars, tmp_path, monkeypatch):
@@ -142,7 +168,7 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
     monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
     monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(train.peak_flops, "peak_flops", lambda *_: (1e12, "assumed"))
+    monkeypatch.setattr(train.peak_flops, "measured_matmul_flops", lambda *_: 1e12)
     main(tiny(chars, tmp_path, max_iters=10, log_interval=4))  # evaluates at 0, 3, 6, 9, 10; logs at 0, 4, 8, 9
     assert [e["time_ms"] for e in events(tmp_path, "iter")] == [250.0] * 4
     assert [e["train_s"] for e in events(tmp_path, "iter")] == [0.25, 1.25, 2.25, 2.5]
@@ -443,7 +469,7 @@ def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
     write_dataset(tmp_path / "data", {"train": ids, "val": ids[:500]}, BytesTokenizer(), "noise")
     main(tiny(tmp_path / "data", tmp_path / "plain"))
-    monkeypatch.setattr("deskgpt.kernels.LOGITS_PER_CHUNK", 256 * 7)
+    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 256 * 7)
     main(tiny(tmp_path / "data", tmp_path / "chunks"))
     plain, chunks = (trajectory(tmp_path / run)["iter"] for run in ("plain", "chunks"))
     for step in plain:

@@ -21,7 +21,7 @@ from train import TrainConfig
 # Defaults of nanoGPT's train.py that differ from ours, for settings that its log does not echo.
 NANOGPT_DEFAULTS: dict[str, Any] = {"lr_decay_iters": 600000, "min_lr": 6e-5, "activation": "gelu", "compile": True}
 # Settings that nanoGPT lacks or has other defaults for: where its log does not echo them, they are unknown.
-NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens", "dry_run")
+NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens", "dry_run", "plan_for")
 
 ITER_FIELDS = ("iter", "loss", "time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s")
 EVAL_FIELDS = ("iter", "train_loss", "val_loss", "val_se", "tokens", "train_s", "eval_s")
@@ -34,7 +34,8 @@ STEP = re.compile(
 )
 ITER = re.compile(rf"\biter (\d+): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
 DAMAGED = re.compile(r"\b(step|iter) \d+: (train )?loss")
-OURS = re.compile(rf"tok/s ([\d,]+), lr {NUMBER}, grad_norm {NUMBER}")  # only train.py goes on like this
+# Only train.py goes on like this.
+OURS = re.compile(rf"tok/s ([\d,]+)(?:, mfu_measured {NUMBER}%)?, lr {NUMBER}, grad_norm {NUMBER}")
 ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=].*)$")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -248,8 +249,8 @@ def printed_iter(found: re.Match[str]) -> dict[str, Any]:
         out["mfu"] = percent / 100
     if more := OURS.search(found[5]):
         out["tokens_per_s"] = float(more[1].replace(",", ""))
-        out["lr"] = number(more[2])
-        out["grad_norm"] = number(more[3])
+        out["lr"] = number(more[3])
+        out["grad_norm"] = number(more[4])
     return out
 
 

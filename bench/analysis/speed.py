@@ -79,6 +79,13 @@ def own_mfu(run: Run) -> float | None:
     return rate / peak[0] if rate and peak else None
 
 
+def measured_mfu(run: Run) -> float | None:
+    """MFU on the fastest matmul measured on the device, where the log's peak is another one."""
+    rate = flops_per_s(run)
+    measured = run.start.get("measured_flops")
+    return rate / measured if rate and measured and measured != run.start.get("peak_flops") else None
+
+
 def own_tflops(run: Run) -> float | None:
     """The peak of the device itself in TFLOP/s."""
     peak = own_peak(run)
@@ -136,6 +143,7 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
         of_first("MFU as printed at the end", lambda r: r.start.get("printed_mfu"), percent),
         mean("MFU on the log's peak", mfu, percent),
         mean("the log's peak, TFLOP/s", lambda r: scaled(r.start.get("peak_flops"), 1e12), four_digits),
+        mean("MFU on the measured peak", measured_mfu, percent),
         mean("MFU on the device's own peak", own_mfu, percent),
         mean("its own peak, TFLOP/s", own_tflops, four_digits),
         of_first("evaluation: time, and share of all", evaluation, lambda v: f"{clock(v[0])}, {v[1]:.1%}"),

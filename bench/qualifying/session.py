@@ -5,12 +5,15 @@ Each stage is a module with two functions:
     measure(s: Session) -> dict[str, Any]     measures, and returns what JSON can hold
     describe(result: dict[str, Any]) -> str   that result as Markdown, without a heading
 
-measure may raise anything: a failed stage is a result too.
+measure may raise anything: a failed stage is a result too. A stage that ends and has found something wrong says so in
+result["failed"], a list of lines.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,8 @@ CARD = Sizes(
     is_toy=False,
 )
 TOY = Sizes(
-    model=GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512),
+    # A vocabulary unlike any width: stage 6 tells the head's matmuls by it.
+    model=GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=500),
     first_batch=2,
     last_batch=8,
     tokens_per_step=1024,
@@ -66,3 +70,14 @@ class Session:
 
     def seconds_left(self) -> float:
         return max(0.0, self.deadline - time.perf_counter())
+
+
+@contextmanager
+def float32_precision(tf32: bool) -> Iterator[None]:
+    """Within the block, float32 matmuls run in TF32 where the device has it, or else in full float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
