@@ -21,9 +21,8 @@ def main() -> None:
         if reason:
             print(reason)
     name = hardware.device_name(device)
-    memory = hardware.memory_bytes(device)
-    size = "n/a" if memory is None else f"{memory / 2**30:.1f} GiB"
-    print(f"{name}, memory {size}, torch {torch.__version__}")
+    memory = hardware.memory_in_words(hardware.usable_memory_bytes(device), hardware.memory_bytes(device))
+    print(f"{name}, memory {memory}, torch {torch.__version__}")
 
     for dtype in hardware.DTYPES:
         print_peaks(device, dtype)

@@ -24,7 +24,7 @@ from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt import checkpoint, compiling, hardware, kernels, peak_flops
 from deskgpt.checks import TOLERANCE
-from deskgpt.errors import one_line_errors
+from deskgpt.errors import is_out_of_memory, one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
 from model import GPT, Decoder, GPTConfig
 
@@ -67,6 +67,7 @@ def main(c: SampleConfig) -> list[str]:
     """Prints samples as c says; returns their texts, prompt included."""
     # ---- model and tokenizer ---------------------------------------------------------------------------------
     device = hardware.resolve_device(c.device)
+    hardware.forbid_spilling(device)
     if c.device == "auto" and device.type == "cpu":
         reason = hardware.unseen_gpu()
         if reason:
@@ -189,7 +190,7 @@ def encoded(c: SampleConfig, prompt: str, tokenizer: Tokenizer, model: GPT) -> T
 def compile_for_sampling(model: GPT, prompts: Tensor, dtype: str, amp: AbstractContextManager[None]) -> None:
     """Compiles what generation calls, and compares it with plain float32.
 
-    Says so and goes on without compiling where that fails. Raises ValueError where the results differ.
+    Raises ValueError where that fails, and where the results differ.
     """
     print("compiling, which takes a while", file=sys.stderr)
     device = prompts.device
@@ -202,10 +203,9 @@ def compile_for_sampling(model: GPT, prompts: Tensor, dtype: str, amp: AbstractC
         with amp:
             found = next_logits(model, prompts)
     except Exception as e:
-        reason = compiling.why_not_compiled(e)
-        print(f"compile=True does not work here ({reason}); sampling without it", file=sys.stderr)
-        torch.compiler.set_stance("force_eager")
-        return
+        if is_out_of_memory(e):
+            raise
+        raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or leave --compile out") from None
     off = ((found - expected).norm() / expected.norm()).item()
     limit = TOLERANCE["tf32" if dtype == "float32" and device.type == "cuda" else dtype]
     if not off <= limit:  # nan is not

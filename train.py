@@ -63,7 +63,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: bool = False  # if memory runs out at the start, halve batch_size and double the accumulation
+    auto_batch: bool = False  # same tokens per step: halve batch_size until it fits; on CUDA first double it, if faster
     align_documents: bool = False  # move training windows to the first document that begins within them
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
@@ -120,6 +120,7 @@ def main(c: TrainConfig) -> float:
     began = time.perf_counter()
     hardware.keep_freed_memory()
     ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
+    hardware.forbid_spilling(ranks.device)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     torch.manual_seed(c.seed)
 

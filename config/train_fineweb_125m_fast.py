@@ -5,9 +5,9 @@
 #     python train.py config/train_fineweb_125m_fast.py        # other cards: add config/gpu_8gb.py or --auto_batch=True
 #
 # It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token takes as many FLOPs
-# as with the 124M of config/train_fineweb_125m.py. --dry_run=True predicts 4.3 GiB of activations at this micro-batch,
-# against 2.7 GiB for GPT-2. Compiling saved a quarter of them in a small model (LOG.md). The learning rate and the
-# schedule are not yet tuned on a GPU at this size.
+# as with the 124M of config/train_fineweb_125m.py. On CUDA it is predicted to keep 3.2 GiB of activations at this
+# micro-batch, 3.7 GiB if not compiled; GPT-2 keeps 2.7 GiB either way. The learning rate and the schedule are not yet
+# tuned on a GPU at this size.
 
 out_dir = "out-fineweb-125m-fast"
 dataset = "fineweb_edu"

@@ -129,9 +129,17 @@ COMPILE_NEEDS = {
     r"fatal error: Python\.h": {
         "linux": "the compiler finds no Python.h: install Python's headers (Debian, Ubuntu: apt install python3-dev)",
     },
+    r"Command .*(cuda_utils|main)\.c'.* returned non-zero exit status": {  # Triton's; the error lacks its reason
+        "linux": "the C compiler that Triton calls failed and says why above; often Python.h is missing "
+        "(Debian, Ubuntu: apt install python3-dev)",
+        "win32": "the C compiler that Triton calls failed and says why above",
+    },
     r"working triton installation|No module named 'triton": {
         "linux": "there is no working Triton: pip install triton",
         "win32": "there is no working Triton: pip install triton-windows",
+    },
+    r"too old to be supported by the triton": {
+        "linux": "Triton supports GPUs from compute capability 7.0 on, and this one is older",
     },
 }
 

@@ -15,8 +15,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of our own code
 
-# What torch's RuntimeErrors say when memory runs out: on CUDA and MPS, on Linux, on Windows.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+# What torch's RuntimeErrors say when memory runs out. A shared memory that is too small for a kernel of Triton's ("out
+# of resource") is something else: no smaller batch helps.
+OUT_OF_MEMORY = (
+    "out of memory",  # CUDA, HIP, MPS; NCCL, where CUDA told it so
+    "can't allocate memory",  # Linux
+    "not enough memory",  # Windows
+    "_STATUS_ALLOC_FAILED",  # of CUBLAS, HIPBLAS, CUSPARSE, and of CUDNN before version 9
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # since version 9
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "Failed to CUDA calloc",  # NCCL's own buffers
+)
 
 
 class ConfigError(ValueError):

@@ -2,8 +2,13 @@
 
 Memory comes from a rehearsal, not from formulas: the GPT of model.py goes forward and backward on fake tensors
 (shapes without storage) while the bytes alive are counted. It takes about a second and follows model.py wherever it
-goes. `device_type="cuda"` gives CUDA's figures on any machine: attention and dropout, which keep other tensors
-there, are replaced by CUDA's.
+goes. `device_type="cuda"` gives CUDA's figures on any machine: what keeps other tensors there (attention, dropout, RMS
+norm, what autocast runs in float32) is replaced by CUDA's. What a compiled step keeps comes from the partitioner that
+torch.compile uses.
+
+Proven by real runs on a CPU: the counting, and what the partitioner keeps. Proven by torch's own dispatch for fake CUDA
+tensors: the dtypes of the forward pass. Not proven until a card has measured it: the sums for CUDA. The aim is 5% of
+what is allocated, compiled 10%.
 
 Of what `torch.cuda.max_memory_allocated` counts, workspaces of cuBLAS and of attention's backward pass and DDP's
 buckets (4 bytes per parameter) are not counted here. The CUDA context and the allocator's gaps come on top: leave a
@@ -12,6 +17,7 @@ tenth free.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -27,7 +33,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt import hardware, kernels
 from deskgpt.ranks import Ranks
@@ -39,8 +45,9 @@ if TYPE_CHECKING:
     from data.splits import Split
     from train import TrainConfig
 
-USABLE = 0.9  # of a GPU's memory: the rest is CUDA's context and the allocator's gaps
+USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
+TRACED_SEQUENCES = 2  # of a compiled form; torch takes a dimension of 1 for a special case
 
 # A run that is given minutes, not steps:
 EVAL_SHARE = 0.2  # spends at most this share of its time on evaluation,
@@ -82,12 +89,14 @@ def memory(
             p.grad = torch.empty_like(p) if accumulates else None
         before = live.bytes
         kept = 0
+        result_bytes = 0
         idx = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
         targets = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
 
-        def loss_begins(*_: Any) -> None:
-            nonlocal kept
+        def loss_begins(module: Any, args: Any, h: Tensor) -> None:
+            nonlocal kept, result_bytes
             kept = live.bytes - before
+            result_bytes = h.nbytes
 
         model.transformer.register_forward_hook(loss_begins)
         live.peak = 0
@@ -97,6 +106,11 @@ def memory(
         live.peak = 0
         loss.backward()
         backward = live.peak - weights
+    if compiled and device_type != "cpu":  # on a CPU the whole step is one graph, which nothing partitions
+        kept_before = kept
+        kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
+        forward += kept - kept_before
+        backward += kept - kept_before
     if compiled:  # all gradients come at the end of its backward pass; only then are they added to those there
         backward = max(backward, 2 * weights if accumulates else weights)
     # clip_grad_norm_ and the fused AdamW work in place.
@@ -110,6 +124,70 @@ def memory(
         "activations": activations,
         "logits": rest - gradients - activations,
     }
+
+
+def kept_compiled(config: GPTConfig, batch_size: int, dtype: str, device_type: str) -> int:
+    """Bytes that a compiled transformer keeps for its backward pass, without token ids, parameters and its result."""
+    fixed, by_sequence = kept_by_partitioner(replace(config, n_layer=1), dtype, device_type)
+    if config.n_layer > 1:  # further layers keep what the second one does: small models tell it, and are soon traced
+        fixed_2, by_sequence_2 = kept_by_partitioner(replace(config, n_layer=2), dtype, device_type)
+        fixed += (config.n_layer - 1) * (fixed_2 - fixed)
+        by_sequence += (config.n_layer - 1) * (by_sequence_2 - by_sequence)
+    return fixed + batch_size * by_sequence
+
+
+@functools.cache
+def kept_by_partitioner(config: GPTConfig, dtype: str, device_type: str) -> tuple[int, int]:
+    """Of kept_compiled: (bytes with any batch, which are weights in another dtype; bytes for each sequence more).
+
+    Both passes are traced and partitioned as torch.compile does it. What is cheap to compute is computed again in the
+    backward pass, and not kept.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.compilers import nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs: list[Any] = []
+
+    def take_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(gm.graph)
+        return nop(gm, example_inputs)
+
+    with fake_tensors(device_type, fused=False):
+        transformer = GPT(config).transformer
+        state = dict(transformer.named_parameters()) | dict(transformer.named_buffers())
+
+        def forward(idx: Tensor, state: dict[str, Tensor]) -> Tensor:
+            with hardware.autocast(torch.device("cpu"), dtype):
+                return torch.func.functional_call(transformer, state, (idx,))
+
+        traced = aot_function(
+            forward,
+            fw_compiler=take_graph,
+            bw_compiler=nop,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        traced(torch.zeros(TRACED_SEQUENCES, config.block_size, dtype=torch.int64), state)
+
+    nodes = graphs[0].nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]  # the token ids first
+    of_batch = {inputs[0]}
+    for node in nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())  # dropout's masks
+        if is_random or of_batch.intersection(node.all_input_nodes):
+            of_batch.add(node)
+    (output,) = graphs[0].find_nodes(op="output")
+    result, *saved = output.args[0]
+    storages = {node: node.meta["val"].untyped_storage() for node in (*inputs, result, *saved)}
+    counted = {storages[node]._cdata for node in (*inputs, result)}
+    sizes = {True: 0, False: 0}  # by whether it depends on the batch
+    for node in saved:
+        if storages[node]._cdata not in counted:
+            counted.add(storages[node]._cdata)
+            sizes[node in of_batch] += storages[node].nbytes()
+    return sizes[False], sizes[True] // TRACED_SEQUENCES
 
 
 def largest_batch(config: GPTConfig, batch_size: int, dtype: str, device_type: str, limit_bytes: float) -> int:
@@ -159,11 +237,27 @@ class Live(TorchDispatchMode):
         return sum(t.numel() * out.element_size() for t in tensors if t.dtype != out.dtype) if needed else 0
 
 
+# Of what the model calls, the functions that CUDA's autocast runs in float32, and a CPU's in what it is given:
+# AT_FORALL_FP32 in ATen/autocast_mode.h.
+FLOAT32_ON_CUDA = (F.layer_norm, F.rms_norm)
+
+
 class AsOnCuda(TorchFunctionMode):
-    """Attention and dropout keep for the backward pass what they keep on CUDA."""
+    """What differs on CUDA keeps for the backward pass what it keeps there.
+
+    fused: RMS norm is one kernel, as it is unless compiled.
+    """
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+        if func is F.rms_norm and self.fused:
+            return self._rms_norm(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func is F.dropout:
@@ -177,48 +271,77 @@ class AsOnCuda(TorchFunctionMode):
         # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32 takes another one, which does too.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
+    def _rms_norm(
+        self, x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        return FusedRmsNorm.apply(x, weight)
+
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or not p:
             return x
         return torch.native_dropout(x, p, True)[0]  # keeps a mask of one byte per element
 
 
+class FusedRmsNorm(torch.autograd.Function):
+    """What CUDA's kernel of RMS norm takes and keeps: its input, and a number for each row. Computes nothing."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
 @contextmanager
-def fake_tensors(device_type: str) -> Iterator[None]:
-    """New tensors are fake ones on the CPU; for "cuda", with the attention and the dropout that CUDA has."""
-    with FakeTensorMode(), AsOnCuda() if device_type == "cuda" else nullcontext():
+def fake_tensors(device_type: str, fused: bool = True) -> Iterator[None]:
+    """New tensors are fake ones on the CPU; for "cuda", functions keep what they keep there. See AsOnCuda."""
+    with FakeTensorMode(), AsOnCuda(fused) if device_type == "cuda" else nullcontext():
         yield
 
 
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.device) -> dict[str, int]:
+def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.device) -> dict[str, Any]:
     """Settings of the same training with a smaller micro-batch, after that of c did not fit: half, with auto_batch.
 
     Raises ValueError without auto_batch, naming the settings of the largest micro-batch predicted to fit, and where
     there is no smaller one.
     """
-    name = hardware.device_name(device)
-    limit = hardware.memory_bytes(device)
+    limit = hardware.usable_memory_bytes(device)
+    where = f"{hardware.device_name(device)}, {hardware.memory_in_words(limit, hardware.memory_bytes(device))}"
     if c.batch_size == 1:
         half = max(1, config.block_size // 2)
         raise ValueError(
-            f"out of memory: not even batch_size=1 fits into {name}; try --block_size={half} or a smaller model"
+            f"out of memory: not even batch_size=1 fits into {where}; try --block_size={half} or a smaller model"
         )
     smaller = 1 if c.batch_size % 2 else c.batch_size // 2
     if not c.auto_batch and device.type == "cuda" and limit:
         smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit) or 1
-    factor = c.batch_size // smaller
-    same = {"batch_size": smaller, "gradient_accumulation_steps": c.gradient_accumulation_steps * factor}
-    if not c.eval_tokens:  # eval_iters counts micro-batches too
-        same["eval_iters"] = c.eval_iters * factor
+    same = same_training(c, smaller)
     if not c.auto_batch:
         flags = " ".join(f"--{k}={v}" for k, v in same.items())
         raise ValueError(
-            f"out of memory: batch_size={c.batch_size} does not fit into {name}; try {flags}, which is the same "
+            f"out of memory: batch_size={c.batch_size} does not fit into {where}; try {flags}, which is the same "
             "training, or --auto_batch=True"
         )
+    return same
+
+
+def same_training(c: TrainConfig, batch_size: int) -> dict[str, Any]:
+    """Settings of the training of c in micro-batches of batch_size sequences, which must divide those of a step.
+
+    A step and an evaluation keep their tokens: where c counts an evaluation's micro-batches, these count its tokens.
+    """
+    sequences = c.batch_size * c.gradient_accumulation_steps
+    assert sequences % batch_size == 0
+    same = {"batch_size": batch_size, "gradient_accumulation_steps": sequences // batch_size}
+    if not c.eval_tokens:
+        same["eval_tokens"] = eval_windows(c) * c.block_size
     return same
 
 

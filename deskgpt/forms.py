@@ -43,8 +43,11 @@ LONG_S = 3.0  # a pass of one sequence that takes longer is timed once
 ROUNDS = 3  # of several forms that take turns
 MOST_ROUNDS = 50  # of two forms that are compared closely ...
 TURNS_S = 2.0  # ... and about the seconds that this may take
-CLEARLY_FASTER = 0.97  # of the time of a form named before it, which is the plainer one
+CLEARLY_FASTER = 0.97  # of the time of a form named before it, which is the plainer one, or of half the micro-batch
 HOPELESS = 1.5  # a form that is this much slower in its first timed pass gets no other
+
+# The kinds of devices on which auto_batch looks for a faster micro-batch. On others bench/sweep.py does.
+BATCH_IS_SEARCHED_ON = ("cuda",)
 
 # ---- compiling ----
 # A first guess of what compiling takes and of the share of a step that it saves: round figures of 2 to 6 layers on two
@@ -76,7 +79,7 @@ def settle(
 
     batch_of: the first micro-batch of a number of sequences. earlier: the form of a resumed run. steps: of the run.
     seconds: how long it may last, None without a limit. Leaves weights as they were, and no gradients. Raises
-    ValueError where no form that c admits is right, or memory runs out.
+    ValueError where no form that c admits is right, the user wants it compiled and that fails, or memory runs out.
     """
     trials = Trials(model, c, ranks, batch_of)
     measured = ranks.device.type == "cpu" and not c.eval_only
@@ -91,6 +94,10 @@ def settle(
         form = trials.fastest_plain(dtype, explicit)
     else:
         form = Form(dtype, explicit=explicit)
+
+    is_resumed = earlier.dtype is not None  # on this kind of device: it keeps its micro-batch
+    if c.auto_batch and not is_resumed and not c.eval_only and ranks.device.type in BATCH_IS_SEARCHED_ON:
+        trials.search_batch(form)
 
     compiled = wanted_compiled(c, earlier, ranks.device)
     runner = trials.attempt(replace(form, compiled=True)) if compiled else None
@@ -146,7 +153,7 @@ class Trials:
 
     def __init__(self, model: GPT, c: TrainConfig, ranks: Ranks, batch_of: Callable[[int], Batch]) -> None:
         self.model = model
-        self.c = c  # changes where a smaller micro-batch is needed
+        self.c = c  # changes with the micro-batch
         self.ranks = ranks
         self.say = ranks.say
         self.batch_of = batch_of
@@ -221,11 +228,79 @@ class Trials:
 
     def seconds(self, runner: Runner, batch: Batch) -> float:
         """How long a forward and backward pass takes. Leaves no gradients."""
+        hardware.synchronize(self.device)
         t0 = time.perf_counter()
         runner.backward(*batch, self.micro_steps())
+        hardware.synchronize(self.device)
         seconds = time.perf_counter() - t0
         runner.drop_gradients()
         return seconds
+
+    # ---- the fastest micro-batch -------------------------------------------------------------------------
+
+    def search_batch(self, form: Form) -> None:
+        """Doubles the micro-batch, at the same tokens per step, while that makes a token clearly cheaper and fits.
+
+        form is not compiled, though the run may be: each size would have to be compiled anew, and this takes seconds.
+        A compiled pass keeps as much for the backward pass or less. Should it not fit, `attempt` halves the batch.
+        """
+        given = self.c.batch_size
+        key = f"{self.check_key(form, self.batch_of(1))}, {self.step_in_words()}, micro-batch"
+        known = remembered.read("forms").get(key)
+        per_rank = given * self.micro_steps()
+        if not isinstance(known, int) or known < given or known % given or per_rank % known:
+            known = 0
+        known = -int(self.ranks.max(-float(known)))  # the least of the ranks, whose files may differ
+        if known:
+            self.c = replace(self.c, **estimate.same_training(self.c, known))
+            self.say(f"auto_batch: batch_size={known}, the fastest before: {remembered.path_of('forms')}")
+            return
+        runner = Runner(self.model, form)
+        with not_silent("still comparing micro-batches", self.say):
+            times = self.times_of_batches(runner)
+        hardware.release_memory(self.device)  # what the largest took is not this run's peak
+        remembered.keep("forms", key, self.c.batch_size)
+        said = ", ".join(f"{n}: {s * 1e3:.3g} ms" if s < math.inf else f"{n}: no room" for n, s in times.items())
+        self.say(
+            f"auto_batch: batch_size={self.c.batch_size} and gradient_accumulation_steps="
+            f"{self.c.gradient_accumulation_steps}, the same training (time of a sequence by batch_size: {said})"
+        )
+
+    def times_of_batches(self, runner: Runner) -> dict[int, float]:
+        """Seconds of a sequence by micro-batch, as far as they were tried. Leaves c with the fastest that fits."""
+        times = {self.c.batch_size: self.seconds_of_sequence(runner)}
+        while times[self.c.batch_size] < math.inf and self.micro_steps() % 2 == 0:
+            before = self.c
+            self.c = replace(before, **estimate.same_training(before, 2 * before.batch_size))
+            times[self.c.batch_size] = self.seconds_of_sequence(runner)
+            if times[self.c.batch_size] > CLEARLY_FASTER * times[before.batch_size]:
+                self.c = before
+                break
+        return times
+
+    def seconds_of_sequence(self, runner: Runner) -> float:
+        """A pass over c's micro-batch, by its sequences, on the slowest rank; infinite if one runs out of memory."""
+        seconds = math.inf
+        try:
+            batch = self.batch_of(self.c.batch_size)
+            self.training_pass(runner, batch, checked=True)  # with room for all that a step holds
+            passes = [self.seconds(runner, batch)]
+            while sum(passes) < PROBE_S:
+                passes.append(self.seconds(runner, batch))
+            seconds = min(passes) / self.c.batch_size
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
+        runner.drop_gradients()
+        return self.ranks.max(seconds)
+
+    def step_in_words(self) -> str:
+        """The split of a step, and the memory that is usable for it, to a tenth of the device's."""
+        total_bytes = hardware.memory_bytes(self.device)
+        usable_bytes = hardware.usable_memory_bytes(self.device)
+        share = f"{usable_bytes / total_bytes:.1f}" if total_bytes and usable_bytes else "n/a"
+        c = self.c
+        return f"{c.batch_size} x {c.gradient_accumulation_steps} on {self.ranks.world}, {share} of the memory"
 
     # ---- one form ----------------------------------------------------------------------------------------
 
@@ -233,7 +308,7 @@ class Trials:
         """The Runner of this form, tried and checked; None, and a line that says why, where it does not work here.
 
         Where memory runs out, the micro-batch shrinks if auto_batch allows. Raises ValueError where it does not, and
-        where the user has asked for a form that computes something else.
+        where the user has asked for a form that computes something else, or that does not compile.
         """
         while True:
             batch = self.batch_of(self.c.batch_size)
@@ -247,8 +322,7 @@ class Trials:
                 self.refuse(form, problem or "another rank's differ")
                 return None
             if outcome == "does not compile":
-                reason = problem or "on another rank"
-                self.say(f"compile=True does not work here ({reason}); training without it, slower")
+                self.go_on_uncompiled(problem or "it fails on another rank")
                 return None
             if outcome == "out of memory":
                 self.halve(form.dtype)
@@ -310,6 +384,13 @@ class Trials:
         if scaler_state:
             runner.scaler.load_state_dict(scaler_state)
 
+    def go_on_uncompiled(self, reason: str) -> None:
+        """Says that compiling fails, and what that costs; raises ValueError where the user has asked for it."""
+        if self.c.compile is True:
+            raise ValueError(f"compile=True: {reason}; or try --compile=auto, or --compile=False")
+        more_memory = "" if self.device.type == "cpu" else " and may take more memory"
+        self.say(f"compile=auto: NOT compiled, so steps are slower{more_memory}: {reason}")
+
     def refuse(self, form: Form, problem: str) -> None:
         """Says that a form computes something else; raises ValueError where the user has asked for it."""
         if form.compiled and self.c.compile is True:
@@ -322,7 +403,7 @@ class Trials:
 
     def halve(self, dtype: str) -> None:
         """A smaller micro-batch of the same training. Raises ValueError if that is impossible or auto_batch is off."""
-        smaller: dict[str, Any] = estimate.smaller_batch(self.c, self.model.config, dtype, self.device)
+        smaller = estimate.smaller_batch(self.c, self.model.config, dtype, self.device)
         self.c = replace(self.c, **smaller)
         self.say(f"out of memory: going on with {smaller}, which is the same training")
         hardware.release_memory(self.device)

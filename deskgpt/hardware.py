@@ -170,6 +170,52 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
 
 
+def reachable_memory_bytes(device: torch.device) -> int:
+    """Of a GPU's memory: what is free, and what torch's allocator holds in this process already."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device)
+
+
+def usable_memory_bytes(device: torch.device) -> int | None:
+    """As memory_bytes, but of a GPU only what this process can get: less than all next to a desktop or another process.
+
+    torch.cuda.set_per_process_memory_fraction may allow less still. Of a CPU and of an Apple GPU, all of the machine's.
+    """
+    if device.type != "cuda":
+        return memory_bytes(device)
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
+    return min(reachable_memory_bytes(device), int(cap_bytes))
+
+
+def memory_in_words(usable_bytes: float | None, total_bytes: float | None) -> str:
+    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"; "n/a" if it is not known."""
+    if usable_bytes is None or total_bytes is None:
+        return "n/a"
+    total = f"{total_bytes / 2**30:.1f}"
+    usable = f"{usable_bytes / 2**30:.1f}"
+    return f"{total} GiB" if usable == total else f"{usable} GiB free ({total} in all)"
+
+
+# Of a GPU's reachable memory, where the driver spills. The rest is for kernels, which CUDA loads at their first call,
+# and for a desktop that grows. The figure is a choice; no machine has been measured.
+SHARE_WITHOUT_SPILLING = 0.95
+
+
+def forbid_spilling(device: torch.device) -> None:
+    """Makes running out of a GPU's memory an error on Windows and in WSL. A smaller cap of the user's stays.
+
+    There the driver moves what does not fit into system memory, and the run goes on many times slower
+    (github.com/microsoft/WSL/issues/11050). torch's own cap comes before that.
+    """
+    if device.type != "cuda" or not (sys.platform == "win32" or "microsoft" in platform.release().lower()):
+        return
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    fraction = SHARE_WITHOUT_SPILLING * reachable_memory_bytes(device) / total_bytes
+    if fraction < torch.cuda.get_per_process_memory_fraction(device):
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
 def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory in use at once so far; None if the system does not say.
 

@@ -40,6 +40,7 @@ class Machine:
     device_type: str
     dtype: str  # of the matmuls
     memory_bytes: float | None  # None if not known
+    free_bytes: float | None  # of it, what a run can get
     peak: tuple[float, str] | None  # FLOP/s that MFU refers to, and their source
     card: Card | None  # its row in gpu_peaks.py
 
@@ -51,7 +52,9 @@ class Machine:
         name = hardware.device_name(device)
         flops, source = peak_flops.peak_flops(device, dtype)
         peak = None if math.isnan(flops) else (flops, source)
-        return cls(name, device.type, dtype, hardware.memory_bytes(device), peak, peak_flops.card_of(device))
+        memory_bytes = hardware.memory_bytes(device)
+        free_bytes = hardware.usable_memory_bytes(device)
+        return cls(name, device.type, dtype, memory_bytes, free_bytes, peak, peak_flops.card_of(device))
 
     @classmethod
     def of_card(cls, card: Card, dtype: str) -> Machine:
@@ -60,13 +63,13 @@ class Machine:
         if dtype == "auto":
             dtype = card.fast_dtype()
         memory_bytes = card.memory_gb[0] * 2**30 if card.memory_gb else None  # a maker's GB of memory is a GiB
-        return cls(card.name, device_type, dtype, memory_bytes, card.peak_in_training(dtype), card)
+        return cls(card.name, device_type, dtype, memory_bytes, memory_bytes, card.peak_in_training(dtype), card)
 
     def usable_bytes(self) -> float | None:
         """What a run may take of the memory of a GPU; None if it is not known, and of a CPU's or an Apple chip's."""
-        if self.memory_bytes is None or self.device_type != "cuda":
+        if self.free_bytes is None or self.device_type != "cuda":
             return None
-        return estimate.USABLE * self.memory_bytes
+        return estimate.USABLE * self.free_bytes
 
 
 # ---- the report ----------------------------------------------------------------------------------------------
@@ -118,8 +121,7 @@ def say_memory(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks
         config, c.batch_size, machine.dtype, machine.device_type, c.compile is not False, accumulates, explicit
     )
     total = sum(parts.values())
-    limit = machine.memory_bytes
-    of = f" of {limit / 2**30:.1f} GiB" if limit else " GiB"
+    of = f" of {hardware.memory_in_words(machine.free_bytes, machine.memory_bytes)}" if machine.free_bytes else " GiB"
     ranks.say(f"predicted peak memory of {machine.name}, {machine.dtype}: {total / 2**30:.2f}{of}")
     ranks.say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
     fits = Fitting(c, config, ranks.world).largest(machine)

@@ -54,7 +54,6 @@ def _each_test_compiles_anew():
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-        torch.compiler.set_stance("default")  # which sampling leaves at "force_eager" where compiling fails
 
 
 # A run of less than a second, as settings. The same on every machine: nothing is left to be chosen for the processor.

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
+from subprocess import CalledProcessError
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, flags, shell
+from conftest import flags, shell, tiny
 
-from deskgpt import compiling
+from deskgpt import checkpoint, compiling
+from train import main
 
 CPU = torch.device("cpu")
 
@@ -95,11 +100,31 @@ def test_missing_part_of_compiling_is_named_with_its_package(monkeypatch, error,
     assert remedy in compiling.why_not_compiled(RuntimeError(error))
 
 
+def test_errors_as_torch_raises_them_are_known(monkeypatch):
+    from torch._inductor.exc import GPUTooOldForTriton, InductorError, TritonMissing
+
+    monkeypatch.setattr(compiling.sys, "platform", "linux")
+    old: Any = SimpleNamespace(name="NVIDIA GeForce GTX 1080", major=6, minor=1)
+    gcc = ["/usr/bin/gcc", "/tmp/tmpx/cuda_utils.c", "-O3", "-shared", "-fPIC", "-I/usr/include/python3.12"]
+    for error, remedy in {
+        TritonMissing(None): "there is no working Triton: pip install triton",
+        GPUTooOldForTriton(old, None): "Triton supports GPUs from compute capability 7.0 on, and this one is older",
+        CalledProcessError(1, gcc): "the C compiler that Triton calls failed and says why above; often Python.h is",
+    }.items():
+        for raised in (error, InductorError(error, None)):
+            assert compiling.why_not_compiled(raised).startswith(remedy)
+
+
 @pytest.mark.slow
 def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
+    """An earlier run was compiled, so this one tries to."""
+    main(tiny(chars, tmp_path / "out", max_iters=3, compile="auto"))
+    saved = checkpoint.load(tmp_path / "out")
+    checkpoint.save(replace(saved, form=(saved.form or {}) | {"compiled": True}), tmp_path / "out", best=False)
     env = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    settings = flags(**(TINY | {"dataset": chars, "out_dir": tmp_path / "out", "compile": True}))
+    settings = flags(out_dir=tmp_path / "out", init_from="resume", max_iters=6)
     done = shell("python", "train.py", *settings, env=env)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"does not work here \(CXX='/nonexistent': there is no C\+\+ compiler: ", done.stdout)
+    line = r"^compile=auto: NOT compiled, so steps are slower: CXX='/nonexistent': there is no C\+\+ compiler: "
+    assert re.search(line, done.stdout, re.M)
     assert "step 6: train loss" in done.stdout

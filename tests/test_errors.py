@@ -4,11 +4,22 @@ import json
 
 import pytest
 
-from deskgpt.errors import ConfigError, one_line_errors
+from deskgpt.errors import ConfigError, is_out_of_memory, one_line_errors
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried"), RuntimeError("can't allocate memory: you")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA out of memory. Tried"),
+        RuntimeError("can't allocate memory: you"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError(
+            "NCCL error in: NCCLUtils.hpp:275, unhandled cuda error\nLast error:\nFailed to CUDA calloc 6291456"
+        ),
+    ],
 )
 def test_running_out_of_memory_is_one_line_with_the_remedy(error, capsys):
     with pytest.raises(SystemExit) as exit, one_line_errors("take less"):
@@ -36,6 +47,11 @@ def test_error_of_a_user_is_one_line_and_an_exit_status(error, status, line, cap
     assert exit.value.code == status
     (printed,) = capsys.readouterr().err.splitlines()
     assert printed.startswith(line)
+
+
+def test_shared_memory_too_small_for_a_kernel_is_not_out_of_memory():
+    words = "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes may help."
+    assert not is_out_of_memory(RuntimeError(f"OutOfResources: {words}"))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a shape"), ModuleNotFoundError(name="torch.nothing"), KeyError()])

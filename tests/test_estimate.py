@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY, TORCHRUN, events, flags, shell, tiny
+from tiny_models import MODERN_SETTINGS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from configurator import read_settings
@@ -71,7 +75,7 @@ def kept_by(real: Real) -> int:
         h = real.model.transformer(real.x)
     for t in (real.x, real.y, h):
         keep(t)
-    weights = {p.data_ptr() for p in real.model.parameters()}
+    weights = {p.data_ptr() for p in (*real.model.parameters(), *real.model.buffers())}
     return sum(size for address, size in kept.items() if address not in weights)
 
 
@@ -120,13 +124,84 @@ def test_muon_needs_no_more_than_is_predicted():
 
 
 @pytest.mark.slow
-def test_predicted_activations_are_what_a_compiled_model_keeps():
-    config = replace(SMALL, n_layer=3, block_size=1280)  # too long for a CPU's explicit attention: as on CUDA
-    real = Real(config, 1, "bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", [{}, {"norm": "rms"}, MODERN_SETTINGS])
+def test_predicted_activations_are_what_a_compiled_model_keeps(settings, dtype):
+    config = replace(SMALL, n_layer=4, block_size=256, **settings)
+    real = Real(config, 5, dtype)
     # Dynamo, AOTAutograd and the partitioner, as for inductor, and its kernels left out: they need a compiler.
     real.model.transformer.compile(backend="aot_eager_decomp_partition")
-    predicted = estimate.memory(config, 1, "bfloat16", "cpu", compiled=True)
-    assert predicted["activations"] == pytest.approx(kept_by(real), rel=0.03)
+    ids_and_result = real.x.nbytes + real.y.nbytes + 5 * 256 * 64 * 4
+    predicted = ids_and_result + estimate.kept_compiled(config, 5, dtype, "cpu")
+    assert predicted == pytest.approx(kept_by(real), rel=0.03)
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.1}, MODERN_SETTINGS | {"n_layer": 5}])
+def test_compiled_model_is_predicted_from_two_of_its_layers_and_two_sequences(settings, monkeypatch):
+    config = replace(SMALL, **settings)
+    predicted = estimate.kept_compiled(config, 12, "bfloat16", "cuda")
+    monkeypatch.setattr(estimate, "TRACED_SEQUENCES", 12)
+    fixed, by_sequence = estimate.kept_by_partitioner.__wrapped__(config, "bfloat16", "cuda")  # all layers
+    assert predicted == pytest.approx(fixed + 12 * by_sequence, rel=0.02)
+
+
+def test_compiling_the_modern_settings_saves_memory_and_those_of_gpt2_do_not():
+    for settings, least, most in (({}, 0.98, 1.02), (MODERN_SETTINGS, 0.5, 0.9)):
+        config = replace(SMALL, n_layer=4, block_size=256, **settings)
+        plain, compiled = (memory(config, 16, "bfloat16", "cuda", c)["activations"] for c in (False, True))
+        assert least < compiled / plain < most
+
+
+class Dtypes(TorchFunctionMode):
+    """Takes down the dtypes of the floating-point results of torch's functions, with their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            self.seen.append((func.__name__, out.dtype))
+        return out
+
+
+def dtypes_of_forward(config: GPTConfig, fakes: AbstractContextManager, device_type: str) -> list[Any]:
+    """Of a forward pass of fake tensors under the device's autocast for bfloat16, without gradients."""
+    transformer = GPT(config).transformer
+    with fakes, torch.no_grad(), Dtypes() as dtypes:
+        tensors = (*transformer.named_parameters(), *transformer.named_buffers())
+        state = {name: torch.empty(t.shape, dtype=t.dtype, device=device_type) for name, t in tensors}
+        idx = torch.zeros(2, config.block_size, dtype=torch.int64, device=device_type)
+        dtype_before = torch.get_autocast_dtype(device_type)
+        torch.set_autocast_enabled(device_type, True)  # torch.autocast refuses CUDA on a machine without it
+        torch.set_autocast_dtype(device_type, torch.bfloat16)
+        try:
+            torch.func.functional_call(transformer, state, (idx,))
+        finally:
+            torch.set_autocast_enabled(device_type, False)
+            torch.set_autocast_dtype(device_type, dtype_before)
+    return dtypes.seen
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm": "rms", "qk_norm": True, "activation": "relu2"}])
+def test_rehearsal_computes_in_the_dtypes_of_cudas_autocast(settings):
+    """Torch dispatches fake tensors of CUDA as it does real ones. Without a GPU it cannot slice them, as rope does."""
+    config = replace(SMALL, **settings)
+    cuda = dtypes_of_forward(config, FakeTensorMode(), "cuda")
+    rehearsed = dtypes_of_forward(config, estimate.fake_tensors("cuda"), "cpu")
+    assert rehearsed == cuda
+    assert {dtype for _, dtype in cuda} == {torch.float32, torch.bfloat16}
+
+
+def test_rms_norm_on_cuda_keeps_its_input_and_a_number_for_each_row():
+    plain, normed = (
+        estimate.memory(replace(SMALL, qk_norm=on), 4, "float32", "cuda", compiled=False)["activations"]
+        for on in (False, True)
+    )
+    # Queries and keys before and after; without the norm attention keeps views of one tensor.
+    rows = 4 * SMALL.block_size
+    assert normed - plain == SMALL.n_layer * 2 * 4 * rows * (SMALL.n_embd + SMALL.n_head)
 
 
 def test_static_parts_are_the_bytes_of_a_real_model():
@@ -198,13 +273,28 @@ def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
         return estimate.smaller_batch(c, SMALL, "float32", CPU)
 
     same = smaller(12, 40, eval_iters=200, auto_batch=True)
-    assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_iters": 400}
+    assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_tokens": 200 * 12 * 1024}
     same = smaller(3, 40, eval_tokens=1000, auto_batch=True)
     assert same == {"batch_size": 1, "gradient_accumulation_steps": 120}
     with pytest.raises(ValueError, match="try --batch_size=4 --gradient_accumulation_steps=128, which is the same"):
         smaller(8, 64, eval_tokens=1000)
     with pytest.raises(ValueError, match="not even batch_size=1 fits .*try --block_size=32"):
         smaller(1, 64, auto_batch=True)
+
+
+def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):
+    """On a card of 12 GiB that a desktop shares."""
+    config = GPTConfig()
+    needed = {b: sum(memory(config, b, "bfloat16", "cuda", compiled=True).values()) for b in (4, 8)}
+    c = TrainConfig(batch_size=32, gradient_accumulation_steps=16)
+    monkeypatch.setattr(hardware, "device_name", lambda device: "a card")
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: 12 * 2**30)
+    for fits, usable in ((8, needed[8]), (4, needed[8] - 1)):
+        usable_bytes = math.ceil(usable / estimate.USABLE)
+        monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device, usable_bytes=usable_bytes: usable_bytes)
+        line = rf"batch_size=32 does not fit into a card, {usable_bytes / 2**30:.1f} GiB free \(12.0 in all\); "
+        with pytest.raises(ValueError, match=line + f"try --batch_size={fits} --grad"):
+            estimate.smaller_batch(c, config, "bfloat16", torch.device("cuda"))
 
 
 # ---- in a run ------------------------------------------------------------------------------------------------
@@ -230,7 +320,7 @@ def test_batch_that_does_not_fit_is_halved_and_the_training_is_the_same(
     assert "out of memory: going on with" in capsys.readouterr().out
     main(tiny(chars, tmp_path / "by_hand", batch_size=4, gradient_accumulation_steps=4, eval_iters=8))
     taken = events(tmp_path / "auto", "start")[0]["settings"]
-    assert (taken["batch_size"], taken["gradient_accumulation_steps"], taken["eval_iters"]) == (4, 4, 8)
+    assert (taken["batch_size"], taken["gradient_accumulation_steps"], taken["eval_tokens"]) == (4, 4, 8 * 4 * 16)
     for kind in ("iter", "eval"):
         a, b = (events(tmp_path / name, kind) for name in ("auto", "by_hand"))
         assert [e.get("loss") or e["val_loss"] for e in a] == [e.get("loss") or e["val_loss"] for e in b]
@@ -248,7 +338,9 @@ def test_run_that_found_its_batch_resumes_with_it(chars, tmp_path, memory_for_fi
 
 
 @pytest.mark.slow
-def test_ranks_halve_together_though_memory_runs_out_on_one(chars, tmp_path):
+@pytest.mark.parametrize("up", [False, True])
+def test_ranks_find_the_same_micro_batch_though_memory_runs_out_on_one(up, chars, tmp_path):
+    """Halving it, and searching upwards from 1 as on CUDA."""
     (tmp_path / "limited.py").write_text(f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -260,10 +352,14 @@ def limited(self, idx, targets=None):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return forward(self, idx, targets)
 train.GPT.forward = limited
+if {up}:
+    train.forms.BATCH_IS_SEARCHED_ON = ("cpu",)
+    train.forms.Trials.seconds = lambda self, runner, batch: 1.0
 train.main(configure(train.TrainConfig, sys.argv[1:]))
 """)
-    settings = TINY | {"batch_size": 4, "gradient_accumulation_steps": 2, "auto_batch": True}
-    settings |= {"dataset": chars, "out_dir": tmp_path / "out"}
+    batch_size, accumulation, eval_iters = (1, 8, 8) if up else (4, 2, 2)
+    settings = TINY | {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "eval_iters": eval_iters}
+    settings |= {"auto_batch": True, "dataset": chars, "out_dir": tmp_path / "out"}
     done = shell(*TORCHRUN[:-1], tmp_path / "limited.py", *flags(**settings))
     assert done.returncode == 0, done.stderr
     taken = events(tmp_path / "out", "start")[0]["settings"]
@@ -280,7 +376,7 @@ def test_batch_that_does_not_fit_names_the_settings_that_keep_the_training(
     assert done.code == 1
     (line,) = done.err.splitlines()
     assert "batch_size=8 does not fit into " in line
-    assert "try --batch_size=4 --gradient_accumulation_steps=2 --eval_iters=4, which is the same training" in line
+    assert "try --batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256, which is the same training" in line
     assert "--auto_batch=True" in line
     assert not (tmp_path / "log.jsonl").exists()
 

@@ -203,7 +203,7 @@ def test_decoder_replays_a_graph_and_gives_the_logits_of_the_whole_model(config,
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_sampling_in_bfloat16(compiled, chars, tmp_path, capsys):
+def test_sampling_in_bfloat16(compiled, chars, tmp_path):
     main(run_of(chars, tmp_path, dtype="bfloat16"))
     c = sample.SampleConfig(
         out_dir=str(tmp_path),
@@ -217,7 +217,6 @@ def test_sampling_in_bfloat16(compiled, chars, tmp_path, capsys):
     texts = sample.main(c)
     assert [len(text) for text in texts] == [71, 71]
     assert sample.main(c) == texts
-    assert "does not work here" not in capsys.readouterr().err
 
 
 # ---- several ranks -------------------------------------------------------------------------------------------

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import TINY, flags, shell
 
 from deskgpt import hardware
+from deskgpt.hardware import resolve_device
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 
 # ---- choosing a device ---------------------------------------------------------------------------------------
@@ -131,6 +135,75 @@ def test_autocast_runs_matmuls_in_the_dtype(name):
     a = torch.ones(2, 2)
     with hardware.autocast(CPU, name):
         assert (a @ a).dtype == hardware.DTYPES[name]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU of 12 GiB as torch.cuda would report it; returns the caps that are set."""
+    gib = 2**30
+    caps = [1.0]
+    held = {"free": 10.5, "reserved": 0.5}  # GiB
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(total_memory=12 * gib))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (int(held["free"] * gib), 12 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: int(held["reserved"] * gib))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: caps[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda f, d: caps.append(f))
+    return SimpleNamespace(caps=caps, held=held)
+
+
+def test_usable_memory_is_what_is_free_and_what_this_process_holds_within_its_cap(card):
+    def usable_gib() -> float:
+        return (hardware.usable_memory_bytes(CUDA) or 0) / 2**30
+
+    assert usable_gib() == 11
+    card.held |= {"free": 1.0, "reserved": 10.0}  # its own
+    assert usable_gib() == 11
+    card.caps.append(0.5)
+    assert usable_gib() == 6
+    card.held |= {"free": 2.0, "reserved": 0.0}  # another process has the rest
+    assert usable_gib() == 2
+
+
+def test_usable_memory_of_a_cpu_is_the_machines():
+    assert hardware.usable_memory_bytes(CPU) == hardware.memory_bytes(CPU)
+
+
+def test_memory_in_words_names_what_is_free_and_all_where_they_differ():
+    gib = 2**30
+    assert hardware.memory_in_words(10.94 * gib, 12 * gib) == "10.9 GiB free (12.0 in all)"
+    assert hardware.memory_in_words(11.98 * gib, 12 * gib) == "12.0 GiB"
+    assert hardware.memory_in_words(None, None) == "n/a"
+
+
+@pytest.mark.parametrize(
+    ("system", "kernel", "spills"),
+    [
+        ("win32", "11", True),
+        ("linux", "5.15.167.4-microsoft-standard-WSL2", True),
+        ("linux", "6.1.0-31-amd64", False),
+    ],
+)
+def test_gpu_whose_driver_spills_is_capped_at_what_is_free_unless_the_user_did(
+    system, kernel, spills, card, monkeypatch
+):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(hardware.platform, "release", lambda: kernel)
+    hardware.forbid_spilling(CUDA)
+    assert card.caps[1:] == ([pytest.approx(0.95 * 11 / 12)] if spills else [])
+    card.caps.append(0.25)
+    hardware.forbid_spilling(CUDA)
+    assert card.caps[-1] == 0.25
+    hardware.forbid_spilling(CPU)
+    assert card.caps[-1] == 0.25
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a cap needs a GPU there")
+def test_scripts_start_with_the_cap(chars, tmp_path, script, monkeypatch):
+    asked: list[torch.device] = []
+    monkeypatch.setattr(hardware, "forbid_spilling", asked.append)
+    assert script("train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path)).code == 0
+    assert script("sample.py", f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3").code == 0
+    assert [device.type for device in asked] == ["cpu", resolve_device("auto").type]
 
 
 def test_memory_is_counted_in_bytes():

@@ -161,10 +161,10 @@ def test_micro_batches_of_a_plan_divide_the_step_and_the_largest_that_fits_is_fo
     for n in fitting.batch_sizes:
         parts = estimate.memory(TINY_CONFIG, n, "bfloat16", "cuda", compiled=True, accumulates=n < 60)
         needed = sum(parts.values())
-        enough, too_little = (replace(card, memory_bytes=(needed + d) / estimate.USABLE) for d in (0.5, -0.5))
+        enough, too_little = (replace(card, free_bytes=(needed + d) / estimate.USABLE) for d in (0.5, -0.5))
         assert fitting.largest(enough) == n
         assert fitting.largest(too_little) in [0, *(smaller for smaller in fitting.batch_sizes if smaller < n)]
-    assert fitting.largest(replace(card, memory_bytes=None)) is None
+    assert fitting.largest(replace(card, free_bytes=None)) is None
 
 
 # ---- the speed that a plan expects ---------------------------------------------------------------------------

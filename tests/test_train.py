@@ -455,14 +455,14 @@ def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
         assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
 
 
-def test_without_a_compiler_the_run_says_so_and_goes_on(chars, tmp_path):
+def test_without_a_compiler_a_run_that_asks_for_one_ends_in_one_line(chars, tmp_path):
     env = os.environ | {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     settings = TINY | {"compile": True, "dataset": chars, "out_dir": tmp_path / "out", "max_iters": 2}
     done = shell("python", "train.py", *flags(**settings), env=env)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^compile=True does not work here \(.+\); training without it, slower$", done.stdout, re.M)
-    assert "not compiled" in done.stdout
-    assert checkpoint.load(tmp_path / "out").iter_num == 2
+    assert done.returncode == 1
+    reason = r"CXX='/nonexistent/c\+\+': there is no C\+\+ compiler: .+"
+    assert re.fullmatch(rf"error: compile=True: {reason}; or try --compile=auto, or --compile=False\n", done.stderr)
+    assert not (tmp_path / "out").exists()
 
 
 def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):

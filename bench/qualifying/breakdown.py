@@ -94,9 +94,8 @@ def measure(s: Session) -> dict[str, Any]:
     steps = WARM_UP + 1 + TIMED
     events = work.run_steps(s, "breakdown", steps, batch_size, tokens, on_update, compile=work.compile_setting(s))
     step_ms = statistics.median(e["time_ms"] for e in events if e["event"] == "iter" and e["iter"] > WARM_UP + 1)
-    with torch.device("meta"):  # the model without storage for its parameters
-        model = GPT(s.sizes.model)
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    with torch.device("meta"):
+        shapes = {tuple(p.shape) for p in GPT(s.sizes.model).parameters() if p.dim() == 2}
     result = summed(kernels, step_ms, s.sizes.model.vocab_size, shapes, MICRO_BATCHES)
     start = events[0]
     return result | {

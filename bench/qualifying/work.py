@@ -60,7 +60,7 @@ def best_batch(s: Session, sequences: int = 0) -> int:
     if sequences:
         rows = [r for r in rows if sequences % r["batch_size"] == 0]
     if not rows:
-        limit = estimate.USABLE * (hardware.memory_bytes(s.device) or math.inf)
+        limit = estimate.USABLE * (hardware.usable_memory_bytes(s.device) or math.inf)
         dtype = usual_form(s.device).dtype
         largest = estimate.largest_batch(s.sizes.model, s.sizes.last_batch, dtype, s.device.type, limit)
         return max(largest, s.sizes.first_batch)
