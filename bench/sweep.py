@@ -47,7 +47,7 @@ from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, memory_cap, sta
 from configurator import build, read_settings
 from data.token_files import read_meta
 from data.tokenizer import padded_vocab_size
-from deskgpt import estimate, hardware, peak_flops
+from deskgpt import estimate, hardware, kernels, peak_flops
 from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.runlog import clock
 from model import GPTConfig
@@ -162,8 +162,16 @@ def predicted_bytes(c: train.TrainConfig, vocab_size: int) -> int:
     config = GPTConfig.from_settings(c, vocab_size)
     device = hardware.resolve_device(c.device)
     dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
-    accumulates = c.gradient_accumulation_steps > 1
-    return sum(estimate.memory(config, c.batch_size, dtype, device.type, c.compile is not False, accumulates).values())
+    parts = estimate.memory(
+        config,
+        c.batch_size,
+        dtype,
+        device.type,
+        compiled=c.compile is not False,
+        accumulates=c.gradient_accumulation_steps > 1,
+        loss_logits=kernels.logits_per_chunk(device),
+    )
+    return sum(parts.values())
 
 
 def leave_out_too_large(cells: list[Cell], vocab_size: int) -> None:

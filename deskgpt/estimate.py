@@ -23,7 +23,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,22 +67,29 @@ def memory(
     compiled: bool,
     accumulates: bool = True,
     explicit: bool = False,
+    loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
     dtype is that of the matmuls, not auto. accumulates: whether a step has several micro-batches, so that earlier
-    gradients are alive in a forward pass. explicit: kernels.explicit_attention. The parts: activations are what the
+    gradients are alive in a forward pass. explicit: kernels.explicit_attention. loss_logits: of a chunk of the loss on
+    CUDA, as kernels.logits_for_memory has them for the card. The parts: activations are what the
     forward pass keeps until the loss begins, token ids included. logits are all that the loss adds to it, or what the
     backward pass adds, if that is more. optimizer are AdamW's moments; Muon keeps less, and takes about as much while
     it steps, when the activations are gone.
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit)
-        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit)
+        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
+        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
-    with fake_tensors(device_type), Live(device_type) as live, kernels.explicit_attention(explicit):
+    with ExitStack() as stack:
+        stack.enter_context(fake_tensors(device_type))
+        stack.enter_context(SoftmaxInPlace() if compiled else nullcontext())
+        stack.enter_context(kernels.explicit_attention(explicit))
+        stack.enter_context(kernels.loss_chunk(loss_logits if device_type == "cuda" else None))
+        live = stack.enter_context(Live(device_type))
         model = GPT(config)
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
@@ -190,13 +197,22 @@ def kept_by_partitioner(config: GPTConfig, dtype: str, device_type: str) -> tupl
     return sizes[False], sizes[True] // TRACED_SEQUENCES
 
 
-def largest_batch(config: GPTConfig, batch_size: int, dtype: str, device_type: str, limit_bytes: float) -> int:
+def largest_batch(
+    config: GPTConfig,
+    batch_size: int,
+    dtype: str,
+    device_type: str,
+    limit_bytes: float,
+    loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+) -> int:
     """The largest micro-batch of batch_size, batch_size/2, batch_size/4 ... predicted to fit; 0 where none does."""
-    while sum(memory(config, batch_size, dtype, device_type, compiled=True).values()) > limit_bytes:
+    while True:
+        parts = memory(config, batch_size, dtype, device_type, compiled=True, loss_logits=loss_logits)
+        if sum(parts.values()) <= limit_bytes:
+            return batch_size
         if batch_size % 2:
             return 0
         batch_size //= 2
-    return batch_size
 
 
 class Live(TorchDispatchMode):
@@ -282,6 +298,18 @@ class AsOnCuda(TorchFunctionMode):
         return torch.native_dropout(x, p, True)[0]  # keeps a mask of one byte per element
 
 
+class SoftmaxInPlace(TorchFunctionMode):
+    """The softmax between the loss's matmuls takes no memory, as when kernels.softmax_ is compiled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.log_softmax:
+            (logits, *_) = args
+            return torch.empty((), dtype=torch.float32).expand(logits.shape)
+        if func is Tensor.exp_:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 class FusedRmsNorm(torch.autograd.Function):
     """What CUDA's kernel of RMS norm takes and keeps: its input, and a number for each row. Computes nothing."""
 
@@ -321,7 +349,8 @@ def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.d
         )
     smaller = 1 if c.batch_size % 2 else c.batch_size // 2
     if not c.auto_batch and device.type == "cuda" and limit:
-        smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit) or 1
+        logits = kernels.logits_for_memory(hardware.memory_bytes(device) or 0)
+        smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit, logits) or 1
     same = same_training(c, smaller)
     if not c.auto_batch:
         flags = " ".join(f"--{k}={v}" for k, v in same.items())

@@ -121,16 +121,18 @@ def linear_to_fewer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 # ---- loss ----------------------------------------------------------------------------------------------------
 
-# Up to this number of elements, the logits of a batch are computed at once. More are computed, used and dropped in
-# chunks. On a CPU smaller chunks cost speed and larger ones only memory: 2^25 are 667 tokens of GPT-2's vocabulary,
-# 134 MB in float32 (bench/results/2026-11-22-loss.md). On a GPU every chunk also reads and writes the whole gradient of
-# the head, 309 MB for GPT-2 in float32, which only thousands of tokens outweigh: 4096 to 16384 of GPT-2's vocabulary.
+# Up to this number of logits, a batch's are computed at once, in plain torch. More are computed, used and dropped in
+# chunks, of this size on a CPU: smaller chunks cost speed, larger ones only memory. 2^25 are 667 tokens of GPT-2's
+# vocabulary, 134 MB in float32 (bench/results/2026-11-22-loss.md). On a GPU every chunk also reads and writes the whole
+# gradient of the head, 309 MB for GPT-2 in float32, which only thousands of tokens outweigh: 4096 to 16384 of GPT-2's
+# vocabulary.
 LOGITS_ON_CPU = 1 << 25
 LEAST_LOGITS_ON_GPU = 4096 * 50304
 MOST_LOGITS_ON_GPU = 16384 * 50304
 BYTES_PER_LOGIT = 6  # of a chunk, not compiled: the logits in 16 bits, their logarithm of the softmax in float32
 SHARE_OF_GPU = 8  # where there is a choice, a chunk takes at most an eighth of a GPU's memory
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
+WHOLE = 1 << 62  # for loss_chunk: all logits at once, however many, in plain torch
 
 _logits_per_chunk: int | None = None  # set by loss_chunk
 
@@ -161,7 +163,7 @@ def logits_per_chunk_of_gpu(index: int | None) -> int:
     return logits_for_memory(torch.cuda.get_device_properties(index).total_memory)
 
 
-def logits_for_memory(gpu_bytes: int) -> int:
+def logits_for_memory(gpu_bytes: float) -> int:
     """How many logits to compute at once on a GPU with this memory: the least, twice or four times as many."""
     logits = LEAST_LOGITS_ON_GPU
     while logits < MOST_LOGITS_ON_GPU and 2 * logits * BYTES_PER_LOGIT * SHARE_OF_GPU <= gpu_bytes:
@@ -189,8 +191,10 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     h (N, C) hidden states, weight (V, C) of the head, targets (N,) with -1 ignored.
     """
     N, V = h.size(0), weight.size(0)
-    chunk = tokens_per_chunk(N, V, logits_per_chunk(h.device))
-    if chunk == N:
+    most = logits_per_chunk(h.device)
+    chunk = tokens_per_chunk(N, V, most)
+    is_small = chunk == N and N * V <= LOGITS_ON_CPU
+    if is_small or most == WHOLE:
         return F.cross_entropy(F.linear(h, weight).float(), targets, ignore_index=-1)
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
@@ -243,24 +247,32 @@ def chunked_cross_entropy(
         grad_w = torch.zeros_like(weight) if needs_grad else weight.new_empty(0)
         for first in range(0, h.size(0), chunk):
             rows = slice(first, first + chunk)
-            h_rows = h[rows].to(dtype)  # (chunk, C)
-            targets_of_rows = targets[rows]
-            kept = targets_of_rows >= 0
-            targets_of_rows = targets_of_rows.clamp(min=0)
-
-            logits = h_rows @ w.t()  # (chunk, V)
+            h_rows = h[rows].to(dtype)
             in_place = softmax_of_full_chunk_ if len(h_rows) == chunk else softmax_
-            log_p_target = in_place(logits, targets_of_rows)
-            loss -= (log_p_target * kept).sum()
-            if not needs_grad:
-                continue
-            # d loss / d logits = softmax - onehot(target)
-            grad_logits = logits
-            grad_logits[torch.arange(len(h_rows), device=h.device), targets_of_rows] = log_p_target.expm1().to(dtype)
-            # Ignored rows drop out of the narrow factors.
-            torch.mul(grad_logits @ w, kept[:, None], out=grad_h[rows])
-            add_matmul_(grad_w, grad_logits.t(), h_rows * kept[:, None])
+            loss += cross_entropy_of_chunk(h_rows, w, targets[rows], grad_h[rows], grad_w, in_place)
     return loss, grad_h, grad_w
+
+
+def cross_entropy_of_chunk(
+    h: Tensor, w: Tensor, targets: Tensor, grad_h: Tensor, grad_w: Tensor, in_place: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Sum of the cross-entropy of `h @ w.T`. Writes its gradient by h into grad_h and adds that by w to grad_w.
+
+    h and grad_h (chunk, C), w and grad_w (V, C), targets (chunk,) with -1 ignored. Empty grad_w: no gradients wanted.
+    in_place: softmax_. The logits are dropped before the next chunk: otherwise two of them would overlap.
+    """
+    kept = targets >= 0
+    targets = targets.clamp(min=0)
+    logits = h @ w.t()  # (chunk, V)
+    log_p_target = in_place(logits, targets)
+    if grad_w.numel():
+        # d loss / d logits = softmax - onehot(target)
+        grad_logits = logits
+        grad_logits[torch.arange(len(h), device=h.device), targets] = log_p_target.expm1().to(h.dtype)
+        # Ignored rows drop out of the narrow factors.
+        torch.mul(grad_logits @ w, kept[:, None], out=grad_h)
+        add_matmul_(grad_w, grad_logits.t(), h * kept[:, None])
+    return -(log_p_target * kept).sum()
 
 
 def softmax_(logits: Tensor, targets: Tensor) -> Tensor:

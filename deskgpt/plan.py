@@ -71,6 +71,10 @@ class Machine:
             return None
         return estimate.USABLE * self.free_bytes
 
+    def loss_logits(self) -> int:
+        """Of a chunk of the loss, if this is a CUDA card."""
+        return kernels.logits_for_memory(self.memory_bytes or 0)
+
 
 # ---- the report ----------------------------------------------------------------------------------------------
 
@@ -118,7 +122,14 @@ def say_memory(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks
     # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
     explicit = kernels.may_be_explicit(machine.device_type, config.block_size, config.dropout)
     parts = estimate.memory(
-        config, c.batch_size, machine.dtype, machine.device_type, c.compile is not False, accumulates, explicit
+        config,
+        c.batch_size,
+        machine.dtype,
+        machine.device_type,
+        c.compile is not False,
+        accumulates,
+        explicit,
+        machine.loss_logits(),
     )
     total = sum(parts.values())
     of = f" of {hardware.memory_in_words(machine.free_bytes, machine.memory_bytes)}" if machine.free_bytes else " GiB"
@@ -163,9 +174,11 @@ class Fitting:
         self.batch_sizes = [n for n in range(1, largest + 1) if sequences % n == 0]
 
         @functools.cache
-        def peak_bytes(batch_size: int, dtype: str) -> int:
+        def peak_bytes(batch_size: int, dtype: str, loss_logits: int) -> int:
+            compiled = c.compile is not False
             accumulates = batch_size < sequences
-            return sum(estimate.memory(config, batch_size, dtype, "cuda", c.compile is not False, accumulates).values())
+            parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, loss_logits=loss_logits)
+            return sum(parts.values())
 
         self.peak_bytes = peak_bytes
 
@@ -174,7 +187,11 @@ class Fitting:
         usable = machine.usable_bytes()
         if usable is None:
             return None
-        n_fitting = bisect.bisect_right(self.batch_sizes, usable, key=lambda n: self.peak_bytes(n, machine.dtype))
+
+        def peak_bytes(batch_size: int) -> int:
+            return self.peak_bytes(batch_size, machine.dtype, machine.loss_logits())
+
+        n_fitting = bisect.bisect_right(self.batch_sizes, usable, key=peak_bytes)
         return self.batch_sizes[n_fitting - 1] if n_fitting else 0
 
 

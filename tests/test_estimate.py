@@ -242,10 +242,16 @@ def test_dropout_on_cuda_keeps_masks_of_one_byte_and_no_matrix_of_attention_weig
     assert masks <= dropped - plain < 2.5 * masks
 
 
-def test_loss_in_chunks_holds_a_chunk_of_logits_not_all():
+@pytest.mark.parametrize(("compiled", "bytes_per_logit"), [(False, 10), (True, 2)])
+def test_loss_in_chunks_holds_a_chunk_of_logits_not_all(compiled, bytes_per_logit):
+    """Compiled, the softmax is computed in place: only the logits in 16 bits."""
     config = replace(SMALL, block_size=1024, vocab_size=50304)
-    parts = estimate.memory(config, 16, "bfloat16", "cuda", compiled=False)
-    assert parts["logits"] < 12 * kernels.LOGITS_ON_CPU + 12 * config.vocab_size * config.n_embd
+    head = 12 * config.vocab_size * config.n_embd  # its gradient in float32, the weight and a product in 16 bits
+    for gb in (12, 24, 80):
+        logits = kernels.logits_for_memory(gb * 2**30)
+        parts = estimate.memory(config, 16, "bfloat16", "cuda", compiled, loss_logits=logits)
+        held = min(logits, 16 * 1024 * config.vocab_size)
+        assert bytes_per_logit * held < parts["logits"] < (bytes_per_logit + 1) * held + head
 
 
 @pytest.mark.parametrize(("batch_size", "candidates"), [(1, [1]), (12, [3, 6, 12]), (16, [1, 2, 4, 8, 16])])

@@ -100,14 +100,14 @@ def test_table_rehearses_each_micro_batch_once_for_all_cards(monkeypatch, capsys
     asked = []
     memory = estimate.memory
 
-    def counted(config: GPTConfig, batch_size: int, dtype: str, *rest: Any) -> dict[str, int]:
-        asked.append((batch_size, dtype))
-        return memory(config, batch_size, dtype, *rest)
+    def counted(config: GPTConfig, batch_size: int, dtype: str, *rest: Any, **options: Any) -> dict[str, int]:
+        asked.append((batch_size, dtype, options["loss_logits"]))
+        return memory(config, batch_size, dtype, *rest, **options)
 
     monkeypatch.setattr(estimate, "memory", counted)
     plan_of_tiny(capsys, plan_for="all", batch_size=2, gradient_accumulation_steps=2)
-    assert {dtype for _, dtype in asked} == {"bfloat16", "float16"}
-    assert len(asked) == len(set(asked)) <= 2 * 3  # two dtypes, micro-batches of 1, 2 and 4
+    assert {dtype for _, dtype, _ in asked} == {"bfloat16", "float16"}
+    assert len(asked) == len(set(asked)) <= 2 * 3 * 3  # two dtypes, micro-batches of 1, 2 and 4, three sizes of chunks
 
 
 def test_card_into_which_nothing_fits_has_no_time(monkeypatch, capsys):

@@ -13,7 +13,7 @@ from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
 from bench.timing import gpu_memory
-from deskgpt import estimate, hardware
+from deskgpt import estimate, hardware, kernels
 from deskgpt.estimate import USABLE
 from deskgpt.runner import Form, Runner
 from model import GPT
@@ -82,7 +82,8 @@ def measure(s: Session) -> dict[str, Any]:
 def case(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
     """A row: memory and time of a micro-batch of this size, next to AdamW's state and gradients."""
     config = s.sizes.model
-    predicted = estimate.memory(config, batch_size, form.dtype, s.device.type, form.compiled)
+    logits = kernels.logits_per_chunk(s.device)
+    predicted = estimate.memory(config, batch_size, form.dtype, s.device.type, form.compiled, loss_logits=logits)
     row: Row = {
         "batch_size": batch_size,
         "fits": False,

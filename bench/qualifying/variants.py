@@ -21,7 +21,6 @@ from deskgpt import compiling, hardware, kernels
 from deskgpt.runner import Form, Runner
 from model import GPT
 
-WHOLE = 1 << 62  # a chunk of the loss that no batch exceeds
 MARGIN = 1.3  # of the longest variant so far: with less time left, no usual one begins
 AUTOTUNE = "max-autotune-no-cudagraphs"
 BACKENDS = {
@@ -89,7 +88,7 @@ def variants(usual: Form, logits: int) -> list[Variant]:
     attentions = [Variant(f"{name} attention", usual, attention_of(backend)) for name, backend in BACKENDS.items()]
     return [
         Variant(str(other), other),
-        Variant("loss whole", usual, chunk_of(WHOLE)),
+        Variant("loss whole", usual, chunk_of(kernels.WHOLE)),
         *chunks,
         *attentions[:2],
         Variant("FP8 in the blocks", usual, eight_bits="fp8"),
@@ -127,7 +126,7 @@ def auto_chunked() -> AbstractContextManager[Any]:
         raise ValueError(f"torch {torch.__version__} has no auto-chunker")
     stack = ExitStack()
     stack.enter_context(inductor.patch({"auto_chunker.enable": True}))
-    stack.enter_context(kernels.loss_chunk(WHOLE))
+    stack.enter_context(kernels.loss_chunk(kernels.WHOLE))
     return stack
 
 

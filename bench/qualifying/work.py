@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import train
 from bench.qualifying.session import Session
 from bench.timing import write_data
-from deskgpt import estimate, forms, hardware, peak_flops
+from deskgpt import estimate, forms, hardware, kernels, peak_flops
 from deskgpt.errors import is_out_of_memory
 from deskgpt.optimizer import make_optimizer
 from deskgpt.runlog import read_events
@@ -62,7 +62,8 @@ def best_batch(s: Session, sequences: int = 0) -> int:
     if not rows:
         limit = estimate.USABLE * (hardware.usable_memory_bytes(s.device) or math.inf)
         dtype = usual_form(s.device).dtype
-        largest = estimate.largest_batch(s.sizes.model, s.sizes.last_batch, dtype, s.device.type, limit)
+        logits = kernels.logits_per_chunk(s.device)
+        largest = estimate.largest_batch(s.sizes.model, s.sizes.last_batch, dtype, s.device.type, limit, logits)
         return max(largest, s.sizes.first_batch)
     return max(rows, key=lambda r: r["tokens_per_s"])["batch_size"]
 
