@@ -284,7 +284,10 @@ def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to total. On CUDA, matmuls of 16 bits sum into a float32 total themselves (meta: as there)."""
+    """Adds a @ b to total. On CUDA, a matmul of 16 bits sums into a float32 total itself (meta: as there).
+
+    torch takes a float32 total there since github.com/pytorch/pytorch/pull/167931.
+    """
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.device.type in ("cuda", "meta") and not torch.version.hip:
