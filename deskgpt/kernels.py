@@ -158,7 +158,6 @@ def logits_per_chunk(device: torch.device) -> int:
     return LOGITS_ON_CPU
 
 
-@torch.compiler.assume_constant_result
 def logits_per_chunk_of_gpu(index: int | None) -> int:
     return logits_for_memory(torch.cuda.get_device_properties(index).total_memory)
 
@@ -313,6 +312,7 @@ def register_operators() -> None:
         return
     _register_gelu()
     _register_chunked_cross_entropy()
+    torch.compiler.assume_constant_result(logits_per_chunk_of_gpu)  # it asks the driver, which cannot be traced
     _registered = True
 
 
