@@ -40,6 +40,12 @@ MODERN = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=51
 PRECISION = {"float32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
 
 
+@pytest.fixture(autouse=True)
+def _full_float32():
+    """A run allows TF32 in its process. Here its tests must not depend on which ran before."""
+    torch.set_float32_matmul_precision("highest")
+
+
 def run_of(data, out_dir, **settings):
     return TrainConfig(**(RUN | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
 
