@@ -105,8 +105,8 @@ def describe(result: dict[str, Any]) -> str:
     lines = [
         f"ms per token over {result['tokens']} tokens after a prompt of {PROMPT}, in {result['dtype']}, not compiled. "
         f"First the medians, and the longest token, of two passes with {USUAL}: where the first takes much longer than "
-        "the second, something was prepared for each new length. One token of a pass takes long on CUDA: there its graph "
-        "is recorded. Then the medians by what is drawn from.",
+        "the second, something was prepared for each new length. On CUDA one token of a pass takes long, because the "
+        "graph is recorded there. Then the medians by what is drawn from.",
         "",
         markdown_table(head, body),
     ]
