@@ -129,8 +129,8 @@ def linear_to_fewer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 LOGITS_ON_CPU = 1 << 25
 LEAST_LOGITS_ON_GPU = 4096 * 50304
 MOST_LOGITS_ON_GPU = 16384 * 50304
-BYTES_PER_LOGIT = 6  # of a chunk, not compiled: the logits in 16 bits, their logarithm of the softmax in float32
-SHARE_OF_GPU = 8  # where there is a choice, a chunk takes at most an eighth of a GPU's memory
+BYTES_PER_LOGIT = 6  # between a chunk's 2 (compiled) and 10 (not compiled), rehearsed in bfloat16
+SHARE_OF_GPU = 8  # a chunk of more than the least takes at most an eighth of a GPU's memory
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
 WHOLE = 1 << 62  # for loss_chunk: all logits at once, however many, in plain torch
 
