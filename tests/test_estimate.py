@@ -136,6 +136,7 @@ def test_predicted_activations_are_what_a_compiled_model_keeps(settings, dtype):
     assert predicted == pytest.approx(kept_by(real), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, MODERN_SETTINGS | {"n_layer": 5}])
 def test_compiled_model_is_predicted_from_two_of_its_layers_and_two_sequences(settings, monkeypatch):
     config = replace(SMALL, **settings)
@@ -145,6 +146,7 @@ def test_compiled_model_is_predicted_from_two_of_its_layers_and_two_sequences(se
     assert predicted == pytest.approx(fixed + 12 * by_sequence, rel=0.02)
 
 
+@pytest.mark.slow
 def test_compiling_the_modern_settings_saves_memory_and_those_of_gpt2_do_not():
     for settings, least, most in (({}, 0.98, 1.02), (MODERN_SETTINGS, 0.5, 0.9)):
         config = replace(SMALL, n_layer=4, block_size=256, **settings)

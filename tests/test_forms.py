@@ -117,6 +117,7 @@ def test_wrong_kernel_in_the_dtype_that_was_asked_for_ends_the_run(wrong_attenti
         settled([], earlier, dtype="bfloat16", compile=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wish", "ends"), [("auto", False), (True, True)])
 def test_wrong_kernel_of_the_compiler_is_found(wish, ends, tmp_path, monkeypatch):
     """Inductor has a bug to order, for tests: its ReLU adds one."""

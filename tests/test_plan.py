@@ -55,6 +55,7 @@ def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
 # ---- for a card ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plan_for_a_4070_says_what_fits_into_12_gb_and_what_the_known_run_took(tmp_path, script):
     options = flags(plan_for="rtx 4070", device="cuda", out_dir=tmp_path / "out", dataset=tmp_path / "none")
     done = script("train.py", "config/train_fineweb_125m.py", *options)  # device=cuda, on a machine without
@@ -76,6 +77,7 @@ def test_plan_for_a_4070_says_what_fits_into_12_gb_and_what_the_known_run_took(t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_plan_for_all_is_a_table_of_cards_by_speed(tmp_path, script):
     small = flags(**TINY | {"block_size": 128}, plan_for="all", dataset=tmp_path / "none", max_iters=1_000_000)
     done = script("train.py", *small)
@@ -96,6 +98,7 @@ def test_plan_for_all_is_a_table_of_cards_by_speed(tmp_path, script):
     assert order[-2:] == ["Tesla P40", "GeForce RTX 3050 6GB"]
 
 
+@pytest.mark.slow
 def test_table_rehearses_each_micro_batch_once_for_all_cards(monkeypatch, capsys):
     asked = []
     memory = estimate.memory
@@ -110,6 +113,7 @@ def test_table_rehearses_each_micro_batch_once_for_all_cards(monkeypatch, capsys
     assert len(asked) == len(set(asked)) <= 2 * 3 * 3  # two dtypes, micro-batches of 1, 2 and 4, three sizes of chunks
 
 
+@pytest.mark.slow
 def test_card_into_which_nothing_fits_has_no_time(monkeypatch, capsys):
     monkeypatch.setattr(estimate, "USABLE", 1e-6)
     assert "at the same tokens per step: none" in plan_of_tiny(capsys, plan_for="RTX 4070")

@@ -414,6 +414,7 @@ def test_case_without_time_left_is_not_taken_for_right(session):
     assert row == {"case": "a case", "wrong": parity.OUT_OF_TIME}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_steps_learn_and_differ_by_rounding_only(optimizer, session):
     config = parity.models_of(session)["GPT-2"]
@@ -448,6 +449,7 @@ def test_elsewhere(n): pytest.skip("needs two CUDA devices")
 """
 
 
+@pytest.mark.slow
 def test_tests_in_a_child_process_are_counted(session, tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(SOME_TESTS)
     monkeypatch.setattr(suite, "TESTS", str(tmp_path / "test_some.py"))
@@ -459,6 +461,7 @@ def test_tests_in_a_child_process_are_counted(session, tmp_path, monkeypatch):
     assert "- 2 skipped: needs two CUDA devices" in text
 
 
+@pytest.mark.slow
 def test_tests_that_cannot_run_are_an_error(session, tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "TESTS", str(tmp_path / "none.py"))
     with pytest.raises(ValueError, match="ended with status 4: .*none.py"):

@@ -51,6 +51,7 @@ def result_of(stage: Any, s: Session) -> dict[str, Any]:
 # ---- 4: micro-batches ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_larger_micro_batches_take_more_memory_and_the_fastest_is_the_best(s):
     result = result_of(batches, s)
     rows = result["rows"]
@@ -138,6 +139,7 @@ def test_sizes_are_doubled_and_then_halfway_between():
 # ---- 5: variants ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_variants_take_turns_and_the_lowest_ratio_is_the_best(s, monkeypatch):
     """Those that are not compiled: a quick look at all of the stage but the compiler."""
     all_of = variants.variants
