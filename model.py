@@ -430,8 +430,8 @@ class Decoder:
     """The logits that follow a prompt, and then those that follow one token more in each call, with a KV cache.
 
     Where steps can be replayed as a CUDA graph, the cache is static: launching a token's hundreds of kernels one by one
-    takes longer than computing them. There, matrices are cast to autocast's dtype once: a graph would cast them again
-    for each token, and must not use autocast's own copies, which come and go.
+    takes longer than computing them. There, linear layers are cast to autocast's dtype once: a graph would cast them
+    again for each token, and must not use autocast's own copies, which come and go.
     """
 
     def __init__(self, model: GPT, static: bool | None = None) -> None:
@@ -442,7 +442,7 @@ class Decoder:
         self.cache = KVCache(model.config, graphs.can_replay(device) if static is None else static)
         self._step = graphs.replayed(self._one_token, device)
         self._token: Tensor | None = None  # (B, 1), read by each static step
-        self._matrices: dict[str, Tensor] = {}  # of the blocks, in autocast's dtype
+        self._linear: dict[str, Tensor] = {}  # weights and biases of the linear layers, in autocast's dtype
 
     def __call__(self, idx: Tensor) -> Tensor:
         """Logits (B, V) of what follows idx: the prompts (B, T) in the first call, then one token (B, 1) in each."""
@@ -451,24 +451,25 @@ class Decoder:
         length = self.cache.length + 1
         if self._token is None:
             self._token = idx.clone()
-            self._cast_matrices(idx.device.type)
+            self._cast_linear_layers(idx.device.type)
         self._token.copy_(idx)
         logits = self._step()
         self.cache.length = length  # a replayed step runs no Python
         return logits
 
     def _one_token(self) -> Tensor:
-        h = torch.func.functional_call(self.transformer, self._matrices, (self._token, self.cache))  # (B, 1, C)
+        h = torch.func.functional_call(self.transformer, self._linear, (self._token, self.cache))  # (B, 1, C)
         return F.linear(h[:, -1], self.head)
 
-    def _cast_matrices(self, device_type: str) -> None:
+    def _cast_linear_layers(self, device_type: str) -> None:
         if not torch.is_autocast_enabled(device_type):
             return
         dtype = torch.get_autocast_dtype(device_type)
         self.head = self.head.to(dtype)
-        for name, p in self.transformer.named_parameters():
-            if name.startswith("h.") and p.dim() == 2:
-                self._matrices[name] = p.to(dtype)
+        for name, module in self.transformer.named_modules():
+            if isinstance(module, nn.Linear):
+                for key, p in module.named_parameters():
+                    self._linear[f"{name}.{key}"] = p.to(dtype)
 
 
 def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
