@@ -429,9 +429,9 @@ class KVCache:
 class Decoder:
     """The logits that follow a prompt, and then those that follow one token more in each call, with a KV cache.
 
-    Where steps can be replayed as a CUDA graph, the cache is static: launching a token's hundreds of kernels one by one
-    takes longer than computing them. There, linear layers are cast to autocast's dtype once: a graph would cast them
-    again for each token, and must not use autocast's own copies, which come and go.
+    Where steps can be replayed as a CUDA graph, the cache is static: a token has hundreds of small kernels, which a
+    graph launches at once. There, linear layers are cast to autocast's dtype once: a graph would cast them again for
+    each token, and must not use autocast's own copies, which come and go.
     """
 
     def __init__(self, model: GPT, static: bool | None = None) -> None:

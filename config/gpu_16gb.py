@@ -3,7 +3,7 @@
 #     python train.py config/train_fineweb_125m.py config/gpu_16gb.py
 #
 # It lowers or raises the micro-batch and keeps the tokens per step. 32 sequences of 1024 tokens need 13.1 GiB with
-# 124M parameters in bfloat16, as --dry_run=True predicts.
+# 124M parameters in bfloat16, as --plan_for predicts for such a card.
 
 from config import split_step
 

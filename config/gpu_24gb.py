@@ -2,9 +2,9 @@
 #
 #     python train.py config/train_fineweb_125m.py config/gpu_24gb.py
 #
-# It lowers or raises the micro-batch and keeps the tokens per step. 32 sequences of 1024 tokens need 13.5 GiB with
-# 124M parameters in bfloat16, as --dry_run=True predicts. 64 would need 23.9 GiB, so this file has the same settings
-# as gpu_16gb.py.
+# It lowers or raises the micro-batch and keeps the tokens per step. 32 sequences of 1024 tokens need 13.5 GiB with 124M
+# parameters in bfloat16, as --plan_for predicts for such a card. 64 would need 23.9 GiB, so this file has the same
+# settings as gpu_16gb.py.
 
 from config import split_step
 

@@ -3,7 +3,7 @@
 #     python train.py config/train_fineweb_125m.py config/gpu_8gb.py
 #
 # It lowers or raises the micro-batch and keeps the tokens per step. 8 sequences of 1024 tokens need 5.3 GiB with 124M
-# parameters in bfloat16, as --dry_run=True predicts.
+# parameters in bfloat16, as --plan_for predicts for such a card.
 
 from config import split_step
 

@@ -106,7 +106,9 @@ def characters(n: int, seed: int) -> Ids:
     out = np.empty((LANES, length), np.uint16)
     before, last = draw.integers(0, CHARS, (2, LANES))
     for t in range(length):
-        before, last = last, table[before, last, draw.integers(0, 20, LANES)]
+        following = table[before, last, draw.integers(0, 20, LANES)]
+        before = last
+        last = following
         out[:, t] = last
     return out.reshape(-1)[:n]
 
