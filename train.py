@@ -10,10 +10,16 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 
 from __future__ import annotations
 
+from deskgpt.stopping import listener
+
+if __name__ == "__main__":
+    listener.listen()  # before torch is imported, which takes seconds
+
 import functools
 import itertools
 import math
 import re
+import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -29,16 +35,17 @@ from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.token_files import check_vocabulary, read_meta, token_files
 from data.tokenizer import padded_vocab_size
-from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops
+from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, stopping
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.gpu_peaks import find_card
+from deskgpt.health import FiniteWatch
 from deskgpt.optimizer import make_optimizer
 from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
-from deskgpt.runner import Evaluation, Form, Runner
+from deskgpt.runner import Evaluation, Runner
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
@@ -60,6 +67,14 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
     always_save_checkpoint: bool = True  # False: only when the validation loss has improved
+    # saving and stopping
+    save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
+    save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
+    max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
+    patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
+    resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
+    max_bad_steps: int = 10  # end after so many steps in a row whose gradients are not finite; such steps are skipped
+    on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: back to the last checkpoint, past the batches since then
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all ranks
@@ -163,30 +178,38 @@ def main(c: TrainConfig) -> float:
     # ---- train -----------------------------------------------------------------------------------------------
     best_val_loss = start.best_val_loss
     loader = Loader(train_split, plan, ranks.device, start.step)
+    agenda = Agenda(c, ranks, began)
+    listener.has_work_to_save = True
     timer.resume()
     for step in itertools.count(start.step):
         lr = learning_rate(c, step)
         is_last = step >= c.max_iters or c.eval_only
+        stop = agenda.reason_to_stop()
 
-        # ---- evaluate and save -------------------------------------------------------------------------------
-        if step % c.eval_interval == 0 or is_last:
-            timer.pause()
+        # ---- evaluate ----------------------------------------------------------------------------------------
+        evaluated = (step % c.eval_interval == 0 or is_last) and not stop
+        improved = False
+        if evaluated:
             watch.check_gradients()
             with timer.evaluation(), progress(ranks):
                 train = evaluate(c, runner, train_split, plan, ranks)
                 val = evaluate(c, runner, val_split, plan, ranks)
+            stop = agenda.signal()  # which has broken the evaluation off
+        if evaluated and not stop:
             report.evaluation(step, lr, train, val)
             watch.check_loss("val loss", val.loss, step)
             improved = val.loss < best_val_loss
             best_val_loss = min(best_val_loss, val.loss)
-            if step > start.step and ranks.is_first and (improved or c.always_save_checkpoint):
-                ranks.say(f"saving checkpoint to {out_dir_of(c)}")
-                with timer.saving():
-                    state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log)
-                    checkpoint.save(state, out_dir_of(c), best=improved)
-                report.saved(step, improved)
-            timer.resume()
-        if is_last:
+
+        # ---- save --------------------------------------------------------------------------------------------
+        wanted = stop or agenda.save_is_due(step) or (evaluated and (improved or c.always_save_checkpoint))
+        if wanted and step > start.step and ranks.is_first:
+            ranks.say(f"saving checkpoint to {out_dir_of(c)}")
+            with timer.saving():
+                state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log)
+                checkpoint.save(state, out_dir_of(c), best=improved)
+            report.saved(step, improved)
+        if is_last or stop:
             break
 
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -228,6 +251,8 @@ def main(c: TrainConfig) -> float:
     loader.close()
     log.close()
     ranks.close()
+    if stop:
+        raise SystemExit(agenda.exit_status(stop))
     return best_val_loss
 
 
@@ -390,8 +415,38 @@ def learning_rate(c: TrainConfig, step: int) -> float:
     return low + left * (c.learning_rate - low)
 
 
+class Agenda:
+    """When a run saves and stops beside what its step count says."""
+
+    def __init__(self, c: TrainConfig, ranks: Ranks, began: float) -> None:
+        self.c = c
+        self.ranks = ranks
+        self.ends_at = began + 3600 * c.max_hours if c.max_hours else math.inf
+        self.saved_at = time.perf_counter()
+
+    def reason_to_stop(self) -> str | None:
+        """A signal's name or max_hours, the same on all ranks; None to go on."""
+        if time.perf_counter() >= self.ends_at:
+            return "max_hours"
+        return self.signal()
+
+    def signal(self) -> str | None:
+        """The name of the signal that one of the ranks got."""
+        return signal.Signals(listener.signal).name if listener.signal else None
+
+    def save_is_due(self, step: int) -> bool:
+        """Whether save_interval or save_minutes ask for a checkpoint."""
+        return False
+
+    def exit_status(self, stop: str) -> int:
+        """The conventional status: 0 after max_hours, 128 and the signal's number otherwise."""
+        return 0 if stop == "max_hours" else stopping.exit_status(signal.Signals[stop])
+
+
 def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
-    return runner.evaluate(eval_batches(split, plan, estimate.eval_windows(c), ranks.device), ranks)
+    """The split's loss; a signal breaks it off."""
+    batches = eval_batches(split, plan, estimate.eval_windows(c), ranks.device)
+    return runner.evaluate(itertools.takewhile(lambda _: not listener.signal, batches), ranks)
 
 
 def progress(ranks: Ranks) -> AbstractContextManager[None]:
@@ -422,61 +477,6 @@ def state_of_run(
         form=forms.saved_form(runner),
         wandb_run_id=log.wandb_run_id,
     )
-
-
-class FiniteWatch:
-    """Stops a run whose gradients or loss are not finite, and says what can be done about it.
-
-    The first step with such gradients is remembered on the device: seeing a step does not wait for it.
-    """
-
-    def __init__(self, model: GPT, form: Form, first_step: int, kept: str) -> None:
-        self.names = [name for name, _ in model.named_parameters()]
-        self.form = form
-        self.first_step = first_step
-        self.kept = kept  # what can be said about the files
-        device = model.lm_head.weight.device
-        self.step = torch.full((), -1, device=device)
-        self.bad = torch.zeros(len(self.names), dtype=torch.bool, device=device)
-
-    def see(self, step: int, norms: Tensor) -> None:
-        """norms: of each parameter's gradient, in the order of the model's parameters."""
-        bad = ~norms.isfinite()
-        is_first = bad.any() & (self.step < 0)
-        self.step = torch.where(is_first, step, self.step)
-        self.bad = torch.where(is_first, bad, self.bad)
-
-    def check_gradients(self) -> None:
-        """Raises ValueError if a step's gradients were not finite. Waits for the device."""
-        step = int(self.step)
-        if step < 0:
-            return
-        names = [name for name, bad in zip(self.names, self.bad.tolist(), strict=True) if bad]
-        if len(names) == len(self.names):
-            which = "all parameters"
-        else:
-            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-            which = f"{', '.join(names[:2])}{more} of {len(self.names)} parameters"
-        raise ValueError(
-            f"gradients are not finite at step {step} ({self.form}): those of {which}; {self.kept}; {self.advice(step)}"
-        )
-
-    def check_loss(self, name: str, loss: float, step: int) -> None:
-        """Raises ValueError if a loss is not finite."""
-        if not math.isfinite(loss):
-            raise ValueError(f"{name} is {loss} at step {step}; {self.kept}; {self.advice(step)}")
-
-    def advice(self, step: int) -> str:
-        """What to try after something that is not finite at this step."""
-        tries = []
-        if self.form.compiled:
-            tries.append("--compile=False")
-        if self.form.dtype != "float32":
-            tries.append("--dtype=float32")
-        if step > self.first_step:
-            return "try " + ", then ".join(["a lower --learning_rate", *tries])
-        remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
-        return f"no update of this run came before, so it is not the learning rate: {remedy}"
 
 
 # ---- what a run reports --------------------------------------------------------------------------------------

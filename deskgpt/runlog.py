@@ -173,17 +173,23 @@ class StepTimer:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
+        """Times an evaluation, while the clock of the steps stands still."""
+        self.pause()
         t0 = time.perf_counter()
         yield
         self.last_eval_s = time.perf_counter() - t0
         self.eval_s += self.last_eval_s
+        self.resume()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
+        """Times what saving costs the loop, while the clock of the steps stands still."""
+        self.pause()
         t0 = time.perf_counter()
         yield
         self.last_save_s = time.perf_counter() - t0
         self.save_s += self.last_save_s
+        self.resume()
 
 
 @contextmanager

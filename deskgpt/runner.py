@@ -129,7 +129,7 @@ class Runner:
         rows_of = torch.tensor(counts, dtype=torch.float64)
         n_rows = int(ranks.sum(rows_of.sum()).item())
         n_batches = int(ranks.sum(torch.tensor(len(counts), dtype=torch.float64)).item())
-        mean = ranks.sum(sums.sum()).item() / n_rows
+        mean = ranks.sum(sums.sum()).item() / n_rows if n_rows else math.nan
         squares = ranks.sum((sums - mean * rows_of).square().sum()).item()
         if n_batches < 8:
             return Evaluation(mean, None)
