@@ -35,6 +35,7 @@ from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.token_files import check_vocabulary, read_meta, token_files
 from data.tokenizer import padded_vocab_size
+from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, stopping
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
@@ -146,6 +147,7 @@ def main(c: TrainConfig) -> float:
         dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
     train_split, val_split = open_splits(c, start, meta)
+    verification = Verification(DATA / c.dataset, (train_split, val_split) if ranks.is_first else ())
     model = start.build_model(c.block_size).to(ranks.device)
     if start.train_tokens not in (None, train_split.tokens):
         ranks.say(f"the data had {start.train_tokens:,} train tokens before: batches now come in another order")
@@ -172,7 +174,7 @@ def main(c: TrainConfig) -> float:
     timer = StepTimer(ranks.device)
     log = open_log(c, ranks, start)
     report = Report(c, ranks, runner, plan, timer, log)
-    report.start(start.step, meta, train_split, val_split, warm_up_s)
+    report.start(start.step, meta, train_split, val_split, verification.state, warm_up_s)
     watch = FiniteWatch(model, runner.form, start.step, kept=f"the files in {out_dir_of(c)} are unchanged")
 
     # ---- train -----------------------------------------------------------------------------------------------
@@ -185,12 +187,15 @@ def main(c: TrainConfig) -> float:
         lr = learning_rate(c, step)
         is_last = step >= c.max_iters or c.eval_only
         stop = agenda.reason_to_stop()
+        verification.check()
 
         # ---- evaluate ----------------------------------------------------------------------------------------
         evaluated = (step % c.eval_interval == 0 or is_last) and not stop
         improved = False
         if evaluated:
             watch.check_gradients()
+            for change in train_split.changes() + val_split.changes():
+                ranks.say(f"warning: {change}")
             with timer.evaluation(), progress(ranks):
                 train = evaluate(c, runner, train_split, plan, ranks)
                 val = evaluate(c, runner, val_split, plan, ranks)
@@ -249,6 +254,8 @@ def main(c: TrainConfig) -> float:
     # ---- end -------------------------------------------------------------------------------------------------
     report.end(step, step - start.step, best_val_loss)
     loader.close()
+    if not verification.close():
+        ranks.say("note: the run ended before all its data was compared with the checksums in meta.json")
     log.close()
     ranks.close()
     if stop:
@@ -500,7 +507,9 @@ class Report:
         of_all_ranks = ranks.sum(torch.tensor([peak, measured], dtype=torch.float64))
         self.peak_flops, self.measured_flops = of_all_ranks.tolist()
 
-    def start(self, step: int, meta: dict[str, Any], train: Split, val: Split, warm_up_s: float) -> None:
+    def start(
+        self, step: int, meta: dict[str, Any], train: Split, val: Split, checksums: str, warm_up_s: float
+    ) -> None:
         c = self.c
         say = self.ranks.say
         device = self.ranks.device
@@ -509,7 +518,10 @@ class Report:
         compiler = compiling.compiler_name(device) if form.compiled else None
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
         name = hardware.device_name(device)
-        say(f"data: {(DATA / c.dataset).name}, {train.tokens:,} train and {val.tokens:,} val tokens")
+        say(f"data: {(DATA / c.dataset).name}, {train.tokens:,} train and {val.tokens:,} val tokens, {checksums}")
+        for poverty in (train.poverty(), val.poverty()):
+            if poverty:
+                say(f"warning: {poverty}")
         say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
         say(f"device: {self.ranks.world} x {name}, {form}{by}")
         say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")

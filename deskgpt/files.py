@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +44,20 @@ def write_atomically(path: Path, content: bytes | bytearray) -> None:
         raise OSError(
             f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder"
         ) from None
+
+
+def read_small(path: Path, at_most: int) -> bytes:
+    """The content of a file that has no reason to be larger than `at_most` bytes.
+
+    Raises ValueError where it is larger, or a pipe, device or folder, which might never end; OSError.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path.name} is not a file")
+    with open(path, "rb") as file:
+        content = file.read(at_most + 1)
+    if len(content) > at_most:
+        raise ValueError(f"{path.name} has more than {at_most:,} bytes, an absurd size")
+    return content
 
 
 def link_or_copy(path: Path, as_path: Path) -> None:
