@@ -255,7 +255,7 @@ def main(c: TrainConfig) -> float:
     report.end(step, step - start.step, best_val_loss)
     loader.close()
     if not verification.close():
-        ranks.say("note: the run ended before all its data was compared with the checksums in meta.json")
+        ranks.say("note: the run ended before the checksums of all its data were verified")
     log.close()
     ranks.close()
     if stop:

@@ -1,7 +1,7 @@
-"""Compares token files with the checksums in meta.json, once per content: a file that stays the same is not read again.
+"""Verifies token files by the checksums in meta.json, once per content: a file that stays the same is not read again.
 
-What was compared is remembered in `.checked.json` beside the files; in a folder that cannot be written, each run
-compares anew. A small data set is compared before the run begins, a large one in a thread while it trains.
+What was verified is remembered in `.checked.json` beside the files; in a folder that cannot be written, each run
+verifies it again. A small data set is verified before the run begins, a large one in a thread while it trains.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from data.token_files import Shard, listed_files
 from deskgpt import remembered
 
 REMEMBERED = ".checked.json"
-AT_ONCE = 512 << 20  # bytes that are compared before the run begins: in a second or so
+AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
 # A file changed as recently as this is not remembered: a change within the file system's tick (2 s on FAT) would be
 # missed, as it leaves size and time alike.
 RECENT_S = 2.0
 
 
 class Verification:
-    """Compares the files of splits with meta.json's checksums. Raises ValueError where one differs, OSError.
+    """Verifies the files of splits that meta.json lists. Raises ValueError where one is not what it says, OSError.
 
-    `check` raises what was found since. Where a file differs, what was trained on it is worth nothing.
+    Of a large data set, `check` raises that later. `state` says in a few words for the log what is verified.
     """
 
     def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
@@ -46,17 +46,18 @@ class Verification:
                 to_do.append(shard)
 
         if not listed:
-            self.state = "no checksums to compare with (no meta.json lists the files)"
+            there = (folder / "meta.json").exists()
+            self.state = "no checksums (meta.json lists no files)" if there else "no checksums (no meta.json)"
         elif not to_do:
-            self.state = "checksums compared before"
+            self.state = "checksums verified before"
         elif sum(shard.facts.size for shard in to_do) <= AT_ONCE:
-            self._compare(to_do)
+            self._verify(to_do)
             self.check()
-            self.state = "checksums compared"
+            self.state = "checksums verified"
         else:
-            self._thread = threading.Thread(target=self._compare, args=[to_do], name="checksums", daemon=True)
+            self._thread = threading.Thread(target=self._verify, args=[to_do], name="checksums", daemon=True)
             self._thread.start()
-            self.state = "checksums are compared while it trains"
+            self.state = "checksums are verified while it trains"
         unlisted = [shard.path.name for shard in shards if listed and shard.path.name not in listed]
         if unlisted:
             more = f" and {len(unlisted) - 1} more" if unlisted[1:] else ""
@@ -68,14 +69,14 @@ class Verification:
             raise self._fault
 
     def close(self) -> bool:
-        """Stops comparing. Returns whether all files were compared."""
+        """Stops verifying. Returns whether that was finished."""
         unfinished = self._thread is not None and self._thread.is_alive()
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         return not unfinished
 
-    def _compare(self, shards: list[Shard]) -> None:
+    def _verify(self, shards: list[Shard]) -> None:
         for shard in shards:
             try:
                 checksum = shard.sha256(cancelled=self._stop.is_set)

@@ -99,6 +99,9 @@ def damaged(folder: Path, kind: str) -> None:
     elif kind == "id":
         ids[:] = 300
         write_tokens(train, ids)
+    elif kind == "bit":
+        ids[7] = 1
+        write_tokens(train, ids)
     elif kind == "meta":
         (folder / "meta.json").write_text("{")
 
@@ -110,6 +113,7 @@ DATA = [
     ("short", r"block_size=16 needs 17 tokens in a row, .*train\*\.bin has 10; try --block_size=9"),
     ("no val", r"has no val\*\.bin"),
     ("id", r"train\.bin: token [\d,]+ is 300, and the vocabulary ends at 255"),
+    ("bit", r"train\.bin: its checksum is not the one in meta\.json: .*; prepare the data again"),
     ("meta", r"meta\.json does not describe token files"),
 ]
 
@@ -119,6 +123,26 @@ def test_data(tmp_path, run, script, kind, message):
     damaged(tmp_path / "data", kind)
     settings = TINY | {"dataset": tmp_path / "data", "out_dir": run}
     assert_fails(script, run, message, *flags(**settings))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
+def test_train_bin_cut_short_under_the_run(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 256, 100_000, np.uint16)
+    write_dataset(tmp_path / "data", {"train": ids, "val": ids}, BytesTokenizer(), "test")
+    settings = flags(**TINY | {"dataset": tmp_path / "data", "out_dir": tmp_path / "run", "max_iters": 10**6})
+    command = [sys.executable, "train.py", *settings]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("iter 5:"):
+                os.truncate(tmp_path / "data" / "train.bin", 1000)
+                break
+        _, err = process.communicate(timeout=60)
+    (line,) = err.splitlines()
+    assert re.match(r"error: .*train\.bin became shorter while it was in use: it had 200,000 bytes, now it has", line)
+    assert process.returncode == 1
 
 
 def test_no_data(tmp_path, run, script):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -176,6 +177,30 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
     assert {e["save_s"] for e in events(tmp_path, "save")} == {1000.0}
     end = events(tmp_path, "end")[0]
     assert (end["train_s"], end["eval_s"], end["save_s"]) == (2.5, 5 * 200.0, 4 * 1000.0)
+
+
+def test_start_says_what_is_known_about_the_data(tmp_path, capsys):
+    ids = np.zeros(1000, np.uint16)
+    write_dataset(tmp_path / "data", {"train": ids, "val": np.resize([3, 5, 7], 1000)}, BytesTokenizer(), "test")
+    main(tiny(tmp_path / "data", tmp_path / "out", max_iters=1))
+    out = capsys.readouterr().out
+    assert "data: data, 1,000 train and 1,000 val tokens, checksums verified\n" in out
+    assert f"warning: {tmp_path}/data/train.bin holds only token 0: there is nothing to learn" in out
+    assert "val.bin holds only" not in out
+    (tmp_path / "data" / "meta.json").unlink()
+    main(tiny(tmp_path / "data", tmp_path / "out", eval_only=True, n_head=1, n_layer=1, n_embd=4))
+    assert "1,000 val tokens, no checksums (no meta.json)\n" in capsys.readouterr().out
+
+
+def test_file_found_damaged_while_it_trains_ends_the_run(chars, tmp_path, monkeypatch, capsys):
+    data = shutil.copytree(chars, tmp_path / "data")
+    ids = np.fromfile(data / "val.bin", "<u2")
+    ids[[0, 1]] = 1, 2
+    ids.tofile(data / "val.bin")
+    monkeypatch.setattr("data.verify.AT_ONCE", 0)
+    with pytest.raises(ValueError, match=r"val\.bin: its checksum is not the one in meta\.json"):
+        main(tiny(data, tmp_path / "out", max_iters=100_000, eval_interval=100_000))
+    assert "checksums are verified while it trains" in capsys.readouterr().out
 
 
 def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_path):

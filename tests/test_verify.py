@@ -42,7 +42,7 @@ def splits_of(folder: Path) -> list[Split]:
 
 
 def verified(folder: Path) -> str:
-    """The state after all was compared. Raises what training would end with."""
+    """The state after all was verified. Raises what training would end with."""
     verification = Verification(folder, splits_of(folder))
     if verification._thread is not None:
         verification._thread.join()
@@ -68,7 +68,7 @@ def test_no_corruption_of_a_token_file_is_silent(tmp_path, header):
 def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
     dataset(tmp_path)
     monkeypatch.setattr(data.verify, "AT_ONCE", 1 << 30 if at_once else 0)
-    assert verified(tmp_path) == ("checksums compared" if at_once else "checksums are compared while it trains")
+    assert verified(tmp_path) == ("checksums verified" if at_once else "checksums are verified while it trains")
     ids = np.fromfile(tmp_path / "val.bin", "<u2")
     ids[3] ^= 1
     ids.tofile(tmp_path / "val.bin")
@@ -77,16 +77,16 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
         verified(tmp_path)
 
 
-def test_what_was_compared_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
+def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
     dataset(tmp_path)
-    assert verified(tmp_path) == "checksums compared"
+    assert verified(tmp_path) == "checksums verified"
     assert not (tmp_path / REMEMBERED).exists()  # it was written a moment ago, and may be again at the same instant
     monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
-    assert verified(tmp_path) == "checksums compared"
+    assert verified(tmp_path) == "checksums verified"
     assert remembered.read_file(tmp_path / REMEMBERED).keys() == {"train.bin", "val.bin"}
     with monkeypatch.context() as patch:
         patch.setattr(Shard, "sha256", None)
-        assert verified(tmp_path) == "checksums compared before"
+        assert verified(tmp_path) == "checksums verified before"
 
     # Other bytes with the size and the time of before: the system knows better.
     status = (tmp_path / "train.bin").stat()
@@ -97,36 +97,36 @@ def test_what_was_compared_is_not_read_again_until_it_changes(tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"train\.bin: its checksum"):
         verified(tmp_path)
     ids.tofile(tmp_path / "train.bin")
-    assert verified(tmp_path) == "checksums compared"
+    assert verified(tmp_path) == "checksums verified"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"train.bin": 3}', "[" * 100_000])
-def test_damaged_memory_of_what_was_compared_is_no_error(tmp_path, content):
+def test_damaged_memory_of_what_was_verified_is_no_error(tmp_path, content):
     dataset(tmp_path)
     (tmp_path / REMEMBERED).write_text(content)
-    assert verified(tmp_path) == "checksums compared"
+    assert verified(tmp_path) == "checksums verified"
 
 
-def test_folder_that_cannot_be_written_is_compared_each_time(tmp_path, monkeypatch):
+def test_folder_that_cannot_be_written_is_verified_each_time(tmp_path, monkeypatch):
     dataset(tmp_path)
     monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
     (tmp_path / REMEMBERED).mkdir()  # even root cannot write it
     for _ in range(2):
-        assert verified(tmp_path) == "checksums compared"
+        assert verified(tmp_path) == "checksums verified"
 
 
 def test_folders_without_a_list_and_files_outside_of_it_are_said(tmp_path):
     dataset(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     write_tokens(tmp_path / "train_2.bin", np.arange(20, dtype=np.uint16))
-    assert verified(tmp_path) == "checksums compared; meta.json does not list train_2.bin"
+    assert verified(tmp_path) == "checksums verified; meta.json does not list train_2.bin"
     write_meta(tmp_path, {"tokenizer": meta["tokenizer"], "vocab_size": 256})
-    assert verified(tmp_path) == "no checksums to compare with (no meta.json lists the files)"
+    assert verified(tmp_path) == "no checksums (meta.json lists no files)"
     (tmp_path / "meta.json").unlink()
-    assert verified(tmp_path) == "no checksums to compare with (no meta.json lists the files)"
+    assert verified(tmp_path) == "no checksums (no meta.json)"
 
 
-def test_closing_stops_a_comparison_that_has_not_ended(tmp_path, monkeypatch):
+def test_closing_stops_a_verification_that_has_not_ended(tmp_path, monkeypatch):
     dataset(tmp_path)
     monkeypatch.setattr(data.verify, "AT_ONCE", 0)
 
@@ -141,7 +141,7 @@ def test_closing_stops_a_comparison_that_has_not_ended(tmp_path, monkeypatch):
     assert not (tmp_path / REMEMBERED).exists()
 
 
-def test_file_cut_short_while_it_is_compared_is_named(tmp_path):
+def test_file_cut_short_while_it_is_verified_is_named(tmp_path):
     dataset(tmp_path)
     splits = splits_of(tmp_path)
     os.truncate(tmp_path / "train.bin", 100)
