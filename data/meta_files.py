@@ -151,8 +151,8 @@ PLAIN = {
 def from_pickle(path: Path) -> dict[str, Any]:
     """The description in nanoGPT's meta.pkl: {"tokenizer", "vocab_size", "end_of_text"}.
 
-    The tokenizer is {} where the pickle has no itos (some folders have a vocab_size only), or one of longer pieces than
-    characters: enough to train on. Raises ValueError, whose message says in a few words what is wrong, and OSError.
+    The tokenizer is {} where the pickle has a vocab_size only, or an itos of longer pieces than characters: enough to
+    train on. Raises ValueError, whose message says in a few words what is wrong, and OSError.
     """
     content = read_small(path, PICKLE_BYTES)
     try:
@@ -173,8 +173,8 @@ def from_pickle(path: Path) -> dict[str, Any]:
 
 
 def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
-    """The text of each token, [] where itos is missing. Raises ValueError where itos and stoi contradict each other."""
-    if not itos:
+    """The text of each token, [] without itos and stoi. Raises ValueError where these contradict each other."""
+    if not itos and not stoi:
         return []
     if not isinstance(itos, dict | list):
         raise ValueError("its itos is not a table")

@@ -36,6 +36,16 @@ def nanogpts(chars: str) -> dict[str, Any]:
     }
 
 
+def one_line_or(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any] | None:
+    """What is read, None for an error of one line."""
+    try:
+        return read(path)
+    except ValueError as e:
+        if len(str(e).splitlines()) != 1:
+            raise
+        return None
+
+
 # ---- meta.json -----------------------------------------------------------------------------------------------
 
 
@@ -88,6 +98,28 @@ def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_
         assert len(str(e.value).splitlines()) == 1
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["char", "bytes", "gpt2"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.sampled_from([*META, *ENTRY]), inner),
+)
+
+
+@given(
+    st.lists(st.sampled_from([*META, *meta_files.META, "name", "chars", "train.bin", *meta_files.ENTRY])), json_values
+)
+def test_any_value_anywhere_is_read_or_one_line(tmp_path_factory, keys, value):
+    folder = tmp_path_factory.mktemp("m")
+    record = meta = json.loads(json.dumps(META))
+    for key in keys[:-1]:
+        if isinstance(record.get(key), dict):
+            record = record[key]
+    if keys:
+        record[keys[-1]] = value
+    write_meta(folder, meta)
+    for read in (read_meta, listed_files):
+        one_line_or(read, folder)
+
+
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"\\ud800"'])
 def test_odd_json_is_one_line(tmp_path, content):
     (tmp_path / "meta.json").write_bytes(content)
@@ -122,16 +154,6 @@ def corrupted(content: bytes, draw: random.Random) -> bytes:
         else:
             out[at], out[other] = out[other], out[at]
     return bytes(out)
-
-
-def one_line_or(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any] | None:
-    """What is read, None for an error of one line."""
-    try:
-        return read(path)
-    except ValueError as e:
-        if len(str(e).splitlines()) != 1:
-            raise
-        return None
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -190,6 +212,7 @@ WRONG_PICKLES = [
     (nanogpts("ab") | {"itos": {0: "a", 1: 3}}, "something else than text"),
     (nanogpts("ab") | {"itos": {0: "a", 1: [["b"]]}}, "something else than text"),
     (nanogpts("ab") | {"stoi": {"a": 1, "b": 0}}, "its stoi and itos contradict each other"),
+    ({"vocab_size": 2, "itoss": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}, "its itos is not a table"),
     (nanogpts("ab") | {"itos": "ab"}, "its itos is not a table"),
     ([], "it holds no vocab_size"),
     ({"vocab_size": (2,)}, "only plain values"),
