@@ -560,21 +560,23 @@ def after_spike(
     if kept is None:
         ranks.say("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
         return None
-    if health.rewinds_to(kept.step) >= MAX_REWINDS:
-        raise ValueError(
-            f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss leapt again: it is not the "
-            f"data; try a lower --learning_rate; {kept_text(kept)}"
-        )
     with timer.saving():
+        ranks.all(True)  # the first rank has written it by now
         saved = checkpoint.load(kept.path)
+        step = saved.iter_num
+        if health.rewinds_to(step) >= MAX_REWINDS:
+            raise ValueError(
+                f"on_spike=rewind: {MAX_REWINDS} times back to step {step}, and the loss leapt again: it is not the "
+                f"data; try a lower --learning_rate; {kept_text(kept)}"
+            )
         runner.model.load_state_dict(saved.model)
         checkpoint.restore_optimizer(optimizer, saved.optimizer, str(kept.path))
         if saved.scaler:
             runner.scaler.load_state_dict(saved.scaler)
-        health.rewind(kept.step, spike, saved.health, str(kept.path))
+        health.rewind(step, spike, saved.health, str(kept.path))
         ranks.all(True)  # no rank replaces the file while another reads it
-    report.rewind(kept, spike, health.skipped_batches)
-    return kept.step
+    report.rewind(step, spike, health.skipped_batches)
+    return step
 
 
 # ---- what a run reports --------------------------------------------------------------------------------------
@@ -729,11 +731,9 @@ class Report:
         )
         self.log.write("spike", iter=spike.step, loss=spike.loss, median=spike.median, **self.windows(spike.position))
 
-    def rewind(self, kept: Kept, spike: Spike, skipped_batches: int) -> None:
-        self.ranks.say(
-            f"back to {kept.path} of step {kept.step}; the batches from there to that of step {spike.step} are skipped"
-        )
-        self.log.write("rewind", iter=kept.step, spike=spike.step, skipped_batches=skipped_batches)
+    def rewind(self, step: int, spike: Spike, skipped_batches: int) -> None:
+        self.ranks.say(f"back to step {step}; the batches from there to that of step {spike.step} are skipped")
+        self.log.write("rewind", iter=step, spike=spike.step, skipped_batches=skipped_batches)
 
     def batch(self, position: int) -> str:
         """The rows of a global batch, and the files that they are in."""
@@ -804,22 +804,30 @@ class Report:
 
     def next_commands(self, step: int, kept: Kept, best_step: int | None) -> None:
         """Where the best model is, and the commands to sample from it, to go on and to compare."""
+        say = self.ranks.say
         out_dir = out_dir_of(self.c)
         best = out_dir / checkpoint.BEST
         if not best.exists():
             best = kept.path
         of_step = "" if best_step is None else f" of step {best_step}"
         more = [] if step < self.c.max_iters else [f"--max_iters={2 * step}"]
-        self.ranks.say(f"best model{of_step}: {best}")
-        self.ranks.say("sample:  " + command("sample.py", f"--out_dir={best}"))
-        self.ranks.say("go on:   " + command("train.py", "--init_from=resume", f"--out_dir={out_dir}", *more))
-        self.ranks.say("compare: " + command("bench/compare.py", str(out_dir), "OTHER_OUT_DIR"))
+        say(f"best model{of_step}: {best}")
+        say("sample:  " + command("python", "sample.py", f"--out_dir={best}"))
+        say("go on:   " + resume_command(self.c, self.ranks, *more))
+        say("compare: " + command("python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"))
+
+
+def resume_command(c: TrainConfig, ranks: Ranks, *more: str) -> str:
+    """What to type to go on with this run; the checkpoint knows its settings. more: further settings."""
+    start = ["python", "train.py"]
+    if ranks.distributed:
+        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks.world}", "train.py"]
+    return command(*start, "--init_from=resume", f"--out_dir={out_dir_of(c)}", *more)
 
 
 def command(*words: str) -> str:
-    """A line to type that runs one of the scripts."""
-    line = ["python", *words]
-    return subprocess.list2cmdline(line) if sys.platform == "win32" else shlex.join(line)
+    """A line to type in this system's shell."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 # ---- command line --------------------------------------------------------------------------------------------

