@@ -19,7 +19,9 @@ import functools
 import itertools
 import math
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +29,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +44,8 @@ from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.gpu_peaks import find_card
-from deskgpt.health import FiniteWatch
-from deskgpt.optimizer import make_optimizer
+from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
+from deskgpt.optimizer import make_optimizer, step_if_finite
 from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
@@ -52,6 +55,7 @@ from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 DATA = Path(__file__).parent / "data"
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
+MAX_REWINDS = 5  # to the same checkpoint: spikes that other batches do not avoid are not theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
-    max_bad_steps: int = 10  # end after so many steps in a row whose gradients are not finite; such steps are skipped
+    max_bad_steps: int = 10  # end after so many steps in a row with gradients that are not finite; all are skipped
     on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: back to the last checkpoint, past the batches since then
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
@@ -173,27 +177,42 @@ def main(c: TrainConfig) -> float:
     # ---- log -------------------------------------------------------------------------------------------------
     timer = StepTimer(ranks.device)
     log = open_log(c, ranks, start)
-    report = Report(c, ranks, runner, plan, timer, log)
+    report = Report(c, ranks, runner, plan, train_split, timer, log)
     report.start(start.step, meta, train_split, val_split, verification.state, warm_up_s)
-    watch = FiniteWatch(model, runner.form, start.step, kept=f"the files in {out_dir_of(c)} are unchanged")
 
     # ---- train -----------------------------------------------------------------------------------------------
     best_val_loss = start.best_val_loss
-    loader = Loader(train_split, plan, ranks.device, start.step)
+    health = Health(runner, ranks, start.step, c.grad_clip, c.max_bad_steps)
+    health.restore(start.health, start.source)
+    kept = start.kept
+    rewound = False
+    loader = Loader(train_split, plan, ranks.device, start.step + health.skipped_batches)
     agenda = Agenda(c, ranks, began)
     listener.has_work_to_save = True
     timer.resume()
-    for step in itertools.count(start.step):
+    step = start.step
+    while True:
         lr = learning_rate(c, step)
         is_last = step >= c.max_iters or c.eval_only
         stop = agenda.reason_to_stop()
         verification.check()
+        save_is_due = agenda.save_is_due(step)
+        evaluated = (step % c.eval_interval == 0 or is_last) and not stop
+
+        # ---- look back at the steps --------------------------------------------------------------------------
+        if evaluated or save_is_due or stop:
+            look_back(health, report, kept)
+        back_to = after_spike(c, ranks, runner, optimizer, health, report, timer, kept)
+        if back_to is not None:
+            step = back_to
+            rewound = True
+            loader.close()
+            loader = Loader(train_split, plan, ranks.device, step + health.skipped_batches)
+            continue
 
         # ---- evaluate ----------------------------------------------------------------------------------------
-        evaluated = (step % c.eval_interval == 0 or is_last) and not stop
         improved = False
         if evaluated:
-            watch.check_gradients()
             for change in train_split.changes() + val_split.changes():
                 ranks.say(f"warning: {change}")
             with timer.evaluation(), progress(ranks):
@@ -202,19 +221,27 @@ def main(c: TrainConfig) -> float:
             stop = agenda.signal()  # which has broken the evaluation off
         if evaluated and not stop:
             report.evaluation(step, lr, train, val)
-            watch.check_loss("val loss", val.loss, step)
+            health.check_val_loss(val.loss, step, kept_text(kept))
             improved = val.loss < best_val_loss
             best_val_loss = min(best_val_loss, val.loss)
+            if health.evaluated(step, train.loss, val.loss, val.standard_error):
+                report.overfitting(health.evaluations)
+        out_of_patience = evaluated and 0 < c.patience <= without_improvement(health.evaluations)
 
         # ---- save --------------------------------------------------------------------------------------------
-        wanted = stop or agenda.save_is_due(step) or (evaluated and (improved or c.always_save_checkpoint))
-        if wanted and step > start.step and ranks.is_first:
+        save_is_due = save_is_due and not health.bad_in_a_row  # these weights may be what fails
+        wanted = stop or save_is_due or (evaluated and (improved or c.always_save_checkpoint)) or out_of_patience
+        saves = (wanted and step > start.step) or rewound
+        if saves and ranks.is_first:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
-                state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log)
+                state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log, health)
                 checkpoint.save(state, out_dir_of(c), best=improved)
             report.saved(step, improved)
-        if is_last or stop:
+        if saves:
+            kept = Kept(out_dir_of(c) / checkpoint.NAME, step)
+            rewound = False
+        if is_last or stop or out_of_patience:
             break
 
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -233,26 +260,25 @@ def main(c: TrainConfig) -> float:
         grad_norm = torch.linalg.vector_norm(grad_norms)
         torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
 
-        if not runner.scaler.is_enabled() or runner.scaler.get_scale() < 1:  # above 1, float16 skips such a step
-            watch.see(step, grad_norms)
-        logs = step % c.log_interval == 0 or step == c.max_iters - 1
-        if logs or ranks.device.type == "cpu":  # elsewhere asking would wait for the device
-            watch.check_gradients()
-
-        runner.scaler.step(optimizer)
-        runner.scaler.update()
+        health.see(step, loss, grad_norm, grad_norms)
+        step_if_finite(optimizer, runner.scaler, grad_norm)
         optimizer.zero_grad(set_to_none=True)
         timer.step_done()
 
         # ---- log ---------------------------------------------------------------------------------------------
+        logs = step % c.log_interval == 0 or step == c.max_iters - 1
+        if logs or health.must_catch_up:
+            look_back(health, report, kept)
         if logs:
-            mean_loss = ranks.sum(loss).item() / ranks.world
             window = timer.end_window(loader.take_wait_s())
-            watch.check_loss("loss", mean_loss, step)
-            report.step(step, lr, mean_loss, grad_norm.item(), window)
+            report.step(step, lr, health, window)
+        step += 1
 
     # ---- end -------------------------------------------------------------------------------------------------
-    report.end(step, step - start.step, best_val_loss)
+    if not c.eval_only:
+        if out_of_patience:
+            report.out_of_patience(health.evaluations)
+        report.end(step, start.step, best_val_loss, health, kept)
     loader.close()
     if not verification.close():
         ranks.say("note: the run ended before the checksums of all its data were verified")
@@ -300,6 +326,8 @@ class StartingPoint:
     best_val_loss: float = math.inf
     train_tokens: int | None = None
     wandb_run_id: str | None = None
+    health: dict[str, Any] | None = None
+    kept: Kept | None = None
 
     def build_model(self, block_size: int) -> GPT:
         """The model on the CPU, with its context shortened to block_size. Raises ValueError."""
@@ -341,6 +369,8 @@ def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
             best_val_loss=saved.best_val_loss,
             train_tokens=saved.train_tokens,
             wandb_run_id=saved.wandb_run_id,
+            health=saved.health,
+            kept=Kept(checkpoint.path_of(c.out_dir), saved.iter_num),
         )
         given = RESUMED_SETTINGS
     else:
@@ -470,6 +500,7 @@ def state_of_run(
     meta: dict[str, Any],
     train_split: Split,
     log: RunLog,
+    health: Health,
 ) -> Checkpoint:
     return Checkpoint(
         model=runner.model.state_dict(),
@@ -483,7 +514,76 @@ def state_of_run(
         train_tokens=train_split.tokens,
         form=forms.saved_form(runner),
         wandb_run_id=log.wandb_run_id,
+        health=health.state(),
     )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The latest checkpoint that a run can go back to."""
+
+    path: Path
+    step: int
+
+
+def kept_text(kept: Kept | None) -> str:
+    """What an error says about the checkpoints."""
+    if kept is None:
+        return "no checkpoint was saved yet"
+    best = kept.path.with_name(checkpoint.BEST)
+    also = f", the best one is {best}" if best.exists() and best != kept.path else ""
+    return f"the last checkpoint is {kept.path} of step {kept.step}{also}"
+
+
+def look_back(health: Health, report: Report, kept: Kept | None) -> None:
+    """Reports what the steps since the last look showed. Raises ValueError after too many bad ones in a row."""
+    found = health.catch_up()
+    for bad in found.bad:
+        report.bad_step(bad, health.names)
+    for spike in found.spikes:
+        report.spike(spike)
+    health.check_gradients(kept_text(kept))
+
+
+def after_spike(
+    c: TrainConfig,
+    ranks: Ranks,
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    health: Health,
+    report: Report,
+    timer: StepTimer,
+    kept: Kept | None,
+) -> int | None:
+    """Does what on_spike says after a loss spike. Returns the step that the run went back to, None if it goes on.
+
+    Going back changes weights in place: compiled forms and DDP hold these tensors. Raises ValueError to end the run.
+    """
+    spike = health.take_spike()
+    if spike is None or c.on_spike == "go":
+        return None
+    if c.on_spike == "stop":
+        raise ValueError(f"on_spike=stop: the loss leapt to {spike.loss:.4f} at step {spike.step}; {kept_text(kept)}")
+    if kept is None:
+        ranks.say("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
+        return None
+    with timer.saving():
+        ranks.all(True)  # the first rank has written it by now
+        saved = checkpoint.load(kept.path)
+        step = saved.iter_num
+        if health.rewinds_to(step) >= MAX_REWINDS:
+            raise ValueError(
+                f"on_spike=rewind: {MAX_REWINDS} times back to step {step}, and the loss leapt again: it is not the "
+                f"data; try a lower --learning_rate; {kept_text(kept)}"
+            )
+        runner.model.load_state_dict(saved.model)
+        checkpoint.restore_optimizer(optimizer, saved.optimizer, str(kept.path))
+        if saved.scaler:
+            runner.scaler.load_state_dict(saved.scaler)
+        health.rewind(step, spike, saved.health, str(kept.path))
+        ranks.all(True)  # no rank replaces the file while another reads it
+    report.rewind(step, spike, health.skipped_batches)
+    return step
 
 
 # ---- what a run reports --------------------------------------------------------------------------------------
@@ -493,13 +593,23 @@ class Report:
     """What a run says on the terminal and writes to log.jsonl."""
 
     def __init__(
-        self, c: TrainConfig, ranks: Ranks, runner: Runner, plan: BatchPlan, timer: StepTimer, log: RunLog
+        self,
+        c: TrainConfig,
+        ranks: Ranks,
+        runner: Runner,
+        plan: BatchPlan,
+        train_split: Split,
+        timer: StepTimer,
+        log: RunLog,
     ) -> None:
         self.c = c
         self.ranks = ranks
         self.runner = runner
+        self.train_split = train_split
         self.timer = timer
         self.log = log
+        self.warm_up_s = 0.0
+        self.global_batch = plan.global_batch
         self.tokens_per_step = plan.global_batch * c.block_size
         self.flops_per_token = runner.model.estimate_flops()
         peak, self.peak_source = peak_flops.peak_flops(ranks.device, runner.form.dtype)
@@ -518,6 +628,7 @@ class Report:
         compiler = compiling.compiler_name(device) if form.compiled else None
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
         name = hardware.device_name(device)
+        self.warm_up_s = warm_up_s
         say(f"data: {(DATA / c.dataset).name}, {train.tokens:,} train and {val.tokens:,} val tokens, {checksums}")
         for poverty in (train.poverty(), val.poverty()):
             if poverty:
@@ -574,8 +685,11 @@ class Report:
     def saved(self, step: int, best: bool) -> None:
         self.log.write("save", iter=step, best=best, save_s=self.timer.last_save_s)
 
-    def step(self, step: int, lr: float, loss: float, grad_norm: float, window: Window) -> None:
+    def step(self, step: int, lr: float, health: Health, window: Window) -> None:
         """window: the steps since the last of these lines."""
+        assert health.last is not None
+        loss = health.last.loss
+        grad_norm = health.last.grad_norm
         c = self.c
         timer = self.timer
         tokens_per_s = self.tokens_per_step / window.step_s
@@ -602,20 +716,89 @@ class Report:
             data_wait=window.data_wait,
             lr=lr,
             grad_norm=grad_norm,
+            clip_rate=health.take_clip_rate(),
             tokens=(step + 1) * self.tokens_per_step,
             train_s=timer.train_s,
             peak_memory_bytes=hardware.peak_memory_bytes(self.ranks.device),
         )
 
-    def end(self, step: int, steps: int, best_val_loss: float) -> None:
+    def bad_step(self, bad: Step, names: list[str]) -> None:
+        """names: of the parameters."""
+        which = bad_parameters(bad.norms, names)
+        self.ranks.say(f"step {bad.step}: gradients are not finite ({which}): no update; {self.batch(bad.position)}")
+        scaler = self.runner.scaler
+        self.log.write(
+            "bad_step",
+            iter=bad.step,
+            loss=bad.loss,
+            which=which,
+            loss_scale=scaler.get_scale() if scaler.is_enabled() else None,
+            **self.windows(bad.position),
+        )
+
+    def spike(self, spike: Spike) -> None:
+        self.ranks.say(
+            f"step {spike.step}: loss spike, {spike.loss:.4f} after a median of {spike.median:.4f}; "
+            f"{self.batch(spike.position)}"
+        )
+        self.log.write("spike", iter=spike.step, loss=spike.loss, median=spike.median, **self.windows(spike.position))
+
+    def rewind(self, step: int, spike: Spike, skipped_batches: int) -> None:
+        self.ranks.say(f"back to step {step}; the batches from there to that of step {spike.step} are skipped")
+        self.log.write("rewind", iter=step, spike=spike.step, skipped_batches=skipped_batches)
+
+    def batch(self, position: int) -> str:
+        """The rows of a global batch, and the files that they are in."""
+        first = position * self.global_batch
+        files = list(self.windows(position)["windows"])
+        more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+        return f"its batch has rows {first:,} to {first + self.global_batch - 1:,}, of {files[0]}{more}"
+
+    def windows(self, position: int) -> dict[str, Any]:
+        """Which rows of all batches a global batch has, and where in which token file their windows begin."""
+        rows = np.arange(self.global_batch)
+        begins: dict[str, list[int]] = {}
+        for shard, first in zip(*self.train_split.places(position, rows, self.global_batch), strict=True):
+            begins.setdefault(self.train_split.shards[shard].path.name, []).append(int(first))
+        first_row = position * self.global_batch
+        return {"rows": [first_row, first_row + self.global_batch - 1], "windows": begins}
+
+    def overfitting(self, evaluations: list[Evaluated]) -> None:
+        """Says so when the val loss has begun to rise while the train loss falls."""
+        now = overfit(evaluations)
+        if now is None or overfit(evaluations[:-1]) is not None:
+            return
+        step, rise = now
+        self.ranks.say(
+            f"overfitting: the val loss is {rise:.4f} above that of step {step}, while the train loss has fallen; "
+            "more data, --dropout or a smaller model would help, more steps will not"
+        )
+        self.log.write("overfit", iter=evaluations[-1].step, best_iter=step, rise=rise)
+
+    def out_of_patience(self, evaluations: list[Evaluated]) -> None:
+        n = without_improvement(evaluations)
+        best = lowest(evaluations)
+        self.ranks.say(
+            f"patience={self.c.patience}: the last {n} evaluations improved by no more than the standard error; "
+            f"the lowest val loss was {best.val_loss:.4f} at step {best.step}"
+        )
+
+    def end(self, step: int, first_step: int, best_val_loss: float, health: Health, kept: Kept | None) -> None:
+        """One screen: where the time went, what is best and where it is, and what can be done next."""
         timer = self.timer
+        say = self.ranks.say
         memory = hardware.peak_memory_bytes(self.ranks.device)
         memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
-        self.ranks.say(
-            f"{steps} steps: {clock(timer.train_s)} of training ({clock(timer.wait_s)} waiting for data), "
-            f"{clock(timer.eval_s)} of evaluation, {clock(timer.save_s)} of saving; peak memory {memory_gib}; "
-            f"best val loss {best_val_loss:.4f}"
+        say(
+            f"{step - first_step} steps: {clock(timer.train_s)} of training ({clock(timer.wait_s)} waiting for data), "
+            f"{clock(timer.eval_s)} of evaluation, {clock(timer.save_s)} of saving; "
+            f"warm-up {clock(self.warm_up_s)}; peak memory {memory_gib}; best val loss {best_val_loss:.4f}"
         )
+        if health.n_bad or health.n_spikes:
+            say(f"{health.n_bad} steps without an update, {health.n_spikes} loss spikes, {health.n_rewinds} rewinds")
+        best_step = lowest(health.evaluations).step if health.evaluations else None
+        if kept is not None:
+            self.next_commands(step, kept, best_step)
         self.log.write(
             "end",
             iter=step,
@@ -625,7 +808,38 @@ class Report:
             save_s=timer.save_s,
             peak_memory_bytes=memory,
             best_val_loss=best_val_loss,
+            best_iter=best_step,
+            bad_steps=health.n_bad,
+            spikes=health.n_spikes,
+            rewinds=health.n_rewinds,
         )
+
+    def next_commands(self, step: int, kept: Kept, best_step: int | None) -> None:
+        """Where the best model is, and the commands to sample from it, to go on and to compare."""
+        say = self.ranks.say
+        out_dir = out_dir_of(self.c)
+        best = out_dir / checkpoint.BEST
+        if not best.exists():
+            best = kept.path
+        of_step = "" if best_step is None else f" of step {best_step}"
+        more = [] if step < self.c.max_iters else [f"--max_iters={2 * step}"]
+        say(f"best model{of_step}: {best}")
+        say("sample:  " + command("python", "sample.py", f"--out_dir={best}"))
+        say("go on:   " + resume_command(self.c, self.ranks, *more))
+        say("compare: " + command("python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"))
+
+
+def resume_command(c: TrainConfig, ranks: Ranks, *more: str) -> str:
+    """What to type to go on with this run; the checkpoint knows its settings. more: further settings."""
+    start = ["python", "train.py"]
+    if ranks.distributed:
+        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks.world}", "train.py"]
+    return command(*start, "--init_from=resume", f"--out_dir={out_dir_of(c)}", *more)
+
+
+def command(*words: str) -> str:
+    """A line to type in this system's shell."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 # ---- command line --------------------------------------------------------------------------------------------

@@ -66,6 +66,10 @@ class Split:
 
     def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
         """(inputs, targets), each (len(rows), block_size), of rows 0..global_batch-1 of optimizer step `step`."""
+        return self._read(*self.places(step, rows, global_batch))
+
+    def places(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
+        """(shard, its first token), each (len(rows),), of the windows of train_batch."""
         position = step * global_batch + rows  # in the sequence of all windows of all epochs
         epoch = position // self.n_windows
         key = keys(self.seed, epoch)
@@ -75,7 +79,7 @@ class Split:
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         if self.document_start is not None:
             start = np.array([self._aligned(s, first) for s, first in zip(shard, start, strict=True)])
-        return self._read(shard, start)
+        return shard, start
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
         """As train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""

@@ -39,6 +39,7 @@ class Checkpoint:
     train_tokens: int | None = None  # of the training split: the order of batches depends on it
     form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, explicit, and the kind of device
     wandb_run_id: str | None = None
+    health: dict[str, Any] | None = None  # Health.state: batches that were skipped, recent losses, evaluations
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -100,6 +101,12 @@ def folder_of(out_dir: str | Path) -> Path:
     return path.parent if path.suffix == ".pt" else path
 
 
+def path_of(out_dir: str | Path) -> Path:
+    """The checkpoint that a run starts from."""
+    path = Path(out_dir)
+    return path / NAME if folder_of(path) == path else path
+
+
 def load(out_dir: str | Path) -> Checkpoint:
     """The checkpoint of out_dir, or at the path of a .pt file itself; its tensors are memory-mapped on the CPU.
 
@@ -107,9 +114,7 @@ def load(out_dir: str | Path) -> Checkpoint:
     attention without SDPA and the machine that the run was set to, and their model_args name its GELU. Raises
     ValueError where the file is missing, damaged or not a checkpoint.
     """
-    path = Path(out_dir)
-    if folder_of(path) == path:
-        path = path / NAME
+    path = path_of(out_dir)
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint; is --out_dir right?")
     found = read(path)

@@ -322,46 +322,9 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
     before = (tmp_path / "ckpt.pt").read_bytes()
     done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=30", "--learning_rate=1e30")
     assert done.code == 1
-    what = r"gradients are not finite at step \d+ .*|(val )?loss is (nan|inf) at step \d+"
+    what = r"gradients are not finite in 10 steps in a row, .*|val loss is (nan|inf) at step \d+ .*"
     assert re.fullmatch(rf"error: ({what}); .*try a lower --learning_rate\n", done.err)
     assert (tmp_path / "ckpt.pt").read_bytes() == before
-
-
-@pytest.mark.parametrize("bad_step", [0, 4])
-def test_gradient_that_is_no_number_is_reported_at_its_step_before_it_changes_a_weight(
-    bad_step, chars, tmp_path, monkeypatch
-):
-    backward = Runner.backward
-    seen: list[Runner] = []
-
-    def planted(self, *args, **kwargs):
-        loss = backward(self, *args, **kwargs)
-        if kwargs:  # a step of the run: trying out gives no keywords
-            if len(seen) == bad_step:
-                self.model.transformer.h[1].mlp.c_fc.weight.grad[0, 0] = math.nan
-            seen.append(self)
-        return loss
-
-    monkeypatch.setattr(Runner, "backward", planted)
-    message = (
-        rf"gradients are not finite at step {bad_step} \(float32(, explicit attention)?, not compiled\): "
-        r"those of transformer\.h\.1\.mlp\.c_fc\.weight of \d+ parameters; the files in .* are unchanged; "
-    )
-    message += "no update of this run came before, so it is not" if bad_step == 0 else "try a lower --learning_rate"
-    with pytest.raises(ValueError, match=message):
-        main(tiny(chars, tmp_path, max_iters=20, eval_interval=20, log_interval=10))
-    assert len(seen) == bad_step + 1
-    assert all(p.isfinite().all() for p in seen[-1].model.parameters())
-
-
-def test_advice_names_what_is_in_use_and_not_the_learning_rate_before_an_update():
-    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=10))
-    fast = train.FiniteWatch(model, Form("bfloat16", compiled=True), first_step=3, kept="")
-    plain = train.FiniteWatch(model, Form(), first_step=3, kept="")
-    assert fast.advice(4) == "try a lower --learning_rate, then --compile=False, then --dtype=float32"
-    assert plain.advice(4) == "try a lower --learning_rate"
-    assert fast.advice(3).endswith("not the learning rate: try --compile=False, then --dtype=float32")
-    assert "the weights that it starts from, and the data" in plain.advice(3)
 
 
 # ---- a run of some minutes --------------------------------------------------------------------------------
