@@ -84,7 +84,8 @@ def check_record(record: Any, fields: Fields, required: tuple[str, ...], only_kn
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raises ValueError where a tokenizer's description is wrong or does not fit the size of the vocabulary."""
     name = tokenizer.get("name")
-    if not isinstance(name, str) or set(tokenizer) != ({"name", "chars"} if name == "char" else {"name"}):
+    keys = {"name", "chars"} if name == "char" else {"name"}
+    if not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys:
         raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
     size = vocab_size
     if name == "char":

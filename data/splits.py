@@ -117,9 +117,10 @@ class Split:
                     break
         path = self.shards[0].path
         where = str(path) if len(self.shards) == 1 else f"each of the files from {path} on"
+        holds = "holds only" if n == self.tokens else "begins with only"
         if len(found) == 1:
-            return f"{where} holds only token {found[0]}: there is nothing to learn; is it the right data?"
-        return f"{where} holds only tokens {found[0]} and {found[1]}: there is little to learn; is it the right data?"
+            return f"{where} {holds} token {found[0]}: there is nothing to learn; is it the right data?"
+        return f"{where} {holds} tokens {found[0]} and {found[1]}: there is little to learn; is it the right data?"
 
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since it was opened, or since this was last asked."""

@@ -287,6 +287,8 @@ def locked(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder") from None
+    except NotImplementedError:  # by this file system: then the user has to see to it
+        pass
     except OSError as e:
         raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
     try:

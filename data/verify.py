@@ -69,12 +69,13 @@ class Verification:
             raise self._fault
 
     def close(self) -> bool:
-        """Stops verifying. Returns whether that was finished."""
-        unfinished = self._thread is not None and self._thread.is_alive()
+        """Stops verifying. Returns whether it was finished; raises as check."""
+        finished = self._thread is None or not self._thread.is_alive()
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        return not unfinished
+        self.check()
+        return finished
 
     def _verify(self, shards: list[Shard]) -> None:
         for shard in shards:
@@ -91,7 +92,8 @@ class Verification:
                     "prepare the data again"
                 )
                 return
-            settled = time.time() - shard.facts.changed_ns / 1e9 > RECENT_S
+            last_ns = max(shard.facts.written_ns, shard.facts.changed_ns)
+            settled = time.time() - last_ns / 1e9 > RECENT_S
             if settled and shard.current_facts() == shard.facts:
                 remembered.keep_in_file(self._memory, shard.path.name, self._entry(shard))
 

@@ -75,6 +75,7 @@ WRONG = [
     ({"tokenizer": {"name": "char", "chars": ["a", "b", "c"]}}, "characters are not text"),
     ({"tokenizer": {"name": "char", "chars": "aba"}}, "a character twice"),
     ({"tokenizer": {"name": ["char"]}}, "describes no tokenizer"),
+    ({"tokenizer": {"name": "gpt\n2"}}, "describes no tokenizer"),
     ({"end_of_text": 3}, "end_of_text=3 is not below vocab_size=3"),
     ({"end_of_text": -1}, "end_of_text=-1 cannot be right"),
     ({"source": 3}, "source=3 cannot be right"),

@@ -75,6 +75,12 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
     message = r"val\.bin: its checksum is not the one in meta\.json: the file is damaged or was changed; prepare the"
     with pytest.raises(ValueError, match=message):
         verified(tmp_path)
+    if not at_once:  # found too late for another step
+        verification = Verification(tmp_path, splits_of(tmp_path))
+        assert verification._thread is not None
+        verification._thread.join()
+        with pytest.raises(ValueError, match=message):
+            verification.close()
 
 
 def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypatch):

@@ -210,8 +210,9 @@ def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value of meta.json for a message: a tokenizer by its name."""
-    return value["name"] if isinstance(value, dict) and "name" in value else str(value)
+    """A value of meta.json for a message of one line: a tokenizer by its name."""
+    text = value["name"] if isinstance(value, dict) else str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def refuse_foreign(folder: Path, job: Job, entries: Entries) -> None:
