@@ -59,7 +59,8 @@ class Findings:
 class Health:
     """Follows a run's steps and evaluations. Its state travels in checkpoints.
 
-    Nothing here waits for the device but `catch_up`, which all ranks call at the same steps.
+    `see` does not wait for the device, except for float16's loss scale. `catch_up` does, and for all ranks, which call
+    it at the same steps.
     """
 
     def __init__(self, runner: Runner, ranks: Ranks, first_step: int, grad_clip: float, max_bad_steps: int) -> None:
