@@ -78,7 +78,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
-    max_bad_steps: int = 10  # end after so many steps in a row with gradients that are not finite; all are skipped
+    max_bad_steps: int = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run; 0 = never
     on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: back to the last checkpoint, past the batches since then
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
@@ -196,7 +196,7 @@ def main(c: TrainConfig) -> float:
         is_last = step >= c.max_iters or c.eval_only
         stop = agenda.reason_to_stop()
         verification.check()
-        save_is_due = agenda.save_is_due(step)
+        save_is_due = agenda.save_is_due(step)  # the same on all ranks
         evaluated = (step % c.eval_interval == 0 or is_last) and not stop
 
         # ---- look back at the steps --------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class StartingPoint:
     best_val_loss: float = math.inf
     train_tokens: int | None = None
     wandb_run_id: str | None = None
-    health: dict[str, Any] | None = None
+    health: dict[str, Any] | None = None  # Health.state
     kept: Kept | None = None
 
     def build_model(self, block_size: int) -> GPT:
@@ -771,7 +771,7 @@ class Report:
         step, rise = now
         self.ranks.say(
             f"overfitting: the val loss is {rise:.4f} above that of step {step}, while the train loss has fallen; "
-            "more data, --dropout or a smaller model would help, more steps will not"
+            "more data, --dropout or a smaller model may help"
         )
         self.log.write("overfit", iter=evaluations[-1].step, best_iter=step, rise=rise)
 
@@ -796,9 +796,14 @@ class Report:
         )
         if health.n_bad or health.n_spikes:
             say(f"{health.n_bad} steps without an update, {health.n_spikes} loss spikes, {health.n_rewinds} rewinds")
-        best_step = lowest(health.evaluations).step if health.evaluations else None
+        found = [e.step for e in health.evaluations if e.val_loss == best_val_loss]
+        best_step = found[0] if found else None  # unknown where an older checkpoint has only the loss
         if kept is not None:
-            self.next_commands(step, kept, best_step)
+            is_over = 0 < self.c.patience <= without_improvement(health.evaluations)
+            more = ["--patience=0"] if is_over else []
+            if step >= self.c.max_iters:
+                more = [f"--max_iters={2 * step}"]
+            self.next_commands(kept, best_step, more)
         self.log.write(
             "end",
             iter=step,
@@ -814,15 +819,17 @@ class Report:
             rewinds=health.n_rewinds,
         )
 
-    def next_commands(self, step: int, kept: Kept, best_step: int | None) -> None:
-        """Where the best model is, and the commands to sample from it, to go on and to compare."""
+    def next_commands(self, kept: Kept, best_step: int | None, more: list[str]) -> None:
+        """Where the best model is, and the commands to sample from it, to go on and to compare.
+
+        more: the settings without which a resumed run would have nothing to do.
+        """
         say = self.ranks.say
         out_dir = out_dir_of(self.c)
         best = out_dir / checkpoint.BEST
         if not best.exists():
             best = kept.path
         of_step = "" if best_step is None else f" of step {best_step}"
-        more = [] if step < self.c.max_iters else [f"--max_iters={2 * step}"]
         say(f"best model{of_step}: {best}")
         say("sample:  " + command("python", "sample.py", f"--out_dir={best}"))
         say("go on:   " + resume_command(self.c, self.ranks, *more))

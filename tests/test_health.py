@@ -220,6 +220,7 @@ def test_weights_that_are_broken_when_a_run_resumes_are_said_to_be_the_cause(cha
         main(tiny(chars, tmp_path, init_from="resume", max_iters=8))
 
 
+@pytest.mark.slow
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, plant):
     plant.damage = bad_gradient
     plant.at = range(2, 100)
@@ -275,7 +276,7 @@ def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
     assert checkpoint.load(tmp_path).iter_num == 40
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(later, chars, tmp_path, plant, monkeypatch):
     if later:
         monkeypatch.setattr(Health, "must_catch_up", False)
@@ -319,6 +320,7 @@ def test_spike_before_the_first_checkpoint_does_not_end_a_run(chars, tmp_path, p
     assert not events(tmp_path, "rewind")
 
 
+@pytest.mark.slow
 def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, plant):
     plant.damage = leap
     plant.at = range(45, 10**6)
@@ -377,6 +379,7 @@ def test_patience_ends_a_run_and_a_resumed_one_goes_on_counting(chars, tmp_path,
     assert "patience=3: the last 3 evaluations improved by no more than the standard error; the lowest val loss" in out
     assert "go on:   python train.py --init_from=resume" in out
     assert "--max_iters" not in out
+    assert re.search(r"^go on: .* --patience=0$", out, re.M)  # with the same patience nothing would be left to do
     main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
     main(tiny(chars, tmp_path / "halves", patience=3, init_from="resume", **flat))
     assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]
