@@ -109,6 +109,16 @@ def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
         )
 
 
+def listed_sha256(folder: Path, split: str) -> str | None:
+    """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
+    try:
+        files = json.loads((folder / "meta.json").read_text())["files"]
+        listed = [files[path.name]["sha256"] for path in token_files(folder, split)]
+        return sha256("\n".join(listed).encode())[:16]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 # ---- a whole data set ----------------------------------------------------------------------------------------
 
 
