@@ -208,7 +208,8 @@ def main(c: TrainConfig) -> float:
 
         # ---- save --------------------------------------------------------------------------------------------
         wanted = stop or agenda.save_is_due(step) or (evaluated and (improved or c.always_save_checkpoint))
-        if wanted and step > start.step and ranks.is_first:
+        is_new = step > start.step or not start.best_is_comparable
+        if wanted and is_new and ranks.is_first:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
                 state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, facts, log)
@@ -396,7 +397,7 @@ def say_changes(c: TrainConfig, start: StartingPoint, data: resuming.Facts, val:
     refused = [str(change) for change in changes if change.matters]
     if refused and not c.resume_changed and not c.eval_only:
         raise ValueError(
-            f"{start.source} was another run: {'; '.join(refused)}. "
+            f"{start.source} is of another experiment: {'; '.join(refused)}. "
             f"{resuming.remedy(start.resumed, c, learning_rate)}Go on all the same with --resume_changed=True, or "
             f"begin a new run with its weights: --init_from={start.source}"
         )
