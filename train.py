@@ -36,10 +36,10 @@ from torch import Tensor
 from configurator import build, read_settings
 from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
-from data.token_files import check_vocabulary, read_meta, token_files
+from data.token_files import check_vocabulary, listed_sha256, read_meta, token_files
 from data.tokenizer import padded_vocab_size
 from data.verify import Verification
-from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, stopping
+from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
@@ -63,7 +63,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # input and output
     out_dir: str = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
     dataset: str = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
-    init_from: str = "scratch"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder in GPT-2's format
+    init_from: str = "scratch"  # scratch, resume, gpt2[-medium|-large|-xl], a checkpoint, a folder in GPT-2's format
     eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 200  # micro-batches per split and evaluation; a split with fewer is read whole
     eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
@@ -152,9 +152,11 @@ def main(c: TrainConfig) -> float:
         return math.inf
     train_split, val_split = open_splits(c, start, meta)
     verification = Verification(DATA / c.dataset, (train_split, val_split) if ranks.is_first else ())
+    data = facts_of_data(c, train_split, val_split)
+    if seconds_left(c, began) is None:
+        say_changes(c, start, data, val_split, ranks)
+    estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
     model = start.build_model(c.block_size).to(ranks.device)
-    if start.train_tokens not in (None, train_split.tokens):
-        ranks.say(f"the data had {start.train_tokens:,} train tokens before: batches now come in another order")
 
     # ---- how it runs here ------------------------------------------------------------------------------------
     batch_of = functools.partial(first_micro_batch, train_split, plan, ranks.device)
@@ -165,10 +167,13 @@ def main(c: TrainConfig) -> float:
     if ranks.distributed:
         runner.distribute()
     left_s = seconds_left(c, began)
-    if left_s is not None and not c.eval_only:
+    if left_s is not None:
         batch = batch_of(c.batch_size)
         splits = (train_split, val_split)
         c = replace(c, **estimate.steps_within(left_s, c, runner, optimizer, batch, splits, start.step, ranks))
+        say_changes(c, start, data, val_split, ranks)  # only now is the schedule known
+    facts = data | facts_of_code(runner)
+    say_changes_of_code(start, facts, ranks)
     if start.step and not c.eval_only:
         start.restore(optimizer, runner.scaler)
     start.release_memory()
@@ -178,7 +183,7 @@ def main(c: TrainConfig) -> float:
     timer = StepTimer(ranks.device)
     log = open_log(c, ranks, start)
     report = Report(c, ranks, runner, plan, train_split, timer, log)
-    report.start(start.step, meta, train_split, val_split, verification.state, warm_up_s)
+    report.start(start.step, meta, train_split, val_split, facts, verification.state, warm_up_s)
 
     # ---- train -----------------------------------------------------------------------------------------------
     best_val_loss = start.best_val_loss
@@ -231,11 +236,12 @@ def main(c: TrainConfig) -> float:
         # ---- save --------------------------------------------------------------------------------------------
         save_is_due = save_is_due and not health.bad_in_a_row  # these weights may be what fails
         wanted = stop or save_is_due or (evaluated and (improved or c.always_save_checkpoint)) or out_of_patience
-        saves = (wanted and step > start.step) or rewound
+        is_new = step > start.step or not start.best_is_comparable
+        saves = (wanted and is_new) or rewound
         if saves and ranks.is_first:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
-                state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log, health)
+                state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, facts, log, health)
                 checkpoint.save(state, out_dir_of(c), best=improved)
             report.saved(step, improved)
         if saves:
@@ -298,7 +304,7 @@ def out_dir_of(c: TrainConfig) -> Path:
 
 def seconds_left(c: TrainConfig, began: float) -> float | None:
     """Of max_minutes, since the instant `began`; None without a limit."""
-    if not c.max_minutes:
+    if not c.max_minutes or c.eval_only:
         return None
     return 60 * c.max_minutes - (time.perf_counter() - began)
 
@@ -324,7 +330,7 @@ class StartingPoint:
     # of the resumed run:
     step: int = 0
     best_val_loss: float = math.inf
-    train_tokens: int | None = None
+    best_is_comparable: bool = True  # with this run's validation losses
     wandb_run_id: str | None = None
     health: dict[str, Any] | None = None  # Health.state
     kept: Kept | None = None
@@ -367,11 +373,23 @@ def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
             resumed=saved,
             step=saved.iter_num,
             best_val_loss=saved.best_val_loss,
-            train_tokens=saved.train_tokens,
             wandb_run_id=saved.wandb_run_id,
             health=saved.health,
             kept=Kept(checkpoint.path_of(c.out_dir), saved.iter_num),
         )
+        if start.step > c.max_iters and not c.eval_only and not c.dry_run:
+            raise ValueError(f"{c.out_dir} is at step {start.step:,}, past max_iters={c.max_iters}: raise --max_iters")
+        given = RESUMED_SETTINGS
+    elif checkpoint.is_one(c.init_from):
+        writes = not c.eval_only and not c.dry_run
+        if writes and checkpoint.folder_of(c.init_from).resolve() == out_dir_of(c).resolve():
+            raise ValueError(
+                f"init_from={c.init_from} is where the new run would write, too: choose another --out_dir, or go on "
+                "with that run: --init_from=resume"
+            )
+        saved = checkpoint.load(c.init_from)
+        config = GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.init_from)
+        start = StartingPoint(c.init_from, config, saved.model, saved.tokenizer)
         given = RESUMED_SETTINGS
     else:
         model_args, weights = load_gpt2(c.init_from)
@@ -380,12 +398,66 @@ def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
         given = MODERN_CHOICES
 
     for name in given:
-        shorter = name == "block_size" and c.eval_only  # to evaluate with the context of another model
         wanted = getattr(c, name)
         there = getattr(start.config, name)
-        if wanted != there and not shorter:
+        # Evaluated, or finetuned, with the context of another model. build_model refuses a longer one.
+        if name == "block_size" and (c.eval_only or start.resumed is None):
+            continue
+        if wanted != there:
             raise ValueError(f"{name}={wanted}, but {start.source} has {name}={there}: leave it out")
     return start
+
+
+def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:
+    """What tells data of the same size apart."""
+    facts: resuming.Facts = {}
+    for name, split in ((resuming.TRAIN_DATA, train), (resuming.VAL_DATA, val)):
+        listed = listed_sha256(DATA / c.dataset, name.removesuffix(" data"))
+        facts[name] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
+    return facts
+
+
+def facts_of_code(runner: Runner) -> resuming.Facts:
+    """What computes."""
+    device = hardware.device_name(runner.device)
+    return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.form)}
+
+
+def say_changes(c: TrainConfig, start: StartingPoint, data: resuming.Facts, val: Split, ranks: Ranks) -> None:
+    """Says how a resumed run differs from the run before. The best loss of other evaluations is forgotten.
+
+    Raises ValueError where that changes what is learned or compared, unless c has resume_changed.
+    """
+    if start.resumed is None:
+        return
+    changes = resuming.changes(start.resumed, c, data, val.n_eval_windows, learning_rate)
+    refused = [str(change) for change in changes if change.matters]
+    if refused and not c.resume_changed and not c.eval_only:
+        raise ValueError(
+            f"{start.source} is of another experiment: {'; '.join(refused)}. "
+            f"{resuming.remedy(start.resumed, c, learning_rate)}Go on all the same with --resume_changed=True, or "
+            f"begin a new run with its weights: --init_from={start.source}"
+        )
+    for change in changes:
+        ranks.say(f"changed: {change}")
+    if resuming.OF_EVALUATION & {change.name for change in changes}:
+        start.best_val_loss = math.inf
+        start.best_is_comparable = False
+
+
+def say_changes_of_code(start: StartingPoint, facts: resuming.Facts, ranks: Ranks) -> None:
+    """Says what else computes now than in the run before."""
+    if start.resumed is not None:
+        of_code = {name: fact for name, fact in facts.items() if name not in (resuming.TRAIN_DATA, resuming.VAL_DATA)}
+        for change in resuming.compare(start.resumed.facts, of_code):
+            ranks.say(f"changed: {change}")
+
+
+def copies_of_weights(c: TrainConfig) -> int:
+    """How many times the weights' memory a run takes at least: weights, gradients, two moments (Muon has one)."""
+    if c.eval_only:
+        return 1
+    return 3 if c.optimizer == "muon" else 4
 
 
 def open_splits(c: TrainConfig, start: StartingPoint, meta: dict[str, Any]) -> tuple[Split, Split]:
@@ -428,6 +500,10 @@ def open_log(c: TrainConfig, ranks: Ranks, start: StartingPoint) -> RunLog:
         old = checkpoint.set_aside(out_dir_of(c), (checkpoint.NAME, checkpoint.BEST, "log.jsonl"))
         if old:
             ranks.say(f"{out_dir_of(c)} held an earlier run; it is now in {old}")
+    elif not start.best_is_comparable:
+        old = checkpoint.set_aside(out_dir_of(c), (checkpoint.BEST,))
+        kept = f"; {checkpoint.BEST} is now in {old}" if old else ""
+        ranks.say(f"the best val loss begins anew, since the losses before are those of another evaluation{kept}")
     return RunLog(out_dir_of(c) / "log.jsonl", wandb_run, start.wandb_run_id)
 
 
@@ -498,7 +574,7 @@ def state_of_run(
     step: int,
     best_val_loss: float,
     meta: dict[str, Any],
-    train_split: Split,
+    facts: dict[str, Any],
     log: RunLog,
     health: Health,
 ) -> Checkpoint:
@@ -511,10 +587,11 @@ def state_of_run(
         config=asdict(c),
         scaler=runner.scaler.state_dict(),
         tokenizer=meta["tokenizer"],
-        train_tokens=train_split.tokens,
+        train_tokens=facts["train data"]["tokens"],
         form=forms.saved_form(runner),
         wandb_run_id=log.wandb_run_id,
         health=health.state(),
+        facts=facts,
     )
 
 
@@ -618,7 +695,14 @@ class Report:
         self.peak_flops, self.measured_flops = of_all_ranks.tolist()
 
     def start(
-        self, step: int, meta: dict[str, Any], train: Split, val: Split, checksums: str, warm_up_s: float
+        self,
+        step: int,
+        meta: dict[str, Any],
+        train: Split,
+        val: Split,
+        facts: dict[str, Any],
+        checksums: str,
+        warm_up_s: float,
     ) -> None:
         c = self.c
         say = self.ranks.say
@@ -648,7 +732,7 @@ class Report:
             tokenizer=meta["tokenizer"].get("name"),
             train_tokens=train.tokens,
             val_tokens=val.tokens,
-            val_sha256=val.fingerprint(),
+            val_sha256=facts[resuming.VAL_DATA]["fingerprint"],
             device=name,
             cpu=hardware.cpu_facts() if device.type == "cpu" else None,
             world_size=self.ranks.world,
@@ -660,8 +744,8 @@ class Report:
             peak_source=self.peak_source,
             measured_flops=self.measured_flops,
             warm_up_s=warm_up_s,
-            versions=versions(),
-            git_commit=git_commit(),
+            versions=facts["versions"],
+            git_commit=facts["code"],
         )
 
     def evaluation(self, step: int, lr: float, train: Evaluation, val: Evaluation) -> None:
@@ -855,15 +939,32 @@ def command(*words: str) -> str:
 def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     """The settings of the run in out_dir, overridden by config files (but for the model's size) and command line."""
     saved = checkpoint.load(out_dir)
-    config = GPTConfig.from_args(saved.model_args, out_dir)
-    of_model = [f"--{name}={getattr(config, name)}" for name in RESUMED_SETTINGS]
+    of_model = [f"--{name}={value}" for name, value in settings_of_model(saved, out_dir).items()]
     known = {k: v for k, v in saved.config.items() if k in TrainConfig.__dataclass_fields__}
     # The checkpoint's max_iters may come from its max_minutes. A user who names new minutes wants more steps.
     known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
+    known["resume_changed"] = False  # is meant for one time
     settings = read_settings(TrainConfig, [*of_model, *argv], known)
     if settings["max_minutes"] and not any(arg.startswith("--max_iters=") for arg in argv):
         settings["max_iters"] = TrainConfig.__dataclass_fields__["max_iters"].default
+    before = read_settings(TrainConfig, [], known)
+    counts_batches = not before["eval_tokens"] and not settings["eval_tokens"]
+    same_count = counts_batches and settings["eval_iters"] == before["eval_iters"]
+    if same_count and settings["batch_size"] != before["batch_size"]:
+        # An evaluation keeps its windows, however many now make a micro-batch.
+        settings["eval_tokens"] = before["eval_iters"] * before["batch_size"] * settings["block_size"]
     return settings
+
+
+def finetuning_settings(argv: list[str], source: str) -> dict[str, Any]:
+    """The settings of a new run with the weights of a checkpoint; those of its model are the defaults."""
+    return read_settings(TrainConfig, argv, settings_of_model(checkpoint.load(source), source))
+
+
+def settings_of_model(saved: Checkpoint, source: str) -> dict[str, Any]:
+    """Those of a checkpoint's model, without dropout, which may change."""
+    config = GPTConfig.from_args(saved.model_args, source)
+    return {name: getattr(config, name) for name in RESUMED_SETTINGS}
 
 
 if __name__ == "__main__":
@@ -873,4 +974,6 @@ if __name__ == "__main__":
         settings = read_settings(TrainConfig, sys.argv[1:])
         if settings["init_from"] == "resume":
             settings = resumed_settings(sys.argv[1:], settings["out_dir"])
+        elif checkpoint.is_one(settings["init_from"]):
+            settings = finetuning_settings(sys.argv[1:], settings["init_from"])
         main(build(TrainConfig, settings))

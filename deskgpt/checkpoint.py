@@ -40,6 +40,7 @@ class Checkpoint:
     form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, explicit, and the kind of device
     wandb_run_id: str | None = None
     health: dict[str, Any] | None = None  # Health.state: batches that were skipped, recent losses, evaluations
+    facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings: resuming.py
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -105,6 +106,11 @@ def path_of(out_dir: str | Path) -> Path:
     """The checkpoint that a run starts from."""
     path = Path(out_dir)
     return path / NAME if folder_of(path) == path else path
+
+
+def is_one(path: str | Path) -> bool:
+    """Whether path names a checkpoint: a .pt file, or a folder that holds a ckpt.pt."""
+    return folder_of(path) != Path(path) or (Path(path) / NAME).is_file()
 
 
 def load(out_dir: str | Path) -> Checkpoint:

@@ -201,6 +201,13 @@ def test_resumed_run_refuses_another_size(run, script, name, value):
         ("model_args", {"n_kv_head": 2}, "model_args=.*n_kv_head.* are not those of a GPT-2"),
         ("model_args", {"n_head": 3, "n_embd": 16}, "n_embd=16 is not a multiple of n_head=3"),
         ("model_args", {"n_head": 2.0}, "n_head=2.0 must be a whole number"),
+        ("model_args", {"n_layer": True}, "n_layer=True must be a whole number"),
+        ("model_args", {"vocab_size": -1}, "vocab_size=-1 must be a whole number"),
+        ("model_args", {"n_embd": 10**400}, "n_embd must be at most"),
+        ("model_args", {"n_layer": 10**6}, "n_layer=1000000 must be at most 1000"),
+        ("model_args", {"bias": "yes"}, "bias='yes' is not True or False"),
+        ("model_args", {"dropout": "0"}, "model_args=.* are not those of a GPT-2"),
+        ("model_args", {1: 2}, "model_args=.* are not those of a GPT-2"),
     ],
 )
 def test_checkpoint_with_wrong_content(run, script, name, value, message):
@@ -209,12 +216,32 @@ def test_checkpoint_with_wrong_content(run, script, name, value, message):
     assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run}")
 
 
+ABSURD = [
+    (
+        {"n_layer": 10**9, "n_embd": 768},
+        r"n_layer=1000000000, .* 7,079\.4 trillion parameters, 28,317\.7 TB in float32",
+    ),
+    ({"n_layer": 10**6}, "n_layer=1000000 must be at most 1000"),
+    ({"n_embd": 1 << 40}, r"n_embd=1099511627776, .* trillion parameters, .* TB in float32, which no machine has"),
+    ({"n_embd": 1 << 40, "n_head": 3}, "which no machine has"),
+    ({"n_embd": 10**400, "n_head": 1}, "n_embd must be at most 9223372036854775807, not a number of 1329 bits"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "message"), ABSURD)
+@pytest.mark.parametrize("kind", [{}, {"dry_run": True}])
+def test_model_of_absurd_size(chars, run, script, sizes, message, kind):
+    settings = TINY | {"dataset": chars, "out_dir": run} | sizes | kind
+    assert_fails(script, run, message, *flags(**settings), code=2)
+
+
 def test_model_or_batch_larger_than_the_memory(chars, run, script):
-    settings = TINY | {"dataset": chars, "out_dir": run, "n_embd": 1 << 40}
-    message = r"out of memory; halve --batch_size"
-    assert_fails(script, run, message, *flags(**settings))
-    settings |= {"n_embd": 16, "batch_size": 10**12}
-    assert_fails(script, run, message, *flags(**settings))
+    settings = TINY | {"dataset": chars, "out_dir": run}
+    message = (
+        r"make a model of 12\.\d billion .*, 206\.\d GB with gradients and optimizer; .* has .* GiB: take a smaller"
+    )
+    assert_fails(script, run, message, *flags(**settings | {"n_embd": 1 << 15, "n_layer": 1}))
+    assert_fails(script, run, r"out of memory; halve --batch_size", *flags(**settings | {"batch_size": 10**12}))
 
 
 def test_block_larger_than_the_data(chars, run, script):
@@ -251,6 +278,7 @@ def test_no_network(chars, tmp_path, run, script, monkeypatch):
 def test_full_disk_while_training(chars, tmp_path, run):
     before = snapshot(run)
     settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
+    settings["resume_changed"] = True  # the schedule
     # Room for log.jsonl, not for a checkpoint.
     limited = f"trap '' XFSZ; ulimit -f 20; exec {sys.executable} train.py {' '.join(flags(**settings))}"
     done = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True)

@@ -266,7 +266,8 @@ def test_run_makes_exactly_max_iters_updates_and_saves_the_last(chars, tmp_path)
 def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=30, eval_interval=10))
     best = checkpoint.load(tmp_path).best_val_loss
-    main(tiny(chars, tmp_path, init_from="resume", max_iters=36, eval_interval=3, learning_rate=3.0, decay_lr=False))
+    worse = {"max_iters": 36, "eval_interval": 3, "learning_rate": 3.0, "decay_lr": False, "resume_changed": True}
+    main(tiny(chars, tmp_path, init_from="resume", **worse))
     assert min(e["val_loss"] for e in events(tmp_path, "eval") if e["iter"] > 30) > best
     assert checkpoint.load(tmp_path).iter_num == 36
     kept = checkpoint.load(tmp_path / "ckpt_best.pt")
@@ -274,7 +275,7 @@ def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     # and where only improvements are saved, ckpt.pt itself stays
     out = tmp_path / "only-better"
     main(tiny(chars, out, max_iters=30, eval_interval=10, always_save_checkpoint=False))
-    c = tiny(chars, out, init_from="resume", max_iters=36, eval_interval=3, learning_rate=3.0, decay_lr=False)
+    c = tiny(chars, out, init_from="resume", **worse)
     main(replace(c, always_save_checkpoint=False))
     assert checkpoint.load(out).iter_num == 30
     # nor does it help to change one's mind, or to come from nanoGPT, which has no other file
@@ -320,7 +321,8 @@ def test_run_that_cannot_start_leaves_the_earlier_one_where_it_is(chars, tmp_pat
 def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_path, script):
     main(tiny(chars, tmp_path))
     before = (tmp_path / "ckpt.pt").read_bytes()
-    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=30", "--learning_rate=1e30")
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--resume_changed=True"]
+    done = script("train.py", *resume, "--max_iters=30", "--learning_rate=1e30")
     assert done.code == 1
     what = r"gradients are not finite in 10 steps in a row, .*|val loss is (nan|inf) at step \d+ .*"
     assert re.fullmatch(rf"error: ({what}); .*try a lower --learning_rate\n", done.err)
@@ -373,9 +375,14 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new
     resume = [f"--out_dir={tmp_path}", "--init_from=resume"]
     c = TrainConfig(**train.resumed_settings(resume, str(tmp_path)))
     assert (c.max_iters, c.max_minutes) == (4, 0.0)
-    c = TrainConfig(**train.resumed_settings([*resume, "--max_minutes=0.02"], str(tmp_path)))
+    new = [*resume, "--max_minutes=0.02"]
+    c = TrainConfig(**train.resumed_settings(new, str(tmp_path)))
     assert (c.max_iters, c.max_minutes) == (600000, 0.02)
-    main(c)
+    with pytest.raises(
+        ValueError, match=r"learning rate at step 3: 0\.\d+ before, .*--lr_decay_iters=4 keeps the sched"
+    ):
+        main(c)
+    main(TrainConfig(**train.resumed_settings([*new, "--resume_changed=True"], str(tmp_path))))
     assert 4 < events(tmp_path, "end")[-1]["iter"] < 10**5
 
 
@@ -478,12 +485,3 @@ def test_evaluation_by_tokens_does_not_depend_on_the_micro_batch(chars, tmp_path
 def test_documents_that_no_token_begins_cannot_be_aligned(chars, tmp_path):
     with pytest.raises(ValueError, match="align_documents=True: .* does not say which token"):
         main(tiny(chars, tmp_path, align_documents=True))
-
-
-def test_data_that_grew_before_a_resume_is_said(tmp_path, capsys):
-    for n in (4000, 5000):
-        splits = {"train": np.arange(n).astype(np.uint8).astype(np.uint16), "val": np.arange(200, dtype=np.uint16)}
-        write_dataset(tmp_path / "d", splits, BytesTokenizer(), "x")
-        resumed = {"init_from": "resume", "max_iters": 4} if n == 5000 else {"max_iters": 2}
-        main(tiny(tmp_path / "d", tmp_path / "out", **resumed))
-    assert "the data had 4,000 train tokens before: batches now come in another order" in capsys.readouterr().out
