@@ -887,6 +887,8 @@ class Report:
             more = ["--patience=0"] if is_over else []
             if step >= self.c.max_iters:
                 more = [f"--max_iters={2 * step}"]
+                if self.c.decay_lr and not self.c.lr_decay_iters:  # it went by max_iters, and stays at min_lr now
+                    more.append(f"--lr_decay_iters={self.c.max_iters}")
             self.next_commands(kept, best_step, more)
         self.log.write(
             "end",
