@@ -22,6 +22,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
+from deskgpt.saver import Saved, Saver
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
@@ -141,7 +143,7 @@ def main(c: TrainConfig) -> float:
 
     # ---- data and model --------------------------------------------------------------------------------------
     meta = describe_data(c)
-    start = starting_point(c, meta)
+    start = starting_point(c, meta, ranks.say)
     if c.dry_run:
         dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
@@ -178,6 +180,7 @@ def main(c: TrainConfig) -> float:
     # ---- train -----------------------------------------------------------------------------------------------
     best_val_loss = start.best_val_loss
     loader = Loader(train_split, plan, ranks.device, start.step)
+    saver = Saver(out_dir_of(c), ranks.say, best_val_loss)
     agenda = Agenda(c, ranks, began)
     listener.has_work_to_save = True
     timer.resume()
@@ -207,8 +210,12 @@ def main(c: TrainConfig) -> float:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
                 state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log)
-                checkpoint.save(state, out_dir_of(c), best=improved)
-            report.saved(step, improved)
+                saving = saver.save(state, best=improved)
+            saving.save_s = timer.last_save_s
+        for saved in saver.finished():
+            report.saved(saved)
+            if saved.best and saved.error:
+                best_val_loss = saver.best_val_loss
         if is_last or stop:
             break
 
@@ -247,10 +254,15 @@ def main(c: TrainConfig) -> float:
             report.step(step, lr, mean_loss, grad_norm.item(), window)
 
     # ---- end -------------------------------------------------------------------------------------------------
+    with timer.saving():
+        saver.wait()
+    for saved in saver.finished():
+        report.saved(saved)
     report.end(step, step - start.step, best_val_loss)
     loader.close()
     log.close()
     ranks.close()
+    saver.raise_if_last_failed()
     if stop:
         raise SystemExit(agenda.exit_status(stop))
     return best_val_loss
@@ -316,14 +328,14 @@ class StartingPoint:
         self.resumed = None
 
 
-def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
+def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], None]) -> StartingPoint:
     """Where init_from says that the run starts. Raises ValueError where c names another model than the source has."""
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
         return StartingPoint("scratch", GPTConfig.from_settings(c, vocab_size))
 
     if c.init_from == "resume":
-        saved = checkpoint.load(c.out_dir)
+        saved = checkpoint.resume(c.out_dir, say)
         start = StartingPoint(
             source=c.out_dir,
             config=GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.out_dir),
@@ -559,8 +571,10 @@ class Report:
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}"
         )
 
-    def saved(self, step: int, best: bool) -> None:
-        self.log.write("save", iter=step, best=best, save_s=self.timer.last_save_s)
+    def saved(self, saved: Saved) -> None:
+        if saved.error is None:
+            fields = {"iter": saved.step, "best": saved.best, "save_s": saved.save_s, "write_s": saved.write_s}
+            self.log.write("save", **fields)
 
     def step(self, step: int, lr: float, loss: float, grad_norm: float, window: Window) -> None:
         """window: the steps since the last of these lines."""

@@ -134,24 +134,99 @@ except OSError as e:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "text", "pickle", "list"])
-def test_damaged_checkpoint_is_named_with_what_else_there_is(tmp_path, damage):
-    checkpoint.save(state(), tmp_path, best=True)
-    path = tmp_path / "ckpt.pt"
-    size = path.stat().st_size
-    path.unlink()  # the best one is the same file
+def spoil(path: Path, damage: str) -> None:
+    """Replaces a checkpoint by something else."""
+    content = path.read_bytes()
     if damage == "cut":
-        path.write_bytes((tmp_path / "ckpt_best.pt").read_bytes()[: size // 2])
+        path.write_bytes(content[: len(content) // 2])
     elif damage == "pickle":
         torch.save(vars(state()) | {"config": Path("code that pickle would run")}, path)
     elif damage == "list":
         torch.save([1, 2], path)
+    elif damage == "NaN":
+        spoiled = vars(state())
+        spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
+        torch.save(spoiled, path)
+    elif damage == "gone":
+        path.unlink()
     else:
         path.write_bytes(b"" if damage == "empty" else b"hello world")
-    with pytest.raises(ValueError, match=r"ckpt\.pt is not a (readable|training) checkpoint") as e:
-        checkpoint.load(tmp_path)
+
+
+DAMAGE = {
+    "empty": "is not a readable checkpoint (File is not a zip file)",
+    "cut": "is not a readable checkpoint (File is not a zip file)",
+    "text": "is not a readable checkpoint (File is not a zip file)",
+    "pickle": "is not a readable checkpoint (it holds more than tensors and plain values, which only its maker's code",
+    "list": "is not a training checkpoint: it holds no dictionary",
+    "NaN": "holds weights or moments that are NaN or infinity",
+    "gone": "is missing",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoint_falls_back_to_the_best_and_says_so_but_not_where_it_is_named(tmp_path, damage):
+    checkpoint.save(state(1), tmp_path, best=True)
+    checkpoint.save(state(2), tmp_path, best=False)
+    path = tmp_path / "ckpt.pt"
+    spoil(path, damage)
+    said: list[str] = []
+    assert checkpoint.load(tmp_path, said.append).iter_num == 1
+    (line,) = said
+    assert line.startswith(f"{path} {DAMAGE[damage]}")
+    assert line.endswith(
+        "): going on from ckpt_best.pt, step 1" if "(" in line else ": going on from ckpt_best.pt, step 1"
+    )
+    with pytest.raises(ValueError, match=r"ckpt\.pt") as e:
+        checkpoint.load(path)
     assert len(str(e.value).splitlines()) == 1
-    assert damage == "list" or f"--out_dir={tmp_path / 'ckpt_best.pt'} is another" in str(e.value)
+    assert damage == "gone" or f"--out_dir={tmp_path / 'ckpt_best.pt'} is another" in str(e.value)
+    (tmp_path / "ckpt_best.pt").write_bytes(b"as bad")
+    with pytest.raises(
+        ValueError, match=r"ckpt\.pt .*, and .*ckpt_best\.pt is not .*; restore one of them from a copy"
+    ):
+        checkpoint.load(tmp_path)
+
+
+def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
+    checkpoint.save(state(1), tmp_path, best=True)
+    for name in ("ckpt.pt.tmp", "ckpt.pt.123-abc.tmp", "ckpt_best.pt.123-abc.tmp"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "notes.tmp").write_text("the user's")
+    (tmp_path / "ckpt_best.pt").write_text("damaged")
+    said: list[str] = []
+    checkpoint.take_over(tmp_path, said.append)
+    assert said == [
+        f"{tmp_path / 'ckpt_best.pt'} is not a readable checkpoint (File is not a zip file): "
+        "it is kept as ckpt_best_damaged.pt"
+    ]
+    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 1  # now that of ckpt.pt, the only good one
+    names = ["ckpt.pt", "ckpt_best.pt", "ckpt_best_damaged.pt", "notes.tmp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_resumed_run_knows_the_best_loss_of_the_folder_on_the_same_data(tmp_path):
+    best = state(9)
+    best.best_val_loss = 1.0
+    checkpoint.save(best, tmp_path, best=True)
+    checkpoint.save(state(5), tmp_path, best=False)
+    assert checkpoint.resume(tmp_path).best_val_loss == 1.0
+    assert checkpoint.load(tmp_path).best_val_loss == 2.5
+    best.config = best.config | {"dataset": "other"}
+    checkpoint.save(best, tmp_path, best=True)
+    checkpoint.save(state(5), tmp_path, best=False)
+    assert checkpoint.resume(tmp_path).best_val_loss == 2.5
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    checkpoint.save(state(1), tmp_path, best=True)
+    bad = state(2)
+    bad.model["lm_head.weight"][0, 0] = torch.inf
+    with pytest.raises(
+        ValueError, match=r"ckpt\.pt is not written: weights or moments hold NaN or infinity; the check"
+    ):
+        checkpoint.save(bad, tmp_path, best=True)
+    assert checkpoint.load(tmp_path).iter_num == checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 1
 
 
 def test_missing_checkpoint_is_named(tmp_path):
