@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -50,6 +51,7 @@ from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
+from deskgpt.saver import Saved, Saver
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
@@ -146,7 +148,7 @@ def main(c: TrainConfig) -> float:
 
     # ---- data and model --------------------------------------------------------------------------------------
     meta = describe_data(c)
-    start = starting_point(c, meta)
+    start = starting_point(c, meta, ranks.say)
     if c.dry_run:
         dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
@@ -192,6 +194,7 @@ def main(c: TrainConfig) -> float:
     kept = start.kept
     rewound = False
     loader = Loader(train_split, plan, ranks.device, start.step + health.skipped_batches)
+    saver = Saver(out_dir_of(c), ranks.say, best_val_loss)
     agenda = Agenda(c, ranks, began)
     listener.has_work_to_save = True
     timer.resume()
@@ -207,7 +210,7 @@ def main(c: TrainConfig) -> float:
         # ---- look back at the steps --------------------------------------------------------------------------
         if evaluated or save_is_due or stop:
             look_back(health, report, kept)
-        back_to = after_spike(c, ranks, runner, optimizer, health, report, timer, kept)
+        back_to = after_spike(c, ranks, runner, optimizer, health, report, timer, saver, kept)
         if back_to is not None:
             step = back_to
             rewound = True
@@ -242,8 +245,12 @@ def main(c: TrainConfig) -> float:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
                 state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, facts, log, health)
-                checkpoint.save(state, out_dir_of(c), best=improved)
-            report.saved(step, improved)
+                saving = saver.save(state, best=improved)
+            saving.save_s = timer.last_save_s
+        for saved in saver.finished():
+            report.saved(saved)
+            if saved.best and saved.error:
+                best_val_loss = saver.best_val_loss
         if saves:
             kept = Kept(out_dir_of(c) / checkpoint.NAME, step)
             rewound = False
@@ -281,6 +288,10 @@ def main(c: TrainConfig) -> float:
         step += 1
 
     # ---- end -------------------------------------------------------------------------------------------------
+    with timer.saving():
+        saver.wait()
+    for saved in saver.finished():
+        report.saved(saved)
     if not c.eval_only:
         if out_of_patience:
             report.out_of_patience(health.evaluations)
@@ -290,6 +301,7 @@ def main(c: TrainConfig) -> float:
         ranks.say("note: the run ended before the checksums of all its data were verified")
     log.close()
     ranks.close()
+    saver.raise_if_last_failed()
     if stop:
         raise SystemExit(agenda.exit_status(stop))
     return best_val_loss
@@ -357,14 +369,14 @@ class StartingPoint:
         self.resumed = None
 
 
-def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
+def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], None]) -> StartingPoint:
     """Where init_from says that the run starts. Raises ValueError where c names another model than the source has."""
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
         return StartingPoint("scratch", GPTConfig.from_settings(c, vocab_size))
 
     if c.init_from == "resume":
-        saved = checkpoint.load(c.out_dir)
+        saved = checkpoint.resume(c.out_dir, say)
         start = StartingPoint(
             source=c.out_dir,
             config=GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.out_dir),
@@ -375,7 +387,7 @@ def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
             best_val_loss=saved.best_val_loss,
             wandb_run_id=saved.wandb_run_id,
             health=saved.health,
-            kept=Kept(checkpoint.path_of(c.out_dir), saved.iter_num),
+            kept=Kept(Path(c.out_dir), saved.iter_num),
         )
         if start.step > c.max_iters and not c.eval_only and not c.dry_run:
             raise ValueError(f"{c.out_dir} is at step {start.step:,}, past max_iters={c.max_iters}: raise --max_iters")
@@ -599,7 +611,7 @@ def state_of_run(
 class Kept:
     """The latest checkpoint that a run can go back to."""
 
-    path: Path
+    path: Path  # of the file or its folder
     step: int
 
 
@@ -607,7 +619,7 @@ def kept_text(kept: Kept | None) -> str:
     """What an error says about the checkpoints."""
     if kept is None:
         return "no checkpoint was saved yet"
-    best = kept.path.with_name(checkpoint.BEST)
+    best = checkpoint.folder_of(kept.path) / checkpoint.BEST
     also = f", the best one is {best}" if best.exists() and best != kept.path else ""
     return f"the last checkpoint is {kept.path} of step {kept.step}{also}"
 
@@ -630,6 +642,7 @@ def after_spike(
     health: Health,
     report: Report,
     timer: StepTimer,
+    saver: Saver,
     kept: Kept | None,
 ) -> int | None:
     """Does what on_spike says after a loss spike. Returns the step that the run went back to, None if it goes on.
@@ -645,6 +658,7 @@ def after_spike(
         ranks.say("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
         return None
     with timer.saving():
+        saver.wait()
         ranks.all(True)  # the first rank has written it by now
         saved = checkpoint.load(kept.path)
         step = saved.iter_num
@@ -766,8 +780,10 @@ class Report:
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}"
         )
 
-    def saved(self, step: int, best: bool) -> None:
-        self.log.write("save", iter=step, best=best, save_s=self.timer.last_save_s)
+    def saved(self, saved: Saved) -> None:
+        if saved.error is None:
+            fields = {"iter": saved.step, "best": saved.best, "save_s": saved.save_s, "write_s": saved.write_s}
+            self.log.write("save", **fields)
 
     def step(self, step: int, lr: float, health: Health, window: Window) -> None:
         """window: the steps since the last of these lines."""

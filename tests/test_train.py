@@ -23,6 +23,7 @@ from data.tokenizer import BytesTokenizer
 from deskgpt import checkpoint, compiling, hardware
 from deskgpt.ranks import Ranks
 from deskgpt.runner import Form, Runner
+from deskgpt.saver import Saver
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -166,7 +167,7 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
         return call
 
     monkeypatch.setattr(Runner, "evaluate", takes(100, Runner.evaluate))
-    monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
+    monkeypatch.setattr(Saver, "save", takes(1000, Saver.save))
     monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(train.peak_flops, "measured_matmul_flops", lambda *_: 1e12)
