@@ -11,15 +11,20 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 from __future__ import annotations
 
 from deskgpt.stopping import listener
+from deskgpt.terminal import lasting_output, open_standard_files
 
 if __name__ == "__main__":
+    open_standard_files()
     listener.listen()  # before torch is imported, which takes seconds
 
 import functools
 import itertools
 import math
+import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -41,9 +46,10 @@ from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.gpu_peaks import find_card
 from deskgpt.health import FiniteWatch
+from deskgpt.lock import only_run_in
 from deskgpt.optimizer import make_optimizer
 from deskgpt.plan import dry_run
-from deskgpt.ranks import Ranks, start_ranks
+from deskgpt.ranks import Ranks, place_of, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
@@ -66,10 +72,10 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
-    always_save_checkpoint: bool = True  # False: only when the validation loss has improved
+    always_save_checkpoint: bool = True  # False: only when the validation loss has improved, and at a stop
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
-    save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
+    save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit; both if always_save_checkpoint
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
@@ -179,12 +185,12 @@ def main(c: TrainConfig) -> float:
     best_val_loss = start.best_val_loss
     loader = Loader(train_split, plan, ranks.device, start.step)
     agenda = Agenda(c, ranks, began)
-    listener.has_work_to_save = True
     timer.resume()
     for step in itertools.count(start.step):
         lr = learning_rate(c, step)
         is_last = step >= c.max_iters or c.eval_only
         stop = agenda.reason_to_stop()
+        listener.has_work_to_save = step > start.step
 
         # ---- evaluate ----------------------------------------------------------------------------------------
         evaluated = (step % c.eval_interval == 0 or is_last) and not stop
@@ -203,12 +209,15 @@ def main(c: TrainConfig) -> float:
 
         # ---- save --------------------------------------------------------------------------------------------
         wanted = stop or agenda.save_is_due(step) or (evaluated and (improved or c.always_save_checkpoint))
-        if wanted and step > start.step and ranks.is_first:
+        # Where a signal broke an evaluation off, the resumed run begins with it, and it may find the best.
+        is_new = step > start.step or (improved and step > 0)
+        if wanted and is_new and ranks.is_first:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
                 state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, train_split, log)
                 checkpoint.save(state, out_dir_of(c), best=improved)
             report.saved(step, improved)
+            agenda.saved_at = time.perf_counter()
         if is_last or stop:
             break
 
@@ -247,11 +256,14 @@ def main(c: TrainConfig) -> float:
             report.step(step, lr, mean_loss, grad_norm.item(), window)
 
     # ---- end -------------------------------------------------------------------------------------------------
+    listener.has_work_to_save = False
     report.end(step, step - start.step, best_val_loss)
+    if stop and step > 0:
+        ranks.say(f"stopped by {stop}; resume with: {resume_command(c, ranks)}")
     loader.close()
     log.close()
     ranks.close()
-    if stop:
+    if stop and agenda.exit_status(stop):
         raise SystemExit(agenda.exit_status(stop))
     return best_val_loss
 
@@ -418,6 +430,8 @@ def learning_rate(c: TrainConfig, step: int) -> float:
 class Agenda:
     """When a run saves and stops beside what its step count says."""
 
+    TIME_IS_UP = 0x100  # more than any signal's number
+
     def __init__(self, c: TrainConfig, ranks: Ranks, began: float) -> None:
         self.c = c
         self.ranks = ranks
@@ -426,21 +440,43 @@ class Agenda:
 
     def reason_to_stop(self) -> str | None:
         """A signal's name or max_hours, the same on all ranks; None to go on."""
-        if time.perf_counter() >= self.ends_at:
-            return "max_hours"
-        return self.signal()
+        is_time = time.perf_counter() >= self.ends_at
+        return self._agreed(listener.signal or (self.TIME_IS_UP if is_time else 0))
 
     def signal(self) -> str | None:
-        """The name of the signal that one of the ranks got."""
-        return signal.Signals(listener.signal).name if listener.signal else None
+        """The name of the signal that one of the ranks got, the same on all ranks."""
+        return self._agreed(listener.signal or 0)
+
+    def _agreed(self, wish: int) -> str | None:
+        agreed = self.ranks.agree(wish)
+        if agreed == self.TIME_IS_UP:
+            return "max_hours"
+        return signal.Signals(agreed).name if agreed else None
 
     def save_is_due(self, step: int) -> bool:
         """Whether save_interval or save_minutes ask for a checkpoint."""
-        return False
+        c = self.c
+        if not c.always_save_checkpoint:  # then ckpt.pt is the best one, as in nanoGPT
+            return False
+        by_steps = c.save_interval > 0 and step % c.save_interval == 0
+        by_time = c.save_minutes > 0 and time.perf_counter() >= self.saved_at + 60 * c.save_minutes
+        return by_steps or by_time
 
     def exit_status(self, stop: str) -> int:
-        """The conventional status: 0 after max_hours, 128 and the signal's number otherwise."""
-        return 0 if stop == "max_hours" else stopping.exit_status(signal.Signals[stop])
+        """The conventional status: 128 and the signal's number, 0 after max_hours."""
+        return stopping.exit_status(signal.Signals[stop]) if stop in signal.Signals.__members__ else 0
+
+
+def resume_command(c: TrainConfig, ranks: Ranks) -> str:
+    """What to type to go on with this run; the checkpoint knows its settings."""
+    start = ["python", sys.argv[0]]
+    if ranks.distributed:
+        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks.world}", sys.argv[0]]
+    words = [*start, "--init_from=resume", f"--out_dir={out_dir_of(c)}"]
+    command = subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines, whose names are in torchrun's own options
+        command = command.replace("--standalone", "(its options as before)")
+    return command
 
 
 def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
@@ -633,11 +669,21 @@ def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     return settings
 
 
+def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
+    """Keeps other runs out of out_dir, where this process is one that writes there."""
+    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
+    if reads_only or place_of(os.environ).rank > 0:
+        return nullcontext()
+    return only_run_in(checkpoint.folder_of(settings["out_dir"]))
+
+
 if __name__ == "__main__":
-    with one_line_errors(
+    if_out_of_memory = (
         "halve --batch_size and double --gradient_accumulation_steps, the same training, or take a smaller model"
-    ):
+    )
+    with lasting_output(), one_line_errors(if_out_of_memory):
         settings = read_settings(TrainConfig, sys.argv[1:])
-        if settings["init_from"] == "resume":
-            settings = resumed_settings(sys.argv[1:], settings["out_dir"])
-        main(build(TrainConfig, settings))
+        with lock_of(settings):
+            if settings["init_from"] == "resume":
+                settings = resumed_settings(sys.argv[1:], settings["out_dir"])
+            main(build(TrainConfig, settings))

@@ -59,6 +59,14 @@ def link_or_copy(path: Path, as_path: Path) -> None:
         tmp.unlink(missing_ok=True)  # if as_path was a link to this file already, POSIX's rename does nothing
 
 
+def is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether the open file is the one at path, which may have been moved, removed or replaced since."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames in folder durable; does nothing where folders cannot be opened (Windows)."""
     if hasattr(os, "O_DIRECTORY"):
