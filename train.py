@@ -142,6 +142,9 @@ def main(c: TrainConfig) -> float:
     hardware.keep_freed_memory()
     ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
     hardware.forbid_spilling(ranks.device)
+    other_cache = compiling.find_cache()
+    if other_cache:
+        ranks.say(other_cache)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     torch.manual_seed(c.seed)
 

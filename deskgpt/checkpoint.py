@@ -134,7 +134,7 @@ def read(path: Path) -> dict[str, Any]:
         damaged = damaged_part(path, path.stat().st_mtime_ns)
         if damaged:
             raise ValueError(f"the checksum of {damaged} does not match")
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_unicode(path))
     except Exception as e:  # zip, pickle and storage errors all differ
         best = path.with_name(BEST)
         other = f"--out_dir={best} is another" if best.exists() and best != path else "restore it from a copy"
@@ -143,6 +143,15 @@ def read(path: Path) -> dict[str, Any]:
             reason = "it holds more than tensors and plain values, which only its maker's code can read"
         raise ValueError(f"{path} is not a readable checkpoint ({reason}); {other}") from None
     return found if isinstance(found, dict) else {}
+
+
+def is_unicode(path: Path) -> bool:
+    """Whether torch can map the file: its C++ takes no name whose bytes Python could not decode (LC_ALL=C and "ö")."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @lru_cache(1)  # a resumed run reads its checkpoint twice: for the settings, then for the weights
