@@ -472,14 +472,13 @@ class Agenda:
 
 def resume_command(c: TrainConfig, ranks: Ranks) -> str:
     """What to type to go on with this run; the checkpoint knows its settings."""
-    start = ["python", sys.argv[0]]
-    if ranks.distributed:
-        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks.world}", sys.argv[0]]
-    words = [*start, "--init_from=resume", f"--out_dir={out_dir_of(c)}"]
+    words = [sys.argv[0], "--init_from=resume", f"--out_dir={out_dir_of(c)}"]
     command = subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines, whose names are in torchrun's own options
-        command = command.replace("--standalone", "(its options as before)")
-    return command
+    if not ranks.distributed:
+        return f"python {command}"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines: torchrun's options have their addresses
+        return f"torchrun (with its options as before) {command}"
+    return f"torchrun --standalone --nproc_per_node={ranks.world} {command}"
 
 
 def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
