@@ -43,7 +43,6 @@ def only_run_in(folder: Path) -> Iterator[None]:
     """
     is_new = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         file = locked(folder / LOCK)
     except OSError as e:
         raise OSError(f"out_dir={folder} cannot be written: {e.strerror}; choose another --out_dir") from None
@@ -85,9 +84,16 @@ def in_use(folder: Path, held_by: bytes) -> ValueError:
 
 
 def locked(path: Path) -> BinaryIO | None:
-    """The lock file at path, locked; None where the file system has no locks. Raises ValueError, OSError."""
+    """The lock file at path, locked, with its folder made if need be; None where the file system has no locks.
+
+    Raises ValueError where another process has locked it, and OSError.
+    """
     while True:
-        file = open(path, "a+b", buffering=0)  # noqa: SIM115 (it stays open as long as the lock is held)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = open(path, "a+b", buffering=0)  # noqa: SIM115 (it stays open as long as the lock is held)
+        except FileNotFoundError:  # a run that has just ended removed the folder that it had made
+            continue
         try:
             lock(file)
         except OSError as e:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -81,9 +80,12 @@ class RunLog:
                 print(f"{self.path} was deleted or moved: the log goes on in a new file", file=sys.stderr)
                 line = self.start_line + line
         size = self.file.seek(0, os.SEEK_END)
-        if self.file.write(line) != len(line):
+        try:
+            while line:
+                line = line[self.file.write(line) :]
+        except OSError:
             self.file.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise
 
     def _failed(self, e: OSError) -> None:
         if not self.has_failed:
