@@ -28,6 +28,10 @@ OUT_OF_MEMORY = (
 )
 
 
+# What gloo's RuntimeErrors begin with; NCCL's errors are a class of their own.
+LOST_RANK = "gloo/transport"
+
+
 class ConfigError(ValueError):
     """A mistake in the settings, which the user can correct. Scripts end with exit status 2."""
 
@@ -66,6 +70,8 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
+    if isinstance(e, RuntimeError) and LOST_RANK in str(e):
+        return "another rank has ended or cannot be reached; it may say why"
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
     if isinstance(e, ValueError) and raised_in_our_code(e):

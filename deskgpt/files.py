@@ -66,6 +66,14 @@ def copy(path: Path, to: Path, temporary: str = TEMPORARY) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
 
 
+def is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether the open file is the one at path, which may have been moved, removed or replaced since."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames in folder durable; does nothing where folders cannot be opened (Windows)."""
     if hasattr(os, "O_DIRECTORY"):
