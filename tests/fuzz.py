@@ -32,13 +32,14 @@ import time
 import traceback
 import warnings
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
@@ -404,7 +405,6 @@ def damaged(content: bytes, edits: list[tuple[str, bytes, int, int]]) -> bytes:
 # ---- the command line and config files -----------------------------------------------------------------------
 
 SCRIPTS = (TrainConfig, TrainConfig, SampleConfig, LossConfig)
-MAKES_SENSE = ("--n_embd=768", "--n_head=12", "--max_iters=100", "--warmup_iters=10", "--lr_decay_iters=90")
 
 
 def use(settings: Any) -> None:
@@ -427,17 +427,30 @@ def setting_names(cls: type) -> SearchStrategy[str]:
     return st.sampled_from([f.name for f in fields(cls)])
 
 
-def arguments(folder: Path) -> Target:
-    values = odd_texts | st.builds(repr, odd_numbers | st.text(max_size=5))
+def settings_of(cls: type) -> SearchStrategy[tuple[str, Any]]:
+    """The name of a setting and a value of its type, which may be out of range."""
+    values = {int: st.integers(0, 2000) | odd_numbers, float: st.floats(0, 1) | odd_numbers, bool: st.booleans()}
+    pairs = []
+    for name, kind in get_type_hints(cls).items():
+        if get_origin(kind) is Literal:
+            value: SearchStrategy[Any] = st.sampled_from(get_args(kind))
+        else:
+            value = values.get(get_args(kind)[0] if get_args(kind) else kind, odd_texts)
+        pairs.append(st.tuples(st.just(name), value))
+    return st.one_of(pairs)
 
+
+def arguments(folder: Path) -> Target:
     def of(cls: type) -> SearchStrategy[tuple[type, list[str]]]:
-        setting = st.builds("--{}={}".format, setting_names(cls), values)
+        fits = settings_of(cls).map(lambda pair: f"--{pair[0]}={pair[1]}")
+        setting = st.builds("--{}={}".format, setting_names(cls), odd_texts)
         file = st.sampled_from(
             ["config/train_shakespeare_char.py", "config/nothing.py", ".", "/", "config", "a" * 5000]
         )
         odd = st.builds("{}{}".format, st.sampled_from(["", "-", "--", "--=", "--seed", "--seed="]), odd_texts)
-        word = setting | setting | setting | odd | file | st.sampled_from(["-h", "--help", *MAKES_SENSE])
-        return st.tuples(st.just(cls), st.lists(word, max_size=4))
+        odd_word = setting | odd | file | st.sampled_from(["-h", "--help"])
+        words = st.lists(fits, max_size=3)
+        return st.tuples(st.just(cls), words | st.builds(lambda some, one: [*some, one], words, odd_word))
 
     def read(case: tuple[type, list[str]]) -> bool:
         use(configure(*case))
@@ -479,7 +492,9 @@ def configs(folder: Path) -> Target:
     files = [p.read_text() for p in sorted((ROOT / "config").glob("*.py"))]
     values = st.sampled_from(ODD_SOURCES) | st.builds(repr, odd_numbers) | st.builds(repr, odd_texts)
     names = setting_names(TrainConfig) | st.sampled_from(["_own", "nothing", "ünicode", "a-b", "None"])
-    lines = st.lists(st.builds("{} = {}".format, names, values) | st.sampled_from(ODD_LINES), min_size=1, max_size=4)
+    fits = settings_of(TrainConfig).map(lambda pair: f"{pair[0]} = {pair[1]!r}")
+    odd = st.builds("{} = {}".format, names, values) | st.sampled_from(ODD_LINES)
+    lines = st.lists(fits | fits | odd, min_size=1, max_size=4)
     made = st.builds("\n".join, lines).map(lambda text: (ODD_CLASS + text).encode("utf-8", "surrogatepass"))
     # A config file is code: no change may make it compute forever, and "**" could.
     changed = st.builds(lambda text, edits: damaged(text.encode(), edits), st.sampled_from(files), damage)
@@ -496,17 +511,18 @@ def configs(folder: Path) -> Target:
 # ---- logs ----------------------------------------------------------------------------------------------------
 
 NANOGPTS = ROOT.parent / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
+PAGES = 50  # one case in so many makes a whole page: plotly is slow
 NUMBER = re.compile(r"-?\d[\d.,e+-]*")
 
 
-def tiny_run(folder: Path, **settings: Any) -> str:
+def tiny_run(folder: Path) -> str:
     """What a run of a tiny model prints; it leaves its log and checkpoint in folder/out."""
     ids = BytesTokenizer().encode("a tiny model reads this again and again. " * 8)
     write_dataset(folder / "data", {"train": ids, "val": ids[:80]}, BytesTokenizer(), "fuzz")
     sizes: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 4, "block_size": 8, "batch_size": 2}
     sizes |= {"max_iters": 4, "eval_interval": 2, "eval_iters": 2, "gradient_accumulation_steps": 1}
     machine = {"compile": False, "device": "cpu", "dtype": "float32"}
-    given = sizes | machine | {"dataset": str(folder / "data"), "out_dir": str(folder / "out")} | settings
+    given = sizes | machine | {"dataset": str(folder / "data"), "out_dir": str(folder / "out")}
     with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()):
         train.main(TrainConfig(**given))
     return printed.getvalue()
@@ -563,15 +579,18 @@ def logs(folder: Path) -> Target:
     texts = [tiny_run(folder), (folder / "out" / "log.jsonl").read_text()]
     texts += [nanogpt(TIMES, (0, 40, 80), 200.0)]
     texts += [NANOGPTS.read_text()] if NANOGPTS.exists() else []
-    for seed, ms in ((1, 100.0), (2, 90.0)):
-        val = {i: 4 - i / 40 for i in range(0, 32, 2)}
-        texts.append(Path(log(folder / "made", val, ms, seed=seed), "log.jsonl").read_text())
+    val = {i: 4 - i / 40 for i in range(0, 32, 2)}
+    for seed, batch_size in itertools.product((1, 2), (4, 8)):  # two arms of two runs
+        made = log(folder / "made", val, 90.0 + seed, seed=seed, batch_size=batch_size)
+        texts.append(Path(made, "log.jsonl").read_text())
     events = [json.loads(line) for text in texts if text[0] == "{" for line in text.splitlines()]
     paths = sorted({path for event in events for path in paths_in(event)}, key=str)
 
     share = place_in_file
     huge = st.sampled_from(["9" * 400, "9" * 5000, ",,", "-1", "0", "1e-320", "1e308", "nan", "inf", "1.2.3", "1" * 16])
-    deep = st.sampled_from(["[" * 100_000, '{"event": "iter", "iter": ' + "9" * 5000 + "}", '{"event": []}'])
+    deep = st.sampled_from(
+        ["[" * 100_000, "data: " + "," * 100_000, '{"event": "iter", "iter": ' + "9" * 5000 + "}", '{"event": []}']
+    )
     echo = st.builds("{} = {}".format, setting_names(TrainConfig), odd_texts | st.sampled_from(ODD_SOURCES))
     edit = st.one_of(
         st.tuples(st.just("field"), share, st.sampled_from(paths), odd_json),
@@ -580,18 +599,19 @@ def logs(folder: Path) -> Target:
         st.tuples(st.just("line"), share, st.none(), odd_texts | deep | echo | st.builds("{} * {}".format, echo, huge)),
         st.tuples(st.sampled_from(["drop", "repeat", "tear"]), share, st.none(), st.none()),
     )
-    one = st.tuples(st.integers(0, len(texts) - 1), st.lists(edit, max_size=5), st.just([]) | st.just([]) | damage)
+    flips = st.just([]) | st.just([]) | damage
+    one = st.tuples(st.integers(0, len(texts) - 1), st.lists(edit, max_size=5), flips)
+    arms = st.tuples(*[st.tuples(st.just(len(texts) - 1 - n), st.lists(edit, max_size=2), flips) for n in range(4)])
     word = st.builds("{}={}".format, setting_names(TrainConfig) | st.sampled_from([*FACTS, "x", ""]), odd_texts)
     words = st.just([]) | st.just([]) | st.lists(word, max_size=2)
     case = st.tuples(
-        st.lists(one, min_size=1, max_size=3),
+        st.lists(one, min_size=1, max_size=3) | arms,
         words,
         st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=2),
-        st.integers(0, 39).map(lambda n: n == 0),  # plotly is slow
     )
 
     def read(case: Any) -> bool:
-        logs, given, levels, with_page = case
+        logs, given, levels = case
         runs = []
         for number, (base, edits, flips) in enumerate(logs):
             is_ours = texts[base][0] == "{"
@@ -614,8 +634,8 @@ def logs(folder: Path) -> Target:
         page.settings_html(runs)
         for table in [*tables, *of_one]:
             page.table_html(table)
-        if with_page:
-            page.page("fuzz", runs, [*tables, *of_one], lines).encode()
+        if zlib.crc32(repr(case).encode("utf-8", "replace")) % PAGES == 0:
+            page.page("fuzz", runs, [*tables, *of_one], lines)
         return False
 
     return Target(case, read)
@@ -686,7 +706,7 @@ def use_description(folder: Path) -> dict[str, Any]:
     meta = read_meta(folder)
     padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
     if meta["tokenizer"]:
-        from_meta(meta["tokenizer"]).vocab_size
+        from_meta(meta["tokenizer"])
         Split(folder, "train", BLOCK, meta["vocab_size"], document_start=meta["end_of_text"]).train_batch(
             3, np.arange(4), 4
         )
@@ -857,7 +877,7 @@ def make(value: Any) -> Any:
 
 
 def checkpoints(folder: Path) -> Target:
-    tiny_run(folder, n_layer=1, bias=True)
+    tiny_run(folder)
     path = folder / "out" / checkpoint.NAME
     content = path.read_bytes()
     loaded = saved_content(checkpoint.load(path))

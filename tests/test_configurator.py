@@ -41,7 +41,7 @@ def write(folder: Path, content: str, name: str = "c.py") -> str:
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 values = st.one_of(
-    st.tuples(st.just("count"), st.integers(min_value=0)),
+    st.tuples(st.just("count"), st.integers(0, 2**63 - 1)),
     st.tuples(st.just("rate"), finite),
     st.tuples(st.just("limit"), finite | st.none()),
     st.tuples(st.just("on"), st.booleans()),
