@@ -17,6 +17,7 @@ Prints a line for each target, then each defect with the smallest case that hypo
 from __future__ import annotations
 
 import dis
+import faulthandler
 import io
 import itertools
 import json
@@ -62,11 +63,11 @@ from data.loader import BatchPlan
 from data.splits import Split
 from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
-from deskgpt import checkpoint, estimate, hardware, plan
+from deskgpt import checkpoint, estimate, forms, hardware, plan
 from deskgpt.errors import ROOT, one_line_errors
 from deskgpt.files import file_sha256
 from deskgpt.optimizer import make_optimizer
-from model import GPTConfig
+from model import GPT, GPTConfig
 from sample import SampleConfig
 from train import TrainConfig
 
@@ -308,7 +309,7 @@ def batch(target: Target, cases: int, seed: int, until: str = "") -> Tally:
             each()
         board.write((tally, ""))
 
-    status = in_child(work) if can_fork() else work()
+    status = run_apart(work)
     tally, last = board.read() or (Tally(), "")
     if status:
         kind = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended the process with {status}"
@@ -321,13 +322,20 @@ def can_fork() -> bool:
     return hasattr(os, "fork")
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Runs work in a forked process of limited memory; returns its exit status, minus the signal that killed it."""
+def run_apart(work: Callable[[], None]) -> int:
+    """Runs work in a forked process of limited memory; returns its exit status, minus the signal that killed it.
+
+    Where the system cannot fork, it runs in this process.
+    """
+    if not can_fork():
+        work()
+        return 0
     sys.stdout.flush()
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     status = 1
+    faulthandler.disable()  # pytest's would print a page for each crash
     try:
         limit_memory()
         work()
@@ -461,10 +469,20 @@ def arguments(folder: Path) -> Target:
 
 # The class of values whose text nobody can print, at the beginning of a config file.
 ODD_CLASS = "class Odd:\n    def __repr__(self): raise RuntimeError('no text\\nof mine')\n"
-ODD_SOURCES = ("{1, 2}", "b'x'", "1j", "10**5000", "-10**400", "float('nan')", "[0] * 10**5", "range(3)", "object()")
+ODD_SOURCES: tuple[str, ...] = (
+    "{1, 2}",
+    "b'x'",
+    "1j",
+    "10**5000",
+    "-10**400",
+    "float('nan')",
+    "[0] * 10**5",
+    "range(3)",
+    "object()",
+)
 ODD_SOURCES += ("Odd()", "[Odd()]", "'a\\nb'", "(1,\n 2)", "[" * 90 + "]" * 90, "(" * 300 + ")" * 300, "lambda: 0")
 ODD_SOURCES += ("-" * 3000 + "1", "__import__('os')", "nothing", "1/0", "[][1]", "open('')", "''.join(['\\ud800'])")
-ODD_LINES = (
+ODD_LINES: tuple[str, ...] = (
     "raise ValueError('a\\nb')",
     "raise SystemExit(3)",
     "exit()",
@@ -599,11 +617,11 @@ def logs(folder: Path) -> Target:
         st.tuples(st.just("line"), share, st.none(), odd_texts | deep | echo | st.builds("{} * {}".format, echo, huge)),
         st.tuples(st.sampled_from(["drop", "repeat", "tear"]), share, st.none(), st.none()),
     )
-    flips = st.just([]) | st.just([]) | damage
+    flips: SearchStrategy[Any] = st.just([]) | st.just([]) | damage
     one = st.tuples(st.integers(0, len(texts) - 1), st.lists(edit, max_size=4), flips)
     arms = st.tuples(*[st.tuples(st.just(len(texts) - 1 - n), st.lists(edit, max_size=2), flips) for n in range(4)])
     word = st.builds("{}={}".format, setting_names(TrainConfig) | st.sampled_from([*FACTS, "x", ""]), odd_texts)
-    words = st.just([]) | st.just([]) | st.lists(word, max_size=2)
+    words: SearchStrategy[Any] = st.just([]) | st.just([]) | st.lists(word, max_size=2)
     case = st.tuples(
         st.lists(one, min_size=1, max_size=3) | arms,
         words,
@@ -658,6 +676,7 @@ def tokens(folder: Path) -> Target:
         entry = {"tokens": len(of_split), "sha256": file_sha256(path)}
         write_meta(headed, meta | {"files": {**read_files(headed), path.name: entry}})
     contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.glob("*/*")}
+    undamaged = {data: read_data(data) for data in (bare, headed)}
     binaries = sorted(name for name in contents if name.endswith(".bin"))
 
     head = st.tuples(*[st.sampled_from([MAGIC, VERSION, 300, -1]) | st.integers(-(2**31), 2**31 - 1)] * 3)
@@ -676,7 +695,7 @@ def tokens(folder: Path) -> Target:
             found = read_data(path.parent)
         finally:
             path.write_bytes(contents[name])
-        return is_damage and any(not np.array_equal(found[split], ids[split]) for split in ids)
+        return is_damage and found != undamaged[path.parent]
 
     return Target(case, read)
 
@@ -687,17 +706,16 @@ def read_files(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())["files"] if path.exists() else {}
 
 
-def read_data(folder: Path) -> dict[str, Any]:
-    """The tokens of both splits, read as training does from scratch."""
+def read_data(folder: Path) -> dict[str, str]:
+    """The fingerprints of both splits' tokens, read as training does from scratch."""
     meta = read_meta(folder)
     out = {}
     for split in ("train", "val"):
         opened = Split(folder, split, BLOCK, padded_vocab_size(meta["tokenizer"], meta["vocab_size"]))
-        opened.fingerprint()
         opened.train_batch(0, np.arange(4), 4)
         opened.train_batch(10**6, np.arange(4), 4)
         opened.eval_batch(np.arange(4), opened.n_eval_windows(10**6))
-        out[split] = np.concatenate(opened.shards)
+        out[split] = opened.fingerprint()
     return out
 
 
@@ -881,7 +899,8 @@ def checkpoints(folder: Path) -> Target:
     path = folder / "out" / checkpoint.NAME
     content = path.read_bytes()
     loaded = saved_content(checkpoint.load(path))
-    plain = torch.load(path, weights_only=True)  # as older checkpoints are, and strangers': without a checksum
+    plain = torch.load(path, weights_only=True)
+    plain.pop("format", None)  # as older checkpoints are, and strangers': without a checksum
     without_checksum = to_bytes(plain)
     paths = list(paths_in(plain))
     numbers = itertools.count()
@@ -924,16 +943,18 @@ def checkpoints(folder: Path) -> Target:
 def resume(file: Path) -> None:
     """What train.py does to go on from a checkpoint, a step of it, and what sample.py does with the tokenizer."""
     c = build(TrainConfig, train.resumed_settings([], str(file)))
-    start = train.starting_point(c, {"tokenizer": {"name": "bytes"}, "vocab_size": 256})
-    model = start.build_model(c.block_size)
+    saved = checkpoint.load(file)
+    model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
     optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9, "cpu")
-    start.restore(optimizer, torch.amp.GradScaler("cpu", enabled=False))
-    start.form(torch.device("cpu"))
+    checkpoint.restore_optimizer(optimizer, saved.optimizer, str(file))
+    if saved.scaler:
+        torch.amp.GradScaler("cpu").load_state_dict(saved.scaler)
+    forms.EarlierForm.of(saved.form, torch.device("cpu"))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    train.learning_rate(c, start.step)
-    from_meta(start.tokenizer or {"name": "bytes"})
+    train.learning_rate(c, saved.iter_num)
+    from_meta(saved.tokenizer or {"name": "bytes"})
 
 
 def saved_content(saved: checkpoint.Checkpoint) -> bytes:

@@ -364,6 +364,7 @@ def setting(run: Run, name: str, text: str) -> dict[str, Any]:
     if name not in TrainConfig.__dataclass_fields__:
         return {}
     text = text.partition("#")[0].strip()
+    value: Any
     try:
         if "*" in text:
             value = math.prod(float(factor) for factor in text.split("*"))
