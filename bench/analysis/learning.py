@@ -179,7 +179,7 @@ def fewest(arms: list[Arm], axis: str, level: float) -> Lead:
     text = f"{arms[best].label}, {means[second] / means[best]:.2f} x fewer than {arms[second].label}"
     if half is None:
         return Lead(f"{text} (noise not known)", noise_unknown=True)
-    noise = f"noise a factor of {math.exp(half):.2f}"
+    noise = f"noise a factor of {math.exp(min(half, 700)):.2f}"  # exp(710) overflows
     if log_ratio <= half:
         names = f"{arms[best].label} and {arms[second].label}"
         return Lead(f"{names}: not distinguishable ({noise})", noise=noise, within_noise=True)

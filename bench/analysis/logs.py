@@ -133,13 +133,14 @@ def add_events(run: Run, events: list[dict[str, Any]], written: int) -> None:
     trained_s = 0.0  # before the latest start, whose own count begins at 0
     for e in events:
         at = e.get("iter", step)
-        if type(at) is not int or not 0 <= at < MOST_STEPS:
+        settings = e.get("settings") or {}
+        if type(at) is not int or not 0 <= at < MOST_STEPS or not isinstance(settings, dict):
             continue
         step = at
         read += 1
         kind = e["event"]
         if kind == "start":
-            begin_again(run, step, e, left_out)
+            begin_again(run, step, e, usable_settings(settings, left_out), left_out)
             trained_s = seconds_before(step, iters, evals)
             iters = before(iters, step)
             evals = before(evals, step)  # it evaluates at this step again
@@ -173,12 +174,9 @@ def usable(values: dict[str, Any], kinds: Kinds, left_out: set[str]) -> dict[str
     return out
 
 
-def usable_settings(settings: Any, left_out: set[str]) -> dict[str, Any]:
+def usable_settings(settings: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
     """The settings of train.py among these, and plain values under other names, which another version may have."""
     out: dict[str, Any] = {}
-    if not isinstance(settings, dict):
-        left_out |= {"settings"} if settings is not None else set()
-        return out
     for name, value in settings.items():
         try:
             if name in SETTINGS:
@@ -192,10 +190,10 @@ def usable_settings(settings: Any, left_out: set[str]) -> dict[str, Any]:
     return out
 
 
-def begin_again(run: Run, step: int, event: dict[str, Any], left_out: set[str]) -> None:
+def begin_again(run: Run, step: int, event: dict[str, Any], settings: dict[str, Any], left_out: set[str]) -> None:
     """Takes over the settings and facts of a start event, of which a resumed run has several."""
     # In a run from before a setting existed, what is its default now was the only way.
-    settings = {f.name: f.default for f in fields(TrainConfig)} | usable_settings(event.get("settings"), left_out)
+    settings = {f.name: f.default for f in fields(TrainConfig) if f.name not in left_out} | settings
     model_args = event.get("model_args")
     sizes = {"vocab_size": model_args.get("vocab_size")} if isinstance(model_args, dict) else {}
     facts = usable(event | sizes, START_FACTS, left_out)
