@@ -358,11 +358,11 @@ def limit_memory() -> None:
 
 # ---- odd values ----------------------------------------------------------------------------------------------
 
-place_in_file = st.binary(min_size=4, max_size=4)  # a share of the file: bytes are drawn evenly, integers are not
+share = st.binary(min_size=4, max_size=4)  # where in a file; bytes, because hypothesis does not draw integers evenly
 damage = st.lists(
     st.tuples(
         st.sampled_from(["flip", "flip", "cut", "insert", "repeat", "swap", "zero"]),
-        place_in_file,
+        share,
         st.integers(0, 255),
         st.integers(1, 64),
     ),
@@ -390,13 +390,18 @@ odd_json = st.recursive(
 )
 
 
+def place_of(where: bytes, length: int) -> int:
+    """The index, below length, that a drawn `share` stands for."""
+    return int.from_bytes(where, "big") * length >> 32
+
+
 def damaged(content: bytes, edits: list[tuple[str, bytes, int, int]]) -> bytes:
     """content with some bytes flipped, cut off, inserted, repeated, swapped with later ones or set to zero."""
-    for kind, share, value, length in edits:
-        at = int.from_bytes(share, "big") * len(content) >> 32
+    for kind, where, value, length in edits:
+        at = place_of(where, len(content))
         head, part, tail = content[:at], content[at : at + length], content[at + length :]
         if kind == "flip":
-            content = content[:at] + bytes([content[at] ^ 1 << value % 8]) + content[at + 1 :] if content else b""
+            content = content[:at] + bytes([content[at] ^ (1 << value % 8)]) + content[at + 1 :] if content else b""
         elif kind == "cut":
             content = head
         elif kind == "insert":
@@ -469,40 +474,14 @@ def arguments(folder: Path) -> Target:
 
 # The class of values whose text nobody can print, at the beginning of a config file.
 ODD_CLASS = "class Odd:\n    def __repr__(self): raise RuntimeError('no text\\nof mine')\n"
-ODD_SOURCES: tuple[str, ...] = (
-    "{1, 2}",
-    "b'x'",
-    "1j",
-    "10**5000",
-    "-10**400",
-    "float('nan')",
-    "[0] * 10**5",
-    "range(3)",
-    "object()",
-)
+ODD_SOURCES: tuple[str, ...] = ("{1, 2}", "b'x'", "1j", "10**5000", "-10**400", "float('nan')", "[0] * 10**5")
 ODD_SOURCES += ("Odd()", "[Odd()]", "'a\\nb'", "(1,\n 2)", "[" * 90 + "]" * 90, "(" * 300 + ")" * 300, "lambda: 0")
 ODD_SOURCES += ("-" * 3000 + "1", "__import__('os')", "nothing", "1/0", "[][1]", "open('')", "''.join(['\\ud800'])")
-ODD_LINES: tuple[str, ...] = (
-    "raise ValueError('a\\nb')",
-    "raise SystemExit(3)",
-    "exit()",
-    "import nothing",
-    "from x import",
-    "del seed",
-)
-ODD_LINES += (
-    "def",
-    "  x = 1",
-    "\tx = 1",
-    "# -*- coding: nothing -*-",
-    "\0",
-    "\ud800",
-    "x: int",
-    "seed += 1",
-    "'''",
-    "\\",
-)
+ODD_SOURCES += ("range(3)", "object()")
+ODD_LINES: tuple[str, ...] = ("raise ValueError('a\\nb')", "raise SystemExit(3)", "exit()", "import nothing", "x: int")
+ODD_LINES += ("def", "  x = 1", "\tx = 1", "# -*- coding: nothing -*-", "\0", "\ud800", "seed += 1", "'''", "\\")
 ODD_LINES += ("assert False", "raise KeyError", "globals()[3] = 4", "class seed: pass", "for seed in (1, 2): pass")
+ODD_LINES += ("from x import", "del seed")
 
 
 def configs(folder: Path) -> Target:
@@ -566,12 +545,10 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
 def changed_log(text: str, edits: list[tuple[Any, ...]]) -> bytes:
     """A log with some of its lines changed."""
     lines = text.splitlines()
-    for kind, share, key, value in edits:
+    for kind, where, key, value in edits:
         if not lines:
             break
-        at = int.from_bytes(share, "big") * len(lines) >> 32
-        if kind == "start":  # facts and settings are there
-            at = 0
+        at = 0 if kind == "start" else place_of(where, len(lines))  # facts and settings are at the start
         if kind in ("field", "start"):
             with suppress(ValueError, RecursionError):
                 event = json.loads(lines[at])
@@ -580,7 +557,7 @@ def changed_log(text: str, edits: list[tuple[Any, ...]]) -> bytes:
         elif kind == "number":
             numbers = list(NUMBER.finditer(lines[at]))
             if numbers:
-                found = numbers[share[0] % len(numbers)]
+                found = numbers[where[0] % len(numbers)]
                 lines[at] = lines[at][: found.start()] + value + lines[at][found.end() :]
         elif kind == "line":
             lines[at] = value
@@ -589,7 +566,7 @@ def changed_log(text: str, edits: list[tuple[Any, ...]]) -> bytes:
         elif kind == "repeat":
             lines.append(lines[at])
         elif kind == "tear":
-            lines[at] = lines[at][: share[1]]
+            lines[at] = lines[at][: where[1]]
     return "\n".join(lines).encode("utf-8", "surrogatepass")
 
 
@@ -604,7 +581,6 @@ def logs(folder: Path) -> Target:
     events = [json.loads(line) for text in texts if text[0] == "{" for line in text.splitlines()]
     paths = sorted({path for event in events for path in paths_in(event)}, key=str)
 
-    share = place_in_file
     huge = st.sampled_from(["9" * 400, "9" * 5000, ",,", "-1", "0", "1e-320", "1e308", "nan", "inf", "1.2.3", "1" * 16])
     deep = st.sampled_from(
         ["[" * 100_000, "data: " + "," * 100_000, '{"event": "iter", "iter": ' + "9" * 5000 + "}", '{"event": []}']
@@ -629,9 +605,9 @@ def logs(folder: Path) -> Target:
     )
 
     def read(case: Any) -> bool:
-        logs, given, levels = case
+        written, given, levels = case
         runs = []
-        for number, (base, edits, flips) in enumerate(logs):
+        for number, (base, edits, flips) in enumerate(written):
             is_ours = texts[base][0] == "{"
             path = folder / f"{number}" / ("log.jsonl" if is_ours else "log.txt")
             path.parent.mkdir(exist_ok=True)
