@@ -91,6 +91,7 @@ def read_run(path: str, name: str = "") -> Run:
     run = Run(name or file.stem)
     if file.name == "log.jsonl":
         run.name = name or file.resolve().parent.name
+    run.name = run.name.encode("utf-8", "replace").decode()  # Linux allows names that are no text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
         written = sum(1 for line in text.splitlines() if line.strip())
         add_events(run, read_events(file), written)
