@@ -59,7 +59,8 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
         message = message_for_user(e, if_out_of_memory)
         if message is None or os.environ.get("DESKGPT_TRACEBACK"):
             raise
-        print(f"error: {message}", file=sys.stderr)
+        line = " ".join(message.split())  # a path or a value in it may hold line ends
+        print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 
 

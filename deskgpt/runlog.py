@@ -148,7 +148,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # a line of brackets only
             continue
         if isinstance(event, dict) and "event" in event:
             events.append(event)
