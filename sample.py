@@ -9,6 +9,7 @@ Prints each sample, prompt included, followed by a line of dashes; writes no fil
 from __future__ import annotations
 
 import codecs
+import functools
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def load(c: SampleConfig, device: torch.device) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer that it was trained with. Raises ValueError."""
     if c.init_from == "resume":
         source = c.out_dir
-        saved = checkpoint.load(c.out_dir)
+        saved = checkpoint.load(c.out_dir, functools.partial(print, file=sys.stderr))
         config = GPTConfig.from_args(saved.model_args, source)
         weights = saved.model
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))

@@ -11,19 +11,23 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 from __future__ import annotations
 
 from deskgpt.stopping import listener
+from deskgpt.terminal import lasting_output, open_standard_files
 
 if __name__ == "__main__":
+    open_standard_files()
     listener.listen()  # before torch is imported, which takes seconds
 
 import functools
 import itertools
 import math
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -45,11 +49,13 @@ from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.gpu_peaks import find_card
 from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
+from deskgpt.lock import only_run_in
 from deskgpt.optimizer import make_optimizer, step_if_finite
 from deskgpt.plan import dry_run
-from deskgpt.ranks import Ranks, start_ranks
+from deskgpt.ranks import Ranks, place_of, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
+from deskgpt.saver import Saved, Saver
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
@@ -71,10 +77,10 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
-    always_save_checkpoint: bool = True  # False: only when the validation loss has improved
+    always_save_checkpoint: bool = True  # False: only when the validation loss has improved, and at a stop
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
-    save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
+    save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit; both if always_save_checkpoint
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
@@ -141,12 +147,15 @@ def main(c: TrainConfig) -> float:
     hardware.keep_freed_memory()
     ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
     hardware.forbid_spilling(ranks.device)
+    other_cache = compiling.find_cache()
+    if other_cache:
+        ranks.say(other_cache)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
     meta = describe_data(c)
-    start = starting_point(c, meta)
+    start = starting_point(c, meta, ranks.say)
     if c.dry_run:
         dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
@@ -192,22 +201,22 @@ def main(c: TrainConfig) -> float:
     kept = start.kept
     rewound = False
     loader = Loader(train_split, plan, ranks.device, start.step + health.skipped_batches)
+    saver = Saver(out_dir_of(c), ranks.say, best_val_loss)
     agenda = Agenda(c, ranks, began)
-    listener.has_work_to_save = True
     timer.resume()
     step = start.step
     while True:
         lr = learning_rate(c, step)
         is_last = step >= c.max_iters or c.eval_only
-        stop = agenda.reason_to_stop()
+        stop, save_is_due = agenda.due(step)
+        listener.has_work_to_save = step > start.step
         verification.check()
-        save_is_due = agenda.save_is_due(step)  # the same on all ranks
         evaluated = (step % c.eval_interval == 0 or is_last) and not stop
 
         # ---- look back at the steps --------------------------------------------------------------------------
         if evaluated or save_is_due or stop:
             look_back(health, report, kept)
-        back_to = after_spike(c, ranks, runner, optimizer, health, report, timer, kept)
+        back_to = after_spike(c, ranks, runner, optimizer, health, report, timer, saver, kept)
         if back_to is not None:
             step = back_to
             rewound = True
@@ -236,17 +245,23 @@ def main(c: TrainConfig) -> float:
         # ---- save --------------------------------------------------------------------------------------------
         save_is_due = save_is_due and not health.bad_in_a_row  # these weights may be what fails
         wanted = stop or save_is_due or (evaluated and (improved or c.always_save_checkpoint)) or out_of_patience
-        is_new = step > start.step or not start.best_is_comparable
+        # Where a signal broke an evaluation off, the resumed run begins with it, and it may find the best.
+        is_new = step > start.step or (improved and step > 0)
         saves = (wanted and is_new) or rewound
         if saves and ranks.is_first:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
                 state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, facts, log, health)
-                checkpoint.save(state, out_dir_of(c), best=improved)
-            report.saved(step, improved)
+                saving = saver.save(state, best=improved)
+            saving.save_s = timer.last_save_s
+        for saved in saver.finished():
+            report.saved(saved)
+            if saved.best and saved.error:
+                best_val_loss = saver.best_val_loss
         if saves:
             kept = Kept(out_dir_of(c) / checkpoint.NAME, step)
             rewound = False
+            agenda.saved_at = time.perf_counter()
         if is_last or stop or out_of_patience:
             break
 
@@ -281,16 +296,24 @@ def main(c: TrainConfig) -> float:
         step += 1
 
     # ---- end -------------------------------------------------------------------------------------------------
+    with timer.saving():
+        saver.wait()
+    listener.has_work_to_save = False
+    for saved in saver.finished():
+        report.saved(saved)
     if not c.eval_only:
         if out_of_patience:
             report.out_of_patience(health.evaluations)
+        if stop:
+            ranks.say(f"stopped by {stop} at step {step}")
         report.end(step, start.step, best_val_loss, health, kept)
     loader.close()
     if not verification.close():
         ranks.say("note: the run ended before the checksums of all its data were verified")
     log.close()
     ranks.close()
-    if stop:
+    saver.raise_if_last_failed()
+    if stop and agenda.exit_status(stop):
         raise SystemExit(agenda.exit_status(stop))
     return best_val_loss
 
@@ -357,14 +380,14 @@ class StartingPoint:
         self.resumed = None
 
 
-def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
+def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], None]) -> StartingPoint:
     """Where init_from says that the run starts. Raises ValueError where c names another model than the source has."""
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
         return StartingPoint("scratch", GPTConfig.from_settings(c, vocab_size))
 
     if c.init_from == "resume":
-        saved = checkpoint.load(c.out_dir)
+        saved = checkpoint.resume(c.out_dir, say)
         start = StartingPoint(
             source=c.out_dir,
             config=GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.out_dir),
@@ -375,7 +398,7 @@ def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
             best_val_loss=saved.best_val_loss,
             wandb_run_id=saved.wandb_run_id,
             health=saved.health,
-            kept=Kept(checkpoint.path_of(c.out_dir), saved.iter_num),
+            kept=Kept(Path(c.out_dir), saved.iter_num),
         )
         if start.step > c.max_iters and not c.eval_only and not c.dry_run:
             raise ValueError(f"{c.out_dir} is at step {start.step:,}, past max_iters={c.max_iters}: raise --max_iters")
@@ -529,7 +552,11 @@ def learning_rate(c: TrainConfig, step: int) -> float:
 
 
 class Agenda:
-    """When a run saves and stops beside what its step count says."""
+    """When a run saves and stops beside what its step count says: what one rank finds due is due for all."""
+
+    SAVE = 1
+    SIGNAL = 0x100  # and its number
+    TIME_IS_UP = 0x200
 
     def __init__(self, c: TrainConfig, ranks: Ranks, began: float) -> None:
         self.c = c
@@ -537,23 +564,34 @@ class Agenda:
         self.ends_at = began + 3600 * c.max_hours if c.max_hours else math.inf
         self.saved_at = time.perf_counter()
 
-    def reason_to_stop(self) -> str | None:
-        """A signal's name or max_hours, the same on all ranks; None to go on."""
-        if time.perf_counter() >= self.ends_at:
-            return "max_hours"
-        return self.signal()
+    def due(self, step: int) -> tuple[str | None, bool]:
+        """Why the run stops now, a signal's name or max_hours, None to go on; and whether a checkpoint is due."""
+        now = time.perf_counter()
+        c = self.c
+        wish = 0
+        if c.always_save_checkpoint:  # otherwise ckpt.pt is the best one, as in nanoGPT
+            by_steps = c.save_interval > 0 and step % c.save_interval == 0
+            by_time = c.save_minutes > 0 and now >= self.saved_at + 60 * c.save_minutes
+            wish = self.SAVE if by_steps or by_time else 0
+        if now >= self.ends_at:
+            wish = self.TIME_IS_UP
+        if listener.signal:
+            wish = self.SIGNAL + listener.signal
+        agreed = self.ranks.agree(wish)
+        return self._reason(agreed), agreed == self.SAVE
 
     def signal(self) -> str | None:
         """The name of the signal that one of the ranks got."""
-        return signal.Signals(listener.signal).name if listener.signal else None
+        return self._reason(self.ranks.agree(self.SIGNAL + listener.signal if listener.signal else 0))
 
-    def save_is_due(self, step: int) -> bool:
-        """Whether save_interval or save_minutes ask for a checkpoint."""
-        return False
+    def _reason(self, wish: int) -> str | None:
+        if wish < self.SIGNAL:
+            return None
+        return "max_hours" if wish == self.TIME_IS_UP else signal.Signals(wish - self.SIGNAL).name
 
     def exit_status(self, stop: str) -> int:
-        """The conventional status: 0 after max_hours, 128 and the signal's number otherwise."""
-        return 0 if stop == "max_hours" else stopping.exit_status(signal.Signals[stop])
+        """The conventional status: 128 and the signal's number, 0 after max_hours."""
+        return stopping.exit_status(signal.Signals[stop]) if stop in signal.Signals.__members__ else 0
 
 
 def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
@@ -599,7 +637,7 @@ def state_of_run(
 class Kept:
     """The latest checkpoint that a run can go back to."""
 
-    path: Path
+    path: Path  # of the file or its folder
     step: int
 
 
@@ -607,7 +645,7 @@ def kept_text(kept: Kept | None) -> str:
     """What an error says about the checkpoints."""
     if kept is None:
         return "no checkpoint was saved yet"
-    best = kept.path.with_name(checkpoint.BEST)
+    best = checkpoint.folder_of(kept.path) / checkpoint.BEST
     also = f", the best one is {best}" if best.exists() and best != kept.path else ""
     return f"the last checkpoint is {kept.path} of step {kept.step}{also}"
 
@@ -630,6 +668,7 @@ def after_spike(
     health: Health,
     report: Report,
     timer: StepTimer,
+    saver: Saver,
     kept: Kept | None,
 ) -> int | None:
     """Does what on_spike says after a loss spike. Returns the step that the run went back to, None if it goes on.
@@ -645,6 +684,7 @@ def after_spike(
         ranks.say("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
         return None
     with timer.saving():
+        saver.wait()
         ranks.all(True)  # the first rank has written it by now
         saved = checkpoint.load(kept.path)
         step = saved.iter_num
@@ -766,8 +806,10 @@ class Report:
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}"
         )
 
-    def saved(self, step: int, best: bool) -> None:
-        self.log.write("save", iter=step, best=best, save_s=self.timer.last_save_s)
+    def saved(self, saved: Saved) -> None:
+        if saved.error is None:
+            fields = {"iter": saved.step, "best": saved.best, "save_s": saved.save_s, "write_s": saved.write_s}
+            self.log.write("save", **fields)
 
     def step(self, step: int, lr: float, health: Health, window: Window) -> None:
         """window: the steps since the last of these lines."""
@@ -887,8 +929,8 @@ class Report:
             more = ["--patience=0"] if is_over else []
             if step >= self.c.max_iters:
                 more = [f"--max_iters={2 * step}"]
-                if self.c.decay_lr and not self.c.lr_decay_iters:  # it went by max_iters, and stays at min_lr now
-                    more.append(f"--lr_decay_iters={self.c.max_iters}")
+                if self.c.decay_lr and not self.c.lr_decay_iters:  # the schedule gets another end
+                    more.append("--resume_changed=True")
             self.next_commands(kept, best_step, more)
         self.log.write(
             "end",
@@ -918,16 +960,18 @@ class Report:
         of_step = "" if best_step is None else f" of step {best_step}"
         say(f"best model{of_step}: {best}")
         say("sample:  " + command("python", "sample.py", f"--out_dir={best}"))
-        say("go on:   " + resume_command(self.c, self.ranks, *more))
+        say("resume:  " + resume_command(self.c, self.ranks, *more))
         say("compare: " + command("python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"))
 
 
 def resume_command(c: TrainConfig, ranks: Ranks, *more: str) -> str:
     """What to type to go on with this run; the checkpoint knows its settings. more: further settings."""
-    start = ["python", "train.py"]
-    if ranks.distributed:
-        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks.world}", "train.py"]
-    return command(*start, "--init_from=resume", f"--out_dir={out_dir_of(c)}", *more)
+    script = command("train.py", "--init_from=resume", f"--out_dir={out_dir_of(c)}", *more)
+    if not ranks.distributed:
+        return f"python {script}"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines: torchrun's options have their addresses
+        return f"torchrun (with its options as before) {script}"
+    return f"torchrun --standalone --nproc_per_node={ranks.world} {script}"
 
 
 def command(*words: str) -> str:
@@ -969,13 +1013,23 @@ def settings_of_model(saved: Checkpoint, source: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in RESUMED_SETTINGS}
 
 
+def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
+    """Keeps other runs out of out_dir, where this process is one that writes there."""
+    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
+    if reads_only or place_of(os.environ).rank > 0:
+        return nullcontext()
+    return only_run_in(checkpoint.folder_of(settings["out_dir"]))
+
+
 if __name__ == "__main__":
-    with one_line_errors(
+    if_out_of_memory = (
         "halve --batch_size and double --gradient_accumulation_steps, the same training, or take a smaller model"
-    ):
+    )
+    with lasting_output(), one_line_errors(if_out_of_memory):
         settings = read_settings(TrainConfig, sys.argv[1:])
-        if settings["init_from"] == "resume":
-            settings = resumed_settings(sys.argv[1:], settings["out_dir"])
-        elif checkpoint.is_one(settings["init_from"]):
-            settings = finetuning_settings(sys.argv[1:], settings["init_from"])
-        main(build(TrainConfig, settings))
+        with lock_of(settings):
+            if settings["init_from"] == "resume":
+                settings = resumed_settings(sys.argv[1:], settings["out_dir"])
+            elif checkpoint.is_one(settings["init_from"]):
+                settings = finetuning_settings(sys.argv[1:], settings["init_from"])
+            main(build(TrainConfig, settings))

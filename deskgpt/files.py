@@ -60,18 +60,18 @@ def read_small(path: Path, at_most: int) -> bytes:
     return content
 
 
-def link_or_copy(path: Path, as_path: Path) -> None:
-    """Gives as_path the content of path: by a hard link, which takes no space, or else by a copy. Raises OSError."""
-    tmp = as_path.with_name(as_path.name + TEMPORARY)
-    tmp.unlink(missing_ok=True)
+def copy(path: Path, to: Path, temporary: str = TEMPORARY) -> None:
+    """Makes `to` a copy of path, a file of its own: damage to one leaves the other alone. Raises OSError."""
+    with open(path, "rb") as source, replacing(to, temporary) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether the open file is the one at path, which may have been moved, removed or replaced since."""
     try:
-        os.link(path, tmp)
-    except OSError:  # FAT and some network file systems have no hard links
-        with open(path, "rb") as source, replacing(as_path) as copy:
-            shutil.copyfileobj(source, copy)
-    else:
-        os.replace(tmp, as_path)
-        tmp.unlink(missing_ok=True)  # if as_path was a link to this file already, POSIX's rename does nothing
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

@@ -377,9 +377,9 @@ def test_patience_ends_a_run_and_a_resumed_one_goes_on_counting(chars, tmp_path,
     assert checkpoint.load(tmp_path / "whole").iter_num == 15
     out = capsys.readouterr().out
     assert "patience=3: the last 3 evaluations improved by no more than the standard error; the lowest val loss" in out
-    assert "go on:   python train.py --init_from=resume" in out
+    assert "resume:  python train.py --init_from=resume" in out
     assert "--max_iters" not in out
-    assert re.search(r"^go on: .* --patience=0$", out, re.M)  # with the same patience nothing would be left to do
+    assert re.search(r"^resume: .* --patience=0$", out, re.M)  # with the same patience nothing would be left to do
     main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
     main(tiny(chars, tmp_path / "halves", patience=3, init_from="resume", **flat))
     assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]

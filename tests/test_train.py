@@ -23,6 +23,7 @@ from data.tokenizer import BytesTokenizer
 from deskgpt import checkpoint, compiling, hardware
 from deskgpt.ranks import Ranks
 from deskgpt.runner import Form, Runner
+from deskgpt.saver import Saver
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -58,7 +59,7 @@ def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp
 
 
 def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(train, "start_ranks", lambda *_: Ranks(CPU, world=2))
     message = "gradient_accumulation_steps=3 does not divide among 2 ranks; try --gradient_accumulation_steps=4"
     with pytest.raises(ValueError, match=message):
         main(tiny(chars, tmp_path, gradient_accumulation_steps=3))
@@ -166,7 +167,7 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
         return call
 
     monkeypatch.setattr(Runner, "evaluate", takes(100, Runner.evaluate))
-    monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
+    monkeypatch.setattr(Saver, "save", takes(1000, Saver.save))
     monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(train.peak_flops, "measured_matmul_flops", lambda *_: 1e12)
@@ -234,11 +235,7 @@ def test_ranks_and_steps_drop_out_differently(chars, tmp_path, monkeypatch):
     seeds: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeds.append)
     main(tiny(chars, tmp_path / "0", dropout=0.1))
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _: None)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    monkeypatch.setattr("deskgpt.runner.DDP", lambda model, device_ids: model)
+    monkeypatch.setattr(train, "start_ranks", lambda *_: Ranks(CPU, rank=1))
     main(tiny(chars, tmp_path / "1", dropout=0.1))
     assert seeds[0] == seeds[7] == 1337  # initial weights are the same
     assert len(set(seeds)) == 1 + 2 * 6
