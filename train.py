@@ -144,6 +144,7 @@ def main(c: TrainConfig) -> float:
     """Trains as c says; returns the best validation loss (nats per token), math.inf if none was taken."""
     # ---- ranks and batch -------------------------------------------------------------------------------------
     began = time.perf_counter()
+    listener.signal = None  # that of a run before this one in the same process
     hardware.keep_freed_memory()
     ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
     hardware.forbid_spilling(ranks.device)
@@ -304,7 +305,7 @@ def main(c: TrainConfig) -> float:
     if not c.eval_only:
         if out_of_patience:
             report.out_of_patience(health.evaluations)
-        if stop:
+        if stop and step > 0:
             ranks.say(f"stopped by {stop} at step {step}")
         report.end(step, start.step, best_val_loss, health, kept)
     loader.close()
