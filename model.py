@@ -23,6 +23,11 @@ from deskgpt.kernels import activation, attention, linear_cross_entropy, linear_
 
 # ---- settings ------------------------------------------------------------------------------------------------
 
+# More is refused at once: it takes minutes to build or more memory than any machine has.
+MOST_LAYERS = 1000
+MOST_PARAMETERS = 10**14
+LARGEST_SIZE = 2**63 - 1  # of a dimension, in torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
@@ -47,6 +52,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         for name in ("block_size", "n_layer", "n_head", "n_embd"):
             check_at_least_1(name, getattr(self, name))
+        self.check_size(vocab_size=0)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.n_embd % self.n_head:
@@ -56,14 +62,54 @@ class ModelSettings:
         if self.position == "rope" and self.n_embd // self.n_head % 2:
             raise ValueError(f"position=rope needs heads of an even width, not {self.n_embd // self.n_head}")
         for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+            value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
                 options = ", ".join(map(str, get_args(kind)))
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {options}")
+                raise ValueError(f"{name}={value!r} is not one of {options}")
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not True or False")
+
+    def check_size(self, vocab_size: int) -> None:
+        """Raises ValueError for a model that no machine can hold or build, before anything has its size."""
+        if self.count_parameters(vocab_size) > MOST_PARAMETERS:
+            raise ValueError(f"{self.size_in_words(vocab_size)}, which no machine has; take a smaller model")
+        if self.n_layer > MOST_LAYERS:
+            raise ValueError(f"n_layer={self.n_layer} must be at most {MOST_LAYERS}")
+
+    def count_parameters(self, vocab_size: int) -> int:
+        """All parameters of the GPT with these settings, its position embeddings included."""
+        C = self.n_embd
+        norm = 2 * C if self.norm == "layer" and self.bias else C
+        biases = 9 * C if self.bias else 0  # c_attn 3C, c_proj C, c_fc 4C, c_proj C
+        block = 12 * C * C + biases + 2 * norm
+        tokens = C * vocab_size * (1 if self.tie_weights else 2)
+        positions = C * self.block_size if self.position == "learned" else 0
+        return self.n_layer * block + norm + tokens + positions
+
+    def size_in_words(self, vocab_size: int) -> str:
+        """Such as "n_layer=12, n_embd=768, block_size=1024 make a model of 124.4 million parameters, ..."."""
+        n = self.count_parameters(vocab_size)
+        return (
+            f"n_layer={self.n_layer}, n_embd={self.n_embd}, block_size={self.block_size} make a model of "
+            f"{with_unit(n, COUNTS)} parameters, {with_unit(4 * n, BYTES)} in float32"
+        )
+
+
+COUNTS = {"trillion": 1e12, "billion": 1e9, "million": 1e6}
+BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6}
+
+
+def with_unit(n: float, units: dict[str, float]) -> str:
+    """n in the first of these units that it reaches, else in the last: 124.4 million."""
+    name, unit = next(((name, unit) for name, unit in units.items() if n >= unit), list(units.items())[-1])
+    return f"{n / unit:,.1f} {name}"
 
 
 def check_at_least_1(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value} must be a whole number of at least 1")
+    if type(value) is not int or value < 1:  # True is an int too
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    if value > LARGEST_SIZE:
+        raise ValueError(f"{name} must be at most {LARGEST_SIZE}, not a number of {value.bit_length()} bits")
 
 
 # The model arguments that nanoGPT knows. The other settings are modern choices.
@@ -78,6 +124,12 @@ class GPTConfig(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least_1("vocab_size", self.vocab_size)
+        self.check_size(self.vocab_size)
+
+    def weights_bytes(self) -> int:
+        """Bytes of the parameters and of the table of rotary positions."""
+        rotary = self.block_size * self.n_embd // self.n_head if self.position == "rope" else 0
+        return 4 * (self.count_parameters(self.vocab_size) + rotary)
 
     @classmethod
     def from_settings(cls, settings: ModelSettings, vocab_size: int) -> GPTConfig:
@@ -89,7 +141,8 @@ class GPTConfig(ModelSettings):
         try:
             return cls(**model_args)
         except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
-            raise ValueError(f"{source}: model_args={model_args} are not those of a GPT-2 ({e})") from None
+            found = str(model_args)[:300]
+            raise ValueError(f"{source}: model_args={found} are not those of a GPT-2 ({str(e)[:300]})") from None
 
     def as_args(self) -> dict[str, Any]:
         """What `from_args` reads. Modern choices are left out where they are GPT-2's: so nanoGPT reads a GPT-2."""
@@ -276,8 +329,10 @@ class GPT(nn.Module):
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor], source: str) -> GPT:
         """A model with the weights `state`. Raises ValueError, naming `source`, where they do not fit the config."""
-        model = cls(config)
         try:
+            with torch.device("meta"):  # compares names and shapes before memory is taken
+                cls(config).load_state_dict(state, assign=True)
+            model = cls(config)
             model.load_state_dict(state)
         except RuntimeError as e:  # missing or misshapen tensors
             reason = " ".join(str(e).split())

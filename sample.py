@@ -23,7 +23,7 @@ from configurator import configure
 from data.text.prepare import read_text
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt import checkpoint, compiling, hardware, kernels, peak_flops
+from deskgpt import checkpoint, compiling, estimate, hardware, kernels, peak_flops
 from deskgpt.checks import TOLERANCE
 from deskgpt.errors import is_out_of_memory, one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
@@ -73,7 +73,7 @@ def main(c: SampleConfig) -> list[str]:
         reason = hardware.unseen_gpu()
         if reason:
             print(f"{reason}; sampling on the CPU", file=sys.stderr)
-    model, tokenizer = load(c)
+    model, tokenizer = load(c, device)
     model.eval().to(device)
     dtype = dtype_of(c, device)
     amp = hardware.autocast(device, dtype)
@@ -119,7 +119,7 @@ def main(c: SampleConfig) -> list[str]:
 # ---- set-up --------------------------------------------------------------------------------------------------
 
 
-def load(c: SampleConfig) -> tuple[GPT, Tokenizer]:
+def load(c: SampleConfig, device: torch.device) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer that it was trained with. Raises ValueError."""
     if c.init_from == "resume":
         source = c.out_dir
@@ -132,6 +132,7 @@ def load(c: SampleConfig) -> tuple[GPT, Tokenizer]:
         model_args, weights = load_gpt2(c.init_from)
         config = GPTConfig.from_args(model_args, source)
         meta = {"name": "gpt2"}
+    estimate.refuse_beyond_memory(config, 1, device)
     model = GPT.from_state(config, weights, source)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError(f"{source}: the weights hold NaN or infinity, which give no text; take another checkpoint")

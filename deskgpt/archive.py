@@ -76,9 +76,18 @@ def check(path: Path) -> bool:
 def load(path: Path) -> Any:
     """What a checked file holds, its tensors memory-mapped on the CPU. Raises ValueError with the reason."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_unicode(path))
     except Exception as e:  # pickle, zip and storage errors all differ
         raise ValueError(first_line(e)) from None
+
+
+def is_unicode(path: Path) -> bool:
+    """Whether torch can map the file: its C++ takes no name whose bytes Python could not decode (LC_ALL=C and "ö")."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def first_line(e: Exception) -> str:

@@ -45,6 +45,8 @@ class Checkpoint:
     train_tokens: int | None = None  # of the training split: the order of batches depends on it
     form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, explicit, and the kind of device
     wandb_run_id: str | None = None
+    health: dict[str, Any] | None = None  # Health.state: batches that were skipped, recent losses, evaluations
+    facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings: resuming.py
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -134,6 +136,11 @@ def folder_of(out_dir: str | Path) -> Path:
     """The folder that a run writes to; out_dir may also name the checkpoint in it that the run starts from."""
     path = Path(out_dir)
     return path.parent if path.suffix == ".pt" else path
+
+
+def is_one(path: str | Path) -> bool:
+    """Whether path names a checkpoint: a .pt file, or a folder that holds a ckpt.pt."""
+    return folder_of(path) != Path(path) or (Path(path) / NAME).is_file()
 
 
 def silent(line: str) -> None:

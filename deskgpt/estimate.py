@@ -39,7 +39,7 @@ from deskgpt import hardware, kernels
 from deskgpt.ranks import Ranks
 from deskgpt.runlog import clock
 from deskgpt.runner import Runner
-from model import GPT, GPTConfig
+from model import BYTES, GPT, GPTConfig, with_unit
 
 if TYPE_CHECKING:
     from data.splits import Split
@@ -334,6 +334,23 @@ def fake_tensors(device_type: str, fused: bool = True) -> Iterator[None]:
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
+def refuse_beyond_memory(config: GPTConfig, copies: int, device: torch.device) -> None:
+    """Raises ValueError where the memory cannot hold the model, before any of it is taken.
+
+    copies: of the weights' size, all at once on the device: 1 to compute only, 4 to train with AdamW (weights,
+    gradients and two moments). The model is built in the machine's own memory.
+    """
+    places = {torch.device("cpu"): 1, device: copies}
+    for place, n in places.items():
+        limit = hardware.usable_memory_bytes(place)
+        needed = n * config.weights_bytes()
+        if limit is not None and needed > limit:
+            to_train = f", {with_unit(needed, BYTES)} with gradients and optimizer" if n > 1 else ""
+            where = f"{hardware.device_name(place)} has {hardware.memory_in_words(limit, hardware.memory_bytes(place))}"
+            size = config.size_in_words(config.vocab_size)
+            raise ValueError(f"{size}{to_train}; {where}: take a smaller model")
+
+
 def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.device) -> dict[str, Any]:
     """Settings of the same training with a smaller micro-batch, after that of c did not fit: half, with auto_batch.
 
@@ -442,7 +459,7 @@ def steps_within(
         fit = int((seconds - 2 * eval_s) / (step_s + eval_s / c.eval_interval))
         plan = replace(plan, steps=max(1, min(plan.steps, fit)))
         settings["max_iters"] = start_iter + plan.steps
-        settings["warmup_iters"] = min(c.warmup_iters, math.ceil(plan.steps * WARMUP_SHARE))
+        settings["warmup_iters"] = min(c.warmup_iters, start_iter + math.ceil(plan.steps * WARMUP_SHARE))
         settings["lr_decay_iters"] = min(c.lr_decay_iters, settings["max_iters"])
         settings["cooldown_iters"] = min(c.cooldown_iters, plan.steps)
     tokens = plan.steps * c.batch_size * c.gradient_accumulation_steps * c.block_size

@@ -27,12 +27,13 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if lacking:
         raise ValueError(
             f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
-            f"{', '.join(GPT2_NAMES)}, or a folder with config.json and model.safetensors"
+            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and "
+            "model.safetensors"
         )
     try:
         config = dict(json.loads((folder / "config.json").read_text()))
         weights = load_file(folder / "model.safetensors")
-    except (ValueError, TypeError, SafetensorError) as e:
+    except (ValueError, TypeError, RecursionError, SafetensorError) as e:
         raise ValueError(f"init_from={name}: a damaged file in {folder} ({e}); fetch it again") from None
     # What our GPT does not have. An absent key has the value that makes the model plain GPT-2.
     plain = {
@@ -45,7 +46,9 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "add_cross_attention": False,
     }
     odd = {k: config[k] for k, v in plain.items() if config.get(k, v) != v}
-    if odd or config.get("n_inner") not in (None, 4 * config.get("n_embd", 0)):
+    n_embd = config.get("n_embd")
+    four_times = 4 * n_embd if isinstance(n_embd, int) else None
+    if odd or config.get("n_inner") not in (None, four_times):
         raise ValueError(
             f"init_from={name}: not a plain GPT-2: {odd or {'n_inner': config['n_inner']}} in {folder / 'config.json'}"
         )
@@ -59,7 +62,7 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 continue  # masks, and the head that is tied to wte
             # Hugging Face's Conv1D keeps its matrices as (in, out), nn.Linear as (out, in).
             conv1d = key.startswith("h.") and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-            state["transformer." + key] = w.t().contiguous() if conv1d else w
+            state["transformer." + key] = w.t().contiguous() if conv1d and w.dim() == 2 else w
         state["lm_head.weight"] = state["transformer.wte.weight"]
     except KeyError as e:
         raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None

@@ -100,6 +100,9 @@ def damaged(folder: Path, kind: str) -> None:
     elif kind == "id":
         ids[:] = 300
         write_tokens(train, ids)
+    elif kind == "bit":
+        ids[7] = 1
+        write_tokens(train, ids)
     elif kind == "meta":
         (folder / "meta.json").write_text("{")
 
@@ -111,6 +114,7 @@ DATA = [
     ("short", r"block_size=16 needs 17 tokens in a row, .*train\*\.bin has 10; try --block_size=9"),
     ("no val", r"has no val\*\.bin"),
     ("id", r"train\.bin: token [\d,]+ is 300, and the vocabulary ends at 255"),
+    ("bit", r"train\.bin: its checksum is not the one in meta\.json: .*; prepare the data again"),
     ("meta", r"meta\.json does not describe token files"),
 ]
 
@@ -120,6 +124,26 @@ def test_data(tmp_path, run, script, kind, message):
     damaged(tmp_path / "data", kind)
     settings = TINY | {"dataset": tmp_path / "data", "out_dir": run}
     assert_fails(script, run, message, *flags(**settings))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
+def test_train_bin_cut_short_under_the_run(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 256, 100_000, np.uint16)
+    write_dataset(tmp_path / "data", {"train": ids, "val": ids}, BytesTokenizer(), "test")
+    settings = flags(**TINY | {"dataset": tmp_path / "data", "out_dir": tmp_path / "run", "max_iters": 10**6})
+    command = [sys.executable, "train.py", *settings]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("iter 5:"):
+                os.truncate(tmp_path / "data" / "train.bin", 1000)
+                break
+        _, err = process.communicate(timeout=60)
+    (line,) = err.splitlines()
+    assert re.match(r"error: .*train\.bin became shorter while it was in use: it had 200,000 bytes, now it has", line)
+    assert process.returncode == 1
 
 
 def test_no_data(tmp_path, run, script):
@@ -199,6 +223,13 @@ def test_resumed_run_refuses_another_size(run, script, name, value):
         ("model_args", {"n_kv_head": 2}, "model_args=.*n_kv_head.* are not those of a GPT-2"),
         ("model_args", {"n_head": 3, "n_embd": 16}, "n_embd=16 is not a multiple of n_head=3"),
         ("model_args", {"n_head": 2.0}, "n_head=2.0 must be a whole number"),
+        ("model_args", {"n_layer": True}, "n_layer=True must be a whole number"),
+        ("model_args", {"vocab_size": -1}, "vocab_size=-1 must be a whole number"),
+        ("model_args", {"n_embd": 10**400}, "n_embd must be at most"),
+        ("model_args", {"n_layer": 10**6}, "n_layer=1000000 must be at most 1000"),
+        ("model_args", {"bias": "yes"}, "bias='yes' is not True or False"),
+        ("model_args", {"dropout": "0"}, "model_args=.* are not those of a GPT-2"),
+        ("model_args", {1: 2}, "model_args=.* are not those of a GPT-2"),
     ],
 )
 def test_checkpoint_with_wrong_content(run, script, name, value, message):
@@ -209,12 +240,32 @@ def test_checkpoint_with_wrong_content(run, script, name, value, message):
     assert_fails(script, run, message, "--init_from=resume", f"--out_dir={run / 'ckpt.pt'}")
 
 
+ABSURD = [
+    (
+        {"n_layer": 10**9, "n_embd": 768},
+        r"n_layer=1000000000, .* 7,079\.4 trillion parameters, 28,317\.7 TB in float32",
+    ),
+    ({"n_layer": 10**6}, "n_layer=1000000 must be at most 1000"),
+    ({"n_embd": 1 << 40}, r"n_embd=1099511627776, .* trillion parameters, .* TB in float32, which no machine has"),
+    ({"n_embd": 1 << 40, "n_head": 3}, "which no machine has"),
+    ({"n_embd": 10**400, "n_head": 1}, "n_embd must be at most 9223372036854775807, not a number of 1329 bits"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "message"), ABSURD)
+@pytest.mark.parametrize("kind", [{}, {"dry_run": True}])
+def test_model_of_absurd_size(chars, run, script, sizes, message, kind):
+    settings = TINY | {"dataset": chars, "out_dir": run} | sizes | kind
+    assert_fails(script, run, message, *flags(**settings), code=2)
+
+
 def test_model_or_batch_larger_than_the_memory(chars, run, script):
-    settings = TINY | {"dataset": chars, "out_dir": run, "n_embd": 1 << 40}
-    message = r"out of memory; halve --batch_size"
-    assert_fails(script, run, message, *flags(**settings))
-    settings |= {"n_embd": 16, "batch_size": 10**12}
-    assert_fails(script, run, message, *flags(**settings))
+    settings = TINY | {"dataset": chars, "out_dir": run}
+    message = (
+        r"make a model of 12\.\d billion .*, 206\.\d GB with gradients and optimizer; .* has .* GiB: take a smaller"
+    )
+    assert_fails(script, run, message, *flags(**settings | {"n_embd": 1 << 15, "n_layer": 1}))
+    assert_fails(script, run, r"out of memory; halve --batch_size", *flags(**settings | {"batch_size": 10**12}))
 
 
 def test_block_larger_than_the_data(chars, run, script):
@@ -223,15 +274,18 @@ def test_block_larger_than_the_data(chars, run, script):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
-def test_full_disk_while_logging(chars, tmp_path):
-    settings = TINY | {"dataset": chars, "out_dir": tmp_path / "run", "max_iters": 100, "eval_interval": 100}
-    limited = f"trap '' XFSZ; ulimit -f 8; exec {sys.executable} train.py {' '.join(flags(**settings))}"
-    done = subprocess.run(
-        ["bash", "-c", limited], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert done.returncode == 1
+def test_full_disk_while_logging_does_not_end_the_run(chars, tmp_path):
+    settings = TINY | {"dataset": chars, "out_dir": tmp_path / "run", "max_iters": 500, "eval_interval": 500}
+    # Room for a checkpoint, not for all of log.jsonl.
+    limited = f"trap '' XFSZ; ulimit -f 150; exec {sys.executable} train.py {' '.join(flags(**settings))}"
+    done = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
     (line,) = done.stderr.splitlines()
-    assert re.match(r"error: cannot write .*log\.jsonl: .*; free some disk space", line)
+    assert re.match(r"cannot write .*log\.jsonl: .*; the run goes on, and tries again", line)
+    assert "iter 499: loss" in done.stdout
+    log = (tmp_path / "run" / "log.jsonl").read_text()
+    assert log.endswith("}\n")
+    assert 300 < log.count('"event": "iter"') < 500
 
 
 def test_no_network(chars, tmp_path, run, script, monkeypatch):
@@ -251,6 +305,7 @@ def test_no_network(chars, tmp_path, run, script, monkeypatch):
 def test_full_disk_while_training(chars, tmp_path, run):
     before = snapshot(run)
     settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
+    settings["resume_changed"] = True  # the schedule
     # Room for log.jsonl, not for a checkpoint.
     limited = f"trap '' XFSZ; ulimit -f 20; exec {sys.executable} train.py {' '.join(flags(**settings))}"
     done = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import MODERN, SMALL, make, tokens
+from tiny_models import MODERN, MODERN_SETTINGS, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -314,6 +314,15 @@ def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
     assert model.estimate_flops() == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"bias": True}, {"norm": "rms"}, {"norm": "rms", "bias": True}, {"tie_weights": False}, MODERN_SETTINGS],
+)
+def test_parameters_are_counted_before_a_model_is_built(settings):
+    config = GPTConfig(n_layer=3, n_head=2, n_embd=12, block_size=7, vocab_size=11, **settings)
+    assert config.count_parameters(11) == sum(p.numel() for p in GPT(config).parameters())
+
+
 def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=128))
@@ -377,6 +386,9 @@ def test_impossible_sizes_are_named(name, value):
 def test_weights_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="not a GPT of"):
         GPT.from_state(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=9), make().state_dict(), "out")
+    large = GPTConfig(n_layer=1, n_head=1, n_embd=10**6, vocab_size=9)  # 48 TB, which are not taken
+    with pytest.raises(ValueError, match="not a GPT of"):
+        GPT.from_state(large, make().state_dict(), "out")
 
 
 OTHER_DEVICE = """

@@ -1,18 +1,30 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, TINY, assert_equal, events, flags, tiny, trajectory, weights
 from tiny_models import MODERN_SETTINGS
 
+from data.token_files import write_dataset
+from data.tokenizer import BytesTokenizer
 from deskgpt import checkpoint
-from train import TrainConfig, main
+from deskgpt.runlog import git_commit
+from train import TrainConfig, main, resumed_settings
 
+EXTENDED = ("--max_iters=8", "--lr_decay_iters=6")  # a run of TINY with two steps more, at the least learning rate
 FAST = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
 
 
@@ -76,7 +88,7 @@ def test_run_that_is_over_only_evaluates_when_resumed(chars, tmp_path):
 def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(chars, tmp_path, script):
     main(tiny(chars, tmp_path))
     (tmp_path / "ckpt.pt").unlink()
-    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path / 'ckpt_best.pt'}", "--max_iters=8")
+    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path / 'ckpt_best.pt'}", *EXTENDED)
     assert done.code == 0, done.err
     assert checkpoint.load(tmp_path).iter_num == 8
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6, 8]
@@ -85,7 +97,7 @@ def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(chars, tmp_path
 def test_config_file_of_another_size_resumes_a_run_of_this_size_as_in_nanogpt(chars, tmp_path, script):
     main(tiny(chars, tmp_path, bias=True))
     (tmp_path / "config.py").write_text("n_layer = 5\nbias = False\neval_interval = 4\n")
-    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8"]
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}", *EXTENDED]
     done = script("train.py", tmp_path / "config.py", *resume)
     assert done.code == 0, done.err
     settings = events(tmp_path, "start")[1]["settings"]
@@ -94,9 +106,221 @@ def test_config_file_of_another_size_resumes_a_run_of_this_size_as_in_nanogpt(ch
 
 def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, script):
     main(tiny(chars, tmp_path))
-    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=1e-4")
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--resume_changed=True"]
+    done = script("train.py", *resume, "--max_iters=8", "--learning_rate=1e-4")
     assert done.code == 0, done.err
     assert [e["lr"] for e in events(tmp_path, "iter")][-1] < 1e-4
     group = checkpoint.load(tmp_path).optimizer["param_groups"][0]
     assert group["betas"] == (0.9, 0.95)
     assert events(tmp_path, "start")[1]["settings"]["n_embd"] == TINY["n_embd"]
+
+
+# ---- what has changed ----------------------------------------------------------------------------------------
+
+SHIFTED = {"train": 1, "val": 2}
+
+
+def write_bytes(folder: Path, seeds: dict[str, int] | None = None, tokens: int = 4000) -> Path:
+    """A data folder of random bytes, without meta.json, as in nanoGPT."""
+    folder.mkdir(exist_ok=True)
+    chars = {i: chr(i + 40) for i in range(64)}
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 64, "itos": chars}))
+    for split, seed in ({"train": 0, "val": 0} | (seeds or {})).items():
+        np.random.default_rng(seed).integers(0, 64, tokens).astype(np.uint16).tofile(folder / f"{split}.bin")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory) -> Path:
+    """A folder with data, and with out/, which holds the first half of a run."""
+    folder = tmp_path_factory.mktemp("half")
+    main(tiny(write_bytes(folder / "data"), folder / "out", max_iters=4, lr_decay_iters=6, dropout=0.1))
+    return folder
+
+
+def second_half(half: Path, out_dir: Path, **settings: Any) -> TrainConfig:
+    usual = {"lr_decay_iters": 6, "dropout": 0.1, "init_from": "resume"}
+    return tiny(half / "data", out_dir, **usual | settings)
+
+
+MATTERS = {
+    "batch_size": (8, "sequences per step: 4 before, 8 now; windows per evaluation: 8 before, 16 now"),
+    "seed": (1, "seed: 1,337 before, 1 now"),
+    "dropout": (0.2, "dropout: 0.1 before, 0.2 now"),
+    "weight_decay": (0.0, "weight_decay: 0.1 before, 0.0 now"),
+    "beta2": (0.99, "beta2: 0.95 before, 0.99 now"),
+    "grad_clip": (2.0, "grad_clip: 1.0 before, 2.0 now"),
+    "eval_iters": (3, "windows per evaluation: 8 before, 12 now"),
+    "lr_decay_iters": (7, r"learning rate at step 3: 0\.0086\d+ before, 0\.0091\d+ now; schedule: max_iters 4, lr"),
+    "warmup_iters": (0, r"learning rate at step 0: 0\.00333333 before, 0\.01 now; schedule: max_iters 4, warmup_"),
+    "learning_rate": (1e-3, r"learning rate at step \d: 0\.\d+ before, 0\.\d+ now; schedule: max_iters 4, learning_"),
+    "dataset": ("other", "train data: fingerprint .* before, fingerprint .* now; val data: fingerprint .* before"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MATTERS)
+def test_change_of_what_is_learned_or_compared_is_refused_and_changes_no_file(half, tmp_path, name):
+    value, message = MATTERS[name]
+    if name == "dataset":
+        value = str(write_bytes(tmp_path / "other", SHIFTED))
+    out = Path(shutil.copytree(half / "out", tmp_path / "out"))
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    remedy = rf"\. Go on all the same with --resume_changed=True, or begin .*: --init_from={out}$"
+    if name == "lr_decay_iters":
+        remedy = r"\. --lr_decay_iters=6 keeps the schedule" + remedy
+    with pytest.raises(ValueError, match=rf"^{out} is of another experiment: .*{message}.*{remedy}"):
+        main(second_half(half, out, **{name: value}))
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "same", [{"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}, {"momentum": 0.5}]
+)
+def test_same_experiment_is_resumed_without_a_word(half, tmp_path, same, capsys):
+    out = Path(shutil.copytree(half / "out", tmp_path / "out"))
+    main(second_half(half, out, **same, max_iters=4))
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_schedule_may_end_otherwise_while_its_past_stays(half, tmp_path, capsys):
+    """As where a trapezoid is extended before its decay begins."""
+    out = tmp_path / "out"
+    main(tiny(half / "data", out, lr_schedule="trapezoid", cooldown_iters=2, max_iters=3, lr_decay_iters=6))
+    schedule = {"lr_schedule": "trapezoid", "cooldown_iters": 3}
+    main(tiny(half / "data", out, init_from="resume", max_iters=9, **schedule))
+    said = "changed: schedule: max_iters 3, lr_decay_iters 6, cooldown_iters 2 before, "
+    assert f"{said}max_iters 9, lr_decay_iters 0, cooldown_iters 3 now\n" in capsys.readouterr().out
+    assert checkpoint.load(out).iter_num == 9
+
+
+@pytest.mark.parametrize("interval", [3, 4])  # 4: the first evaluation, of the weights at the start, is the best
+def test_best_losses_of_other_val_data_are_not_compared(half, tmp_path, capsys, interval):
+    out = Path(shutil.copytree(half / "out", tmp_path / "out"))
+    best = (out / "ckpt_best.pt").read_bytes()
+    saved = checkpoint.load(out)
+    checkpoint.save(replace(saved, best_val_loss=0.5), out, best=False)  # which this data never has
+    other = write_bytes(tmp_path / "other", {"val": 3})
+    c = second_half(half, out, dataset=str(other), resume_changed=True, eval_interval=interval)
+    main(c)
+    said = capsys.readouterr().out
+    assert re.search(r"^changed: val data: fingerprint \w+ before, fingerprint \w+ now$", said, re.M)
+    assert "train data" not in said
+    assert f"ckpt_best.pt is now in {out / 'previous-1'}" in said
+    assert (out / "previous-1" / "ckpt_best.pt").read_bytes() == best
+    assert checkpoint.load(out / "ckpt_best.pt").best_val_loss > 0.5
+    main(replace(c, resume_changed=False))  # from now on it is this data's run
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.splits.FINGERPRINTED", 100)
+    ids = np.arange(4000, dtype=np.uint16) % 256
+    for end in (0, 1):
+        ids[-1] = end
+        write_dataset(tmp_path / str(end), {"train": ids, "val": ids[:500]}, BytesTokenizer(), "x")
+    main(tiny(tmp_path / "0", tmp_path / "out", max_iters=2))
+    with pytest.raises(ValueError, match=r"experiment: train data: sha256 \w+ before, sha256 \w+ now\. Go on"):
+        main(tiny(tmp_path / "1", tmp_path / "out", init_from="resume", max_iters=2))
+    meta = tmp_path / "1" / "meta.json"
+    meta.write_text(meta.read_text().replace("sha256", "sha1"))  # without it, only the beginning is known
+    main(tiny(tmp_path / "1", tmp_path / "out", init_from="resume", max_iters=2))
+
+
+def test_older_checkpoints_know_how_many_tokens_there_were(half, tmp_path):
+    out = Path(shutil.copytree(half / "out", tmp_path / "out"))
+    checkpoint.save(replace(checkpoint.load(out), facts=None, train_tokens=3000), out, best=False)
+    with pytest.raises(ValueError, match=r"experiment: train data: tokens 3,000 before, tokens 4,000 now\. Go on"):
+        main(second_half(half, out))
+    checkpoint.save(replace(checkpoint.load(out), facts=None, train_tokens=None), out, best=False)
+    main(second_half(half, out, max_iters=4))  # nanoGPT's know nothing of their data
+
+
+def test_facts_of_a_damaged_checkpoint_are_not_compared(half, tmp_path):
+    out = Path(shutil.copytree(half / "out", tmp_path / "out"))
+    damaged: list[Any] = [
+        [],
+        {"train data": [1], "code": {"a": 1}, "versions": 3},
+        {"val data": {"tokens": None}, 3: 4},
+    ]
+    for facts in damaged:
+        checkpoint.save(replace(checkpoint.load(out), facts=facts), out, best=False)
+        main(second_half(half, out, max_iters=4))
+
+
+def test_other_code_and_form_are_only_said(half, tmp_path, capsys):
+    out = Path(shutil.copytree(half / "out", tmp_path / "out"))
+    saved = checkpoint.load(out)
+    earlier = {"code": "0123456789ab", "versions": saved.facts["versions"] | {"torch": "1.0"}}  # type: ignore[index]
+    checkpoint.save(replace(saved, facts=saved.facts | earlier), out, best=False)  # type: ignore[operator]
+    main(second_half(half, out, max_iters=4, dtype="bfloat16"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+    if git_commit():
+        assert lines.pop(0).startswith("changed: code: 0123456789ab before, ")
+    assert lines[0] == f"changed: versions: torch 1.0 before, torch {torch.__version__} now"
+    assert re.fullmatch(r"changed: form: float32, .* before, bfloat16, .* now", lines[1])
+    assert len(lines) == 2
+
+
+def test_permission_for_a_change_is_not_saved_and_a_new_micro_batch_keeps_the_evaluation(half, tmp_path):
+    out = Path(shutil.copytree(half / "out", tmp_path / "out"))
+    main(second_half(half, out, seed=5, resume_changed=True, max_iters=5))
+    argv = ["--init_from=resume", f"--out_dir={out}"]
+    split = ["--batch_size=2", "--gradient_accumulation_steps=2"]
+    assert resumed_settings(argv, str(out))["resume_changed"] is False
+    assert resumed_settings(argv, str(out))["eval_tokens"] == 0
+    assert resumed_settings([*argv, *split], str(out))["eval_tokens"] == 2 * 4 * 16
+    assert resumed_settings([*argv, *split, "--eval_iters=3"], str(out))["eval_tokens"] == 0
+
+
+def test_steps_past_max_iters_are_an_error(half, tmp_path):
+    with pytest.raises(ValueError, match=r"out is at step 4, past max_iters=2: raise --max_iters"):
+        main(second_half(half, half / "out", max_iters=2))
+
+
+# ---- a new run with a checkpoint's weights -------------------------------------------------------------------
+
+
+def test_run_begins_with_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_path, script):
+    other = write_bytes(tmp_path / "other", SHIFTED)
+    own = [f"--out_dir={tmp_path / 'out'}", f"--dataset={other}", "--device=cpu", "--dtype=float32", "--compile=False"]
+    own += ["--max_iters=0", "--eval_iters=2", "--batch_size=4", "--gradient_accumulation_steps=1", "--block_size=8"]
+    before = {path: path.read_bytes() for path in (half / "out").iterdir()}
+    for source in (half / "out", half / "out" / "ckpt_best.pt"):
+        done = script("train.py", f"--init_from={source}", *own)
+        assert done.code == 0, done.err
+        assert "step 0: train loss" in done.out
+        start = events(tmp_path / "out", "start")[0]
+        assert (start["iter"], start["model_args"]["n_layer"], start["settings"]["block_size"]) == (0, 2, 8)
+    main(tiny(other, tmp_path / "trained", init_from=str(half / "out"), max_iters=1, learning_rate=0.0))
+    assert_equal(weights(tmp_path / "trained"), weights(half / "out"))
+    saved = checkpoint.load(tmp_path / "trained")
+    assert saved.iter_num == 1
+    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {1}
+    assert {path: path.read_bytes() for path in (half / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"out_dir": "same"},
+            "is where the new run would write, too: choose another --out_dir, or .*--init_from=resume",
+        ),
+        ({"n_layer": 3}, "n_layer=3, but .* has n_layer=2: leave it out"),
+        ({"block_size": 32}, "block_size=32 exceeds the model's 16"),
+        ({"dataset": "bytes"}, r"vocabulary of 256 \(tokenizer bytes\), the model one of 64"),
+    ],
+)
+def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path, settings, message):
+    if "dataset" in settings:
+        ids = np.arange(4000, dtype=np.uint16) % 256
+        write_dataset(tmp_path / "bytes", {"train": ids, "val": ids}, BytesTokenizer(), "x")
+        settings = {"dataset": str(tmp_path / "bytes")}
+    if "out_dir" in settings:
+        settings = {"out_dir": str(half / "out" / ".." / "out")}
+    c = tiny(half / "data", tmp_path / "out", init_from=str(half / "out" / "ckpt.pt"))
+    before = (half / "out" / "ckpt.pt").read_bytes()
+    with pytest.raises(ValueError, match=message):
+        main(replace(c, **settings))
+    assert (half / "out" / "ckpt.pt").read_bytes() == before
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,158 @@
+"""What a resumed run compares with the run before: data, batch, settings, learning rates, code.
+
+A checkpoint has the settings of its run, and facts that they do not show: each is a value, or several by name. What
+differs is said, a line each. What changes the experiment or the meaning of its losses needs --resume_changed=True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from deskgpt import estimate
+from deskgpt.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from train import TrainConfig
+
+Facts = dict[str, Any]
+LearningRate = Callable[["TrainConfig", int], float]
+
+TRAIN_DATA = "train data"
+VAL_DATA = "val data"
+EVAL_WINDOWS = "windows per evaluation"
+# Where one of these changes, the best loss so far is another quantity than this run's losses.
+OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS, "block_size"}
+
+SETTINGS = (
+    "block_size",
+    "seed",
+    "dropout",
+    "align_documents",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "momentum",
+    "grad_clip",
+)
+SCHEDULE = (
+    *("max_iters", "learning_rate", "min_lr", "decay_lr"),
+    *("lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters"),
+)
+RATES_COMPARED = 500  # steps, evenly spread
+
+
+@dataclass(frozen=True)
+class Change:
+    """A fact that is not what it was."""
+
+    name: str
+    before: str
+    now: str
+    matters: bool = True  # for what is learned or compared; others are only said
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before} before, {self.now} now"
+
+
+# ---- the run and the run before ------------------------------------------------------------------------------
+
+
+def changes(
+    saved: Checkpoint, c: TrainConfig, data: Facts, n_eval_windows: Callable[[int], int], learning_rate: LearningRate
+) -> list[Change]:
+    """How a run of c that resumes `saved` differs from the run before, but for what facts of its code say.
+
+    n_eval_windows: of val data, as Split.n_eval_windows. What a checkpoint does not know (nanoGPT's does not know its
+    data) is not compared.
+    """
+    known = saved.facts or {TRAIN_DATA: {"tokens": saved.train_tokens}}
+    found = compare(known, data)
+    earlier = earlier_settings(saved, c)
+    if earlier is None:
+        return found
+    found += compare(facts_of_settings(earlier, n_eval_windows), facts_of_settings(c, n_eval_windows))
+    rate = rate_change(earlier, c, learning_rate, saved.iter_num)
+    schedule = {"schedule": {name: getattr(c, name) for name in SCHEDULE}}
+    before = {"schedule": {name: getattr(earlier, name) for name in SCHEDULE}}
+    return found + rate + compare(before, schedule, matters=bool(rate))
+
+
+def earlier_settings(saved: Checkpoint, c: TrainConfig) -> TrainConfig | None:
+    """The settings of the run before, which resumed_settings has checked; None if the checkpoint has none.
+
+    A setting that came later has the default, which is what runs before it did.
+    """
+    known = {name: value for name, value in saved.config.items() if name in c.__dataclass_fields__}
+    return type(c)(**known) if "learning_rate" in known else None
+
+
+def facts_of_settings(c: TrainConfig, n_eval_windows: Callable[[int], int]) -> Facts:
+    """Facts that follow from settings. A global batch in other parts is the same one."""
+    facts: Facts = {name: getattr(c, name) for name in SETTINGS}
+    if c.optimizer != "muon":
+        del facts["momentum"]
+    facts["sequences per step"] = c.batch_size * c.gradient_accumulation_steps
+    facts[EVAL_WINDOWS] = n_eval_windows(estimate.eval_windows(c))
+    return facts
+
+
+def rate_change(before: TrainConfig, now: TrainConfig, learning_rate: LearningRate, steps: int) -> list[Change]:
+    """Where two schedules differ most in the steps done so far, as one Change; [] if they are the same.
+
+    What comes later may differ: with the same past, it is the same experiment with another end.
+    """
+    n = min(steps, RATES_COMPARED)
+    done = [round(i * (steps - 1) / max(1, n - 1)) for i in range(n)]
+
+    def difference(step: int) -> float:
+        a = learning_rate(before, step)
+        b = learning_rate(now, step)
+        return abs(a - b) / max(a, b, 1e-30)
+
+    worst = max(done, key=difference, default=None)
+    if worst is None or difference(worst) <= 1e-9:
+        return []
+    old, new = (f"{learning_rate(c, worst):.6g}" for c in (before, now))
+    return [Change(f"learning rate at step {worst:,}", old, new)]
+
+
+def remedy(saved: Checkpoint, c: TrainConfig, learning_rate: LearningRate) -> str:
+    """The setting that keeps the schedule where only its end has moved, as the beginning of a sentence; else ""."""
+    earlier = earlier_settings(saved, c)
+    if earlier is None or not rate_change(earlier, c, learning_rate, saved.iter_num):
+        return ""
+    end = earlier.lr_decay_iters or earlier.max_iters
+    if rate_change(earlier, replace(c, lr_decay_iters=end), learning_rate, saved.iter_num):
+        return ""
+    return f"--lr_decay_iters={end} keeps the schedule. "
+
+
+# ---- facts ---------------------------------------------------------------------------------------------------
+
+
+def compare(before: Any, now: Facts, matters: bool = True) -> list[Change]:
+    """The facts that both know and that differ, in the order of `now`. before: a checkpoint's may be of any type."""
+    before = before if isinstance(before, dict) else {}
+    return [
+        Change(name, in_words(old), in_words(new), matters)
+        for name, fact in now.items()
+        for old, new in differing(before.get(name), fact)
+    ]
+
+
+def differing(before: Any, now: Any) -> Iterator[tuple[Any, Any]]:
+    """(before, now) if they differ; of several values, those that do."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        names = [name for name in now if any(differing(before.get(name), now[name]))]
+        if names:
+            yield {name: before[name] for name in names}, {name: now[name] for name in names}
+    elif isinstance(before, str | float | int) and now is not None and before != now:
+        yield before, now
+
+
+def in_words(fact: Any) -> str:
+    if isinstance(fact, dict):
+        return ", ".join(f"{name} {in_words(value)}" for name, value in fact.items())
+    return f"{fact:,}" if type(fact) is int else str(fact)
