@@ -77,7 +77,7 @@ LAUNCHERS = {
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
 }
 NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # besides RANK
-USE_TORCHRUN = "torchrun --standalone --nproc_per_node=N train.py starts N ranks on this machine"
+USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
             if count != "1":
                 raise ValueError(
                     f"{launcher} starts {count} processes ({name}={count}), each of which would train all by itself: "
-                    f"start one, and {USE_TORCHRUN}"
+                    f"start one; {USE_TORCHRUN}"
                 )
         return Place()
     missing = [name for name in NEEDED if not environ.get(name)]

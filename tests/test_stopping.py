@@ -30,6 +30,8 @@ def listening() -> Iterator[None]:
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     listener.listen()
     yield
+    listener.signal = None
+    listener.has_work_to_save = False
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
