@@ -157,6 +157,8 @@ def record_case(root: Path, case: Case, folder: Path, data: Path, env: dict[str,
     form = {"dtype": case.dtype, "compiled": case.compiled, "explicit": case.explicit, "device": "cpu"}
     torch.save(checkpoint | {"form": form}, path)
     again = [f"--max_iters={STEPS}", "--dropout=0.0", f"--compile={case.compiled}", "--init_from=resume"]
+    if "resume_changed" in (root / "train.py").read_text():  # the dropout is; older checkouts do not ask
+        again.append("--resume_changed=True")
     must(run(root, [*start, *always, *again], env))
     events = read_events(out_dir / "log.jsonl")
     started = [e for e in events if e["event"] == "start"][-1]
@@ -168,6 +170,7 @@ def record_case(root: Path, case: Case, folder: Path, data: Path, env: dict[str,
     figures = [{k: e[k] for k in kept if k in e} for e in events if e["event"] in ("iter", "eval")]
     end = digest(torch.load(path, weights_only=True))
     for saved in (middle, end):
+        saved.pop("facts", None)  # the code's commit among them
         saved["config"] = {k: v for k, v in saved["config"].items() if k not in ("out_dir", "dataset")}
     return {"start": {k: started[k] for k in ("parameters", "flops_per_token", "val_sha256")}, "figures": figures} | {
         "checkpoint in the middle": middle,

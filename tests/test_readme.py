@@ -143,7 +143,9 @@ def shortened(command: str, clone: Path) -> str:
 def training_flags(command: str, clone: Path) -> str:
     """Settings that make a train.py command short."""
     if "init_from=resume" in command:  # the checkpoint decides the model and the batch
-        return "--max_iters=4 --eval_iters=1 --compile=False --device=cpu"
+        return "--max_iters=4 --eval_iters=1 --compile=False --device=cpu --resume_changed=True"
+    if "init_from=out-" in command:
+        return "--max_iters=4 --eval_iters=1 --compile=False --device=cpu --gradient_accumulation_steps=1"
     if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
         flags = "--max_iters=4 --eval_iters=1 --compile=False --device=cpu --block_size=32"
         return f"{flags} --init_from={gpt2_weights(clone)} --gradient_accumulation_steps=1"
