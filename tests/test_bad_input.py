@@ -198,7 +198,7 @@ def test_damaged_last_checkpoint_falls_back_to_the_best_one(run, script):
     done = script("sample.py", f"--out_dir={run}", "--num_samples=1", "--max_new_tokens=3")
     assert done.code == 0, done.err
     assert re.fullmatch(note, done.err.strip())
-    done = script("train.py", "--init_from=resume", f"--out_dir={run}", "--max_iters=8")
+    done = script("train.py", "--init_from=resume", f"--out_dir={run}", "--max_iters=8", "--lr_decay_iters=6")
     assert done.code == 0, done.err
     assert len(re.findall(note, done.out)) == 1
     assert "it is kept as ckpt_damaged.pt" in done.out
@@ -225,8 +225,8 @@ def test_resumed_run_refuses_another_size(run, script, name, value):
         ("model_args", {"n_head": 2.0}, "n_head=2.0 must be a whole number"),
         ("model_args", {"n_layer": True}, "n_layer=True must be a whole number"),
         ("model_args", {"vocab_size": -1}, "vocab_size=-1 must be a whole number"),
-        ("model_args", {"n_embd": 10**400}, "n_embd must be at most"),
-        ("model_args", {"n_layer": 10**6}, "n_layer=1000000 must be at most 1000"),
+        ("model_args", {"n_embd": 10**400}, "a number in it has more than 64 bits"),
+        ("model_args", {"n_layer": 10**6}, "model_args say n_layer=1000000, the weights are those of 2 blocks"),
         ("model_args", {"bias": "yes"}, "bias='yes' is not True or False"),
         ("model_args", {"dropout": "0"}, "model_args=.* are not those of a GPT-2"),
         ("model_args", {1: 2}, "model_args=.* are not those of a GPT-2"),
