@@ -5,6 +5,7 @@ import random
 import re
 import shlex
 import statistics
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -303,6 +304,9 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(later,
         patched.setattr(train.Agenda, "due", killed)
         with pytest.raises(KeyboardInterrupt):
             main(tiny(chars, tmp_path / "halves", on_spike="rewind", **SPIKED))
+    for thread in threading.enumerate():
+        if thread.name == "saver":  # the end of a process waits for it
+            thread.join()
     main(tiny(chars, tmp_path / "halves", on_spike="rewind", init_from="resume", **SPIKED))
     for run in ("whole", "halves"):
         assert len(events(tmp_path / run, "rewind")) == 1
