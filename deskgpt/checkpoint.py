@@ -179,9 +179,14 @@ def resume(out_dir: str | Path, say: Callable[[str], None] = silent) -> Checkpoi
     path = folder_of(out_dir) / BEST
     if damage_of(path) is None:
         best = load_file(path)
-        if best.config.get("dataset") == saved.config.get("dataset") and best.tokenizer == saved.tokenizer:
+        if evaluated_on(best) == evaluated_on(saved):
             saved.best_val_loss = min(saved.best_val_loss, best.best_val_loss)
     return saved
+
+
+def evaluated_on(saved: Checkpoint) -> list[Any]:
+    """What a checkpoint knows of its validation data; that of older ones is less."""
+    return [saved.config.get("dataset"), saved.tokenizer, (saved.facts or {}).get("val data")]
 
 
 def load_file(path: Path) -> Checkpoint:

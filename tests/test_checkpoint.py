@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,10 @@ def test_resumed_run_knows_the_best_loss_of_the_folder_on_the_same_data(tmp_path
     checkpoint.save(state(5), tmp_path, best=False)
     assert checkpoint.resume(tmp_path).best_val_loss == 1.0
     assert checkpoint.load(tmp_path).best_val_loss == 2.5
-    best.config = best.config | {"dataset": "other"}
-    checkpoint.save(best, tmp_path, best=True)
-    checkpoint.save(state(5), tmp_path, best=False)
-    assert checkpoint.resume(tmp_path).best_val_loss == 2.5
+    for other in ({"config": {"dataset": "other"}}, {"facts": {"val data": {"tokens": 7}}}):
+        checkpoint.save(replace(best, **other), tmp_path, best=True)
+        checkpoint.save(state(5), tmp_path, best=False)
+        assert checkpoint.resume(tmp_path).best_val_loss == 2.5
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
