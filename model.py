@@ -26,7 +26,7 @@ from deskgpt.kernels import activation, attention, linear_cross_entropy, linear_
 # More is refused at once: it takes minutes to build or more memory than any machine has.
 MOST_LAYERS = 1000
 MOST_PARAMETERS = 10**14
-LARGEST_SIZE = 2**63 - 1  # of a dimension, in torch
+LARGEST_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         for name in ("block_size", "n_layer", "n_head", "n_embd"):
             check_at_least_1(name, getattr(self, name))
-        self.check_size(vocab_size=0)
+        self.refuse_absurd_size(vocab_size=0)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.n_embd % self.n_head:
@@ -69,7 +69,7 @@ class ModelSettings:
             if kind is bool and not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} is not True or False")
 
-    def check_size(self, vocab_size: int) -> None:
+    def refuse_absurd_size(self, vocab_size: int) -> None:
         """Raises ValueError for a model that no machine can hold or build, before anything has its size."""
         if self.count_parameters(vocab_size) > MOST_PARAMETERS:
             raise ValueError(f"{self.size_in_words(vocab_size)}, which no machine has; take a smaller model")
@@ -108,8 +108,13 @@ def with_unit(n: float, units: dict[str, float]) -> str:
 def check_at_least_1(name: str, value: Any) -> None:
     if type(value) is not int or value < 1:  # True is an int too
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    if value > LARGEST_SIZE:
-        raise ValueError(f"{name} must be at most {LARGEST_SIZE}, not a number of {value.bit_length()} bits")
+    check_size(name, value)
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raises ValueError for an integer that is too large for an int64, and may be too long to be printed."""
+    if isinstance(value, int) and value > LARGEST_INT64:
+        raise ValueError(f"{name} must be at most {LARGEST_INT64}, not a number of {value.bit_length()} bits")
 
 
 # The model arguments that nanoGPT knows. The other settings are modern choices.
@@ -124,7 +129,7 @@ class GPTConfig(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least_1("vocab_size", self.vocab_size)
-        self.check_size(self.vocab_size)
+        self.refuse_absurd_size(self.vocab_size)
 
     def weights_bytes(self) -> int:
         """Bytes of the parameters and of the table of rotary positions."""

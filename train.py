@@ -56,12 +56,15 @@ from deskgpt.ranks import Ranks, place_of, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
 from deskgpt.saver import Saved, Saver
-from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
+from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings, check_size
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 MAX_REWINDS = 5  # to the same checkpoint: spikes that other batches do not avoid are not theirs
+
+# Sequences per step: more would take the memory, or a step without an end.
+MOST_SEQUENCES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,14 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
             if getattr(self, name) >= limit:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
+        for name in self.__dataclass_fields__:
+            check_size(name, getattr(self, name))
+        sequences = self.batch_size * self.gradient_accumulation_steps
+        if sequences > MOST_SEQUENCES:
+            raise ValueError(
+                f"batch_size={self.batch_size} x gradient_accumulation_steps={self.gradient_accumulation_steps} are "
+                f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
+            )
         if self.plan_for:  # who asks for a plan does not want to train
             object.__setattr__(self, "dry_run", True)
         if self.plan_for not in ("", "all"):
