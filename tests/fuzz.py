@@ -63,6 +63,7 @@ from data.loader import BatchPlan
 from data.splits import Split
 from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
+from data.verify import Verification
 from deskgpt import checkpoint, estimate, forms, hardware, plan
 from deskgpt.errors import ROOT, one_line_errors
 from deskgpt.files import file_sha256
@@ -534,6 +535,13 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from paths_in(inner, (*path, key))
 
 
+def copied(value: Any) -> Any:
+    """Nested dictionaries and lists anew, with the same values in them."""
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    return [copied(inner) for inner in value] if isinstance(value, list) else value
+
+
 def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
     """Replaces what is at a path, if it is still there."""
     with suppress(LookupError, TypeError, AttributeError):
@@ -691,6 +699,7 @@ def read_data(folder: Path) -> dict[str, str]:
         opened.train_batch(0, np.arange(4), 4)
         opened.train_batch(10**6, np.arange(4), 4)
         opened.eval_batch(np.arange(4), opened.n_eval_windows(10**6))
+        Verification(folder, [opened]).check()
         out[split] = opened.fingerprint()
     return out
 
@@ -727,7 +736,7 @@ def meta_json(folder: Path) -> Target:
         if isinstance(case, list):
             changed = damaged(content, case)
         elif isinstance(case[0], list) and case[0] and isinstance(case[0][0], tuple):
-            made = json.loads(json.dumps(plain))
+            made = copied(plain)
             for where, value in case[0]:
                 put(made, where, value)
             changed = json.dumps(made).encode()
@@ -899,7 +908,7 @@ def checkpoints(folder: Path) -> Target:
         elif kind == "alone":
             changed = to_bytes(make(change))
         else:
-            made = torch.load(io.BytesIO(without_checksum), weights_only=True)
+            made = copied(plain)
             for where, new in change:
                 put(made, where, make(new))
             changed = to_bytes(made)
