@@ -16,6 +16,9 @@ from torch import Tensor
 from deskgpt import checkpoint, hardware
 from deskgpt.checkpoint import Checkpoint
 
+# Of the snapshot's size, what must be free: torch rounds pinned memory up to powers of two, and the system needs some.
+MEMORY_FACTOR = 2.0
+
 
 @dataclass
 class Saved:
@@ -156,10 +159,6 @@ class Snapshot:
         if self.buffers[number].numel() != n_bytes:
             self.buffers[number] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
         return self.buffers[number]
-
-
-# Of the snapshot's size, what must be free: torch rounds pinned memory up to powers of two, and the system needs some.
-MEMORY_FACTOR = 2.0
 
 
 def storage_bytes(state: Checkpoint) -> int:
