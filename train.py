@@ -210,6 +210,8 @@ def main(c: TrainConfig) -> float:
     best_val_loss = start.best_val_loss
     health = Health(runner, ranks, start.step, c.grad_clip, c.max_bad_steps)
     health.restore(start.health, start.source)
+    if not start.best_is_comparable:
+        health.evaluations = []
     kept = start.kept
     rewound = False
     loader = Loader(train_split, plan, ranks.device, start.step + health.skipped_batches)
@@ -241,10 +243,13 @@ def main(c: TrainConfig) -> float:
         if evaluated:
             for change in train_split.changes() + val_split.changes():
                 ranks.say(f"warning: {change}")
-            with timer.evaluation(), progress(ranks):
-                train = evaluate(c, runner, train_split, plan, ranks)
-                val = evaluate(c, runner, val_split, plan, ranks)
-            stop = agenda.signal()  # which has broken the evaluation off
+            try:
+                with timer.evaluation(), progress(ranks):
+                    train = evaluate(c, runner, train_split, plan, ranks)
+                    val = evaluate(c, runner, val_split, plan, ranks)
+            except (ValueError, OSError) as e:  # a token file is not what it was
+                agenda.fail(e)
+            stop = agenda.broken_off()
         if evaluated and not stop:
             report.evaluation(step, lr, train, val)
             health.check_val_loss(val.loss, step, kept_text(kept))
@@ -285,8 +290,15 @@ def main(c: TrainConfig) -> float:
             torch.manual_seed(hash((c.seed, step, ranks.rank)) % 2**63)
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(plan.micro_steps):
-            x, y = loader.next()
+            try:
+                x, y = loader.next()
+            except (ValueError, OSError) as e:  # a token file is not what it was
+                agenda.fail(e)
+                break
             loss += runner.backward(x, y, plan.micro_steps, last=micro_step == plan.micro_steps - 1)
+        if agenda.failure:
+            optimizer.zero_grad(set_to_none=True)
+            continue  # with the end of the run
 
         runner.scaler.unscale_(optimizer)
         grad_norms = torch.stack(torch._foreach_norm(runner.gradients()))
@@ -325,6 +337,8 @@ def main(c: TrainConfig) -> float:
     log.close()
     ranks.close()
     saver.raise_if_last_failed()
+    if agenda.failure:
+        raise agenda.failure
     if stop and agenda.exit_status(stop):
         raise SystemExit(agenda.exit_status(stop))
     return best_val_loss
@@ -566,18 +580,21 @@ def learning_rate(c: TrainConfig, step: int) -> float:
 class Agenda:
     """When a run saves and stops beside what its step count says: what one rank finds due is due for all."""
 
+    # Where the ranks' wishes differ, the largest counts.
     SAVE = 1
+    TIME_IS_UP = 2
     SIGNAL = 0x100  # and its number
-    TIME_IS_UP = 0x200
+    FAILURE = 0x200
 
     def __init__(self, c: TrainConfig, ranks: Ranks, began: float) -> None:
         self.c = c
         self.ranks = ranks
         self.ends_at = began + 3600 * c.max_hours if c.max_hours else math.inf
         self.saved_at = time.perf_counter()
+        self.failure: Exception | None = None
 
     def due(self, step: int) -> tuple[str | None, bool]:
-        """Why the run stops now, a signal's name or max_hours, None to go on; and whether a checkpoint is due."""
+        """Why the run stops now, such as a signal's name, None to go on; and whether a checkpoint is due."""
         now = time.perf_counter()
         c = self.c
         wish = 0
@@ -587,23 +604,33 @@ class Agenda:
             wish = self.SAVE if by_steps or by_time else 0
         if now >= self.ends_at:
             wish = self.TIME_IS_UP
-        if listener.signal:
-            wish = self.SIGNAL + listener.signal
-        agreed = self.ranks.agree(wish)
+        agreed = self.ranks.agree(max(wish, self._interruption()))
         return self._reason(agreed), agreed == self.SAVE
 
-    def signal(self) -> str | None:
-        """The name of the signal that one of the ranks got."""
-        return self._reason(self.ranks.agree(self.SIGNAL + listener.signal if listener.signal else 0))
+    def broken_off(self) -> str | None:
+        """Why an evaluation was broken off; None if it was not."""
+        return self._reason(self.ranks.agree(self._interruption()))
 
-    def _reason(self, wish: int) -> str | None:
-        if wish < self.SIGNAL:
-            return None
-        return "max_hours" if wish == self.TIME_IS_UP else signal.Signals(wish - self.SIGNAL).name
+    def fail(self, e: Exception) -> None:
+        """The run saves and ends, with this error. With several ranks it ends at once: the others are in the step."""
+        if self.ranks.world > 1:
+            raise e
+        self.failure = e
 
     def exit_status(self, stop: str) -> int:
         """The conventional status: 128 and the signal's number, 0 after max_hours."""
         return stopping.exit_status(signal.Signals[stop]) if stop in signal.Signals.__members__ else 0
+
+    def _interruption(self) -> int:
+        if self.failure:
+            return self.FAILURE
+        return self.SIGNAL + listener.signal if listener.signal else 0
+
+    def _reason(self, wish: int) -> str | None:
+        if wish <= self.SAVE:
+            return None
+        reasons = {self.TIME_IS_UP: "max_hours", self.FAILURE: "an error"}
+        return reasons.get(wish) or signal.Signals(wish - self.SIGNAL).name
 
 
 def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
@@ -637,7 +664,7 @@ def state_of_run(
         config=asdict(c),
         scaler=runner.scaler.state_dict(),
         tokenizer=meta["tokenizer"],
-        train_tokens=facts["train data"]["tokens"],
+        train_tokens=facts[resuming.TRAIN_DATA]["tokens"],
         form=forms.saved_form(runner),
         wandb_run_id=log.wandb_run_id,
         health=health.state(),

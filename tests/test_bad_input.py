@@ -133,11 +133,12 @@ def test_data(tmp_path, run, script, kind, message):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
-def test_train_bin_cut_short_under_the_run(tmp_path):
+@pytest.mark.parametrize("eval_interval", [3, 10**6])
+def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, eval_interval):
     ids = np.random.default_rng(0).integers(0, 256, 100_000, np.uint16)
     write_dataset(tmp_path / "data", {"train": ids, "val": ids}, BytesTokenizer(), "test")
-    settings = flags(**TINY | {"dataset": tmp_path / "data", "out_dir": tmp_path / "run", "max_iters": 10**6})
-    command = [sys.executable, "train.py", *settings]
+    settings = TINY | {"dataset": tmp_path / "data", "out_dir": tmp_path / "run", "max_iters": 10**6}
+    command = [sys.executable, "train.py", *flags(**settings | {"eval_interval": eval_interval})]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, bufsize=1) as process:
         assert process.stdout is not None
@@ -145,7 +146,10 @@ def test_train_bin_cut_short_under_the_run(tmp_path):
             if line.startswith("iter 5:"):
                 os.truncate(tmp_path / "data" / "train.bin", 1000)
                 break
-        _, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=60)
+    stopped = re.search(r"^stopped by an error at step (\d+)$", out, re.M)
+    assert stopped
+    assert checkpoint.load(tmp_path / "run").iter_num == int(stopped[1]) > 5
     (line,) = err.splitlines()
     assert re.match(r"error: .*train\.bin became shorter while it was in use: it had 200,000 bytes, now it has", line)
     assert process.returncode == 1
