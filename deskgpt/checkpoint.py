@@ -272,6 +272,8 @@ def check_content(found: Any) -> None:
         raise ValueError(f"iter_num={found['iter_num']} is not a number of steps")
     if math.isnan(found["best_val_loss"]):
         raise ValueError("best_val_loss is NaN")
+    if any(isinstance(value, Tensor) for value in found["model_args"].values()):
+        raise ValueError("a value of its model_args is a tensor")
     check_weights(found["model"], found["model_args"])
     if found.get("scaler"):
         check_scaler(found["scaler"])
@@ -323,9 +325,8 @@ def check_weights(weights: dict[str, Tensor], model_args: dict[str, Any]) -> Non
     if isinstance(n_layer, int) and n_layer > max(len(blocks), 1):
         raise ValueError(f"model_args say n_layer={n_layer}, the weights are those of {len(blocks)} blocks")
     wanted = (model_args.get("vocab_size"), model_args.get("n_embd"))
-    sizes_known = all(isinstance(size, int) for size in wanted)
     for name, w in weights.items():
-        if name.endswith("transformer.wte.weight") and sizes_known and tuple(w.shape) != wanted:
+        if name.endswith("transformer.wte.weight") and None not in wanted and tuple(w.shape) != wanted:
             raise ValueError(f"model_args say vocab_size={wanted[0]}, n_embd={wanted[1]}, {name} is {tuple(w.shape)}")
 
 
@@ -385,6 +386,8 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Any, groups: list[dic
     """
     if not isinstance(state, dict):
         raise ValueError("it has no moments")
+    if state.keys() - {i for group in groups for i in group["params"]}:
+        raise ValueError("it has moments of parameters that the model lacks")
     for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
         names = ["momentum_buffer"] if "momentum" in ours else ["exp_avg", "exp_avg_sq"]
         for p, i in zip(ours["params"], theirs["params"], strict=True):

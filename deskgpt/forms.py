@@ -137,7 +137,7 @@ class EarlierForm:
         compiled = saved.get("compiled")
         explicit = saved.get("explicit")
         return cls(
-            dtype if dtype in hardware.DTYPES else None,
+            dtype if isinstance(dtype, str) and dtype in hardware.DTYPES else None,
             compiled if isinstance(compiled, bool) else None,
             explicit if isinstance(explicit, bool) else None,
         )

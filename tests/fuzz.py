@@ -743,7 +743,8 @@ def meta_json(folder: Path) -> Target:
         else:
             changed = json.dumps(case[0]).encode()
         path.write_bytes(changed)
-        return isinstance(case, list) and use_description(folder) != undamaged
+        found = use_description(folder)
+        return isinstance(case, list) and found != undamaged
 
     return Target(case, read)
 
@@ -840,7 +841,8 @@ def meta_pkl(folder: Path) -> Target:
     def read(case: Any) -> bool:
         changed = damaged(content, case) if isinstance(case, list) else case
         path.write_bytes(changed)
-        return isinstance(case, list) and use_description(folder) != undamaged
+        found = use_description(folder)
+        return isinstance(case, list) and found != undamaged
 
     return Target(case, read, has_checksum=False)
 
