@@ -392,8 +392,9 @@ def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:
 
 
 def facts_of_code(runner: Runner) -> resuming.Facts:
-    """What computes."""
-    device = hardware.device_name(runner.device)
+    """What computes: none of it changes the experiment."""
+    on_cpu = runner.device.type == "cpu"  # whose name would have the number of threads, which ranks share
+    device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
     return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.form)}
 
 

@@ -102,8 +102,9 @@ def folder_of(out_dir: str | Path) -> Path:
 
 
 def is_one(path: str | Path) -> bool:
-    """Whether path names a checkpoint: a .pt file, or a folder that holds a ckpt.pt."""
-    return folder_of(path) != Path(path) or (Path(path) / NAME).is_file()
+    """Whether path names a checkpoint as `load` takes it."""
+    is_file = folder_of(path) != Path(path)
+    return (Path(path) if is_file else Path(path) / NAME).is_file()
 
 
 def load(out_dir: str | Path) -> Checkpoint:
