@@ -99,7 +99,7 @@ def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, A
     try:
         result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
         tree = ast.parse(Path(path).read_bytes())
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a file that exits would end the script without a word
         raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}") from None
 
     line_of = {}  # the last assignment to each name
@@ -109,7 +109,7 @@ def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, A
 
     settings: dict[str, Any] = {}
     for name, value in result.items():
-        if name.startswith("_") or isinstance(value, ModuleType) or callable(value):
+        if not isinstance(name, str) or name.startswith("_") or isinstance(value, ModuleType) or callable(value):
             continue
         where = f"{path}:{line_of.get(name, 1)}: {name}"
         check_known(name, types, where)
@@ -126,7 +126,7 @@ def similar_file(path: Path) -> str:
     return f"; did you mean {path.with_name(similar[0]).as_posix()}.py?"
 
 
-def line_of_error(e: Exception, path: str) -> int:
+def line_of_error(e: BaseException, path: str) -> int:
     """The line of the config file at which running it raised e."""
     if isinstance(e, SyntaxError):
         return e.lineno or 1
@@ -138,6 +138,7 @@ def line_of_error(e: Exception, path: str) -> int:
 
 # A value of each type, for messages.
 EXAMPLES = {int: "8", float: "3e-4", bool: "True", str: "text", NoneType: "None"}
+SHOWN = 100  # characters of a value in a message
 
 
 def check_known(name: str, types: Mapping[str, Any], where: str) -> None:
@@ -162,7 +163,7 @@ def parse(text: str, kind: Any, where: str) -> Any:
         text = text.capitalize()
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         value = text  # which check refuses, and shows
     return check(value, kind, where)
 
@@ -180,24 +181,35 @@ def parse_choice(text: str, kind: Any) -> Any:
 def check(value: Any, kind: Any, where: str) -> Any:
     """`value` as type `kind`. Raises ConfigError, which begins with `where`: the place and the name.
 
-    A whole float is accepted for int, and an int for float. NaN and infinity are refused.
+    A whole float is accepted for int, and an int for float. NaN and infinity are refused, and whole numbers that do
+    not fit into 64 bits, which neither torch nor NumPy can count with.
     """
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if any(type(value) is type(choice) and value == choice for choice in choices):  # True is not 1
             return value
-        raise ConfigError(f"{where}={value!r} is not one of {', '.join(map(str, choices))}")
-    for alternative in alternatives_of(kind):
-        if alternative is int and type(value) is float and value.is_integer():
-            return int(value)
-        if alternative is float and type(value) is int:
-            return float(value)
-        if alternative is float and type(value) is float and not math.isfinite(value):
-            continue
-        if type(value) is alternative:
-            return value
+        raise ConfigError(f"{where}={shown(value)} is not one of {', '.join(map(str, choices))}")
+    alternatives = alternatives_of(kind)
+    if int in alternatives and type(value) is float and value.is_integer():
+        value = int(value)
+    if type(value) is int and (int in alternatives or float in alternatives) and abs(value) >= 2**63:
+        raise ConfigError(f"{where}={shown(value)} must be below 2^63 in size")
+    if int not in alternatives and float in alternatives and type(value) is int:
+        value = float(value)
+    is_finite = type(value) is not float or math.isfinite(value)
+    if type(value) in alternatives and is_finite:
+        return value
     name = where.split()[-1].removeprefix("--")
-    raise ConfigError(f"{where}={value!r} is not {type_name(kind)}; write it like --{name}={example(kind)}")
+    raise ConfigError(f"{where}={shown(value)} is not {type_name(kind)}; write it like --{name}={example(kind)}")
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its repr, shortened; its type where it has none, as very large numbers have."""
+    try:
+        text = repr(value)
+    except Exception:  # a config file can define any class
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def alternatives_of(kind: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ Prints each sample, prompt included, followed by a line of dashes; writes no fil
 from __future__ import annotations
 
 import codecs
+import functools
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def load(c: SampleConfig, device: torch.device) -> tuple[GPT, Tokenizer]:
     of_checkpoint = c.init_from == "resume" or checkpoint.is_one(c.init_from)
     if of_checkpoint:
         source = c.out_dir if c.init_from == "resume" else c.init_from
-        saved = checkpoint.load(source)
+        saved = checkpoint.load(source, functools.partial(print, file=sys.stderr))
         config = GPTConfig.from_args(saved.model_args, source)
         weights = saved.model
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))

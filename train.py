@@ -11,22 +11,29 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 from __future__ import annotations
 
 from deskgpt.stopping import listener
+from deskgpt.terminal import lasting_output, open_standard_files
 
 if __name__ == "__main__":
+    open_standard_files()
     listener.listen()  # before torch is imported, which takes seconds
 
 import functools
 import itertools
 import math
+import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,22 +42,26 @@ from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.token_files import check_vocabulary, listed_sha256, read_meta, token_files
 from data.tokenizer import padded_vocab_size
+from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.gpu_peaks import find_card
-from deskgpt.health import FiniteWatch
-from deskgpt.optimizer import make_optimizer
+from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
+from deskgpt.lock import only_run_in
+from deskgpt.optimizer import make_optimizer, step_if_finite
 from deskgpt.plan import dry_run
-from deskgpt.ranks import Ranks, start_ranks
+from deskgpt.ranks import Ranks, place_of, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
+from deskgpt.saver import Saved, Saver
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings, check_size
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
+MAX_REWINDS = 5  # to the same checkpoint: spikes that other batches do not avoid are not theirs
 
 # Sequences per step: more would take the memory, or a step without an end.
 MOST_SEQUENCES = 1 << 20
@@ -69,14 +80,14 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
-    always_save_checkpoint: bool = True  # False: only when the validation loss has improved
+    always_save_checkpoint: bool = True  # False: only when the validation loss improves, and at a stop
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
     save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
-    max_bad_steps: int = 10  # end after so many steps in a row whose gradients are not finite; such steps are skipped
+    max_bad_steps: int = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run; 0 = never
     on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: back to the last checkpoint, past the batches since then
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
@@ -144,19 +155,24 @@ def main(c: TrainConfig) -> float:
     """Trains as c says; returns the best validation loss (nats per token), math.inf if none was taken."""
     # ---- ranks and batch -------------------------------------------------------------------------------------
     began = time.perf_counter()
+    listener.signal = None  # that of a run before this one in the same process
     hardware.keep_freed_memory()
     ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
     hardware.forbid_spilling(ranks.device)
+    other_cache = compiling.find_cache()
+    if other_cache:
+        ranks.say(other_cache)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
     meta = describe_data(c)
-    start = starting_point(c, meta)
+    start = starting_point(c, meta, ranks.say)
     if c.dry_run:
         dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
     train_split, val_split = open_splits(c, start, meta)
+    verification = Verification(DATA / c.dataset, (train_split, val_split) if ranks.is_first else ())
     data = facts_of_data(c, train_split, val_split)
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
@@ -187,46 +203,78 @@ def main(c: TrainConfig) -> float:
     # ---- log -------------------------------------------------------------------------------------------------
     timer = StepTimer(ranks.device)
     log = open_log(c, ranks, start)
-    report = Report(c, ranks, runner, plan, timer, log)
-    report.start(start.step, meta, train_split, val_split, facts, warm_up_s)
-    watch = FiniteWatch(model, runner.form, start.step, kept=f"the files in {out_dir_of(c)} are unchanged")
+    report = Report(c, ranks, runner, plan, train_split, timer, log)
+    report.start(start.step, meta, train_split, val_split, facts, verification.state, warm_up_s)
 
     # ---- train -----------------------------------------------------------------------------------------------
     best_val_loss = start.best_val_loss
-    loader = Loader(train_split, plan, ranks.device, start.step)
+    health = Health(runner, ranks, start.step, c.grad_clip, c.max_bad_steps)
+    health.restore(start.health, start.source)
+    kept = start.kept
+    rewound = False
+    loader = Loader(train_split, plan, ranks.device, start.step + health.skipped_batches)
+    saver = Saver(out_dir_of(c), ranks.say, best_val_loss)
     agenda = Agenda(c, ranks, began)
-    listener.has_work_to_save = True
     timer.resume()
-    for step in itertools.count(start.step):
+    step = start.step
+    while True:
         lr = learning_rate(c, step)
         is_last = step >= c.max_iters or c.eval_only
-        stop = agenda.reason_to_stop()
+        stop, save_is_due = agenda.due(step)
+        listener.has_work_to_save = step > start.step
+        verification.check()
+        evaluated = (step % c.eval_interval == 0 or is_last) and not stop
+
+        # ---- look back at the steps --------------------------------------------------------------------------
+        if evaluated or save_is_due or stop:
+            look_back(health, report, kept)
+        back_to = after_spike(c, ranks, runner, optimizer, health, report, timer, saver, kept)
+        if back_to is not None:
+            step = back_to
+            rewound = True
+            loader.close()
+            loader = Loader(train_split, plan, ranks.device, step + health.skipped_batches)
+            continue
 
         # ---- evaluate ----------------------------------------------------------------------------------------
-        evaluated = (step % c.eval_interval == 0 or is_last) and not stop
         improved = False
         if evaluated:
-            watch.check_gradients()
+            for change in train_split.changes() + val_split.changes():
+                ranks.say(f"warning: {change}")
             with timer.evaluation(), progress(ranks):
                 train = evaluate(c, runner, train_split, plan, ranks)
                 val = evaluate(c, runner, val_split, plan, ranks)
             stop = agenda.signal()  # which has broken the evaluation off
         if evaluated and not stop:
             report.evaluation(step, lr, train, val)
-            watch.check_loss("val loss", val.loss, step)
+            health.check_val_loss(val.loss, step, kept_text(kept))
             improved = val.loss < best_val_loss
             best_val_loss = min(best_val_loss, val.loss)
+            if health.evaluated(step, train.loss, val.loss, val.standard_error):
+                report.overfitting(health.evaluations)
+        out_of_patience = evaluated and 0 < c.patience <= without_improvement(health.evaluations)
 
         # ---- save --------------------------------------------------------------------------------------------
-        wanted = stop or agenda.save_is_due(step) or (evaluated and (improved or c.always_save_checkpoint))
-        is_new = step > start.step or not start.best_is_comparable
-        if wanted and is_new and ranks.is_first:
+        save_is_due = save_is_due and not health.bad_in_a_row  # these weights may be what fails
+        wanted = stop or save_is_due or (evaluated and (improved or c.always_save_checkpoint)) or out_of_patience
+        # Where a signal broke an evaluation off, the resumed run begins with it, and it may find the best.
+        is_new = step > start.step or (improved and step > 0)
+        saves = (wanted and is_new) or rewound
+        if saves and ranks.is_first:
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
-                state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, facts, log)
-                checkpoint.save(state, out_dir_of(c), best=improved)
-            report.saved(step, improved)
-        if is_last or stop:
+                state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, facts, log, health)
+                saving = saver.save(state, best=improved)
+            saving.save_s = timer.last_save_s
+        for saved in saver.finished():
+            report.saved(saved)
+            if saved.best and saved.error:
+                best_val_loss = saver.best_val_loss
+        if saves:
+            kept = Kept(out_dir_of(c) / checkpoint.NAME, step)
+            rewound = False
+            agenda.saved_at = time.perf_counter()
+        if is_last or stop or out_of_patience:
             break
 
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -245,30 +293,39 @@ def main(c: TrainConfig) -> float:
         grad_norm = torch.linalg.vector_norm(grad_norms)
         torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
 
-        if not runner.scaler.is_enabled() or runner.scaler.get_scale() < 1:  # above 1, float16 skips such a step
-            watch.see(step, grad_norms)
-        logs = step % c.log_interval == 0 or step == c.max_iters - 1
-        if logs or ranks.device.type == "cpu":  # elsewhere asking would wait for the device
-            watch.check_gradients()
-
-        runner.scaler.step(optimizer)
-        runner.scaler.update()
+        health.see(step, loss, grad_norm, grad_norms)
+        step_if_finite(optimizer, runner.scaler, grad_norm)
         optimizer.zero_grad(set_to_none=True)
         timer.step_done()
 
         # ---- log ---------------------------------------------------------------------------------------------
+        logs = step % c.log_interval == 0 or step == c.max_iters - 1
+        if logs or health.must_catch_up:
+            look_back(health, report, kept)
         if logs:
-            mean_loss = ranks.sum(loss).item() / ranks.world
             window = timer.end_window(loader.take_wait_s())
-            watch.check_loss("loss", mean_loss, step)
-            report.step(step, lr, mean_loss, grad_norm.item(), window)
+            report.step(step, lr, health, window)
+        step += 1
 
     # ---- end -------------------------------------------------------------------------------------------------
-    report.end(step, step - start.step, best_val_loss)
+    with timer.saving():
+        saver.wait()
+    listener.has_work_to_save = False
+    for saved in saver.finished():
+        report.saved(saved)
+    if not c.eval_only:
+        if out_of_patience:
+            report.out_of_patience(health.evaluations)
+        if stop and step > 0:
+            ranks.say(f"stopped by {stop} at step {step}")
+        report.end(step, start.step, best_val_loss, health, kept)
     loader.close()
+    if not verification.close():
+        ranks.say("note: the run ended before the checksums of all its data were verified")
     log.close()
     ranks.close()
-    if stop:
+    saver.raise_if_last_failed()
+    if stop and agenda.exit_status(stop):
         raise SystemExit(agenda.exit_status(stop))
     return best_val_loss
 
@@ -310,6 +367,8 @@ class StartingPoint:
     best_val_loss: float = math.inf
     best_is_comparable: bool = True  # with this run's validation losses
     wandb_run_id: str | None = None
+    health: dict[str, Any] | None = None  # Health.state
+    kept: Kept | None = None
 
     def build_model(self, block_size: int) -> GPT:
         """The model on the CPU, with its context shortened to block_size. Raises ValueError."""
@@ -333,14 +392,14 @@ class StartingPoint:
         self.resumed = None
 
 
-def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
+def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], None]) -> StartingPoint:
     """Where init_from says that the run starts. Raises ValueError where c names another model than the source has."""
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
         return StartingPoint("scratch", GPTConfig.from_settings(c, vocab_size))
 
     if c.init_from == "resume":
-        saved = checkpoint.load(c.out_dir)
+        saved = checkpoint.resume(c.out_dir, say)
         start = StartingPoint(
             source=c.out_dir,
             config=GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.out_dir),
@@ -350,6 +409,8 @@ def starting_point(c: TrainConfig, meta: dict[str, Any]) -> StartingPoint:
             step=saved.iter_num,
             best_val_loss=saved.best_val_loss,
             wandb_run_id=saved.wandb_run_id,
+            health=saved.health,
+            kept=Kept(Path(c.out_dir), saved.iter_num),
         )
         if start.step > c.max_iters and not c.eval_only and not c.dry_run:
             raise ValueError(f"{c.out_dir} is at step {start.step:,}, past max_iters={c.max_iters}: raise --max_iters")
@@ -504,7 +565,11 @@ def learning_rate(c: TrainConfig, step: int) -> float:
 
 
 class Agenda:
-    """When a run saves and stops beside what its step count says."""
+    """When a run saves and stops beside what its step count says: what one rank finds due is due for all."""
+
+    SAVE = 1
+    SIGNAL = 0x100  # and its number
+    TIME_IS_UP = 0x200
 
     def __init__(self, c: TrainConfig, ranks: Ranks, began: float) -> None:
         self.c = c
@@ -512,23 +577,34 @@ class Agenda:
         self.ends_at = began + 3600 * c.max_hours if c.max_hours else math.inf
         self.saved_at = time.perf_counter()
 
-    def reason_to_stop(self) -> str | None:
-        """A signal's name or max_hours, the same on all ranks; None to go on."""
-        if time.perf_counter() >= self.ends_at:
-            return "max_hours"
-        return self.signal()
+    def due(self, step: int) -> tuple[str | None, bool]:
+        """Why the run stops now, a signal's name or max_hours, None to go on; and whether a checkpoint is due."""
+        now = time.perf_counter()
+        c = self.c
+        wish = 0
+        if c.always_save_checkpoint:  # otherwise ckpt.pt is the best one, as in nanoGPT; only a stop saves another
+            by_steps = c.save_interval > 0 and step % c.save_interval == 0
+            by_time = c.save_minutes > 0 and now >= self.saved_at + 60 * c.save_minutes
+            wish = self.SAVE if by_steps or by_time else 0
+        if now >= self.ends_at:
+            wish = self.TIME_IS_UP
+        if listener.signal:
+            wish = self.SIGNAL + listener.signal
+        agreed = self.ranks.agree(wish)
+        return self._reason(agreed), agreed == self.SAVE
 
     def signal(self) -> str | None:
         """The name of the signal that one of the ranks got."""
-        return signal.Signals(listener.signal).name if listener.signal else None
+        return self._reason(self.ranks.agree(self.SIGNAL + listener.signal if listener.signal else 0))
 
-    def save_is_due(self, step: int) -> bool:
-        """Whether save_interval or save_minutes ask for a checkpoint."""
-        return False
+    def _reason(self, wish: int) -> str | None:
+        if wish < self.SIGNAL:
+            return None
+        return "max_hours" if wish == self.TIME_IS_UP else signal.Signals(wish - self.SIGNAL).name
 
     def exit_status(self, stop: str) -> int:
-        """The conventional status: 0 after max_hours, 128 and the signal's number otherwise."""
-        return 0 if stop == "max_hours" else stopping.exit_status(signal.Signals[stop])
+        """The conventional status: 128 and the signal's number, 0 after max_hours."""
+        return stopping.exit_status(signal.Signals[stop]) if stop in signal.Signals.__members__ else 0
 
 
 def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
@@ -551,6 +627,7 @@ def state_of_run(
     meta: dict[str, Any],
     facts: dict[str, Any],
     log: RunLog,
+    health: Health,
 ) -> Checkpoint:
     return Checkpoint(
         model=runner.model.state_dict(),
@@ -564,8 +641,79 @@ def state_of_run(
         train_tokens=facts["train data"]["tokens"],
         form=forms.saved_form(runner),
         wandb_run_id=log.wandb_run_id,
+        health=health.state(),
         facts=facts,
     )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The latest checkpoint that a run can go back to."""
+
+    path: Path  # of the file or its folder
+    step: int
+
+
+def kept_text(kept: Kept | None) -> str:
+    """What an error says about the checkpoints."""
+    if kept is None:
+        return "no checkpoint was saved yet"
+    best = checkpoint.folder_of(kept.path) / checkpoint.BEST
+    also = f", the best one is {best}" if best.exists() and best != kept.path else ""
+    return f"the last checkpoint is {kept.path} of step {kept.step}{also}"
+
+
+def look_back(health: Health, report: Report, kept: Kept | None) -> None:
+    """Reports what the steps since the last look showed. Raises ValueError after too many bad ones in a row."""
+    found = health.catch_up()
+    for bad in found.bad:
+        report.bad_step(bad, health.names)
+    for spike in found.spikes:
+        report.spike(spike)
+    health.check_gradients(kept_text(kept))
+
+
+def after_spike(
+    c: TrainConfig,
+    ranks: Ranks,
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    health: Health,
+    report: Report,
+    timer: StepTimer,
+    saver: Saver,
+    kept: Kept | None,
+) -> int | None:
+    """Does what on_spike says after a loss spike. Returns the step that the run went back to, None if it goes on.
+
+    Going back changes weights in place: compiled forms and DDP hold these tensors. Raises ValueError to end the run.
+    """
+    spike = health.take_spike()
+    if spike is None or c.on_spike == "go":
+        return None
+    if c.on_spike == "stop":
+        raise ValueError(f"on_spike=stop: the loss leapt to {spike.loss:.4f} at step {spike.step}; {kept_text(kept)}")
+    if kept is None:
+        ranks.say("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
+        return None
+    with timer.saving():
+        saver.wait()
+        ranks.all(True)  # the first rank has written it by now
+        saved = checkpoint.load(kept.path)
+        step = saved.iter_num
+        if health.rewinds_to(step) >= MAX_REWINDS:
+            raise ValueError(
+                f"on_spike=rewind: {MAX_REWINDS} times back to step {step}, and the loss leapt again: it is not the "
+                f"data; try a lower --learning_rate; {kept_text(kept)}"
+            )
+        runner.model.load_state_dict(saved.model)
+        checkpoint.restore_optimizer(optimizer, saved.optimizer, str(kept.path))
+        if saved.scaler:
+            runner.scaler.load_state_dict(saved.scaler)
+        health.rewind(step, spike, saved.health, str(kept.path))
+        ranks.all(True)  # no rank replaces the file while another reads it
+    report.rewind(step, spike, health.skipped_batches)
+    return step
 
 
 # ---- what a run reports --------------------------------------------------------------------------------------
@@ -575,13 +723,23 @@ class Report:
     """What a run says on the terminal and writes to log.jsonl."""
 
     def __init__(
-        self, c: TrainConfig, ranks: Ranks, runner: Runner, plan: BatchPlan, timer: StepTimer, log: RunLog
+        self,
+        c: TrainConfig,
+        ranks: Ranks,
+        runner: Runner,
+        plan: BatchPlan,
+        train_split: Split,
+        timer: StepTimer,
+        log: RunLog,
     ) -> None:
         self.c = c
         self.ranks = ranks
         self.runner = runner
+        self.train_split = train_split
         self.timer = timer
         self.log = log
+        self.warm_up_s = 0.0
+        self.global_batch = plan.global_batch
         self.tokens_per_step = plan.global_batch * c.block_size
         self.flops_per_token = runner.model.estimate_flops()
         peak, self.peak_source = peak_flops.peak_flops(ranks.device, runner.form.dtype)
@@ -590,7 +748,14 @@ class Report:
         self.peak_flops, self.measured_flops = of_all_ranks.tolist()
 
     def start(
-        self, step: int, meta: dict[str, Any], train: Split, val: Split, facts: dict[str, Any], warm_up_s: float
+        self,
+        step: int,
+        meta: dict[str, Any],
+        train: Split,
+        val: Split,
+        facts: dict[str, Any],
+        checksums: str,
+        warm_up_s: float,
     ) -> None:
         c = self.c
         say = self.ranks.say
@@ -600,7 +765,11 @@ class Report:
         compiler = compiling.compiler_name(device) if form.compiled else None
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
         name = hardware.device_name(device)
-        say(f"data: {(DATA / c.dataset).name}, {train.tokens:,} train and {val.tokens:,} val tokens")
+        self.warm_up_s = warm_up_s
+        say(f"data: {(DATA / c.dataset).name}, {train.tokens:,} train and {val.tokens:,} val tokens, {checksums}")
+        for poverty in (train.poverty(), val.poverty()):
+            if poverty:
+                say(f"warning: {poverty}")
         say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
         say(f"device: {self.ranks.world} x {name}, {form}{by}")
         say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
@@ -650,11 +819,16 @@ class Report:
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}"
         )
 
-    def saved(self, step: int, best: bool) -> None:
-        self.log.write("save", iter=step, best=best, save_s=self.timer.last_save_s)
+    def saved(self, saved: Saved) -> None:
+        if saved.error is None:
+            fields = {"iter": saved.step, "best": saved.best, "save_s": saved.save_s, "write_s": saved.write_s}
+            self.log.write("save", **fields)
 
-    def step(self, step: int, lr: float, loss: float, grad_norm: float, window: Window) -> None:
+    def step(self, step: int, lr: float, health: Health, window: Window) -> None:
         """window: the steps since the last of these lines."""
+        assert health.last is not None
+        loss = health.last.loss
+        grad_norm = health.last.grad_norm
         c = self.c
         timer = self.timer
         tokens_per_s = self.tokens_per_step / window.step_s
@@ -681,20 +855,96 @@ class Report:
             data_wait=window.data_wait,
             lr=lr,
             grad_norm=grad_norm,
+            clip_rate=health.take_clip_rate(),
             tokens=(step + 1) * self.tokens_per_step,
             train_s=timer.train_s,
             peak_memory_bytes=hardware.peak_memory_bytes(self.ranks.device),
         )
 
-    def end(self, step: int, steps: int, best_val_loss: float) -> None:
+    def bad_step(self, bad: Step, names: list[str]) -> None:
+        """names: of the parameters."""
+        which = bad_parameters(bad.norms, names)
+        self.ranks.say(f"step {bad.step}: gradients are not finite ({which}): no update; {self.batch(bad.position)}")
+        scaler = self.runner.scaler
+        self.log.write(
+            "bad_step",
+            iter=bad.step,
+            loss=bad.loss,
+            which=which,
+            loss_scale=scaler.get_scale() if scaler.is_enabled() else None,
+            **self.windows(bad.position),
+        )
+
+    def spike(self, spike: Spike) -> None:
+        self.ranks.say(
+            f"step {spike.step}: loss spike, {spike.loss:.4f} after a median of {spike.median:.4f}; "
+            f"{self.batch(spike.position)}"
+        )
+        self.log.write("spike", iter=spike.step, loss=spike.loss, median=spike.median, **self.windows(spike.position))
+
+    def rewind(self, step: int, spike: Spike, skipped_batches: int) -> None:
+        self.ranks.say(f"back to step {step}; the batches from there to that of step {spike.step} are skipped")
+        self.log.write("rewind", iter=step, spike=spike.step, skipped_batches=skipped_batches)
+
+    def batch(self, position: int) -> str:
+        """The rows of a global batch, and the files that they are in."""
+        first = position * self.global_batch
+        files = list(self.windows(position)["windows"])
+        more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+        return f"its batch has rows {first:,} to {first + self.global_batch - 1:,}, of {files[0]}{more}"
+
+    def windows(self, position: int) -> dict[str, Any]:
+        """Which rows of all batches a global batch has, and where in which token file their windows begin."""
+        rows = np.arange(self.global_batch)
+        begins: dict[str, list[int]] = {}
+        for shard, first in zip(*self.train_split.places(position, rows, self.global_batch), strict=True):
+            begins.setdefault(self.train_split.shards[shard].path.name, []).append(int(first))
+        first_row = position * self.global_batch
+        return {"rows": [first_row, first_row + self.global_batch - 1], "windows": begins}
+
+    def overfitting(self, evaluations: list[Evaluated]) -> None:
+        """Says so when the val loss has begun to rise while the train loss falls."""
+        now = overfit(evaluations)
+        if now is None or overfit(evaluations[:-1]) is not None:
+            return
+        step, rise = now
+        self.ranks.say(
+            f"overfitting: the val loss is {rise:.4f} above that of step {step}, while the train loss has fallen; "
+            "more data, --dropout or a smaller model may help"
+        )
+        self.log.write("overfit", iter=evaluations[-1].step, best_iter=step, rise=rise)
+
+    def out_of_patience(self, evaluations: list[Evaluated]) -> None:
+        n = without_improvement(evaluations)
+        best = lowest(evaluations)
+        self.ranks.say(
+            f"patience={self.c.patience}: the last {n} evaluations improved by no more than the standard error; "
+            f"the lowest val loss was {best.val_loss:.4f} at step {best.step}"
+        )
+
+    def end(self, step: int, first_step: int, best_val_loss: float, health: Health, kept: Kept | None) -> None:
+        """One screen: where the time went, what is best and where it is, and what can be done next."""
         timer = self.timer
+        say = self.ranks.say
         memory = hardware.peak_memory_bytes(self.ranks.device)
         memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
-        self.ranks.say(
-            f"{steps} steps: {clock(timer.train_s)} of training ({clock(timer.wait_s)} waiting for data), "
-            f"{clock(timer.eval_s)} of evaluation, {clock(timer.save_s)} of saving; peak memory {memory_gib}; "
-            f"best val loss {best_val_loss:.4f}"
+        say(
+            f"{step - first_step} steps: {clock(timer.train_s)} of training ({clock(timer.wait_s)} waiting for data), "
+            f"{clock(timer.eval_s)} of evaluation, {clock(timer.save_s)} of saving; "
+            f"warm-up {clock(self.warm_up_s)}; peak memory {memory_gib}; best val loss {best_val_loss:.4f}"
         )
+        if health.n_bad or health.n_spikes:
+            say(f"{health.n_bad} steps without an update, {health.n_spikes} loss spikes, {health.n_rewinds} rewinds")
+        found = [e.step for e in health.evaluations if e.val_loss == best_val_loss]
+        best_step = found[0] if found else None  # unknown where an older checkpoint has only the loss
+        if kept is not None:
+            is_over = 0 < self.c.patience <= without_improvement(health.evaluations)
+            more = ["--patience=0"] if is_over else []
+            if step >= self.c.max_iters:
+                more = [f"--max_iters={2 * step}"]
+                if self.c.decay_lr and not self.c.lr_decay_iters:  # the schedule gets another end
+                    more.append("--resume_changed=True")
+            self.next_commands(kept, best_step, more)
         self.log.write(
             "end",
             iter=step,
@@ -704,7 +954,42 @@ class Report:
             save_s=timer.save_s,
             peak_memory_bytes=memory,
             best_val_loss=best_val_loss,
+            best_iter=best_step,
+            bad_steps=health.n_bad,
+            spikes=health.n_spikes,
+            rewinds=health.n_rewinds,
         )
+
+    def next_commands(self, kept: Kept, best_step: int | None, more: list[str]) -> None:
+        """Where the best model is, and the commands to sample from it, to go on and to compare.
+
+        more: the settings without which a resumed run would have nothing to do.
+        """
+        say = self.ranks.say
+        out_dir = out_dir_of(self.c)
+        best = out_dir / checkpoint.BEST
+        if not best.exists():
+            best = kept.path
+        of_step = "" if best_step is None else f" of step {best_step}"
+        say(f"best model{of_step}: {best}")
+        say("sample:  " + command("python", "sample.py", f"--out_dir={best}"))
+        say("resume:  " + resume_command(self.c, self.ranks, *more))
+        say("compare: " + command("python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"))
+
+
+def resume_command(c: TrainConfig, ranks: Ranks, *more: str) -> str:
+    """What to type to go on with this run; the checkpoint knows its settings. more: further settings."""
+    script = command("train.py", "--init_from=resume", f"--out_dir={out_dir_of(c)}", *more)
+    if not ranks.distributed:
+        return f"python {script}"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines: torchrun's options have their addresses
+        return f"torchrun (with its options as before) {script}"
+    return f"torchrun --standalone --nproc_per_node={ranks.world} {script}"
+
+
+def command(*words: str) -> str:
+    """A line to type in this system's shell."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 # ---- command line --------------------------------------------------------------------------------------------
@@ -741,13 +1026,23 @@ def settings_of_model(saved: Checkpoint, source: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in RESUMED_SETTINGS}
 
 
+def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
+    """Keeps other runs out of out_dir, where this process is one that writes there."""
+    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
+    if reads_only or place_of(os.environ).rank > 0:
+        return nullcontext()
+    return only_run_in(checkpoint.folder_of(settings["out_dir"]))
+
+
 if __name__ == "__main__":
-    with one_line_errors(
+    if_out_of_memory = (
         "halve --batch_size and double --gradient_accumulation_steps, the same training, or take a smaller model"
-    ):
+    )
+    with lasting_output(), one_line_errors(if_out_of_memory):
         settings = read_settings(TrainConfig, sys.argv[1:])
-        if settings["init_from"] == "resume":
-            settings = resumed_settings(sys.argv[1:], settings["out_dir"])
-        elif checkpoint.is_one(settings["init_from"]):
-            settings = finetuning_settings(sys.argv[1:], settings["init_from"])
-        main(build(TrainConfig, settings))
+        with lock_of(settings):
+            if settings["init_from"] == "resume":
+                settings = resumed_settings(sys.argv[1:], settings["out_dir"])
+            elif checkpoint.is_one(settings["init_from"]):
+                settings = finetuning_settings(sys.argv[1:], settings["init_from"])
+            main(build(TrainConfig, settings))

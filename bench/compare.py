@@ -153,7 +153,7 @@ def main() -> None:
         Path(a.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
     if a.html:
         title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-        Path(a.html).write_text(page(title, runs, tables, lines), encoding="utf-8")
+        Path(a.html).write_text(page(title, runs, tables, lines), encoding="utf-8", errors="replace")
     if a.png:
         picture(runs, a.png)
 

@@ -135,13 +135,16 @@ def about(run: Run) -> str:
     start = run.start
     facts = []
     if "device" in start:
-        facts.append(f"{start['world_size']} x {start['device']}, {start['dtype']}, {how_compiled(run)}")
+        parts = [f"{start.get('world_size', 1)} x {start['device']}", start.get("dtype"), how_compiled(run)]
+        facts.append(", ".join(part for part in parts if part))
     if start.get("versions"):
         facts.append(", ".join(f"{name} {version}" for name, version in start["versions"].items()))
     if start.get("git_commit"):
         facts.append(f"commit {start['git_commit']}")
     if "parameters" in start:
-        facts.append(f"{start['parameters']:,} parameters, {start['tokens_per_step']:,} tokens per step")
+        facts.append(f"{start['parameters']:,} parameters")
+    if run.tokens_per_step:
+        facts.append(f"{run.tokens_per_step:,} tokens per step")
     if run.flops_per_token:
         facts.append(f"{run.flops_per_token / 1e6:.2f} MFLOPs per token")
     return "; ".join([*facts, f"page of {time.strftime('%Y-%m-%d')}"])
@@ -174,7 +177,7 @@ def main() -> None:
         html = Path(a.html)
     texts = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
     tables = [speed_table(run), learning_table(run)]
-    html.write_text(page(run.name, [run], tables, verdict(run), texts, about(run)), encoding="utf-8")
+    html.write_text(page(run.name, [run], tables, verdict(run), texts, about(run)), encoding="utf-8", errors="replace")
     print(html)
     if a.png:
         picture([run], a.png)

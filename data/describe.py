@@ -8,14 +8,13 @@ Exits with status 1 where a file is missing or damaged.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from data.token_files import read_meta, read_tokens, token_files
+from data.token_files import read_meta, read_record, read_tokens, token_files
 from data.tokenizer import from_meta
 from deskgpt.errors import one_line_errors
 from deskgpt.files import file_sha256
@@ -31,7 +30,7 @@ def describe(folder: Path) -> bool:
     Raises ValueError where a split or the list in meta.json is missing or cannot be read.
     """
     meta = read_meta(folder)
-    recorded = read_record(folder / "meta.json")
+    recorded = read_record(folder)
     entries: Entries = recorded.get("files", {})
     shards = {split: token_files(folder, split) for split in ("train", "val")}
 
@@ -51,20 +50,13 @@ def describe(folder: Path) -> bool:
         print(f"no text shown: {e}")
         return not faults
     for split, paths in shards.items():
-        beginning = tokenizer.decode_bytes(read_tokens(paths[0])[:SHOWN_TOKENS].tolist())
+        ids = read_tokens(paths[0])[:SHOWN_TOKENS].tolist()
+        if max(ids) >= tokenizer.vocab_size:
+            print(f"{split} begins with {ids}, which are not tokens of this tokenizer")
+            continue
+        beginning = tokenizer.decode_bytes(ids)
         print(f"{split} begins: {beginning.decode(errors='replace')!r}")
     return not faults
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """What meta.json records, {} without a meta.json. Raises ValueError where its list of files is damaged."""
-    if not path.exists():
-        return {}
-    recorded: dict[str, Any] = json.loads(path.read_text())
-    entries = recorded.get("files", {})
-    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise ValueError(f"{path}: its list of files is damaged; prepare the data again")
-    return recorded
 
 
 def counts(paths: list[Path], entries: Entries) -> str:

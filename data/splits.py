@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.token_files import check_listed, read_tokens, token_files
-from data.tokenizer import Ids
+from data.token_files import Shard, check_listed, token_files
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -34,7 +33,8 @@ class Split:
     With document_start, the token that documents begin with, a window of train_batch moves on to the first such
     token within its block_size, and stays where it is without one. Then some tokens are in two windows, some in none.
 
-    Raises ValueError where files are missing, damaged or too short, or hold ids of vocab_size and more.
+    Raises ValueError where files are missing, damaged or too short, or hold ids of vocab_size and more; so does each
+    call that reads, where a file has become shorter since.
     """
 
     def __init__(
@@ -50,14 +50,13 @@ class Split:
         self.vocab_size = vocab_size
         self.seed = seed
         self.document_start = document_start
-        self.paths: list[Path] = []
-        self.shards: list[Ids] = []
-        self._open(folder, split)
-        self.lengths = np.array([len(ids) for ids in self.shards], np.int64)
+        self.shards = self._open(folder, split)
+        self.lengths = np.array([len(shard) for shard in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
         if self.tokens <= SCANNED:
-            for shard, ids in enumerate(self.shards):
-                self._check(np.array([shard]), np.array([0]), ids[None])
+            for number, shard in enumerate(self.shards):
+                for first, ids in shard.pieces():
+                    self._check(np.array([number]), np.array([first]), ids[None])
         # One window fewer than could fit, so that all of them fit whichever offset below block_size is drawn. A shard
         # with room for one window only has that one, and fewer offsets.
         self._windows = np.maximum(1, (self.lengths - block_size) // block_size)  # per shard and epoch
@@ -67,6 +66,10 @@ class Split:
 
     def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
         """(inputs, targets), each (len(rows), block_size), of rows 0..global_batch-1 of optimizer step `step`."""
+        return self._read(*self.places(step, rows, global_batch))
+
+    def places(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
+        """(shard, its first token), each (len(rows),), of the windows of train_batch."""
         position = step * global_batch + rows  # in the sequence of all windows of all epochs
         epoch = position // self.n_windows
         key = keys(self.seed, epoch)
@@ -76,7 +79,7 @@ class Split:
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         if self.document_start is not None:
             start = np.array([self._aligned(s, first) for s, first in zip(shard, start, strict=True)])
-        return self._read(shard, start)
+        return shard, start
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
         """As train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
@@ -93,56 +96,84 @@ class Split:
     def fingerprint(self) -> str:
         """Identifies these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it."""
         digest = hashlib.sha256(self.lengths.tobytes())
-        for ids in self.shards:
-            digest.update(ids[:FINGERPRINTED].tobytes())
+        for shard in self.shards:
+            digest.update(shard.read(0, min(FINGERPRINTED, len(shard))).tobytes())
         return digest.hexdigest()[:16]
 
-    def _open(self, folder: Path, split: str) -> None:
-        """Maps the shards that hold at least one window. Raises ValueError where none does or one is damaged."""
-        found = {path: read_tokens(path) for path in token_files(folder, split)}
-        check_listed(folder, split, {path.name: len(ids) for path, ids in found.items()})
-        for path, ids in found.items():
-            if len(ids) > self.block_size:
-                self.paths.append(path)
-                self.shards.append(ids)
-        if not self.shards:
-            longest = max(len(ids) for ids in found.values())
+    def poverty(self) -> str | None:
+        """A warning where there are but one or two different tokens to learn from, else None.
+
+        Nearly all data answers this with its first piece; the rest is looked at up to SCANNED tokens.
+        """
+        found = np.zeros(0, np.int64)
+        n = 0
+        for shard in self.shards:
+            for _, ids in shard.pieces():
+                found = np.union1d(found, np.flatnonzero(np.bincount(ids)))
+                n += len(ids)
+                if len(found) > 2:
+                    return None
+                if n >= SCANNED:
+                    break
+        path = self.shards[0].path
+        where = str(path) if len(self.shards) == 1 else f"each of the files from {path} on"
+        holds = "holds only" if n == self.tokens else "begins with only"
+        if len(found) == 1:
+            return f"{where} {holds} token {found[0]}: there is nothing to learn; is it the right data?"
+        return f"{where} {holds} tokens {found[0]} and {found[1]}: there is little to learn; is it the right data?"
+
+    def changes(self) -> list[str]:
+        """A warning for each file that somebody has written into since it was opened, or since this was last asked."""
+        return [
+            f"{shard.path} was written into while this run reads it: from here on its tokens may be others than before"
+            for shard in self.shards
+            if shard.was_written()
+        ]
+
+    def _open(self, folder: Path, split: str) -> list[Shard]:
+        """The shards that hold at least one window. Raises ValueError where none does or one is damaged."""
+        found = [Shard(path) for path in token_files(folder, split)]
+        check_listed(folder, split, {shard.path.name: len(shard) for shard in found})
+        shards = [shard for shard in found if len(shard) > self.block_size]
+        if not shards:
+            longest = max(len(shard) for shard in found)
             remedy = f"try --block_size={longest - 1} or more data" if longest > 1 else "it needs more data"
             raise ValueError(
                 f"block_size={self.block_size} needs {self.block_size + 1} tokens in a row, {folder}/{split}*.bin has "
                 f"{longest:,}; {remedy}"
             )
+        return shards
 
     def _aligned(self, shard: int, start: int) -> int:
         """Where a window moves that began at `start`: to the first document's start in it, else nowhere.
 
         It moves less than its own length and never past the shard's end.
         """
-        ids = self.shards[shard]
-        end = min(start + self.block_size, len(ids) - self.block_size)
-        begins = np.flatnonzero(ids[start:end] == self.document_start)
+        furthest = min(self.block_size, len(self.shards[shard]) - self.block_size - start)
+        begins = np.flatnonzero(self.shards[shard].read(start, furthest) == self.document_start)
         return start + int(begins[0]) if len(begins) else start
 
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
         """(inputs, targets) of windows, given the shard of each and its first token's place there."""
         windows = []
-        for s, first in zip(shard, start, strict=True):
-            windows.append(self.shards[s][first : first + self.block_size + 1])
-        block = np.stack(windows).astype(np.int64)
+        for s, first in zip(shard.tolist(), start.tolist(), strict=True):
+            windows.append(self.shards[s].read(first, self.block_size + 1))
+        block = np.stack(windows)
         self._check(shard, start, block)
-        return block[:, :-1].copy(), block[:, 1:].copy()
+        return block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
 
     def _check(self, shard: I64, start: I64, block: npt.NDArray[Any]) -> None:
         """Raises ValueError where block (rows, tokens) holds an id past the vocabulary.
 
-        Row i of block is a part of shard[i] that begins at start[i].
+        Row i of block is a part of shard number shard[i] that begins at start[i].
         """
         if block.max() < self.vocab_size:
             return
         row, column = np.argwhere(block >= self.vocab_size)[0]
+        path = self.shards[shard[row]].path
         raise ValueError(
-            f"{self.paths[shard[row]]}: token {start[row] + column:,} is {block[row, column]}, and the vocabulary "
-            f"ends at {self.vocab_size - 1}; the file does not belong to this tokenizer or model"
+            f"{path}: token {start[row] + column:,} is {block[row, column]}, and the vocabulary ends at "
+            f"{self.vocab_size - 1}; the file does not belong to this tokenizer or model"
         )
 
 

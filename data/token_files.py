@@ -8,22 +8,37 @@ nanoGPT's `meta.pkl` is read.
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
 import os
-import pickle
-from contextlib import suppress
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.meta_files import from_json, from_pickle, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
 from deskgpt.files import file_sha256, sha256, write_atomically
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
+TOKEN_BYTES = 2
+PIECE = 1 << 20  # tokens that are read at once from a file that is read whole
+
+
+class Facts(NamedTuple):
+    """About a file, to notice changes by."""
+
+    size: int  # bytes
+    written_ns: int  # the instant of the last writing, which programs can set as they like
+    changed_ns: int  # the instant of any last change, its name's included, which they cannot (Windows: of its making)
+
 
 # ---- one file ------------------------------------------------------------------------------------------------
 
@@ -44,26 +59,119 @@ def llmc_header(tokens: int) -> bytes:
 
 
 def read_tokens(path: Path) -> Ids:
-    """The token ids (n,) of a file, memory-mapped. Raises ValueError where the file is not a token file."""
-    size = path.stat().st_size
+    """The token ids (n,) of a file, memory-mapped: for files that nobody else changes meanwhile.
+
+    Raises ValueError where the file is not a token file.
+    """
+    begin, tokens = place_of_tokens(path)
+    return np.memmap(path, "<u2", "r", begin, (tokens,))
+
+
+def place_of_tokens(path: Path) -> tuple[int, int]:
+    """(first byte, number) of the tokens in a file. Raises ValueError where it is not a token file, OSError."""
+    status = path.stat()
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a file; prepare the data again")
     if size == 0:
         raise ValueError(f"{path} is empty; prepare the data again")
     if size >= HEADER_BYTES:
         magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
-        # Both must match: bare tokens may happen to begin with the magic, but hardly with the version after it.
-        if magic == MAGIC and version == VERSION:
-            expected = HEADER_BYTES + 2 * tokens
-            if size != expected:
-                raise ValueError(
-                    f"{path}: its header says {tokens:,} tokens, which take {expected:,} bytes, and the file has "
-                    f"{size:,}; prepare the data again"
-                )
-            return np.memmap(path, "<u2", "r", HEADER_BYTES, (tokens,))
-    if size % 2:
+        expected = HEADER_BYTES + TOKEN_BYTES * tokens
+        # Bare tokens may happen to begin with the magic, but hardly with another part of a header that fits too.
+        right = [magic == MAGIC, version == VERSION, size == expected]
+        if all(right) and tokens:
+            return HEADER_BYTES, tokens
+        if sum(right) >= 2:
+            raise ValueError(
+                f"{path}: its header says {tokens:,} tokens, which take {expected:,} bytes, and the file has "
+                f"{size:,} (magic {magic}, version {version}); prepare the data again"
+            )
+    if size % TOKEN_BYTES:
         raise ValueError(
             f"{path} has {size:,} bytes, an odd number: these are not uint16 tokens; prepare the data again"
         )
-    return np.memmap(path, "<u2", "r")
+    return 0, size // TOKEN_BYTES
+
+
+class Shard:
+    """A token file that is open for reading: `len(shard)` tokens, any of them at hand, none held in memory.
+
+    It is read, not mapped: where a mapped file is cut short under a run, the system ends the process with SIGBUS. When
+    a new file takes its place by a rename, as prepare.py does it, the old content is still read here.
+
+    Several threads may read at once. Raises ValueError where the file is not a token file, OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin, self._tokens = place_of_tokens(path)
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._fd).atexit = False  # at exit a thread may still read
+        self.facts = self.current_facts()
+        if self.facts.size != self._begin + TOKEN_BYTES * self._tokens:
+            raise ValueError(f"{path} changed while it was opened; start again")
+        self._seen = self.facts
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def read(self, first: int, n: int) -> Ids:
+        """Tokens first .. first + n - 1, all of which the file had when it was opened. Raises as read_bytes."""
+        return np.frombuffer(self._read_bytes(self._begin + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
+
+    def pieces(self) -> Iterator[tuple[int, Ids]]:
+        """All tokens, PIECE at a time, each time with the place of the first one. Raises as read_bytes."""
+        for first in range(0, self._tokens, PIECE):
+            yield first, self.read(first, min(PIECE, self._tokens - first))
+
+    def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
+        """The SHA-256 of the whole file, header included, in hex digits; None if cancelled before its end."""
+        digest = hashlib.sha256()
+        size = self.facts.size
+        for at in range(0, size, TOKEN_BYTES * PIECE):
+            if cancelled():
+                return None
+            digest.update(self._read_bytes(at, min(TOKEN_BYTES * PIECE, size - at)))
+        return digest.hexdigest()
+
+    def current_facts(self) -> Facts:
+        status = os.fstat(self._fd)
+        return Facts(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def was_written(self) -> bool:
+        """Whether somebody has written into the open file since it was opened, or since this was last asked."""
+        before = self._seen
+        self._seen = self.current_facts()
+        return (self._seen.size, self._seen.written_ns) != (before.size, before.written_ns)
+
+    def _read_bytes(self, at: int, n: int) -> bytes:
+        """n bytes of the file. Raises ValueError where the file has become shorter, OSError."""
+        content = b""
+        try:
+            while len(content) < n:
+                more = pread(self._fd, n - len(content), at + len(content))
+                if not more:
+                    raise ValueError(
+                        f"{self.path} became shorter while it was in use: it had {self.facts.size:,} bytes, now it has "
+                        f"{self.current_facts().size:,}; prepare the data again, then resume"
+                    )
+                content = content + more if content else more
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self.path)) from None
+        return content
+
+
+_seeking = threading.Lock()
+
+
+def pread(fd: int, n: int, at: int) -> bytes:
+    """At most n bytes of an open file, from byte `at` on; none at its end."""
+    if hasattr(os, "pread"):
+        return os.pread(fd, n, at)
+    with _seeking:  # Windows: the threads share the file's position
+        os.lseek(fd, at, os.SEEK_SET)
+        return os.read(fd, n)
 
 
 # ---- the files of a split ------------------------------------------------------------------------------------
@@ -95,13 +203,9 @@ def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
 
     found: the number of tokens of each file, by name.
     """
-    try:
-        files = json.loads((folder / "meta.json").read_text())["files"]
-        listed = {name: entry["tokens"] for name, entry in files.items() if name.startswith(split)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return  # nanoGPT's folders have no such list
-    for name, tokens in listed.items():
-        if found.get(name) == tokens:
+    for name, entry in listed_files(folder).items():
+        tokens = entry["tokens"]
+        if not name.startswith(split) or found.get(name) == tokens:
             continue
         state = f"has {found[name]:,}" if name in found else "is not there"
         raise ValueError(
@@ -109,14 +213,19 @@ def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
         )
 
 
+def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """What meta.json says about each token file: tokens, sha256 ...; {} without a list, as in nanoGPT's folders.
+
+    Raises ValueError where meta.json is damaged.
+    """
+    return read_record(folder).get("files", {})
+
+
 def listed_sha256(folder: Path, split: str) -> str | None:
     """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
-    try:
-        files = json.loads((folder / "meta.json").read_text())["files"]
-        listed = [files[path.name]["sha256"] for path in token_files(folder, split)]
-        return sha256("\n".join(listed).encode())[:16]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    files = listed_files(folder)
+    listed = [str(files.get(path.name, {}).get("sha256")) for path in token_files(folder, split)]
+    return None if "None" in listed else sha256("\n".join(listed).encode())[:16]
 
 
 # ---- a whole data set ----------------------------------------------------------------------------------------
@@ -126,8 +235,14 @@ def write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, so
     """Writes {"train": ids, "val": ids} as bare token files with their meta.json, which it returns.
 
     val.bin gets its name last: wherever this stops, the folder holds the old data, the new, or no val.bin. Raises
-    ValueError if other shards are in the way, OSError if the disk is full, with the old data unharmed.
+    ValueError if other shards or another prepare.py are in the way, OSError if the disk is full, with the old data
+    unharmed.
     """
+    with locked(folder):
+        return _write_dataset(folder, splits, tokenizer, source)
+
+
+def _write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, source: str) -> dict[str, Any]:
     files = {}
     for split, ids in splits.items():
         files[f"{split}.bin"] = {"tokens": len(ids), "sha256": sha256(ids.astype("<u2"))}
@@ -156,16 +271,37 @@ def write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, so
 def is_prepared(folder: Path, source: str) -> bool:
     """Whether folder holds what was prepared from `source`, unharmed: every file has the checksum of meta.json."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = read_record(folder)
         unharmed = [file_sha256(folder / name) == entry["sha256"] for name, entry in meta["files"].items()]
         return meta["source"] == source and all(unharmed)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError):
         return False
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes the description of a folder's token files to its meta.json. Raises OSError."""
-    write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    """Writes the description of a folder's token files, and its checksum, to its meta.json. Raises OSError."""
+    write_atomically(folder / "meta.json", json.dumps(with_checksum(meta), indent=1).encode())
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes folder and keeps other prepare.py out of it. Raises ValueError where one is in it, OSError."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".lock")  # the system releases it, however this process ends
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder") from None
+    except NotImplementedError:  # by this file system: then the user has to see to it
+        pass
+    except OSError as e:
+        raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 # ---- the description -----------------------------------------------------------------------------------------
@@ -178,43 +314,26 @@ def read_meta(folder: Path) -> dict[str, Any]:
     token between documents, None if the data has no such token or it is not known; an unknown tokenizer is {}.
     Raises ValueError where the description cannot be read.
     """
-    for path, read in ((folder / "meta.json", from_json), (folder / "meta.pkl", from_pickle)):
-        if not path.exists():
-            continue
-        try:
-            return read(path)
-        except Exception as e:  # a damaged pickle can raise nearly anything
-            raise ValueError(
-                f"{path} does not describe token files ({type(e).__name__}: {e}); prepare the data again"
-            ) from None
-    return {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+    meta = read_record(folder)
+    if not meta and os.path.lexists(folder / "meta.pkl"):
+        meta = read_description(folder / "meta.pkl", from_pickle)
+    if not meta:
+        return {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+    return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
 
 
-def from_json(path: Path) -> dict[str, Any]:
-    """The description in a meta.json. Raises an exception of any class where it is damaged."""
-    meta = json.loads(path.read_text())
-    tokenizer = dict(meta["tokenizer"])
-    vocab_size = int(meta["vocab_size"])
-    if vocab_size < 1 or (tokenizer["name"] == "char" and len(tokenizer["chars"]) != vocab_size):
-        raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
-    return {"tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": meta.get("end_of_text")}
+def read_record(folder: Path) -> dict[str, Any]:
+    """Everything that a folder's meta.json records, {} without one. Raises ValueError where it is damaged, OSError."""
+    path = folder / "meta.json"
+    return read_description(path, from_json) if os.path.lexists(path) else {}
 
 
-def from_pickle(path: Path) -> dict[str, Any]:
-    """The description in nanoGPT's meta.pkl. Raises an exception of any class where it is damaged."""
-    meta = BuiltinsOnly(io.BytesIO(path.read_bytes())).load()
-    tokenizer: dict[str, Any] = {}
-    itos = meta.get("itos")  # some folders of nanoGPT users have a vocab_size only: enough to train on
-    if itos:
-        tokenizer = {"name": "char", "chars": "".join(itos[i] for i in range(len(itos)))}
-    return {"tokenizer": tokenizer, "vocab_size": int(meta["vocab_size"]), "end_of_text": None}
-
-
-class BuiltinsOnly(pickle.Unpickler):
-    """Unpickles dicts, lists, strings and numbers; refuses everything that would import or call something."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")
+def read_description(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` makes of a file. Raises ValueError, which says what to do, where that fails, OSError."""
+    try:
+        return read(path)
+    except ValueError as e:
+        raise ValueError(f"{path} does not describe token files ({e}); prepare the data again") from None
 
 
 def check_vocabulary(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 
 import torch
@@ -27,6 +30,25 @@ def set_up_inductor() -> None:
     if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
         inductor.cpp.vec_isa_ok = True
     work_around_gcc()
+
+
+def find_cache() -> str | None:
+    """Gives inductor a temporary folder if TORCHINDUCTOR_CACHE_DIR cannot be written; returns what to say about it.
+
+    torch makes this folder even for an optimizer that is not compiled, so that no run could begin.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not folder:
+        return None
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as e:
+        temporary = tempfile.mkdtemp(prefix="torchinductor_")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = temporary
+        return f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be written ({e.strerror}): using {temporary}"
 
 
 def work_around_gcc() -> bool:

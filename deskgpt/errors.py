@@ -28,6 +28,10 @@ OUT_OF_MEMORY = (
 )
 
 
+# What gloo's RuntimeErrors begin with; NCCL's errors are a class of their own.
+LOST_RANK = "gloo/transport"
+
+
 class ConfigError(ValueError):
     """A mistake in the settings, which the user can correct. Scripts end with exit status 2."""
 
@@ -55,7 +59,8 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
         message = message_for_user(e, if_out_of_memory)
         if message is None or os.environ.get("DESKGPT_TRACEBACK"):
             raise
-        print(f"error: {message}", file=sys.stderr)
+        line = " ".join(message.split())  # a path or a value in it may hold line ends
+        print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 
 
@@ -66,6 +71,8 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
+    if isinstance(e, RuntimeError) and LOST_RANK in str(e):
+        return "another rank has ended or cannot be reached; it may say why"
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
     if isinstance(e, ValueError) and raised_in_our_code(e):

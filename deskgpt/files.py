@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,18 +46,32 @@ def write_atomically(path: Path, content: bytes | bytearray) -> None:
         ) from None
 
 
-def link_or_copy(path: Path, as_path: Path) -> None:
-    """Gives as_path the content of path: by a hard link, which takes no space, or else by a copy. Raises OSError."""
-    tmp = as_path.with_name(as_path.name + TEMPORARY)
-    tmp.unlink(missing_ok=True)
+def read_small(path: Path, at_most: int) -> bytes:
+    """The content of a file that has no reason to be larger than `at_most` bytes.
+
+    Raises ValueError where it is larger, or a pipe, device or folder, which might never end; OSError.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path.name} is not a file")
+    with open(path, "rb") as file:
+        content = file.read(at_most + 1)
+    if len(content) > at_most:
+        raise ValueError(f"{path.name} has more than {at_most:,} bytes, an absurd size")
+    return content
+
+
+def copy(path: Path, to: Path, temporary: str = TEMPORARY) -> None:
+    """Makes `to` a copy of path, a file of its own: damage to one leaves the other alone. Raises OSError."""
+    with open(path, "rb") as source, replacing(to, temporary) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether the open file is the one at path, which may have been moved, removed or replaced since."""
     try:
-        os.link(path, tmp)
-    except OSError:  # FAT and some network file systems have no hard links
-        with open(path, "rb") as source, replacing(as_path) as copy:
-            shutil.copyfileobj(source, copy)
-    else:
-        os.replace(tmp, as_path)
-        tmp.unlink(missing_ok=True)  # if as_path was a link to this file already, POSIX's rename does nothing
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -186,6 +186,23 @@ def usable_memory_bytes(device: torch.device) -> int | None:
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
     return min(reachable_memory_bytes(device), int(cap_bytes))
+
+
+def free_memory_bytes() -> int | None:
+    """What this process can still take of the machine's memory, or of its control group's (a container's, a batch
+    job's); None if the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    (available,) = re.findall(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
+    free_bytes = int(available) * 1024
+    with suppress(OSError, ValueError, IndexError):  # no such group, or its limit is "max"
+        path = re.findall(r"^0::/(.*)", Path("/proc/self/cgroup").read_text(), re.M)[0]
+        group = Path("/sys/fs/cgroup") / path
+        used = int((group / "memory.current").read_text())
+        cached = re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)
+        free_bytes = min(free_bytes, int((group / "memory.max").read_text()) - used + int(cached[0]))
+    return free_bytes
 
 
 def memory_in_words(usable_bytes: float | None, total_bytes: float | None) -> str:

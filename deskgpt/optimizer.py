@@ -51,6 +51,22 @@ def make_optimizer(
     return Muon(groups, torch.bfloat16 if bfloat16 else torch.float32, **options)
 
 
+def step_if_finite(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
+    """An optimizer step, unless the norm of the gradients is not finite: then weights and state stay as they are.
+
+    The fused kernels of CPU and CUDA decide that on the device, told as GradScaler tells them. So nothing waits.
+    """
+    if scaler.is_enabled():  # it has looked at the gradients itself
+        scaler.step(optimizer)
+        scaler.update()
+    elif grad_norm.device.type in ("cpu", "cuda"):
+        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    elif grad_norm.isfinite():  # MPS
+        optimizer.step()
+
+
 class Muon(torch.optim.AdamW):
     """AdamW, except that the matrices of groups with a `momentum` take orthogonalised momentum steps.
 
@@ -67,13 +83,9 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        # A fused optimizer must itself skip a step whose float16 gradients overflowed, as GradScaler tells it.
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        overflowed = found_inf is not None and found_inf.item() > 0
         for group in self.param_groups:
-            if "momentum" in group and not overflowed:
-                self._muon(group)
             if "momentum" in group:
+                self._muon(group)
                 for p in group["params"]:
                     p.grad = None  # AdamW skips parameters without a gradient
         super().step()
@@ -86,8 +98,16 @@ class Muon(torch.optim.AdamW):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"step": torch.zeros((), device=p.device), "momentum_buffer": torch.zeros_like(p)}
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)  # AdamW expects all states to have it
         momenta = [self.state[p]["momentum_buffer"] for p in params]
+        made = torch.ones((), device=params[0].device)  # 1 for a step, 0 for one to skip
+        # A fused optimizer must itself skip a step with gradients that are not finite, where it is told to. What is
+        # then added and decayed below comes to nothing, without waiting for the device.
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            made = 1 - found_inf
+            for grad, momentum in zip(grads, momenta, strict=True):
+                torch.where(found_inf > 0, momentum, grad, out=grad)
+        torch._foreach_add_([self.state[p]["step"] for p in params], made)  # AdamW expects all states to have it
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = torch._foreach_lerp(grads, momenta, group["momentum"])
         views = defaultdict(list)  # of the parameters, no wider than high, by their shape
@@ -99,9 +119,9 @@ class Muon(torch.optim.AdamW):
                     view, update = view.mT, update.mT
                 views[view.shape].append(view)
                 updates[view.shape].append(update)
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_(params, torch.where(made > 0, 1 - group["lr"] * group["weight_decay"], 1.0))
         for shape in views:
-            u = orthogonalized(torch.stack(updates[shape]), self.dtype)
+            u = orthogonalized(torch.stack(updates[shape]), self.dtype) * made
             torch._foreach_add_(views[shape], list(u.unbind()), alpha=-group["lr"] * 0.2 * shape[0] ** 0.5)
 
 

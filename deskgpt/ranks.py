@@ -6,6 +6,7 @@ A run without torchrun is one rank of one.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,14 @@ class Ranks:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.item()
 
+    def agree(self, wish: int) -> int:
+        """The largest wish of all ranks, which wait for each other, but not for their GPUs."""
+        if not dist.is_initialized():
+            return wish
+        tensor = torch.tensor(wish)  # on the CPU, so that gloo reduces it
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
     def all(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks."""
         return self.max(float(not yes)) == 0
@@ -57,18 +66,83 @@ class Ranks:
             dist.destroy_process_group()
 
 
+# ---- how the process was started -----------------------------------------------------------------------------
+
+# What other launchers tell each of their processes: how many there are. In a batch script or a shell of SLURM, where
+# one process is right, SLURM_NTASKS can be several; SLURM_STEP_NUM_TASKS is set by srun alone.
+LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "MPICH's or Intel's mpirun",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
+}
+NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # besides RANK
+USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where among the ranks a process is."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    distributed: bool = False  # started by torchrun
+
+
+def place_of(environ: Mapping[str, str]) -> Place:
+    """Where torchrun has placed this process. Raises ValueError where another launcher started several, or it is torn.
+
+    Processes that do not know of each other would each train the whole run, all into one folder.
+    """
+    if "RANK" not in environ:
+        if environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but RANK is not: unset it to train in one process; "
+                f"{USE_TORCHRUN}"
+            )
+        for name, launcher in LAUNCHERS.items():
+            count = environ.get(name, "1")
+            if count != "1":
+                raise ValueError(
+                    f"{launcher} starts {count} processes ({name}={count}), each of which would train all by itself: "
+                    f"start one; {USE_TORCHRUN}"
+                )
+        return Place()
+    missing = [name for name in NEEDED if not environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK={environ['RANK']} is set, but {missing[0]} is not: unset RANK to train in one process; "
+            f"{USE_TORCHRUN}"
+        )
+    rank = number("RANK", environ)
+    world = number("WORLD_SIZE", environ)
+    local_rank = number("LOCAL_RANK", environ, 0)
+    local_world = number("LOCAL_WORLD_SIZE", environ, 1)
+    number("MASTER_PORT", environ)
+    if rank >= world:
+        raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}; {USE_TORCHRUN}")
+    return Place(rank, world, local_rank, local_world, distributed=True)
+
+
+def number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
+    """The whole number of an environment variable. Raises ValueError."""
+    text = environ[name] if default is None else environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is not a whole number; {USE_TORCHRUN}")
+    return int(text)
+
+
 def start_ranks(device_name: str, backend: str) -> Ranks:
     """This process's Ranks on its device, connected to the others where torchrun started several.
 
     device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo. Raises ValueError where they do not fit
     this machine.
     """
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = hardware.resolve_device(device_name, local_rank, local_world)
-    ranks = Ranks(device, rank, world, distributed="RANK" in os.environ)
+    place = place_of(os.environ)
+    device = hardware.resolve_device(device_name, place.local_rank, place.local_world)
+    ranks = Ranks(device, place.rank, place.world, place.distributed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
@@ -77,7 +151,16 @@ def start_ranks(device_name: str, backend: str) -> Ranks:
             backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"backend=nccl is for CUDA, the device is {device}; try --backend=auto")
-        dist.init_process_group(backend)
+        if backend == "nccl":
+            backend = "cpu:gloo,cuda:nccl"  # gloo for what the ranks agree on, such as when to stop
+        try:
+            dist.init_process_group(backend)
+        except RuntimeError as e:  # the port is taken, the host is unknown, or a rank has not come in time
+            why = str(e).splitlines()[0]
+            raise OSError(
+                f"rank {place.rank} of {place.world} cannot meet the others at MASTER_ADDR="
+                f"{os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}: {why}"
+            ) from None
     if device_name == "auto" and device.type == "cpu" and ranks.is_first:
         reason = hardware.unseen_gpu()
         if reason:

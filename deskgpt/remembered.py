@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deskgpt.files import replacing
+from deskgpt.files import read_small, replacing
+
+LARGEST = 16 << 20  # bytes of such a file
 
 
 def path_of(name: str) -> Path:
@@ -22,18 +24,31 @@ def path_of(name: str) -> Path:
 def read(name: str) -> dict[str, Any]:
     """The entries called `name`, by key; empty if there is no such file or it is damaged."""
     try:
-        entries = json.loads(path_of(name).read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError):
+        return read_file(path_of(name))
+    except RuntimeError:
+        return {}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The entries in a file, as read."""
+    try:
+        entries = json.loads(read_small(path, LARGEST))
+    except (OSError, RecursionError, ValueError):
         return {}
     return entries if isinstance(entries, dict) else {}
 
 
 def keep(name: str, key: str, value: Any) -> None:
     """Sets one entry, replacing the file in one step."""
-    entries = read(name)
+    with suppress(RuntimeError):  # then the next run measures again
+        keep_in_file(path_of(name), key, value)
+
+
+def keep_in_file(path: Path, key: str, value: Any) -> None:
+    """Sets one entry of a file, as keep."""
+    entries = read_file(path)
     entries[key] = value
-    with suppress(OSError, RuntimeError):  # then the next run measures again
-        path = path_of(name)
+    with suppress(OSError):  # then the next run measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write at once: each has a temporary file of its own.
         with replacing(path, temporary=f".{os.getpid()}") as file:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deskgpt import hardware
+from deskgpt.files import is_at
 
 # Metrics that Weights & Biases gets, under nanoGPT's names where it has them.
 WANDB_NAMES = {name: name for name in ("iter", "loss", "lr", "mfu", "mfu_measured", "tokens_per_s", "grad_norm")}
@@ -32,37 +34,63 @@ DAY_S = 24 * 60 * 60
 
 
 class RunLog:
-    """Events as JSON lines, each flushed at once. A resumed run appends to the file, beginning with a new "start".
+    """Events as JSON lines, each written at once. A resumed run appends to the file, beginning with a new "start".
 
     path None writes no file. wandb_run, if given, gets the metrics too. earlier_wandb_run_id: of a resumed run.
     """
 
     def __init__(self, path: Path | None, wandb_run: Any = None, earlier_wandb_run_id: str | None = None) -> None:
-        try:
-            self.file = open(path, "a+") if path else None  # noqa: SIM115 (it stays open as long as the run)
-            if self.file and self.file.tell() and not Path(self.file.name).read_bytes().endswith(b"\n"):
-                self.file.write("\n")  # a crash or a full disk left the last line torn
-        except OSError as e:
-            raise OSError(f"cannot write {path}: {e.strerror}; choose another --out_dir") from None
+        self.path = path
+        self.file: FileIO | None = None
+        self.start_line = b""  # of the last "start" event
+        self.has_failed = False
+        if path:
+            try:
+                self.file = open_to_append(path)
+            except OSError as e:
+                raise OSError(f"cannot write {path}: {e.strerror}; choose another --out_dir") from None
         self.wandb_run = wandb_run
         self.wandb_run_id = wandb_run.id if wandb_run else earlier_wandb_run_id
 
     def write(self, event: str, **fields: Any) -> None:
-        if self.file:
+        if self.path:
             known = {name: null_if_not_finite(value) for name, value in fields.items()}
+            line = (json.dumps({"event": event, **known}) + "\n").encode()
+            if event == "start":
+                self.start_line = line
             try:
-                self.file.write(json.dumps({"event": event, **known}) + "\n")
-                self.file.flush()
+                self._append(line)
             except OSError as e:
-                raise OSError(
-                    f"cannot write {self.file.name}: {e.strerror}; free some disk space and start again, "
-                    "with --init_from=resume where there is a checkpoint"
-                ) from None
+                self._failed(e)
         if self.wandb_run and event in ("iter", "eval"):
             metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES}
             for name in {"mfu", "mfu_measured"} & metrics.keys():
                 metrics[name] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError, with the file ending in a whole line. A file that was deleted or moved is begun anew."""
+        assert self.path is not None
+        if self.file is None or not is_at(self.path, self.file):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.file is not None:
+                self.file.close()
+            self.file = open_to_append(self.path)
+            if line != self.start_line and not self.file.tell():
+                print(f"{self.path} was deleted or moved: the log goes on in a new file", file=sys.stderr)
+                line = self.start_line + line
+        size = self.file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self.file.write(line) :]
+        except OSError:
+            self.file.truncate(size)
+            raise
+
+    def _failed(self, e: OSError) -> None:
+        if not self.has_failed:
+            print(f"cannot write {self.path}: {e.strerror}; the run goes on, and tries again", file=sys.stderr)
+        self.has_failed = True
 
     def close(self) -> None:
         if self.file:
@@ -77,6 +105,17 @@ class RunLog:
             except Exception as e:
                 print(f"wandb failed ({' '.join(str(e).split())[:200]}); the run goes on without it", file=sys.stderr)
                 self.wandb_run = None
+
+
+def open_to_append(path: Path) -> FileIO:
+    """The log at path, unbuffered, with its last line ended. Raises OSError."""
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (it stays open as long as the run)
+    size = file.tell()
+    if size:
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.write(b"\n")  # a crash left the last line torn
+    return file
 
 
 def null_if_not_finite(value: Any) -> Any:
@@ -109,7 +148,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # a line of brackets only
             continue
         if isinstance(event, dict) and "event" in event:
             events.append(event)

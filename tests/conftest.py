@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
 from deskgpt import checkpoint
 from deskgpt.runlog import read_events
+from deskgpt.stopping import SIGNALS
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,10 +101,15 @@ def script(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.chdir(ROOT)
         capfd.readouterr()
         code: Any = 0
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             runpy.run_path(path, run_name="__main__")
         except SystemExit as e:
             code = e.code or 0
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         return Finished(code, *capfd.readouterr())
 
     return run

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import zipfile
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,7 @@ import torch
 from conftest import ROOT, assert_equal
 from safetensors.torch import save_file
 
-from deskgpt import checkpoint
+from deskgpt import archive, checkpoint
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.optimizer import make_optimizer
@@ -134,24 +140,99 @@ except OSError as e:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "text", "pickle", "list"])
-def test_damaged_checkpoint_is_named_with_what_else_there_is(tmp_path, damage):
-    checkpoint.save(state(), tmp_path, best=True)
-    path = tmp_path / "ckpt.pt"
-    size = path.stat().st_size
-    path.unlink()  # the best one is the same file
+def spoil(path: Path, damage: str) -> None:
+    """Replaces a checkpoint by something else."""
+    content = path.read_bytes()
     if damage == "cut":
-        path.write_bytes((tmp_path / "ckpt_best.pt").read_bytes()[: size // 2])
+        path.write_bytes(content[: len(content) // 2])
     elif damage == "pickle":
         torch.save(vars(state()) | {"config": Path("code that pickle would run")}, path)
     elif damage == "list":
         torch.save([1, 2], path)
+    elif damage == "NaN":
+        spoiled = vars(state())
+        spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
+        torch.save(spoiled, path)
+    elif damage == "gone":
+        path.unlink()
     else:
         path.write_bytes(b"" if damage == "empty" else b"hello world")
-    with pytest.raises(ValueError, match=r"ckpt\.pt is not a (readable|training) checkpoint") as e:
-        checkpoint.load(tmp_path)
+
+
+DAMAGE = {
+    "empty": "is not a readable checkpoint (File is not a zip file)",
+    "cut": "is not a readable checkpoint (File is not a zip file)",
+    "text": "is not a readable checkpoint (File is not a zip file)",
+    "pickle": "is not a readable checkpoint (it holds more than tensors and plain values, which only its maker's code",
+    "list": "is not a training checkpoint: it holds no dictionary",
+    "NaN": "holds weights or moments that are NaN or infinity",
+    "gone": "is missing",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoint_falls_back_to_the_best_and_says_so_but_not_where_it_is_named(tmp_path, damage):
+    checkpoint.save(state(1), tmp_path, best=True)
+    checkpoint.save(state(2), tmp_path, best=False)
+    path = tmp_path / "ckpt.pt"
+    spoil(path, damage)
+    said: list[str] = []
+    assert checkpoint.load(tmp_path, said.append).iter_num == 1
+    (line,) = said
+    assert line.startswith(f"{path} {DAMAGE[damage]}")
+    assert line.endswith(
+        "): going on from ckpt_best.pt, step 1" if "(" in line else ": going on from ckpt_best.pt, step 1"
+    )
+    with pytest.raises(ValueError, match=r"ckpt\.pt") as e:
+        checkpoint.load(path)
     assert len(str(e.value).splitlines()) == 1
-    assert damage == "list" or f"--out_dir={tmp_path / 'ckpt_best.pt'} is another" in str(e.value)
+    assert damage == "gone" or f"--out_dir={tmp_path / 'ckpt_best.pt'} is another" in str(e.value)
+    (tmp_path / "ckpt_best.pt").write_bytes(b"as bad")
+    with pytest.raises(
+        ValueError, match=r"ckpt\.pt .*, and .*ckpt_best\.pt is not .*; restore one of them from a copy"
+    ):
+        checkpoint.load(tmp_path)
+
+
+def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
+    checkpoint.save(state(1), tmp_path, best=True)
+    for name in ("ckpt.pt.tmp", "ckpt.pt.123-abc.tmp", "ckpt_best.pt.123-abc.tmp"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "notes.tmp").write_text("the user's")
+    (tmp_path / "ckpt_best.pt").write_text("damaged")
+    said: list[str] = []
+    checkpoint.take_over(tmp_path, said.append)
+    assert said == [
+        f"{tmp_path / 'ckpt_best.pt'} is not a readable checkpoint (File is not a zip file): "
+        "it is kept as ckpt_best_damaged.pt"
+    ]
+    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 1  # now that of ckpt.pt, the only good one
+    names = ["ckpt.pt", "ckpt_best.pt", "ckpt_best_damaged.pt", "notes.tmp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_resumed_run_knows_the_best_loss_of_the_folder_on_the_same_data(tmp_path):
+    best = state(9)
+    best.best_val_loss = 1.0
+    checkpoint.save(best, tmp_path, best=True)
+    checkpoint.save(state(5), tmp_path, best=False)
+    assert checkpoint.resume(tmp_path).best_val_loss == 1.0
+    assert checkpoint.load(tmp_path).best_val_loss == 2.5
+    for other in ({"config": {"dataset": "other"}}, {"facts": {"val data": {"tokens": 7}}}):
+        checkpoint.save(replace(best, **other), tmp_path, best=True)
+        checkpoint.save(state(5), tmp_path, best=False)
+        assert checkpoint.resume(tmp_path).best_val_loss == 2.5
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    checkpoint.save(state(1), tmp_path, best=True)
+    bad = state(2)
+    bad.model["lm_head.weight"][0, 0] = torch.inf
+    with pytest.raises(
+        ValueError, match=r"ckpt\.pt is not written: weights or moments hold NaN or infinity; the check"
+    ):
+        checkpoint.save(bad, tmp_path, best=True)
+    assert checkpoint.load(tmp_path).iter_num == checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 1
 
 
 def test_missing_checkpoint_is_named(tmp_path):
@@ -167,6 +248,198 @@ def test_earlier_run_is_set_aside_not_overwritten(tmp_path):
         assert checkpoint.set_aside(tmp_path, names) == tmp_path / f"previous-{n}"
         assert (tmp_path / f"previous-{n}" / "ckpt.pt").read_text() == str(n)
     assert not (tmp_path / "ckpt.pt").exists()
+
+
+# ---- damage and strangers' files -----------------------------------------------------------------------------
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """content with one piece of damage, anywhere."""
+    at = draw.randrange(len(content))
+    n = min(draw.choice((1, 2, 8, 512, 4096)), len(content) - at)
+    end = at + n
+    return draw.choice(
+        (
+            content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :],
+            content[:at] + draw.randbytes(n) + content[end:],
+            content[:at] + bytes(n) + content[end:],
+            content[:at],
+            content[at:],
+            content[:at] + content[end:],
+            content[:at] + draw.randbytes(n) + content[at:],
+            content + draw.randbytes(n),
+        )
+    )
+
+
+def test_no_damage_to_a_checkpoint_is_silent(tmp_path):
+    checkpoint.save(state(), tmp_path, best=False)
+    path = tmp_path / "ckpt.pt"
+    content = path.read_bytes()
+    draw = random.Random(1)
+    for _ in range(400):
+        spoiled = damaged(content, draw)
+        path.write_bytes(spoiled)
+        if spoiled == content:
+            continue
+        with pytest.raises(ValueError, match=r"^\S+ckpt\.pt is not a (readable|training) checkpoint") as e:
+            checkpoint.load(tmp_path)
+        assert len(str(e.value).splitlines()) == 1
+
+
+def test_every_bit_of_the_checksum_counts(tmp_path):
+    checkpoint.save(state(), tmp_path, best=False)
+    path = tmp_path / "ckpt.pt"
+    content = path.read_bytes()
+    for at in range(len(content) - archive.COMMENT_BYTES - 4, len(content)):
+        spoiled = bytearray(content)
+        spoiled[at] ^= 1
+        path.write_bytes(spoiled)
+        with pytest.raises(ValueError, match="is not a readable checkpoint"):
+            checkpoint.load(tmp_path)
+
+
+def test_damage_to_a_file_without_a_checksum_gives_no_traceback_and_leaves_the_tensors_as_they_were(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    torch.save(vars(state()), path)
+    content = path.read_bytes()
+    expected = checkpoint.load(tmp_path)
+    model = {k: w.clone() for k, w in expected.model.items()}
+    draw = random.Random(2)
+    for _ in range(200):
+        path.write_bytes(damaged(content, draw))
+        with suppress(ValueError):
+            assert_equal(checkpoint.load(tmp_path).model, model)
+
+
+def test_torch_and_zip_tools_read_what_is_written(tmp_path):
+    checkpoint.save(state(3), tmp_path, best=False)
+    path = tmp_path / "ckpt.pt"
+    for mmap in (False, True):
+        assert torch.load(path, weights_only=True, mmap=mmap)["iter_num"] == 3
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None
+        assert file.comment.startswith(b"deskgpt sha256 ")
+
+
+def with_pickle(path: Path, content: bytes, compression: int = zipfile.ZIP_STORED) -> None:
+    """An archive of torch.save's with another pickle and one storage of 16 floats."""
+    saved = io.BytesIO()
+    torch.save({"a": torch.zeros(16)}, saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(path, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
+
+
+def tensor_pickle(size: int, stride: int) -> bytes:
+    """The pickle of a checkpoint whose only weight has these, over a storage of 16 floats."""
+    saved = vars(state()) | {"model": {"w": torch.zeros(16).as_strided((3,), (5,))}}
+    file = io.BytesIO()
+    torch.save(saved, file)
+    with zipfile.ZipFile(file) as archive_:
+        content = archive_.read("archive/data.pkl")
+    before = b"K\x03\x85"  # the tuple (3,)
+    assert before in content
+    return content.replace(before, b"\x8a\x05" + size.to_bytes(5, "little") + b"\x85").replace(
+        b"K\x05\x85", b"K" + bytes([stride]) + b"\x85"
+    )
+
+
+ORDERED = b"ccollections\nOrderedDict\nq\x01"
+STRANGE = {
+    "bytearray": b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\xe4\x0bT\x02\x85R.",  # of 10**10 bytes
+    "code": b"cos\nsystem\nX\x02\x00\x00\x00ls\x85R.",
+    "copies of a large part": b"\x80\x02]q\x00" + ORDERED + b"h\x00\x85R.",
+    "an alias of the class": b"\x80\x02" + ORDERED + b"q\x02h\x02)\x85R.",
+    "many attributes": b"\x80\x02" + ORDERED + b")Rq\x02}b}b}b}b}b}b}b}b.",
+    "no end": b"\x80\x02}",
+    "memo": b"\x80\x02h\x07.",
+    "itself": b"\x80\x02]q\x00h\x00a.",
+    "nested": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "doubled": b"\x80\x02]q\x00"
+    + b"".join(b"]q" + bytes([i]) + b"(h%ch%ce" % (i - 1, i - 1) for i in range(1, 100))
+    + b".",
+    "set": b"\x80\x04\x8f.",
+    "absurd size": b"\x80\x02" + b"N0" * 2**22 + b"}.",
+    "large number": b"\x80\x02}X\x01\x00\x00\x00a\x8a\x10" + b"\x7f" * 16 + b"s.",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_strange_pickles_are_refused_before_they_take_memory(tmp_path, kind):
+    with_pickle(tmp_path / "ckpt.pt", STRANGE[kind])
+    with pytest.raises(ValueError, match=r"ckpt\.pt is not a (readable|training) checkpoint") as e:
+        checkpoint.load(tmp_path)
+    assert len(str(e.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("size", "stride"), [(2**38, 0), (2**38, 1), (17, 0)])
+def test_tensors_larger_than_the_file_are_refused(tmp_path, size, stride):
+    with_pickle(tmp_path / "ckpt.pt", tensor_pickle(size, stride))
+    with pytest.raises(ValueError, match="has more numbers than the file|not resizable|out of bounds"):
+        checkpoint.load(tmp_path)
+
+
+def test_compressed_archives_are_refused(tmp_path):
+    with_pickle(tmp_path / "ckpt.pt", b"\x80\x02}.", zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="it is compressed"):
+        checkpoint.load(tmp_path)
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "iter_num": (-1, 2**63, True, 1.0, None),
+    "best_val_loss": (math.nan, "1", None, torch.ones(2)),
+    "model": ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.int64)}),
+    "model_args": ({"n_layer": 10**9}, {"vocab_size": 10**9, "n_embd": 8}),
+    "config": (None, {"a": {"b"}}),
+    "scaler": ({"scale": 1.0}, 3, {"scale": math.inf, "growth_factor": 2.0, "backoff_factor": 0.5}),
+    "train_tokens": ("many", 2.5),
+    "tokenizer": ("bytes",),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_entries_of_other_types_and_ranges_are_refused(tmp_path, name):
+    for value in WRONG[name]:
+        torch.save(vars(state()) | {name: value}, tmp_path / "ckpt.pt")
+        with pytest.raises(ValueError, match=r"ckpt\.pt is not a (training|readable) checkpoint"):
+            checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_optimizer_states_that_do_not_fit_the_parameters_are_refused(kind):
+    def trained() -> torch.optim.Optimizer:
+        model = GPT(CONFIG)
+        optimizer = make_optimizer(model, kind, 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
+        x = torch.zeros(1, 8, dtype=torch.int64)
+        model(x, x)[1].backward()
+        optimizer.step()
+        return optimizer
+
+    optimizer = trained()
+    checkpoint.restore_optimizer(optimizer, trained().state_dict(), "out")
+    checkpoint.restore_optimizer(optimizer, trained().state_dict() | {"state": {}}, "out")  # of a run without a step
+    changes: list[Any] = [
+        {"state": None},
+        {"param_groups": None},
+        {"param_groups": [3, 3]},
+        {"param_groups": [{"params": "ab"}, {"params": []}]},
+        {"param_groups": []},
+    ]
+    for name, value in {
+        "exp_avg": torch.zeros(3),
+        "step": torch.zeros(2),
+        "exp_avg_sq": None,
+        "more": 3,
+    }.items():
+        state_of_parameters = trained().state_dict()["state"]
+        changes.append({"state": state_of_parameters | {0: state_of_parameters[0] | {name: value}}})
+    for step in (-1, torch.tensor(math.nan)):
+        changes.append({"state": state_of_parameters | {0: state_of_parameters[0] | {"step": step}}})
+    changes.append({"state": {i: s for i, s in state_of_parameters.items() if i}})
+    for change in changes:
+        with pytest.raises(ValueError, match="^out: the optimizer state does not fit the model|^out was trained with"):
+            checkpoint.restore_optimizer(optimizer, trained().state_dict() | change, "out")
 
 
 # ---- GPT-2 folders -------------------------------------------------------------------------------------------

@@ -128,3 +128,15 @@ def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
     line = r"^compile=auto: NOT compiled, so steps are slower: CXX='/nonexistent': there is no C\+\+ compiler: "
     assert re.search(line, done.stdout, re.M)
     assert "step 6: train loss" in done.stdout
+
+
+def test_cache_that_cannot_be_written_is_replaced_and_one_that_can_be_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert compiling.find_cache() is None
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    said = compiling.find_cache()
+    instead = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert re.fullmatch(rf"TORCHINDUCTOR_CACHE_DIR={folder} cannot be written \(.*\): using {instead}", said or "")
+    assert compiling.find_cache() is None

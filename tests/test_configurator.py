@@ -41,7 +41,7 @@ def write(folder: Path, content: str, name: str = "c.py") -> str:
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 values = st.one_of(
-    st.tuples(st.just("count"), st.integers(min_value=0)),
+    st.tuples(st.just("count"), st.integers(0, 2**63 - 1)),
     st.tuples(st.just("rate"), finite),
     st.tuples(st.just("limit"), finite | st.none()),
     st.tuples(st.just("on"), st.booleans()),
@@ -76,6 +76,17 @@ def test_any_text_is_a_value_or_a_one_line_error(text):
         except ConfigError as e:
             error = str(e)
         assert not error or (key in error and len(error.splitlines()) == 1)
+
+
+ODD_VALUES = ["1" + "0" * 400, "9" * 5000, "{[]: 1}", "-" * 5000 + "1", "(" * 5000, "1j", "\ud800", "a\nb", "\0"]
+
+
+@pytest.mark.parametrize("text", ODD_VALUES, ids=range(len(ODD_VALUES)))
+@pytest.mark.parametrize("key", ["count", "rate", "limit", "on", "kind"])
+def test_odd_value_is_refused_in_a_few_words(key, text):
+    with pytest.raises(ConfigError, match=key) as e:
+        configure(Settings, [f"--{key}={text}"])
+    assert len(str(e.value)) < 300
 
 
 def test_numbers_as_people_type_them():
@@ -118,6 +129,11 @@ def test_names_in_a_config_file_stay_out_of_this_process(tmp_path):
         ("qqq = 2\n", "c.py:1: qqq is not a setting; --help lists the settings"),
         ("count = 1.5\n", "c.py:1: count=1.5 is not int; write it like --count=8"),
         ("on = 1\n", "c.py:1: on=1 is not bool; write it like --on=True"),
+        ("rate = 10**400\n", "c.py:1: rate=1000"),
+        ("rate = 10**5000\n", "c.py:1: rate=<int> must be below 2^63 in size"),
+        ("class _C:\n def __repr__(self): 1/0\ncount = [_C()]\n", "c.py:3: count=<list> is not int"),
+        ("count = 1\nexit(3)\n", "c.py:2: SystemExit: 3"),
+        ("globals()[3] = 4\nrat = 2\n", "c.py:2: rat is not a setting; did you mean rate?"),
         ("\nkind = 'c'\n", "c.py:2: kind='c' is not one of a, b"),
         ("x = \n", "c.py:1: SyntaxError"),
         ("count = 1\nrate = 1 / 0\n", "c.py:2: ZeroDivisionError"),

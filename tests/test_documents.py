@@ -28,7 +28,7 @@ import data.documents
 from data.describe import describe
 from data.documents import Source
 from data.splits import Split
-from data.token_files import write_tokens
+from data.token_files import read_meta, read_record, write_meta, write_tokens
 
 
 def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
@@ -132,8 +132,8 @@ def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: S
     (tmp_path / "train.bin").rename(tmp_path / "train_000002.bin")
     assert "holds token files that no meta.json lists (train_000002.bin)" in fails(script(*prepare))
     (tmp_path / "train_000002.bin").unlink()
-    (tmp_path / "meta.json").write_text("{}")
-    assert "meta.json is not one of this script's" in fails(
+    write_meta(tmp_path, {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "source": "a text", "files": {}})
+    assert "meta.json is not one of this script's; choose another --out" in fails(
         script(PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     )
 
@@ -141,12 +141,48 @@ def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: S
 def test_damaged_meta_json_is_named(tmp_path, script: Script, prepared):
     prepare = copied(prepared, tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
-    for files in ([1], {"train_000001.bin": 5}, {"train_000001.bin": {"tokens": 3, "documents": 1}}):
-        (tmp_path / "meta.json").write_text(json.dumps(meta | {"files": files}))
-        assert "meta.json is not one of this script's" in fails(script(*prepare))
-        if not isinstance(files, dict) or 5 in files.values():
-            with pytest.raises(ValueError, match="its list of files is damaged"):
-                describe(tmp_path)
+    entry = meta["files"]["train_000001.bin"]
+    for files, reason in (
+        ([1], r"files=\[1\] cannot be right"),
+        ({"train_000001.bin": 5}, "5 is not a record"),
+        ({"train_000001.bin": {"tokens": 3, "documents": 1}}, "it has no sha256"),
+        ({"train_000001.bin": entry | {"tokens": None}}, "tokens=None cannot be right"),
+        ({"train_000001.bin": entry | {"end": [0, 1]}}, r"end=\[0, 1\] cannot be right"),
+    ):
+        write_meta(tmp_path, meta | {"files": files})
+        message = rf"meta\.json does not describe token files \({reason}\); prepare the data again"
+        line = fails(script(*prepare))
+        assert re.search(f"{message}: choose another --out, or delete the folder", line)
+        with pytest.raises(ValueError, match=message):
+            describe(tmp_path)
+
+
+def test_names_in_meta_json_that_lead_out_of_the_folder_delete_nothing(tmp_path, script: Script):
+    folder = tmp_path / "a" / "b"
+    victim = tmp_path / "VICTIM.txt"
+    victim.write_text("dear")
+    (tmp_path / "one.txt").write_text("x")  # all of it goes into val: what was made is deleted again
+    prepare = (PREPARE, "--source", tmp_path / "one.txt", "--encoding=bytes", "--val_tokens=50", "--out", folder)
+    assert "all of them went into val" in fails(script(*prepare))
+    assert script(PREPARE, "--source", victim, "--encoding=bytes", "--val_tokens=1", "--out", folder).code == 0
+    for path in folder.glob("*.bin"):
+        path.unlink()
+    meta = read_record(folder)
+    entry = meta["files"].popitem()[1]
+    for name in (
+        "../../VICTIM.txt",
+        str(victim),
+        "val/../../../VICTIM.txt",
+        "val\\..\\x.bin",
+        "val\n.bin",
+        "VICTIM.txt",
+        "",
+    ):
+        write_meta(folder, meta | {"files": {name: entry}})
+        assert "is not the name of a token file" in fails(script(*prepare))
+        with pytest.raises(ValueError, match="is not the name of a token file"):
+            read_meta(folder)
+    assert victim.read_text() == "dear"
 
 
 def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):

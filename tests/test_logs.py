@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny
 from logs import TIMES, log, nanogpt
 
-from bench import compare
+from bench import compare, report
 from bench.analysis.logs import read_run
 from bench.analysis.runs import complete, give
 from deskgpt import peak_flops
@@ -82,6 +82,56 @@ def test_damaged_events_are_left_out(tmp_path):
     compare.compare([run], [])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokenizer", []),
+        ("world_size", 0),
+        ("peak_flops", "x"),
+        ("flops_per_token", 1e300),
+        ("warm_up_s", -1),
+        ("versions", 3),
+        ("compiled", "yes"),
+        ("val_tokens", 10**400),
+        ("device", {}),
+    ],
+)
+def test_facts_that_no_run_has_are_left_out_and_said(tmp_path, name, value):
+    runs = []
+    for letter, changed in (("a", {name: value}), ("b", {})):
+        path = Path(log(tmp_path / letter, {0: 4.0, 10: 3.0}), "log.jsonl")
+        start, *others = path.read_text().splitlines()
+        path.write_text("\n".join([json.dumps(json.loads(start) | changed), *others]))
+        runs.append(read_run(str(path.parent)))
+        complete(runs[-1])
+    a, b = runs
+    assert a.notes == [f"its log holds values that no run has, which are left out: {name}"]
+    assert not b.notes
+    compare.compare(runs, [])
+    report.speed_table(a)
+    report.about(a)
+
+
+@pytest.mark.parametrize("value", ["x", 0, -1, None, [], 10**30, 1.5, True])
+def test_setting_that_cannot_be_is_unknown(tmp_path, value):
+    run = read_run(log(tmp_path / "a", {0: 4.0, 10: 3.0}, settings={"n_layer": value, "of_another_version": "y"}))
+    complete(run)
+    assert "n_layer" not in run.settings
+    assert run.settings["of_another_version"] == "y"
+    assert run.notes == ["its log holds values that no run has, which are left out: n_layer"]
+    compare.compare([run], [])
+
+
+def test_speeds_that_differ_beyond_all_measure_have_a_noise(tmp_path):
+    runs = []
+    for seed, batch_size, ms in ((1, 4, 1e-20), (2, 4, 1e20), (1, 8, 1e-20), (2, 8, 1e20)):
+        path = tmp_path / f"{seed}-{batch_size}"
+        runs.append(read_run(log(path, {0: 4.0, 10: 3.0}, ms, seed=seed, batch_size=batch_size)))
+        complete(runs[-1])
+    tables, _, _ = compare.compare(runs, [3.5])
+    assert "not distinguishable" in str(tables)
+
+
 def test_a_log_that_goes_on_after_a_resume_counts_each_step_once(tmp_path):
     first, second = dict(list(TIMES.items())[:7]), dict(list(TIMES.items())[4:])
     path = tmp_path / "log.txt"
@@ -141,7 +191,9 @@ def test_printed_log_of_a_compiled_run_names_its_machine(tmp_path):
 
 def test_a_line_that_a_crash_tore_is_no_event(tmp_path):
     whole = '{"event": "iter", "iter": 1}\n'
-    (tmp_path / "log.jsonl").write_text(whole + '{"event": "iter", "it\n' + "[]\n\n" + whole + '{"event": "e')
+    (tmp_path / "log.jsonl").write_text(
+        whole + '{"event": "iter", "it\n' + "[]\n\n" + whole + "[" * 9999 + '\n{"event": "e'
+    )
     assert read_events(tmp_path / "log.jsonl") == [{"event": "iter", "iter": 1}] * 2
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskgpt.optimizer import Muon, make_optimizer, orthogonalized
+from deskgpt.optimizer import Muon, make_optimizer, orthogonalized, step_if_finite
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
@@ -20,7 +20,7 @@ def model_with_gradients() -> GPT:
     return model
 
 
-def make(model: GPT, name: str) -> torch.optim.Optimizer:
+def make(model: GPT, name: str) -> torch.optim.AdamW:
     return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, "cpu", bfloat16=True)
 
 
@@ -110,6 +110,50 @@ def test_step_whose_float16_gradients_overflowed_changes_nothing():
         same = [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
         assert all(same) if broken else not any(same)
         assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_are(name, bad):
+    model = model_with_gradients()
+    optimizer = make(model, name)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    params = list(model.parameters())
+    for is_bad in (True, False, True, False):  # the first one finds no state yet
+        for p in params:
+            p.grad = torch.randn_like(p)
+        before = copy.deepcopy([p.detach() for p in params])
+        states = copy.deepcopy([optimizer.state[p] for p in params])
+        if is_bad:
+            first: Any = params[3].grad
+            first.view(-1)[1] = bad
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(params, 1.0, norm)  # which spreads NaN to all gradients
+        step_if_finite(optimizer, scaler, norm)
+        for p, was, state in zip(params, before, states, strict=True):
+            assert torch.equal(p, was) == is_bad
+            for key, value in optimizer.state[p].items():
+                if is_bad:
+                    assert torch.equal(value, state.get(key, torch.zeros_like(value))), key
+                else:
+                    assert not torch.equal(value, state.get(key, torch.zeros_like(value))), key
+
+
+def test_skipped_steps_do_not_change_the_steps_after_them():
+    for name in ("adamw", "muon"):
+        weights = []
+        for skips in (0, 2):
+            model = model_with_gradients()
+            optimizer = make(model, name)
+            for step in range(3):
+                for is_bad in (True,) * skips + (False,):
+                    torch.manual_seed(step)
+                    for p in model.parameters():
+                        p.grad = torch.randn_like(p)
+                    norm = torch.tensor(torch.nan if is_bad else 1.0)
+                    step_if_finite(optimizer, torch.amp.GradScaler("cpu", enabled=False), norm)
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert torch.equal(*weights)
 
 
 def test_muon_leaves_matrices_without_gradients_alone_and_its_state_travels():

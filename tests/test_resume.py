@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -221,8 +222,10 @@ def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path, monkeyp
     main(tiny(tmp_path / "0", tmp_path / "out", max_iters=2))
     with pytest.raises(ValueError, match=r"experiment: train data: sha256 \w+ before, sha256 \w+ now\. Go on"):
         main(tiny(tmp_path / "1", tmp_path / "out", init_from="resume", max_iters=2))
-    meta = tmp_path / "1" / "meta.json"
-    meta.write_text(meta.read_text().replace("sha256", "sha1"))  # without it, only the beginning is known
+    path = tmp_path / "1" / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta["sha256"], meta["files"]  # without a list of checksums, only the beginning is known
+    path.write_text(json.dumps(meta))
     main(tiny(tmp_path / "1", tmp_path / "out", init_from="resume", max_iters=2))
 
 

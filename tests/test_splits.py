@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -160,6 +162,35 @@ def test_fingerprint_tells_tokens_apart(tmp_path):
     assert len({prints["a"], prints["c"], prints["d"]}) == 3
 
 
+@pytest.mark.parametrize(
+    ("ids", "warning"),
+    [
+        ([7], r"train\.bin holds only token 7: there is nothing to learn"),
+        ([7, 0], r"train\.bin holds only tokens 0 and 7: there is little to learn"),
+        ([7, 0, 9], None),
+    ],
+)
+def test_data_of_one_or_two_tokens_is_named(tmp_path, ids, warning):
+    write_tokens(tmp_path / "train.bin", np.resize(np.repeat(ids, 40), 500).astype(np.uint16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.token_files.PIECE", 30)
+        poverty = Split(tmp_path, "train", 4, 10).poverty()
+    assert poverty is None if warning is None else re.search(warning, poverty or "")
+    write_tokens(tmp_path / "train_2.bin", np.full(50, 9, np.uint16))
+    assert (Split(tmp_path, "train", 4, 10).poverty() is None) == (set(ids) != {7})
+
+
+def test_opening_a_split_does_not_hold_its_files_in_memory(tmp_path):
+    write_tokens(tmp_path / "train.bin", np.resize(np.arange(100, dtype=np.uint16), 30_000_000))
+    tracemalloc.start()
+    split = Split(tmp_path, "train", 4, 100)
+    split.poverty()
+    split.fingerprint()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6  # the file has 60 MB
+
+
 # ---- bad data ------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +199,18 @@ def test_too_short_data_names_the_block_size_that_fits(tmp_path):
     with pytest.raises(ValueError, match="block_size=10 needs 11 tokens.*try --block_size=9"):
         Split(tmp_path, "train", 10, 100)
     assert Split(tmp_path, "train", 9, 100).n_windows == 1
+
+
+def test_file_cut_short_under_a_run_is_named(tmp_path):
+    write_tokens(tmp_path / "train.bin", np.arange(1000, dtype=np.uint16))
+    split = Split(tmp_path, "train", 4, 1000)
+    assert split.changes() == []
+    os.truncate(tmp_path / "train.bin", 300)
+    os.utime(tmp_path / "train.bin", (1, 1))  # the system's clock may not have ticked meanwhile
+    (change,) = split.changes()
+    assert re.search(r"train\.bin was written into while this run reads it", change)
+    with pytest.raises(ValueError, match=r"train\.bin became shorter while it was in use: it had 2,000 bytes"):
+        split.train_batch(0, np.arange(64), 64)
 
 
 def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):

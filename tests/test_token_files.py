@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from data.token_files import (
     HEADER_BYTES,
     MAGIC,
+    Shard,
     check_vocabulary,
     is_prepared,
+    locked,
     read_meta,
     read_tokens,
     token_files,
@@ -65,6 +68,91 @@ def test_file_cut_short_after_its_header_is_named(tmp_path):
         read_tokens(path)
 
 
+@pytest.mark.parametrize(("at", "value"), [(0, MAGIC + 1), (1, 2), (2, 101), (2, -1), (2, 0)])
+def test_header_of_which_one_part_is_wrong_is_named(tmp_path, at, value):
+    path = tmp_path / "train.bin"
+    write_tokens(path, np.arange(100, dtype=np.uint16), header=True)
+    content = np.fromfile(path, "<i4")
+    content[at] = value
+    content.tofile(path)
+    for open_file in (read_tokens, Shard):
+        with pytest.raises(ValueError, match=r"train\.bin: its header says .* the file has 1,224 .*prepare the data"):
+            open_file(path)
+
+
+def test_header_without_tokens_and_what_is_no_file_are_named(tmp_path):
+    write_tokens(tmp_path / "train.bin", np.zeros(0, np.uint16), header=True)
+    (tmp_path / "val.bin").mkdir()
+    for open_file in (read_tokens, Shard):
+        with pytest.raises(ValueError, match=r"train\.bin: its header says 0 tokens"):
+            open_file(tmp_path / "train.bin")
+        with pytest.raises(ValueError, match=r"val\.bin is not a file"):
+            open_file(tmp_path / "val.bin")
+
+
+# ---- open files ----------------------------------------------------------------------------------------------
+
+
+@given(ids_lists, st.booleans(), st.booleans(), st.data())
+def test_any_piece_of_an_open_file_is_read(tmp_path_factory, ids, header, has_pread, data):
+    path = tmp_path_factory.mktemp("t") / "x.bin"
+    write_tokens(path, np.array(ids, np.uint16), header)
+    first = data.draw(st.integers(0, len(ids)))
+    n = data.draw(st.integers(0, len(ids) - first))
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_pread:  # Windows
+            patch.delattr(os, "pread")
+        patch.setattr("data.token_files.PIECE", 64)
+        shard = Shard(path)
+        assert len(shard) == len(ids)
+        assert shard.read(first, n).tolist() == ids[first : first + n]
+        assert np.concatenate([piece for _, piece in shard.pieces()]).tolist() == ids
+        assert shard.sha256() == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert shard.sha256(cancelled=lambda: True) is None
+
+
+def test_file_cut_short_while_it_is_open_is_named(tmp_path):
+    path = tmp_path / "train.bin"
+    write_tokens(path, np.arange(100, dtype=np.uint16))
+    shard = Shard(path)
+    os.truncate(path, 60)
+    assert shard.read(0, 30).tolist() == list(range(30))
+    for read in (lambda: shard.read(25, 10), lambda: shard.read(90, 1), shard.sha256, lambda: list(shard.pieces())):
+        with pytest.raises(ValueError, match=r"train\.bin became shorter .*it had 200 bytes, now it has 60; prepare"):
+            read()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not replace open files")
+def test_file_that_another_takes_the_place_of_keeps_its_content_while_it_is_open(tmp_path):
+    path = tmp_path / "train.bin"
+    write_tokens(path, np.arange(100, dtype=np.uint16))
+    shard = Shard(path)
+    write_tokens(path, np.zeros(5, np.uint16))
+    assert shard.read(0, 100).tolist() == list(range(100))
+    assert not shard.was_written()
+
+
+def test_writing_into_an_open_file_is_noticed_once(tmp_path):
+    path = tmp_path / "train.bin"
+    write_tokens(path, np.arange(100, dtype=np.uint16))
+    shard = Shard(path)
+    assert not shard.was_written()
+    with open(path, "r+b") as file:
+        file.write(b"\x05")
+    os.utime(path, ns=(0, shard.facts.written_ns + 1))  # the system's clock may not have ticked meanwhile
+    assert [shard.was_written(), shard.was_written()] == [True, False]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_dropped_files_are_closed(tmp_path):
+    write_tokens(tmp_path / "train.bin", np.arange(100, dtype=np.uint16))
+    before = len(os.listdir("/proc/self/fd"))
+    shards = [Shard(tmp_path / "train.bin") for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before + 20
+    del shards
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def dataset(folder: Path, train: list[int], val: list[int]) -> Path:
     splits = {"train": np.array(train, np.uint16), "val": np.array(val, np.uint16)}
     write_dataset(folder, splits, BytesTokenizer(), "test")
@@ -95,7 +183,16 @@ def test_failed_write_leaves_the_old_data_set_whole(tmp_path, monkeypatch):
         dataset(tmp_path, [7, 8, 9], [7, 7])
     assert is_prepared(tmp_path, "test")
     assert read_tokens(tmp_path / "train.bin").tolist() == [1, 2, 3]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "meta.json", "train.bin", "val.bin"]
+
+
+def test_two_at_once_do_not_write_into_one_folder(tmp_path):
+    dataset(tmp_path, [1, 2, 3], [4, 5])
+    with locked(tmp_path), pytest.raises(ValueError, match="another prepare.py is at work in .*; wait, or choose"):
+        dataset(tmp_path, [7, 8, 9], [7, 7])
+    assert is_prepared(tmp_path, "test")
+    dataset(tmp_path, [7, 8, 9], [7, 7])
+    assert read_tokens(tmp_path / "train.bin").tolist() == [7, 8, 9]
 
 
 def test_foreign_shards_are_not_mixed_with_new_data(tmp_path):

@@ -70,7 +70,7 @@ def at(run: Run, axis: str, amount: float) -> Point | None:
         return None
     for (x0, y0), (x1, y1) in pairwise([points[0], *points]):
         if x0 <= amount * (1 + 1e-9) and amount <= x1 * (1 + 1e-9):
-            share = 0.0 if x1 == x0 else min(1.0, math.log(amount / x0) / math.log(x1 / x0))
+            share = 0.0 if x1 / x0 == 1 else min(1.0, math.log(amount / x0) / math.log(x1 / x0))
             return y0 + share * (y1 - y0), error(run)
     return None
 
@@ -179,7 +179,7 @@ def fewest(arms: list[Arm], axis: str, level: float) -> Lead:
     text = f"{arms[best].label}, {means[second] / means[best]:.2f} x fewer than {arms[second].label}"
     if half is None:
         return Lead(f"{text} (noise not known)", noise_unknown=True)
-    noise = f"noise a factor of {math.exp(half):.2f}"
+    noise = f"noise a factor of {math.exp(min(half, 700)):.2f}"  # exp(710) overflows
     if log_ratio <= half:
         names = f"{arms[best].label} and {arms[second].label}"
         return Lead(f"{names}: not distinguishable ({noise})", noise=noise, within_noise=True)
@@ -193,7 +193,7 @@ def not_comparable(runs: list[Run]) -> list[str]:
         "numbers of validation tokens": lambda r: r.start.get("val_tokens"),
         "data sets": lambda r: Path(str(r.settings["dataset"])).name if r.settings.get("dataset") else None,
         "tokenizers": lambda r: r.start.get("tokenizer"),
-        "vocabularies": lambda r: r.start.get("model_args", {}).get("vocab_size"),
+        "vocabularies": lambda r: r.start.get("vocab_size"),
         "context lengths": lambda r: r.settings.get("block_size"),
     }
     untrained = [run.evals[0]["val_loss"] for run in runs if run.evals and run.evals[0]["iter"] == 0]

@@ -10,11 +10,13 @@ import ast
 import math
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bench.analysis.runs import NANOGPT_PEAK, SIZES, Run
+from bench.analysis.runs import NANOGPT_PEAK, SETTINGS, SIZES, Run, checked_setting, figure, signed
+from deskgpt.errors import ConfigError
 from deskgpt.runlog import read_events
 from train import TrainConfig
 
@@ -23,23 +25,57 @@ NANOGPT_DEFAULTS: dict[str, Any] = {"lr_decay_iters": 600000, "min_lr": 6e-5, "a
 # Settings that nanoGPT lacks or has other defaults for: where its log does not echo them, they are unknown.
 NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens", "dry_run", "plan_for")
 
-ITER_FIELDS = ("iter", "loss", "time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s")
-EVAL_FIELDS = ("iter", "train_loss", "val_loss", "val_se", "tokens", "train_s", "eval_s")
 SPEED_FACTS = ("device", "dtype", "compiled", "world_size")  # where one differs, steps take another time
 
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
+COUNT = r"(\d[\d,]{0,19})"
 STEP = re.compile(
-    rf"\bstep (\d+): train loss {NUMBER}, val loss {NUMBER}(?!\d)"
+    rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)"
     rf"(?:, eval time {NUMBER}s)?(?:, standard error {NUMBER})?"
 )
-ITER = re.compile(rf"\biter (\d+): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
+ITER = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
 DAMAGED = re.compile(r"\b(step|iter) \d+: (train )?loss")
 # Only train.py goes on like this.
-OURS = re.compile(rf"tok/s ([\d,]+)(?:, mfu_measured {NUMBER}%)?, lr {NUMBER}, grad_norm {NUMBER}")
+OURS = re.compile(rf"tok/s (\d[\d,]*)(?:, mfu_measured {NUMBER}%)?, lr {NUMBER}, grad_norm {NUMBER}")
 ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=].*)$")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
+MOST_STEPS = 10**15
+LONGEST_LINE = 2000  # characters of a printed line that are read
 Events = dict[int, dict[str, Any]]  # by step
+
+# ---- what a value of a log must be ---------------------------------------------------------------------------
+
+
+def as_count(value: Any) -> int | None:
+    """The whole number of at least 1; None for anything else."""
+    return value if type(value) is int and value >= 1 and signed(value) else None
+
+
+def as_text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def as_flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def as_versions(value: Any) -> dict[str, str] | None:
+    return {name: str(version) for name, version in value.items()} if isinstance(value, dict) else None
+
+
+# By name, a function that gives back a value that can be used, and None for any other.
+Kinds = dict[str, Callable[[Any], Any]]
+ITER_FIELDS: Kinds = {"iter": figure, "loss": signed}
+ITER_FIELDS |= dict.fromkeys(("time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s"), figure)
+EVAL_FIELDS: Kinds = {"iter": figure, "train_loss": signed, "val_loss": signed}
+EVAL_FIELDS |= dict.fromkeys(("val_se", "tokens", "train_s", "eval_s"), figure)
+START_FACTS: Kinds = {"compiled": as_flag, "versions": as_versions, "bytes_per_token": figure, "warm_up_s": figure}
+START_FACTS |= dict.fromkeys(("parameters", "flops_per_token", "peak_flops", "measured_flops"), figure)
+START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), as_count)
+START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), as_text)
+START_FACTS |= {"peak_source": as_text, "vocab_size": as_count}
+END_FACTS: Kinds = dict.fromkeys(("train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), figure)
 
 
 def read_run(path: str, name: str = "") -> Run:
@@ -55,6 +91,7 @@ def read_run(path: str, name: str = "") -> Run:
     run = Run(name or file.stem)
     if file.name == "log.jsonl":
         run.name = name or file.resolve().parent.name
+    run.name = run.name.encode("utf-8", "replace").decode()  # Linux allows names that are no text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
         written = sum(1 for line in text.splitlines() if line.strip())
         add_events(run, read_events(file), written)
@@ -91,28 +128,29 @@ def add_events(run: Run, events: list[dict[str, Any]], written: int) -> None:
     """
     iters: Events = {}
     evals: Events = {}
+    left_out: set[str] = set()
     read = 0
     step = 0
     trained_s = 0.0  # before the latest start, whose own count begins at 0
     for e in events:
-        try:
-            step = int(e.get("iter", step))
-            kind = str(e["event"])
-            settings = dict(e.get("settings") or {})
-        except (ValueError, TypeError, OverflowError):
+        at = e.get("iter", step)
+        settings = e.get("settings") or {}
+        if type(at) is not int or not 0 <= at < MOST_STEPS or not isinstance(settings, dict):
             continue
+        step = at
         read += 1
+        kind = e["event"]
         if kind == "start":
-            begin_again(run, step, e, settings)
+            begin_again(run, step, e, usable_settings(settings, left_out), left_out)
             trained_s = seconds_before(step, iters, evals)
             iters = before(iters, step)
             evals = before(evals, step)  # it evaluates at this step again
         elif kind == "iter":
-            iters[step] = finite_fields(e, ITER_FIELDS, step, trained_s)
+            iters[step] = fields_of(e, ITER_FIELDS, step, trained_s, left_out)
         elif kind == "eval":
-            evals[step] = finite_fields(e, EVAL_FIELDS, step, trained_s)
+            evals[step] = fields_of(e, EVAL_FIELDS, step, trained_s, left_out)
         elif kind == "end":
-            run.end = e
+            run.end = usable(e, END_FACTS, left_out)
     run.iters = in_order(iters)
     run.evals = in_order(evals)
     run.flops_per_token = run.start.get("flops_per_token")
@@ -120,17 +158,51 @@ def add_events(run: Run, events: list[dict[str, Any]], written: int) -> None:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")
     if written > read:
         run.notes.append(f"{written - read} unreadable lines of its log are left out")
+    if left_out:
+        names = sorted(left_out)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        run.notes.append(f"its log holds values that no run has, which are left out: {', '.join(names[:5])}{more}")
 
 
-def begin_again(run: Run, step: int, start: dict[str, Any], settings: dict[str, Any]) -> None:
+def usable(values: dict[str, Any], kinds: Kinds, left_out: set[str]) -> dict[str, Any]:
+    """The named values, None where they are missing or not what they must be; left_out gets the names of the latter."""
+    out = {}
+    for name, kind in kinds.items():
+        given = values.get(name)
+        out[name] = kind(given)
+        if given is not None and out[name] is None:
+            left_out.add(name)
+    return out
+
+
+def usable_settings(settings: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
+    """The settings of train.py among these, and plain values under other names, which another version may have."""
+    out: dict[str, Any] = {}
+    for name, value in settings.items():
+        try:
+            if name in SETTINGS:
+                out[name] = checked_setting(name, value)
+            elif isinstance(value, str | bool) or value is None or signed(value) is not None:
+                out[name] = value
+            else:
+                left_out.add(name)
+        except ConfigError:
+            left_out.add(name)
+    return out
+
+
+def begin_again(run: Run, step: int, event: dict[str, Any], settings: dict[str, Any], left_out: set[str]) -> None:
     """Takes over the settings and facts of a start event, of which a resumed run has several."""
     # In a run from before a setting existed, what is its default now was the only way.
-    settings = {f.name: f.default for f in fields(TrainConfig)} | settings
-    start = {name: value for name, value in start.items() if name != "settings"}
+    settings = {f.name: f.default for f in fields(TrainConfig) if f.name not in left_out} | settings
+    model_args = event.get("model_args")
+    sizes = {"vocab_size": model_args.get("vocab_size")} if isinstance(model_args, dict) else {}
+    facts = usable(event | sizes, START_FACTS, left_out)
+    start = {name: value for name, value in facts.items() if value is not None}
     if run.start and has_moved(run, settings, start):
         run.timed_from = step
         run.notes.append(f"from step {step:,} on it had another machine or batch: its speed is that of these steps")
-    start["warm_up_s"] = (start.get("warm_up_s") or 0.0) + (run.start.get("warm_up_s") or 0.0)
+    start["warm_up_s"] = start.get("warm_up_s", 0.0) + run.start.get("warm_up_s", 0.0)
     run.settings = settings
     run.start = start
     run.end = {}
@@ -151,18 +223,12 @@ def seconds_before(step: int, iters: Events, evals: Events) -> float:
     return max((seconds for seconds in times if seconds), default=0.0)
 
 
-def finite_fields(event: dict[str, Any], names: tuple[str, ...], step: int, trained_s: float) -> dict[str, Any]:
-    """The named fields of an event, with the seconds of training before the latest start added."""
-    out = {name: finite(event.get(name)) for name in names}
-    out["iter"] = step
+def fields_of(event: dict[str, Any], kinds: Kinds, step: int, trained_s: float, left_out: set[str]) -> dict[str, Any]:
+    """The usable fields of an event, with the seconds of training before the latest start added."""
+    out = usable(event | {"iter": step}, kinds, left_out)
     if out["train_s"] is not None:
         out["train_s"] += trained_s
     return out
-
-
-def finite(value: Any) -> float | None:
-    """The number; None for anything that is not a finite number."""
-    return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
 # ---- printed logs --------------------------------------------------------------------------------------------
@@ -195,7 +261,8 @@ class Printed:
 def add_printed(run: Run, text: str) -> None:
     """Fills a run from a printed log, with whatever other lines there are before, between and after its own."""
     seen = Printed()
-    for line in re.split(r"[\r\n]+", text):
+    for whole_line in re.split(r"[\r\n]+", text):
+        line = whole_line[:LONGEST_LINE]
         if found := STEP.search(line):
             step = int(found[1])
             seen.evals[step] = printed_eval(found)
@@ -231,8 +298,8 @@ def printed_eval(found: re.Match[str]) -> dict[str, Any]:
     """The event of a line that STEP found."""
     out: dict[str, Any] = dict.fromkeys(EVAL_FIELDS)
     out["iter"] = int(found[1])
-    out["train_loss"] = number(found[2])
-    out["val_loss"] = number(found[3])
+    out["train_loss"] = number(found[2], signed)
+    out["val_loss"] = number(found[3], signed)
     out["eval_s"] = number(found[4])
     out["val_se"] = number(found[5])
     return out
@@ -242,40 +309,50 @@ def printed_iter(found: re.Match[str]) -> dict[str, Any]:
     """The event of a line that ITER found."""
     out: dict[str, Any] = dict.fromkeys(ITER_FIELDS)
     out["iter"] = int(found[1])
-    out["loss"] = number(found[2])
+    out["loss"] = number(found[2], signed)
     out["time_ms"] = number(found[3])
-    percent = number(found[4])
-    if percent is not None and percent != -100.0:  # which nanoGPT prints for its first steps
-        out["mfu"] = percent / 100
+    percent = number(found[4])  # for its first steps nanoGPT prints -100, which is no figure
+    out["mfu"] = None if percent is None else percent / 100
     if more := OURS.search(found[5]):
-        out["tokens_per_s"] = float(more[1].replace(",", ""))
+        out["tokens_per_s"] = number(more[1])
         out["lr"] = number(more[3])
         out["grad_norm"] = number(more[4])
     return out
 
 
-def number(text: str | None) -> float | None:
-    """The number; None where there is no text, and for infinity and NaN."""
-    return float(text) if text and math.isfinite(float(text)) else None
+def number(text: str | None, kind: Callable[[Any], float | None] = figure) -> float | None:
+    """The number, where it is one that a run can have; None where there is no text."""
+    return kind(float(text.replace(",", ""))) if text else None
 
 
 def read_facts(run: Run, line: str) -> None:
     """Adds what another line of a printed log says about the run, in nanoGPT's words or train.py's."""
-    if found := re.search(r"tokens per iteration will be: ([\d,]+)", line):
-        run.start["tokens_per_step"] = int(found[1].replace(",", ""))
-    if found := re.search(r"number of parameters: ([\d.]+)M(?:, ([\d.]+) MFLOPs per token)?", line):
-        run.start["parameters"] = float(found[1]) * 1e6
-        run.flops_per_token = float(found[2]) * 1e6 if found[2] else None
-    if found := re.search(r"\bmfu refers to ([\d.]+) TFLOP/s \((.*?)\);", line):
-        run.start["peak_flops"] = float(found[1]) * 1e12
-        run.start["peak_source"] = found[2]
-    if found := re.search(r"\bdevice: (\d+) x (.*), (float32|bfloat16|float16), (not )?compiled", line):
-        run.start["world_size"] = int(found[1])
-        run.start["device"] = found[2]
-        run.start["dtype"] = found[3]
-        run.start["compiled"] = not found[4]
-    if found := re.search(r"\bdata: (.*), [\d,]+ train and ([\d,]+) val tokens", line):
-        run.start["val_tokens"] = int(found[2].replace(",", ""))
+    facts: dict[str, Any] = {}
+    if found := re.search(rf"tokens per iteration will be: {COUNT}", line):
+        facts["tokens_per_step"] = counted(found[1])
+    if found := re.search(rf"number of parameters: {NUMBER}M(?:, {NUMBER} MFLOPs per token)?", line):
+        facts["parameters"] = in_units(found[1], 1e6)
+        run.flops_per_token = in_units(found[2], 1e6)
+    if found := re.search(rf"\bmfu refers to {NUMBER} TFLOP/s \((.*?)\);", line):
+        facts["peak_flops"] = in_units(found[1], 1e12)
+        facts["peak_source"] = found[2]
+    if found := re.search(rf"\bdevice: {COUNT} x (.*), (float32|bfloat16|float16), (not )?compiled", line):
+        facts["world_size"] = counted(found[1])
+        facts["device"] = found[2]
+        facts["dtype"] = found[3]
+        facts["compiled"] = not found[4]
+    if found := re.search(rf"\bdata: .*, {COUNT} train and {COUNT} val tokens", line):
+        facts["val_tokens"] = counted(found[2])
+    run.start |= {name: value for name, value in facts.items() if value is not None}
+
+
+def counted(text: str) -> int | None:
+    return as_count(int(text.replace(",", "")))
+
+
+def in_units(text: str | None, unit: float) -> float | None:
+    value = number(text)
+    return None if value is None else value * unit
 
 
 def setting(run: Run, name: str, text: str) -> dict[str, Any]:
@@ -286,13 +363,19 @@ def setting(run: Run, name: str, text: str) -> dict[str, Any]:
     if name not in TrainConfig.__dataclass_fields__:
         return {}
     text = text.partition("#")[0].strip()
+    value: Any
     try:
         if "*" in text:
-            return {name: math.prod(ast.literal_eval(factor.strip()) for factor in text.split("*"))}
-        return {name: ast.literal_eval(text)}
-    except (ValueError, SyntaxError, TypeError):
-        if re.fullmatch(r"[\w./-]+", text):
-            return {name: text}  # nanoGPT echoes strings without quotes
+            value = math.prod(float(factor) for factor in text.split("*"))
+        else:
+            value = ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        value = text if re.fullmatch(r"[\w./-]+", text) else None  # nanoGPT echoes strings without quotes
+    if SETTINGS[name] is str and value is not None:
+        value = str(value)
+    try:
+        return {name: checked_setting(name, value)}
+    except ConfigError:
         run.notes.append(f"it has {name} = {text}, which cannot be read")
         return {name: None}
 

@@ -396,7 +396,8 @@ def picture(runs: list[Run], path: str) -> None:
     limits = clipped(every)[0] if len(every) else None
     loss.set(ylabel="loss (nats per token)", title="solid: val; dashed: train, evaluated; thin: train, each step")
     time_ms.set(xlabel="steps", ylabel="ms per step", ylim=limits or (0, None))
-    loss.legend()
+    for name in loss.legend().get_texts():
+        name.set_parse_math(False)  # a folder's name may hold "$"
     try:
         figure.savefig(path, dpi=120)
     finally:

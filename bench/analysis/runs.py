@@ -10,9 +10,10 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
-from configurator import read_settings
+from configurator import check, read_settings
+from deskgpt.errors import ConfigError
 from train import TrainConfig
 
 # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16.
@@ -32,6 +33,9 @@ FACTS: dict[str, type] = {
 
 SIZES = ("batch_size", "gradient_accumulation_steps", "block_size")  # their product is the tokens of a step
 MODEL = ("n_layer", "n_embd", "block_size")  # attention's FLOPs per token are 12 times their product
+AT_LEAST_1 = {*SIZES, *MODEL, "n_head"}
+SETTINGS = get_type_hints(TrainConfig)  # their types, by name
+LARGEST = 1e24  # a figure that is larger, or smaller than 1 / LARGEST and not 0, is a mistake of the log
 
 
 @dataclass
@@ -89,6 +93,30 @@ class Run:
         return math.sqrt(statistics.fmean(d * d for d in second) / 6)
 
 
+# ---- values of a log -----------------------------------------------------------------------------------------
+
+
+def signed(value: Any) -> float | None:
+    """The number; None for anything that is not a number or that no run can have: NaN, infinity, 1e300."""
+    if type(value) not in (int, float):
+        return None
+    return value if value == 0 or 1 / LARGEST <= abs(value) <= LARGEST else None
+
+
+def figure(value: Any) -> float | None:
+    """As signed, of at least 0: a time, a rate, a norm."""
+    number = signed(value)
+    return None if number is None or number < 0 else number
+
+
+def checked_setting(name: str, value: Any) -> Any:
+    """The value of a setting of train.py. Raises ConfigError for another type, and for sizes below 1."""
+    value = check(value, SETTINGS[name], name)
+    if name in AT_LEAST_1 and value < 1:
+        raise ConfigError(f"{name}={value} must be at least 1")
+    return value
+
+
 # ---- what a log leaves open ----------------------------------------------------------------------------------
 
 
@@ -97,10 +125,7 @@ def give(run: Run, name: str, text: str) -> None:
     if name in FACTS:
         run.start[name] = fact(name, text)
     elif name in TrainConfig.__dataclass_fields__:
-        value = read_settings(TrainConfig, [f"--{name}={text}"])[name]
-        if name in (*SIZES, *MODEL, "n_head") and value < 1:
-            raise ValueError(f"--set {name}={text}: must be at least 1")
-        run.settings[name] = value
+        run.settings[name] = checked_setting(name, read_settings(TrainConfig, [f"--{name}={text}"])[name])
         if name in SIZES:
             run.start.pop("tokens_per_step", None)  # it follows from these
     else:
@@ -117,8 +142,8 @@ def fact(name: str, text: str) -> Any:
         value = kind(float(text))
     except (ValueError, OverflowError):
         raise ValueError(f"--set {name}={text}: not a number") from None
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"--set {name}={text}: must be above 0")
+    if not figure(value):
+        raise ValueError(f"--set {name}={text}: must be above 0, and a size that a run can have")
     return value
 
 

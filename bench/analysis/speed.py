@@ -181,7 +181,7 @@ def fastest(arms: list[Arm]) -> Lead:
     if log_noise is None:
         text = f"{arms[best].label}, {ratio:.2f} x {arms[second].label} (noise not known)"
         return Lead(text, noise="noise not known", noise_unknown=True)
-    noise = f"noise a factor of {math.exp(log_noise):.2f}"
+    noise = f"noise a factor of {math.exp(min(log_noise, 700)):.2f}"  # exp(710) overflows
     if math.log(ratio) <= log_noise:
         names = f"{arms[best].label} and {arms[second].label}"
         return Lead(f"{names}: not distinguishable ({ratio:.2f} x, {noise})", noise=noise, within_noise=True)

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.documents import FORMATS, PACKED, Source, format_of, retried
-from data.shards import Entry, Position, free_space, gigabytes, is_there, plan, write_shards
-from data.token_files import read_tokens, write_meta
+from data.shards import Entry, free_space, gigabytes, is_there, plan, write_shards
+from data.token_files import locked, read_record, read_tokens, write_meta
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.files import file_sha256
@@ -178,28 +176,9 @@ def identity_of(job: Job, tokenizer: Tokenizer, text_column: str) -> dict[str, A
 # ---- the folder ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Makes folder and keeps other prepare.py out of it. Raises ValueError where one is in it, OSError."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".lock")  # the system releases it, however this process ends
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another --out") from None
-    except OSError as e:
-        raise OSError(f"--out {folder} cannot be written: {e.strerror}; choose another folder") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def remove_leftovers(folder: Path) -> None:
     """Deletes the temporary files of a start that was killed."""
-    for pattern in ("*.bin.tmp", "meta.json.tmp"):
+    for pattern in ("*.bin*.tmp*", "meta.json*.tmp*"):  # deskgpt.files has a name of its own for each
         for path in folder.glob(pattern):
             path.unlink()
 
@@ -207,40 +186,33 @@ def remove_leftovers(folder: Path) -> None:
 def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
     """The meta.json of an earlier start, or one without files if there was none.
 
-    Raises ValueError where that start was to make something else.
+    Raises ValueError where that start was to make something else, or its meta.json is damaged.
     """
-    path = folder / "meta.json"
-    if not path.exists():
-        return identity | {"revision": None, "files": {}}
     try:
-        meta: dict[str, Any] = json.loads(path.read_text())
-        found = {key: meta[key] for key in [*identity, "revision", "files"]}
-        for entry in found["files"].values():
-            check_entry(entry, with_end=identity["source"] != PRETOKENIZED)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is not one of this script's; choose another --out, or delete the folder") from None
+        meta = read_record(folder)
+    except ValueError as e:
+        raise ValueError(f"{e}: choose another --out, or delete the folder") from None
+    if not meta:
+        return identity | {"revision": None, "files": {}}
+    of_shards = {"documents"} if identity["source"] == PRETOKENIZED else {"documents", "end"}
+    has_all = meta.keys() >= {*identity, "revision", "files"}
+    if not has_all or any(not entry.keys() >= of_shards for entry in meta["files"].values()):
+        raise ValueError(
+            f"{folder / 'meta.json'} is not one of this script's; choose another --out, or delete the folder"
+        )
     for key, value in identity.items():
-        if found[key] != value:
+        if meta[key] != value:
             raise ValueError(
-                f"{folder} was prepared with {key} {shown(found[key])}, not {shown(value)}; "
+                f"{folder} was prepared with {key} {shown(meta[key])}, not {shown(value)}; "
                 "choose another --out, or delete the folder"
             )
     return meta
 
 
-def check_entry(entry: Entry, with_end: bool) -> None:
-    """Raises ValueError, KeyError or TypeError where the entry of a shard in meta.json is damaged."""
-    if not isinstance(entry["tokens"], int) or not isinstance(entry["documents"], int):
-        raise ValueError("the counts are not numbers")
-    if not isinstance(entry["sha256"], str):
-        raise ValueError("the checksum is not text")
-    if with_end and len(entry["end"]) != len(Position._fields):
-        raise ValueError("the end is not a place in the source")
-
-
 def shown(value: Any) -> str:
-    """A value of meta.json for a message: a tokenizer by its name."""
-    return value["name"] if isinstance(value, dict) and "name" in value else str(value)
+    """A value of meta.json for a message of one line: a tokenizer by its name."""
+    text = value["name"] if isinstance(value, dict) else str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def refuse_foreign(folder: Path, job: Job, entries: Entries) -> None:

@@ -1,0 +1,213 @@
+"""The descriptions beside token files, read as if from a stranger: meta.json, and nanoGPT's meta.pkl.
+
+meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with sorted keys and no
+spaces. Files without that key come from older versions and are read too, but then no unknown key may be in them.
+
+Whatever the bytes are, reading takes bounded memory, runs no code, and raises nothing but ValueError and OSError.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import pickletools
+import re
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deskgpt.files import read_small, sha256
+
+CHECKSUM = "sha256"  # the key of meta.json's own checksum
+MOST_IDS = 1 << 16  # uint16
+JSON_BYTES = 16 << 20  # at most; FineWeb-Edu's largest, 13,000 shards, has 3 MB
+PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
+LARGEST_NUMBER = 1 << 53  # what JSON readers agree about
+
+Fields = dict[str, Callable[[Any], bool]]  # what may be in a record: key to whether a value is right
+
+# ---- meta.json -----------------------------------------------------------------------------------------------
+
+
+def from_json(path: Path) -> dict[str, Any]:
+    """Everything that a meta.json records, checked, but for its checksum.
+
+    Raises ValueError, whose message says in a few words what is wrong, and OSError.
+    """
+    try:
+        meta = json.loads(read_small(path, JSON_BYTES).decode())
+        if not isinstance(meta, dict):
+            raise ValueError("it is not a record")
+        recorded = meta.pop(CHECKSUM, None)
+        if recorded is not None and recorded != checksum_of(meta):
+            raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check_record(meta, META, required=("tokenizer", "vocab_size"), only_known=recorded is None)
+    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
+    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
+        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
+    for name, entry in meta.get("files", {}).items():
+        if not is_name_of_tokens(name):
+            raise ValueError(f"{reprlib.repr(name)} is not the name of a token file: train*.bin or val*.bin")
+        check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
+    return meta
+
+
+def with_checksum(meta: dict[str, Any]) -> dict[str, Any]:
+    """What to write into a meta.json."""
+    content = {key: value for key, value in meta.items() if key != CHECKSUM}
+    return content | {CHECKSUM: checksum_of(content)}
+
+
+def checksum_of(meta: dict[str, Any]) -> str:
+    return sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode())
+
+
+def check_record(record: Any, fields: Fields, required: tuple[str, ...], only_known: bool) -> None:
+    """Raises ValueError where a record lacks a key, or has a wrong value, or an unknown key though only_known."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{reprlib.repr(record)} is not a record")
+    for key in required:
+        if key not in record:
+            raise ValueError(f"it has no {key}")
+    for key, value in record.items():
+        if key not in fields:
+            if only_known:
+                raise ValueError(f"it has an unknown key, {reprlib.repr(key)}")
+        elif not fields[key](value):
+            raise ValueError(f"{key}={reprlib.repr(value)} cannot be right")
+
+
+def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
+    """Raises ValueError where a tokenizer's description is wrong or does not fit the size of the vocabulary."""
+    name = tokenizer.get("name")
+    keys = {"name", "chars"} if name == "char" else {"name"}
+    if not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys:
+        raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
+    size = vocab_size
+    if name == "char":
+        chars = tokenizer["chars"]
+        if not isinstance(chars, str):
+            raise ValueError("the tokenizer's characters are not text")
+        if len(set(chars)) != len(chars):
+            raise ValueError("the tokenizer has a character twice")
+        size = len(chars)
+    elif name == "bytes":
+        size = 256
+    if size != vocab_size:
+        raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
+
+
+def is_name_of_tokens(name: str) -> bool:
+    """Whether a file of this name is one of a split, and cannot be anywhere but in its folder."""
+    return re.fullmatch(r"(train|val)[\w.-]*\.bin", name, re.ASCII) is not None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a whole number that can count something."""
+    return type(value) is int and 0 <= value < LARGEST_NUMBER  # True is an int too
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+META: Fields = {
+    "tokenizer": lambda value: isinstance(value, dict),
+    "vocab_size": lambda value: is_number(value) and 1 <= value <= MOST_IDS,
+    "end_of_text": lambda value: value is None or is_number(value),
+    "source": is_text,
+    "text_column": is_text,
+    "shard_tokens": is_number,
+    "val_tokens": is_number,
+    "revision": lambda value: value is None or is_text(value),
+    "files": lambda value: isinstance(value, dict),
+}
+ENTRY: Fields = {
+    "tokens": is_number,
+    "documents": is_number,
+    "sha256": lambda value: is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None,
+    "end": lambda value: isinstance(value, list) and len(value) == 3 and all(map(is_number, value)),
+    "last": lambda value: value is True,
+}
+
+# ---- meta.pkl ------------------------------------------------------------------------------------------------
+
+# What a pickle of dicts, lists, strings and numbers is made of. Left out is what imports or calls something, what takes
+# memory before it is read (BYTEARRAY8), tuples (Python hashes nested ones without a limit to their depth), and what
+# only Python 2 wrote.
+PLAIN = {
+    *("PROTO", "FRAME", "STOP", "MARK", "POP"),
+    *("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
+    *("NONE", "NEWTRUE", "NEWFALSE"),
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
+}
+
+
+def from_pickle(path: Path) -> dict[str, Any]:
+    """The description in nanoGPT's meta.pkl: {"tokenizer", "vocab_size", "end_of_text"}.
+
+    The tokenizer is {} where the pickle has a vocab_size only, or an itos of longer pieces than characters: enough to
+    train on. Raises ValueError, whose message says in a few words what is wrong, and OSError.
+    """
+    content = read_small(path, PICKLE_BYTES)
+    try:
+        check_plain(content)
+        meta = PlainUnpickler(io.BytesIO(content)).load()
+    except Exception as e:  # a damaged pickle can raise nearly anything
+        kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
+        raise ValueError(kind + " ".join(str(e).split())[:200]) from None
+    if not isinstance(meta, dict) or not is_number(meta.get("vocab_size")):
+        raise ValueError("it holds no vocab_size")
+    vocab_size = meta["vocab_size"]
+    if not 1 <= vocab_size <= MOST_IDS:
+        raise ValueError(f"vocab_size={vocab_size} is not from 1 to {MOST_IDS:,}")
+    pieces = pieces_of(meta.get("itos"), meta.get("stoi"), vocab_size)
+    is_char = bool(pieces) and all(len(piece) == 1 for piece in pieces)
+    tokenizer = {"name": "char", "chars": "".join(pieces)} if is_char else {}
+    return {"tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": None}
+
+
+def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
+    """The text of each token, [] without itos and stoi. Raises ValueError where these contradict each other."""
+    if not itos and not stoi:
+        return []
+    if not isinstance(itos, dict | list):
+        raise ValueError("its itos is not a table")
+    if len(itos) != vocab_size:
+        raise ValueError(f"vocab_size={vocab_size}, and its itos has {len(itos):,} entries")
+    pieces = []
+    for i in range(vocab_size):
+        if isinstance(itos, dict) and i not in itos:
+            raise ValueError(f"its itos has no token {i}")
+        pieces.append(itos[i])
+    if not all(isinstance(piece, str) and piece for piece in pieces):
+        raise ValueError("its itos holds something else than text")
+    back = {piece: i for i, piece in enumerate(pieces)}
+    if len(back) != vocab_size:
+        raise ValueError("its itos has a text twice")
+    if stoi is not None and stoi != back:
+        raise ValueError("its stoi and itos contradict each other")
+    return pieces
+
+
+def check_plain(pickled: bytes) -> None:
+    """Raises ValueError where a pickle is more than plain values, or would take far more memory than it is long."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name not in PLAIN:
+            raise ValueError(f"it asks for {opcode.name}, and only plain values are read")
+        # An index into the memo makes the unpickler a table of that size; as a key, large numbers could share a hash.
+        if type(argument) is int and opcode.name != "FRAME" and abs(argument) > len(pickled) + MOST_IDS:
+            raise ValueError(f"it holds {reprlib.repr(argument)}, an absurd number")
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Unpickles plain values; refuses everything that would import or call something, should check_plain miss it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")

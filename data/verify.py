@@ -1,0 +1,102 @@
+"""Verifies token files by the checksums in meta.json, once per content: a file that stays the same is not read again.
+
+What was verified is remembered in `.checked.json` beside the files; in a folder that cannot be written, each run
+verifies it again. A small data set is verified before the run begins, a large one in a thread while it trains.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from data.splits import Split
+from data.token_files import Shard, listed_files
+from deskgpt import remembered
+
+REMEMBERED = ".checked.json"
+AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
+# A file changed as recently as this is not remembered: a change within the file system's tick (2 s on FAT) would be
+# missed, as it leaves size and time alike.
+RECENT_S = 2.0
+
+
+class Verification:
+    """Verifies the files of splits that meta.json lists. Raises ValueError where one is not what it says, OSError.
+
+    Of a large data set, `check` raises that later. `state` says in a few words for the log what is verified.
+    """
+
+    def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
+        self._memory = folder / REMEMBERED
+        self._fault: Exception | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+        listed = listed_files(folder)
+        shards = [shard for split in splits for shard in split.shards]
+        self._checksums = {name: entry["sha256"] for name, entry in listed.items()}
+        known = remembered.read_file(self._memory)
+        to_do = []
+        for shard in shards:
+            name = shard.path.name
+            if name in listed and known.get(name) != self._entry(shard):
+                to_do.append(shard)
+
+        if not listed:
+            there = (folder / "meta.json").exists()
+            self.state = "no checksums (meta.json lists no files)" if there else "no checksums (no meta.json)"
+        elif not to_do:
+            self.state = "checksums verified before"
+        elif sum(shard.facts.size for shard in to_do) <= AT_ONCE:
+            self._verify(to_do)
+            self.check()
+            self.state = "checksums verified"
+        else:
+            self._thread = threading.Thread(target=self._verify, args=[to_do], name="checksums", daemon=True)
+            self._thread.start()
+            self.state = "checksums are verified while it trains"
+        unlisted = [shard.path.name for shard in shards if listed and shard.path.name not in listed]
+        if unlisted:
+            more = f" and {len(unlisted) - 1} more" if unlisted[1:] else ""
+            self.state += f"; meta.json does not list {unlisted[0]}{more}"
+
+    def check(self) -> None:
+        """Raises ValueError where a file has turned out not to have its checksum, or OSError. Cheap: for each step."""
+        if self._fault is not None:
+            raise self._fault
+
+    def close(self) -> bool:
+        """Stops verifying. Returns whether it was finished; raises as check."""
+        finished = self._thread is None or not self._thread.is_alive()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+        return finished
+
+    def _verify(self, shards: list[Shard]) -> None:
+        for shard in shards:
+            try:
+                checksum = shard.sha256(cancelled=self._stop.is_set)
+            except Exception as e:  # may be in a thread of its own: raised by `check`
+                self._fault = e
+                return
+            if checksum is None:
+                return
+            if checksum != self._checksums[shard.path.name]:
+                self._fault = ValueError(
+                    f"{shard.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
+                    "prepare the data again"
+                )
+                return
+            last_ns = max(shard.facts.written_ns, shard.facts.changed_ns)
+            settled = time.time() - last_ns / 1e9 > RECENT_S
+            if settled and shard.current_facts() == shard.facts:
+                remembered.keep_in_file(self._memory, shard.path.name, self._entry(shard))
+
+    def _entry(self, shard: Shard) -> dict[str, Any]:
+        """What is remembered of a file that has its checksum."""
+        return shard.facts._asdict() | {"sha256": self._checksums[shard.path.name]}

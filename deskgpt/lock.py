@@ -1,0 +1,101 @@
+"""One run per folder: a lock on out_dir that the system releases when its process ends, however it ends.
+
+Where the file system has no locks, as some network file systems, a lease takes its place: a file that its holder keeps
+refreshing, and that others take over once it was not refreshed for a while. Both are the package filelock's.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+from deskgpt.files import write_atomically
+
+LOCK = ".lock"
+LEASE = ".lease"
+HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+LEASE_S = 60.0  # a lease is stale when it was not refreshed for so long; its holder refreshes it three times as often
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Makes the folder if need be, and keeps other runs out of it during the block; leaves nothing of its own.
+
+    Raises ValueError where another run is in it, OSError where it cannot be written.
+    """
+    is_new = not folder.exists()
+    try:
+        lock = locked(folder)
+    except Timeout:
+        raise in_use(folder) from None
+    except OSError as e:
+        raise OSError(f"out_dir={folder} cannot be written: {e.strerror}; choose another --out_dir") from None
+    facts = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        write_atomically(folder / HOLDER, json.dumps(facts).encode())
+        yield
+    finally:
+        with suppress(OSError):  # the folder may have gone; Windows removes no open file
+            (folder / HOLDER).unlink()
+            (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if is_new:
+            with suppress(OSError):  # it holds files of the run
+                folder.rmdir()
+
+
+def locked(folder: Path) -> BaseFileLock:
+    """The folder's lock or lease, taken. Raises Timeout, which is an OSError, where another run has it; OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock: BaseFileLock = FileLock(folder / LOCK)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            lock.acquire(timeout=0)
+        if not isinstance(lock, SoftFileLock):
+            return lock
+        lock.release()  # without the system's locks, filelock has made a file that would outlive a crash
+    except NotImplementedError:  # as older versions of it say
+        pass
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            raise
+    return leased(folder)
+
+
+def leased(folder: Path) -> BaseFileLock:
+    """The folder's lease, taken. Raises Timeout where another run keeps refreshing it, OSError."""
+    from filelock import SoftFileLease
+
+    lease = SoftFileLease(folder / LEASE, lease_duration=LEASE_S, on_compromise=leave)
+    lease.acquire(timeout=1.5 * LEASE_S)  # it takes so long to see that a holder on another host is gone
+    return lease
+
+
+def leave(lost: Any) -> None:
+    """Ends a run whose lease another one has taken meanwhile: this machine slept, or the network was away."""
+    if lost.reason != "refresh-failed":  # after which it is tried again
+        print(f"error: another run has taken over {lost.lock_file}: leaving at once", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def in_use(folder: Path) -> ValueError:
+    """The refusal, which names the run that is in the folder."""
+    time.sleep(0.1)  # it may be writing its name just now
+    try:
+        facts = json.loads((folder / HOLDER).read_text())
+        who = f"a run that started {facts['started']} (pid {facts['pid']} on host {facts['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = "another run"
+    return ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")

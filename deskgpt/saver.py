@@ -1,0 +1,168 @@
+"""Checkpoints written while the training goes on: a snapshot costs the loop a copy, a thread does the rest."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskgpt import checkpoint, hardware
+from deskgpt.checkpoint import Checkpoint
+
+# Of the snapshot's size, what must be free: torch rounds pinned memory up to powers of two, and the system needs some.
+MEMORY_FACTOR = 2.0
+
+
+@dataclass
+class Saved:
+    """A save that has ended."""
+
+    step: int
+    best: bool
+    save_s: float | None = None  # what it cost the training loop, which sets this
+    write_s: float = 0.0  # until the files were durable
+    error: BaseException | None = None
+
+
+class Saver:
+    """Writes the checkpoints of a run into out_dir, one after the other.
+
+    A save that fails is said, and the run goes on: the next one may succeed. What the run then needs to know is
+    `best_val_loss`, that of the best checkpoint on the disk.
+    """
+
+    def __init__(self, out_dir: Path, say: Callable[[str], None], best_val_loss: float) -> None:
+        self.out_dir = out_dir
+        self.say = say
+        self.best_val_loss = best_val_loss
+        self.snapshot = Snapshot()
+        self.thread: threading.Thread | None = None
+        self.last: Saved | None = None
+        self.ended: list[Saved] = []
+        self.has_taken_over = False
+        self.has_said_memory = False
+
+    def save(self, state: Checkpoint, best: bool) -> Saved:
+        """Begins to write a checkpoint, after the one before has been written. The state may change afterwards."""
+        self.wait()
+        self.last = saved = Saved(state.iter_num, best)
+        if not self.snapshot.fits(state):
+            if not self.has_said_memory:
+                self.say("little memory is free: training waits while a checkpoint is written")
+                self.has_said_memory = True
+            self._write(state, saved, copied=None)
+            return saved
+        state, copied = self.snapshot.take(state)
+        # Not a daemon: whatever ends the run, but for a kill, the interpreter waits for the checkpoint.
+        self.thread = threading.Thread(target=self._write, args=(state, saved, copied), name="saver")
+        self.thread.start()
+        return saved
+
+    def _write(self, state: Checkpoint, saved: Saved, copied: torch.cuda.Event | None) -> None:
+        t0 = time.perf_counter()
+        try:
+            if copied is not None:
+                copied.synchronize()
+            if not self.has_taken_over:
+                checkpoint.take_over(self.out_dir, self.say)
+                self.has_taken_over = True
+            checkpoint.save(state, self.out_dir, saved.best)
+            if saved.best:
+                self.best_val_loss = state.best_val_loss
+        except BaseException as e:  # for the training loop, in its own thread
+            saved.error = e
+        saved.write_s = time.perf_counter() - t0
+        self.ended.append(saved)
+
+    def finished(self) -> Iterator[Saved]:
+        """The saves that have ended since the last call. Says which have failed; raises what is no error of a user."""
+        while self.ended:
+            saved = self.ended.pop(0)
+            if saved.error is not None:
+                if not isinstance(saved.error, OSError | ValueError):
+                    raise saved.error
+                self.say(f"{saved.error}; the run goes on and tries again at the next save")
+            yield saved
+
+    def wait(self) -> None:
+        """Returns when the last save has ended."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def raise_if_last_failed(self) -> None:
+        """Raises what the last save failed with."""
+        if self.last is not None and self.last.error is not None:
+            raise self.last.error
+
+
+class Snapshot:
+    """A copy of a checkpoint in the machine's memory, which is kept for the next one.
+
+    Tensors that share their numbers, such as tied weights, share them in the copy too. From a GPU the copies are
+    queued after what it computes already: nobody waits for them but the thread that writes.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []  # one for each storage, in the order of the checkpoint
+
+    def fits(self, state: Checkpoint) -> bool:
+        """Whether memory is free for it, as far as the system says."""
+        if self.buffers:
+            return True
+        free_bytes = hardware.free_memory_bytes()
+        return free_bytes is None or MEMORY_FACTOR * storage_bytes(state) < free_bytes
+
+    def take(self, state: Checkpoint) -> tuple[Checkpoint, torch.cuda.Event | None]:
+        """The copy, and the event after which a GPU has made it."""
+        copies: dict[tuple[torch.device, int], Tensor] = {}  # by storage
+        values = {f.name: self._copied(getattr(state, f.name), copies) for f in fields(state)}
+        event = None
+        if any(device.type == "cuda" for device, _ in copies):
+            event = torch.cuda.Event()
+            event.record()
+        return replace(state, **values), event
+
+    def _copied(self, value: Any, copies: dict[tuple[torch.device, int], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copied_tensor(value, copies)
+        if isinstance(value, dict):
+            new = copy.copy(value)  # a state_dict is an OrderedDict with an attribute
+            for key, entry in value.items():
+                new[key] = self._copied(entry, copies)
+            return new
+        if isinstance(value, list | tuple):
+            return type(value)(self._copied(entry, copies) for entry in value)
+        return value
+
+    def _copied_tensor(self, tensor: Tensor, copies: dict[tuple[torch.device, int], Tensor]) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = (tensor.device, storage.data_ptr())
+        if key not in copies:
+            buffer = self._buffer(len(copies), storage.nbytes(), pinned=tensor.is_cuda)
+            content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            buffer.copy_(content, non_blocking=tensor.is_cuda)
+            copies[key] = buffer
+        copied = torch.empty(0, dtype=tensor.dtype)
+        return copied.set_(copies[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _buffer(self, number: int, n_bytes: int, pinned: bool) -> Tensor:
+        if number == len(self.buffers):
+            self.buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self.buffers[number].numel() != n_bytes:
+            self.buffers[number] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self.buffers[number]
+
+
+def storage_bytes(state: Checkpoint) -> int:
+    """The size of all tensors of a checkpoint."""
+    tensors = [value for value in checkpoint.values_in(vars(state)) if isinstance(value, Tensor)]
+    storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,77 @@
+"""Standard output that outlives its terminal, pipe or disk: a run must not end because nobody can read its lines.
+
+The standard library is all that this needs, as in stopping.py.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+def open_standard_files() -> None:
+    """Opens the null device as each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next file to be opened gets its number, and what a library prints would end up in a checkpoint.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(number, True)
+
+
+class LastingFile(io.FileIO):
+    """A file of which a write that fails, and all later ones, go to the null device."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+            while written is None:  # another program has set the terminal or pipe to non-blocking
+                select.select([], [self], [])
+                written = super().write(data)
+        except OSError:  # EPIPE: its reader has ended; EIO: the terminal is gone; ENOSPC: the disk is full
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return len(data)
+        return written
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Makes sys.stdout and sys.stderr outlive what they write to, until the block ends."""
+    before = sys.stdout, sys.stderr
+    sys.stdout = lasting(sys.stdout, 1)
+    sys.stderr = lasting(sys.stderr, 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
+def lasting(stream: TextIO | None, number: int) -> TextIO:
+    """The stream on a LastingFile; on the null device if it is None, which it is where it was closed at the start.
+
+    Streams that are no files, as in notebooks or on Windows' console, cannot fail like this and are returned.
+    """
+    if stream is None:
+        return io.TextIOWrapper(io.BufferedWriter(LastingFile(number, "w", closefd=False)), encoding="utf-8")
+    buffer = getattr(stream, "buffer", None)
+    if not isinstance(stream, io.TextIOWrapper) or not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, assert_equal, shell
+from kill_points import silent, state_of
+
+from deskgpt import checkpoint, hardware
+from deskgpt.saver import Saver
+
+
+def saver_of(folder: Path, said: list[str] | None = None) -> Saver:
+    return Saver(folder, silent if said is None else said.append, best_val_loss=9.0)
+
+
+def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(tmp_path, monkeypatch):
+    go = threading.Event()
+    write = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args: go.wait() and write(*args))
+    saver = saver_of(tmp_path)
+    state = state_of(1, 2.0)
+    expected = state_of(1, 2.0)
+    for step in (1, 2):  # the second snapshot is in the first one's memory
+        state.iter_num = expected.iter_num = step
+        go.clear()
+        saver.save(state, best=False)
+        state.model["lm_head.weight"].add_(1)
+        state.optimizer["param_groups"][0]["lr"] = 7.0
+        go.set()
+        saver.wait()
+        loaded = checkpoint.load(tmp_path)
+        assert_equal(loaded.model, dict(expected.model))
+        assert_equal(loaded.optimizer, expected.optimizer)
+        assert loaded.iter_num == step
+        assert loaded.model["lm_head.weight"].data_ptr() == loaded.model["transformer.wte.weight"].data_ptr()
+        state.model["lm_head.weight"].copy_(expected.model["lm_head.weight"])
+        state.optimizer["param_groups"][0]["lr"] = expected.optimizer["param_groups"][0]["lr"]
+    torch.save(vars(expected), tmp_path / "plain.pt")
+    assert (tmp_path / "ckpt.pt").stat().st_size < (tmp_path / "plain.pt").stat().st_size + 1000
+    assert [(saved.step, saved.best, saved.error) for saved in saver.finished()] == [(1, False, None), (2, False, None)]
+    assert list(saver.finished()) == []
+
+
+def test_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path, monkeypatch):
+    said: list[str] = []
+    saver = saver_of(tmp_path, said)
+    saver.save(state_of(1, 3.0), best=True)
+    saver.wait()
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        saver.save(state_of(2, 2.0), best=True)
+        saver.wait()
+    _, failed = saver.finished()
+    assert isinstance(failed.error, OSError)
+    assert saver.best_val_loss == 3.0  # that of the files
+    (line,) = said
+    assert "No space left on device; free some disk space" in line
+    assert line.endswith("; the run goes on and tries again at the next save")
+    assert "\n" not in line
+    with pytest.raises(OSError, match="No space left"):
+        saver.raise_if_last_failed()
+    saver.save(state_of(3, 2.5), best=True)
+    saver.wait()
+    saver.raise_if_last_failed()
+    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 3
+    assert not checkpoint.leftovers(tmp_path)
+
+
+def test_defect_in_the_thread_is_raised_in_the_loop(tmp_path, monkeypatch):
+    def save(*args):
+        raise KeyError("defect")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    saver = saver_of(tmp_path)
+    saver.save(state_of(1, 3.0), best=True)
+    saver.wait()
+    with pytest.raises(KeyError, match="defect"):
+        list(saver.finished())
+
+
+def test_without_free_memory_the_loop_waits_and_says_so_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda: 1000)
+    said: list[str] = []
+    saver = saver_of(tmp_path, said)
+    for step in (1, 2):
+        saver.save(state_of(step, 3.0), best=False)
+        assert checkpoint.load(tmp_path).iter_num == step
+        assert [saved.step for saved in saver.finished()] == [step]
+    assert said == ["little memory is free: training waits while a checkpoint is written"]
+    assert not saver.snapshot.buffers
+
+
+def test_state_that_grows_gets_larger_buffers(tmp_path):
+    saver = saver_of(tmp_path)
+    small = state_of(1, 3.0)
+    saver.save(small, best=False)
+    large = replace(small, iter_num=2, model={**small.model, "more": torch.ones(5)})
+    saver.save(large, best=False)
+    saver.wait()
+    assert torch.equal(checkpoint.load(tmp_path).model["more"], torch.ones(5))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint():
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where waiting for the disk takes no time
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        shim = Path(folder) / "kill_points.so"
+        made = shell("cc", "-shared", "-fPIC", "-o", shim, ROOT / "tests" / "kill_points.c", "-ldl")
+        assert made.returncode == 0, made.stderr
+        env = os.environ | {"LD_PRELOAD": str(shim)}
+        done = shell("python", ROOT / "tests" / "kill_points.py", shim, folder, env=env)
+        assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["wrong"] == []
+    assert len(result["calls"]) == 6
+    assert min(result["calls"].values()) > 40

@@ -1,0 +1,250 @@
+"""Runs that are told to stop: they save, say how to go on, and go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, tiny, trajectory
+
+import train
+from deskgpt import checkpoint, stopping
+from deskgpt.stopping import SIGNALS, Listener, listener
+from train import main
+
+NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
+LONG = {"max_iters": 30, "eval_interval": 5, "lr_decay_iters": 30, "dropout": 0.1}
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """This process hears signals as a run does, those too that whoever started the tests ignores."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    listener.listen()
+    yield
+    listener.signal = None
+    listener.has_work_to_save = False
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    """Signals this process, and waits until it has heard."""
+    os.kill(os.getpid(), number)
+    while listener.signal is None:
+        time.sleep(0.001)
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Sends this process a signal when it logs a step."""
+    log_step = train.Report.step
+
+    def signalled(self, at, *args):
+        log_step(self, at, *args)
+        if at == step:
+            send(number)
+
+    monkeypatch.setattr(train.Report, "step", signalled)
+
+
+def assert_same_run(whole: Path, stopped: Path) -> None:
+    assert trajectory(whole) == trajectory(stopped)
+    for name in ("ckpt.pt", "ckpt_best.pt"):
+        a = checkpoint.load(whole / name)
+        b = checkpoint.load(stopped / name)
+        for key in ("model", "iter_num", "best_val_loss"):
+            assert_equal(getattr(a, key), getattr(b, key))
+        assert_equal(a.optimizer["state"], b.optimizer["state"])  # the learning rate is set anew at each step
+
+
+@NEEDS_SIGNALS
+def test_run_that_each_signal_has_stopped_goes_on_bit_for_bit(chars, tmp_path, listening, monkeypatch, capfd):
+    main(tiny(chars, tmp_path / "whole", **LONG))
+    out_dir = tmp_path / "it's stopped"
+    capfd.readouterr()
+    for n, number in enumerate(SIGNALS):
+        c = tiny(chars, out_dir, init_from="resume" if n else "scratch", **LONG)
+        with monkeypatch.context() as patch:
+            at_step(patch, 6 + 8 * n, number)
+            with pytest.raises(SystemExit) as exit:
+                main(c)
+        assert exit.value.code == 128 + number
+        assert checkpoint.load(out_dir).iter_num == 7 + 8 * n
+        out, err = capfd.readouterr()
+        assert err == f"{number.name}: saving after this step; a second signal leaves at once\n"
+        command = re.search(r"^resume:  python (.*)$", out, re.M)
+        assert command
+        assert shlex.split(command[1])[1:] == ["--init_from=resume", f"--out_dir={out_dir}"]
+        listener.listen()
+    main(tiny(chars, out_dir, init_from="resume", **LONG))
+    assert_same_run(tmp_path / "whole", out_dir)
+
+
+@NEEDS_SIGNALS
+@pytest.mark.parametrize("step", [15, 30])
+def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(step, chars, tmp_path, listening, monkeypatch):
+    """Its result can be the best: then the resumed run saves it before its first step."""
+    main(tiny(chars, tmp_path / "whole", **LONG))
+    eval_batches = train.eval_batches
+    batches = 0
+
+    def signalled(*args):
+        nonlocal batches
+        for batch in eval_batches(*args):
+            batches += 1
+            if batches == 4 * (step // 5) + 2:  # two of each split and evaluation
+                send(signal.SIGTERM)
+            yield batch
+
+    out_dir = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "eval_batches", signalled)
+        with pytest.raises(SystemExit):
+            main(tiny(chars, out_dir, **LONG))
+    assert checkpoint.load(out_dir).iter_num == step
+    assert [e["iter"] for e in events(out_dir, "eval")] == list(range(0, step, 5))
+    listener.listen()
+    main(tiny(chars, out_dir, init_from="resume", **LONG))
+    assert checkpoint.load(tmp_path / "whole" / "ckpt_best.pt").iter_num >= step
+    assert_same_run(tmp_path / "whole", out_dir)
+
+
+def test_hours_that_are_over_save_and_end_well(chars, tmp_path, monkeypatch, capsys):
+    main(tiny(chars, tmp_path / "whole", **LONG))
+    log_step = train.Report.step
+    now = time.perf_counter
+
+    def late(self, at, *args):
+        log_step(self, at, *args)
+        if at == 11:
+            monkeypatch.setattr(time, "perf_counter", lambda: now() + 3600)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Report, "step", late)
+        main(tiny(chars, tmp_path / "stopped", max_hours=1.0, **LONG))
+    assert "stopped by max_hours at step " in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / "stopped").iter_num == 12
+    main(tiny(chars, tmp_path / "stopped", init_from="resume", max_hours=1.0, **LONG))
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_hours_that_are_over_before_the_first_step_save_nothing(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path, max_hours=1e-9))
+    assert not (tmp_path / "ckpt.pt").exists()
+    assert "stopped by" not in capsys.readouterr().out
+
+
+def test_checkpoints_between_evaluations(chars, tmp_path):
+    def saved(**settings) -> list[int]:
+        main(tiny(chars, tmp_path, max_iters=8, eval_interval=6, **settings))
+        return [e["iter"] for e in events(tmp_path, "save")]
+
+    assert saved() == [6, 8]
+    assert saved(save_interval=2) == [2, 4, 6, 8]
+    assert saved(save_minutes=1e-9) == list(range(1, 9))
+    assert saved(save_interval=2, save_minutes=1e-9, always_save_checkpoint=False) == [6, 8]
+
+
+@NEEDS_SIGNALS
+def test_stop_saves_the_last_step_where_otherwise_only_the_best_is_saved(chars, tmp_path, listening, monkeypatch):
+    at_step(monkeypatch, 7, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        main(tiny(chars, tmp_path, always_save_checkpoint=False, **LONG))
+    assert checkpoint.load(tmp_path).iter_num == 8
+    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 5
+
+
+def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    ears = Listener()
+    with pytest.raises(SystemExit) as exit:
+        ears._handle(signal.SIGTERM)
+    assert exit.value.code == 143
+    assert capfd.readouterr().err == "SIGTERM: there is nothing to save\n"
+    ears.has_work_to_save = True
+    ears._handle(signal.SIGTERM)
+    ears._handle(signal.SIGINT)  # as systemd and shells of closing terminals send them
+    assert ears.signal == signal.SIGTERM
+    ears._heard_at -= stopping.ONE_WISH_S
+    with pytest.raises(SystemExit) as exit:
+        ears._handle(signal.SIGINT)
+    assert exit.value.code == 143
+    assert capfd.readouterr().err.endswith("SIGINT once more: leaving at once\n")
+
+
+def test_stop_on_several_machines_does_not_invent_torchruns_options(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    ranks = train.Ranks(train.torch.device("cpu"), world=4, distributed=True)
+    c = train.TrainConfig(out_dir="a b")
+    rest = "train.py --init_from=resume '--out_dir=a b'"
+    if os.name != "nt":
+        assert train.resume_command(c, ranks) == f"torchrun --standalone --nproc_per_node=4 {rest}"
+        monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+        assert train.resume_command(c, ranks) == f"torchrun (with its options as before) {rest}"
+
+
+# ---- as a user meets them ------------------------------------------------------------------------------------
+
+
+def begin(command: list[str], until: str, terminal: Path) -> subprocess.Popen[bytes]:
+    """Starts a run; returns when its output has the words `until`."""
+    with open(terminal, "w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    while until not in terminal.read_text():
+        assert process.poll() is None, terminal.read_text()
+        time.sleep(0.005)
+    return process
+
+
+@pytest.mark.slow
+@NEEDS_SIGNALS
+def test_signal_during_set_up_ends_in_one_line_and_loses_nothing(chars, tmp_path):
+    command = [sys.executable, "train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path / "out")]
+    process = begin(command, "", tmp_path / "terminal")
+    time.sleep(0.7)  # amid the imports
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "terminal").read_text() == "SIGTERM: there is nothing to save\n"
+    process = begin(command, "number of parameters", tmp_path / "terminal")
+    process.terminate()
+    assert process.wait() in (0, 128 + signal.SIGTERM)
+    assert "Traceback" not in (tmp_path / "terminal").read_text()
+
+
+@pytest.mark.slow
+@NEEDS_SIGNALS
+def test_ranks_stop_at_the_same_step_whether_one_of_them_or_torchrun_is_hit(chars, tmp_path):
+    settings = flags(
+        dataset=chars, **(TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40})
+    )
+    torchrun = [sys.executable, *TORCHRUN[1:]]
+    subprocess.run([*torchrun, *settings, f"--out_dir={tmp_path / 'whole'}"], cwd=ROOT, check=True, capture_output=True)
+
+    out_dir = f"--out_dir={tmp_path / 'stopped'}"
+    process = begin([*torchrun, *settings, out_dir], "iter 20:", tmp_path / "1")
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    assert process.wait(60) == 1
+    process = begin([*torchrun, "--init_from=resume", out_dir], "iter 45:", tmp_path / "2")
+    process.terminate()
+    assert process.wait(60) == 1
+    for terminal in ("1", "2"):
+        printed = (tmp_path / terminal).read_text()
+        assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in printed
+        assert 'File "train.py"' not in printed  # torchrun's own traceback is not ours to keep back
+
+    done = subprocess.run([*torchrun, "--init_from=resume", out_dir], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")

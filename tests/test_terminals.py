@@ -1,0 +1,192 @@
+"""Runs whose terminal, pipe, disk or locale is not what it should be: they go on, and the log has everything."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT, TINY, events, flags
+
+from deskgpt.runlog import RunLog, read_events
+from deskgpt.terminal import LastingFile, lasting
+
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+
+# ---- output --------------------------------------------------------------------------------------------------
+
+
+@POSIX
+def test_lines_go_nowhere_once_the_pipe_has_no_reader():
+    ours, theirs = os.pipe()
+    with open(theirs, "w") as pipe:
+        stream = lasting(pipe, theirs)
+        print("one", file=stream, flush=True)
+        assert os.read(ours, 10) == b"one\n"
+        os.close(ours)
+        for _ in range(3):
+            print("two", file=stream, flush=True)
+        assert stream.fileno() == theirs  # which C libraries write to as well
+        assert os.write(theirs, b"three") == 5
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_takes_every_line():
+    with open("/dev/full", "w") as full:
+        stream = lasting(full, -1)
+        print("x" * 100_000, file=stream)
+        print("x", file=stream, flush=True)
+
+
+@POSIX
+def test_pipe_that_another_program_made_non_blocking_gets_every_byte():
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    read = io.BytesIO()
+
+    def slow_reader() -> None:
+        while part := os.read(ours, 1 << 14):
+            read.write(part)
+            time.sleep(0.001)
+
+    reader = threading.Thread(target=slow_reader)
+    reader.start()
+    file = LastingFile(theirs, "w")
+    with io.BufferedWriter(file) as buffered:
+        buffered.write(b"x" * 300_000)
+    reader.join()
+    os.close(ours)
+    assert read.getvalue() == b"x" * 300_000
+
+
+@POSIX
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_file_opened_after_the_start_is_not_taken_for_the_terminal(closed, tmp_path):
+    code = "import os; from deskgpt.terminal import *; open_standard_files(); file = open(os.environ['X'], 'wb');"
+    code += "assert file.fileno() > 2; os.write(1, b'noise'); os.write(2, b'noise'); os.system('echo noise >&2')\n"
+    code += "with lasting_output(): print('x'); import sys; print('x', file=sys.stderr)"
+    command = f'"$PYTHON" -c "$CODE" {closed}'
+    env = os.environ | {"PYTHON": sys.executable, "CODE": code, "X": str(tmp_path / "x")}
+    subprocess.run(["bash", "-c", command], cwd=ROOT, check=True, env=env)
+    assert (tmp_path / "x").read_bytes() == b""
+
+
+@pytest.mark.slow
+@POSIX
+@pytest.mark.parametrize("redirected", [">/dev/full 2>/dev/full", "2>&- | head -1; exit ${PIPESTATUS[0]}"])
+def test_run_whose_output_fails_goes_on_to_its_end(redirected, chars, tmp_path):
+    command = f"{sys.executable} train.py {' '.join(flags(**TINY, dataset=chars, out_dir=tmp_path))} {redirected}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [e["iter"] for e in events(tmp_path, "iter")] == list(range(6))
+    assert (tmp_path / "ckpt.pt").exists()
+
+
+@pytest.mark.slow
+@POSIX
+def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(chars, tmp_path):
+    import pty
+
+    for ignored, status in ((True, 0), (False, 128 + 1)):
+        out_dir = tmp_path / str(ignored)
+        settings = TINY | {"dataset": chars, "out_dir": out_dir, "max_iters": 400, "eval_interval": 400}
+        train = f"exec {sys.executable} train.py {' '.join(flags(**settings))}"
+        command = f"trap '' HUP; {train}" if ignored else f"trap - HUP; {train}"
+        ours, theirs = pty.openpty()
+        # setsid --ctty makes the terminal the run's own, so that its end is announced by SIGHUP.
+        process = subprocess.Popen(
+            ["setsid", "--ctty", "env", "--default-signal=HUP", "bash", "-c", command],
+            cwd=ROOT,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        printed = b""
+        while b"iter 3:" not in printed:
+            printed += os.read(ours, 1 << 12)
+        os.close(ours)
+        assert process.wait(60) == status
+        steps = [e["iter"] for e in events(out_dir, "iter")]
+        assert steps == list(range(400 if ignored else len(steps)))
+        assert (out_dir / "ckpt.pt").exists()
+
+
+# ---- the log -------------------------------------------------------------------------------------------------
+
+
+def test_log_that_was_deleted_begins_anew_with_its_start(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path)
+    log.write("start", iter=0)
+    log.write("iter", iter=0)
+    path.unlink()
+    log.write("iter", iter=1)
+    log.write("iter", iter=2)
+    assert [(e["event"], e["iter"]) for e in read_events(path)] == [("start", 0), ("iter", 1), ("iter", 2)]
+    assert capsys.readouterr().err == f"{path} was deleted or moved: the log goes on in a new file\n"
+    log.close()
+
+
+@POSIX
+def test_log_whose_folder_was_moved_goes_on_where_it_should_be(tmp_path):
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write("start", iter=0)
+    os.rename(tmp_path, tmp_path.with_name("moved"))
+    log.write("iter", iter=0)
+    log.close()
+    assert [e["event"] for e in read_events(tmp_path / "log.jsonl")] == ["start", "iter"]
+    assert [e["event"] for e in read_events(tmp_path.with_name("moved") / "log.jsonl")] == ["start"]
+
+
+@POSIX
+def test_log_tries_again_after_a_full_disk_and_has_whole_lines_only(tmp_path, capsys):
+    import resource
+    import signal
+
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path)
+    log.write("start", iter=0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        for step in range(3):
+            log.write("iter", iter=step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    log.write("iter", iter=3)
+    log.close()
+    assert path.read_text() == '{"event": "start", "iter": 0}\n{"event": "iter", "iter": 3}\n'
+    assert capsys.readouterr().err == f"cannot write {path}: File too large; the run goes on, and tries again\n"
+
+
+# ---- names ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@POSIX
+def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_path):
+    out_dir = tmp_path / "öut"
+    data = tmp_path / "dätä"
+    data.symlink_to(chars)
+    settings = TINY | {"dataset": data, "out_dir": out_dir}
+    lines = [
+        ["train.py", *flags(**settings)],
+        ["train.py", "--init_from=resume", f"--out_dir={out_dir}", "--max_iters=8"],
+        ["sample.py", f"--out_dir={out_dir}", "--num_samples=1", "--max_new_tokens=2", "--device=cpu"],
+    ]
+    code = "import runpy, sys\nwords = sys.argv[1:]\nwhile words:\n    end = words.index('|')\n"
+    code += (
+        "    sys.argv = words[:end]\n    words = words[end + 1 :]\n    runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    env = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    words = [word for line in lines for word in [*line, "|"]]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, env=env, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert [e["iter"] for e in events(out_dir, "iter")] == list(range(8))
