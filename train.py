@@ -193,8 +193,9 @@ def main(c: TrainConfig) -> float:
         splits = (train_split, val_split)
         c = replace(c, **estimate.steps_within(left_s, c, runner, optimizer, batch, splits, start.step, ranks))
         say_changes(c, start, data, val_split, ranks)  # only now is the schedule known
-    facts = data | facts_of_code(runner)
-    say_changes_of_code(start, facts, ranks)
+    code = facts_of_code(runner)
+    say_changes_of_code(start, code, ranks)
+    facts = data | code | {checkpoint.EVAL_WINDOWS: val_split.n_eval_windows(estimate.eval_windows(c))}
     if start.step and not c.eval_only:
         start.restore(optimizer, runner.scaler)
     start.release_memory()
@@ -446,7 +447,7 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], No
 def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:
     """What tells data of the same size apart."""
     facts: resuming.Facts = {}
-    for name, split in ((resuming.TRAIN_DATA, train), (resuming.VAL_DATA, val)):
+    for name, split in ((resuming.TRAIN_DATA, train), (checkpoint.VAL_DATA, val)):
         listed = listed_sha256(DATA / c.dataset, name.removesuffix(" data"))
         facts[name] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
     return facts
@@ -481,11 +482,10 @@ def say_changes(c: TrainConfig, start: StartingPoint, data: resuming.Facts, val:
         start.best_is_comparable = False
 
 
-def say_changes_of_code(start: StartingPoint, facts: resuming.Facts, ranks: Ranks) -> None:
+def say_changes_of_code(start: StartingPoint, code: resuming.Facts, ranks: Ranks) -> None:
     """Says what else computes now than in the run before."""
     if start.resumed is not None:
-        of_code = {name: fact for name, fact in facts.items() if name not in (resuming.TRAIN_DATA, resuming.VAL_DATA)}
-        for change in resuming.compare(start.resumed.facts, of_code):
+        for change in resuming.compare(start.resumed.facts, code):
             ranks.say(f"changed: {change}")
 
 
@@ -785,7 +785,7 @@ class Report:
             tokenizer=meta["tokenizer"].get("name"),
             train_tokens=train.tokens,
             val_tokens=val.tokens,
-            val_sha256=facts[resuming.VAL_DATA]["fingerprint"],
+            val_sha256=facts[checkpoint.VAL_DATA]["fingerprint"],
             device=name,
             cpu=hardware.cpu_facts() if device.type == "cpu" else None,
             world_size=self.ranks.world,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deskgpt import estimate
-from deskgpt.checkpoint import Checkpoint
+from deskgpt.checkpoint import EVAL_WINDOWS, VAL_DATA, Checkpoint
 
 if TYPE_CHECKING:
     from train import TrainConfig
@@ -20,8 +20,6 @@ Facts = dict[str, Any]
 LearningRate = Callable[["TrainConfig", int], float]
 
 TRAIN_DATA = "train data"
-VAL_DATA = "val data"
-EVAL_WINDOWS = "windows per evaluation"
 # Where one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS, "block_size"}
 
