@@ -56,7 +56,7 @@ from deskgpt.ranks import Ranks, place_of, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
 from deskgpt.saver import Saved, Saver
-from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings, check_size
+from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run takes from its checkpoint.
@@ -134,8 +134,6 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
             if getattr(self, name) >= limit:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
-        for name in self.__dataclass_fields__:
-            check_size(name, getattr(self, name))
         sequences = self.batch_size * self.gradient_accumulation_steps
         if sequences > MOST_SEQUENCES:
             raise ValueError(

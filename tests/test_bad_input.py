@@ -63,7 +63,7 @@ SETTINGS = [
         "--batch_size=1e12",
         "batch_size=1000000000000 x gradient_accumulation_steps=1 are 1,000,000,000,000 sequences per",
     ),
-    ("--max_iters=99999999999999999999", "max_iters must be at most 9223372036854775807, not a number of 67 bits"),
+    ("--max_iters=99999999999999999999", "--max_iters=99999999999999999999 must be below 2^63 in size"),
     ("--backend=mpi", "--backend='mpi' is not one of auto, nccl, gloo"),
     ("--max_iters=1.5", "--max_iters=1.5 is not int"),
     ("config/train_shakespeare.py", "no such config file; did you mean config/"),
