@@ -153,4 +153,7 @@ def differing(before: Any, now: Any) -> Iterator[tuple[Any, Any]]:
 def in_words(fact: Any) -> str:
     if isinstance(fact, dict):
         return ", ".join(f"{name} {in_words(value)}" for name, value in fact.items())
-    return f"{fact:,}" if type(fact) is int else str(fact)
+    if type(fact) is int:
+        return f"{fact:,}"
+    text = str(fact)[:200]  # of a checkpoint, from anywhere
+    return text if text.isprintable() else repr(text)
