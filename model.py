@@ -108,12 +108,7 @@ def with_unit(n: float, units: dict[str, float]) -> str:
 def check_at_least_1(name: str, value: Any) -> None:
     if type(value) is not int or value < 1:  # True is an int too
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    check_size(name, value)
-
-
-def check_size(name: str, value: Any) -> None:
-    """Raises ValueError for an integer that is too large for an int64, and may be too long to be printed."""
-    if isinstance(value, int) and value > LARGEST_INT64:
+    if value > LARGEST_INT64:  # and may be too long to be printed
         raise ValueError(f"{name} must be at most {LARGEST_INT64}, not a number of {value.bit_length()} bits")
 
 

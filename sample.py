@@ -35,7 +35,7 @@ DATA = Path(__file__).parent / "data"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
     # model
-    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder
+    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
     out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
     # text
     start: str = "\n"  # the prompt; FILE:prompt.txt reads it from a file
@@ -121,9 +121,10 @@ def main(c: SampleConfig) -> list[str]:
 
 def load(c: SampleConfig, device: torch.device) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer that it was trained with. Raises ValueError."""
-    if c.init_from == "resume":
-        source = c.out_dir
-        saved = checkpoint.load(c.out_dir, functools.partial(print, file=sys.stderr))
+    of_checkpoint = c.init_from == "resume" or checkpoint.is_one(c.init_from)
+    if of_checkpoint:
+        source = c.out_dir if c.init_from == "resume" else c.init_from
+        saved = checkpoint.load(source, functools.partial(print, file=sys.stderr))
         config = GPTConfig.from_args(saved.model_args, source)
         weights = saved.model
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
@@ -137,7 +138,7 @@ def load(c: SampleConfig, device: torch.device) -> tuple[GPT, Tokenizer]:
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError(f"{source}: the weights hold NaN or infinity, which give no text; take another checkpoint")
     tokenizer = from_meta(meta)
-    if c.init_from == "resume" and tokenizer.vocab_size > config.vocab_size:
+    if of_checkpoint and tokenizer.vocab_size > config.vocab_size:
         dataset = saved.config.get("dataset")
         raise ValueError(
             f"the checkpoint has {config.vocab_size} tokens, its tokenizer ({meta.get('name')}) "

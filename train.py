@@ -56,7 +56,7 @@ from deskgpt.ranks import Ranks, place_of, start_ranks
 from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
 from deskgpt.runner import Evaluation, Runner
 from deskgpt.saver import Saved, Saver
-from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings, check_size
+from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run takes from its checkpoint.
@@ -134,8 +134,6 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
             if getattr(self, name) >= limit:
                 raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
-        for name in self.__dataclass_fields__:
-            check_size(name, getattr(self, name))
         sequences = self.batch_size * self.gradient_accumulation_steps
         if sequences > MOST_SEQUENCES:
             raise ValueError(
@@ -193,8 +191,9 @@ def main(c: TrainConfig) -> float:
         splits = (train_split, val_split)
         c = replace(c, **estimate.steps_within(left_s, c, runner, optimizer, batch, splits, start.step, ranks))
         say_changes(c, start, data, val_split, ranks)  # only now is the schedule known
-    facts = data | facts_of_code(runner)
-    say_changes_of_code(start, facts, ranks)
+    code = facts_of_code(runner)
+    say_changes_of_code(start, code, ranks)
+    facts = data | code | {checkpoint.EVAL_WINDOWS: val_split.n_eval_windows(estimate.eval_windows(c))}
     if start.step and not c.eval_only:
         start.restore(optimizer, runner.scaler)
     start.release_memory()
@@ -460,15 +459,16 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], No
 def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:
     """What tells data of the same size apart."""
     facts: resuming.Facts = {}
-    for name, split in ((resuming.TRAIN_DATA, train), (resuming.VAL_DATA, val)):
+    for name, split in ((resuming.TRAIN_DATA, train), (checkpoint.VAL_DATA, val)):
         listed = listed_sha256(DATA / c.dataset, name.removesuffix(" data"))
         facts[name] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
     return facts
 
 
 def facts_of_code(runner: Runner) -> resuming.Facts:
-    """What computes."""
-    device = hardware.device_name(runner.device)
+    """What computes: none of it changes the experiment."""
+    on_cpu = runner.device.type == "cpu"  # whose name would have the number of threads, which ranks share
+    device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
     return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.form)}
 
 
@@ -494,11 +494,10 @@ def say_changes(c: TrainConfig, start: StartingPoint, data: resuming.Facts, val:
         start.best_is_comparable = False
 
 
-def say_changes_of_code(start: StartingPoint, facts: resuming.Facts, ranks: Ranks) -> None:
+def say_changes_of_code(start: StartingPoint, code: resuming.Facts, ranks: Ranks) -> None:
     """Says what else computes now than in the run before."""
     if start.resumed is not None:
-        of_code = {name: fact for name, fact in facts.items() if name not in (resuming.TRAIN_DATA, resuming.VAL_DATA)}
-        for change in resuming.compare(start.resumed.facts, of_code):
+        for change in resuming.compare(start.resumed.facts, code):
             ranks.say(f"changed: {change}")
 
 
@@ -811,7 +810,7 @@ class Report:
             tokenizer=meta["tokenizer"].get("name"),
             train_tokens=train.tokens,
             val_tokens=val.tokens,
-            val_sha256=facts[resuming.VAL_DATA]["fingerprint"],
+            val_sha256=facts[checkpoint.VAL_DATA]["fingerprint"],
             device=name,
             cpu=hardware.cpu_facts() if device.type == "cpu" else None,
             world_size=self.ranks.world,

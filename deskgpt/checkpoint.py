@@ -28,6 +28,9 @@ DAMAGED = {NAME: "ckpt_damaged.pt", BEST: "ckpt_best_damaged.pt"}  # what a dama
 MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
 FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
 MISSING_FILE = "is missing"
+# Facts that tell which losses can be compared.
+VAL_DATA = "val data"
+EVAL_WINDOWS = "windows per evaluation"
 
 
 @dataclass
@@ -139,8 +142,10 @@ def folder_of(out_dir: str | Path) -> Path:
 
 
 def is_one(path: str | Path) -> bool:
-    """Whether path names a checkpoint: a .pt file, or a folder that holds a ckpt.pt."""
-    return folder_of(path) != Path(path) or (Path(path) / NAME).is_file()
+    """Whether path names a checkpoint as `load` takes it."""
+    path = Path(path)
+    files = [path / NAME, path / BEST] if folder_of(path) == path else [path]
+    return any(file.is_file() for file in files)
 
 
 def silent(line: str) -> None:
@@ -186,7 +191,8 @@ def resume(out_dir: str | Path, say: Callable[[str], None] = silent) -> Checkpoi
 
 def evaluated_on(saved: Checkpoint) -> list[Any]:
     """What a checkpoint knows of its validation data; that of older ones is less."""
-    return [saved.config.get("dataset"), saved.tokenizer, (saved.facts or {}).get("val data")]
+    facts = saved.facts or {}
+    return [saved.config.get("dataset"), saved.tokenizer, facts.get(VAL_DATA), facts.get(EVAL_WINDOWS)]
 
 
 def load_file(path: Path) -> Checkpoint:

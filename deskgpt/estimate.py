@@ -434,9 +434,9 @@ def steps_within(
 ) -> dict[str, Any]:
     """Settings with which a run of c that would take longer ends in about `seconds`; {} if it takes no longer.
 
-    Steps and evaluation are timed. max_iters becomes the steps that fit, and what is longer than these in the schedule
-    is shortened. Where evaluations would take more than EVAL_SHARE of the time, they read less. All ranks get the same
-    settings. Leaves the weights unchanged.
+    Steps and evaluation are timed. max_iters becomes the steps that fit. What is longer than these in the schedule is
+    shortened; in a resumed run, only with resume_changed. Where evaluations would take more than EVAL_SHARE of the
+    time, they read less. All ranks get the same settings. Leaves the weights unchanged.
     """
     seconds = max(seconds, 0.0)
     step_s = ranks.max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // ranks.world))
@@ -459,9 +459,10 @@ def steps_within(
         fit = int((seconds - 2 * eval_s) / (step_s + eval_s / c.eval_interval))
         plan = replace(plan, steps=max(1, min(plan.steps, fit)))
         settings["max_iters"] = start_iter + plan.steps
-        settings["warmup_iters"] = min(c.warmup_iters, start_iter + math.ceil(plan.steps * WARMUP_SHARE))
-        settings["lr_decay_iters"] = min(c.lr_decay_iters, settings["max_iters"])
-        settings["cooldown_iters"] = min(c.cooldown_iters, plan.steps)
+        if start_iter == 0 or c.resume_changed:  # otherwise the steps done so far would have had other learning rates
+            settings["warmup_iters"] = min(c.warmup_iters, math.ceil(plan.steps * WARMUP_SHARE))
+            settings["lr_decay_iters"] = min(c.lr_decay_iters, settings["max_iters"])
+            settings["cooldown_iters"] = min(c.cooldown_iters, plan.steps)
     tokens = plan.steps * c.batch_size * c.gradient_accumulation_steps * c.block_size
     ranks.say(
         f"max_minutes={c.max_minutes:g}: {plan.steps:,} steps of about {step_s * 1e3:.3g} ms ({tokens:,} tokens) and "

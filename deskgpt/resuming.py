@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deskgpt import estimate
-from deskgpt.checkpoint import Checkpoint
+from deskgpt.checkpoint import EVAL_WINDOWS, VAL_DATA, Checkpoint
 
 if TYPE_CHECKING:
     from train import TrainConfig
@@ -20,8 +20,6 @@ Facts = dict[str, Any]
 LearningRate = Callable[["TrainConfig", int], float]
 
 TRAIN_DATA = "train data"
-VAL_DATA = "val data"
-EVAL_WINDOWS = "windows per evaluation"
 # Where one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS, "block_size"}
 
@@ -155,4 +153,7 @@ def differing(before: Any, now: Any) -> Iterator[tuple[Any, Any]]:
 def in_words(fact: Any) -> str:
     if isinstance(fact, dict):
         return ", ".join(f"{name} {in_words(value)}" for name, value in fact.items())
-    return f"{fact:,}" if type(fact) is int else str(fact)
+    if type(fact) is int:
+        return f"{fact:,}"
+    text = str(fact)[:200]  # of a checkpoint, from anywhere
+    return text if text.isprintable() else repr(text)

@@ -46,6 +46,10 @@ def test_script_prints_the_samples_it_was_asked_for(run, script):
     assert all(t.startswith("the ") and len(t) == 44 for t in texts)  # 44 > block_size=16
 
 
+def test_checkpoint_may_be_named_as_what_to_begin_from(run):
+    assert samples(run, out_dir="nowhere", init_from=str(run / "ckpt.pt")) == samples(run)
+
+
 def test_stream_shows_the_very_text_that_a_batch_does(run, capsys):
     settings: dict = {"num_samples": 3, "stop": "e", "max_new_tokens": 60}
     batch, printed = samples(run, **settings), capsys.readouterr().out

@@ -379,6 +379,9 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new
         ValueError, match=r"learning rate at step 3: 0\.\d+ before, .*--lr_decay_iters=4 keeps the sched"
     ):
         main(c)
+    kept = ["--max_minutes=1e-4", "--lr_decay_iters=4"]  # which the minutes do not shorten
+    main(TrainConfig(**train.resumed_settings([*resume, *kept], str(tmp_path))))
+    assert [e["lr"] for e in events(tmp_path, "iter")][-1] == 1e-3
     main(TrainConfig(**train.resumed_settings([*new, "--resume_changed=True"], str(tmp_path))))
     assert 4 < events(tmp_path, "end")[-1]["iter"] < 10**5
 
