@@ -492,6 +492,8 @@ def say_changes(c: TrainConfig, start: StartingPoint, data: resuming.Facts, val:
     if resuming.OF_EVALUATION & {change.name for change in changes}:
         start.best_val_loss = math.inf
         start.best_is_comparable = False
+        if start.health:  # nor is patience counted across them
+            start.health["evaluations"] = []
 
 
 def say_changes_of_code(start: StartingPoint, code: resuming.Facts, ranks: Ranks) -> None:

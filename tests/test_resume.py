@@ -209,6 +209,8 @@ def test_best_losses_of_other_val_data_are_not_compared(half, tmp_path, capsys, 
     assert f"ckpt_best.pt is now in {out / 'previous-1'}" in said
     assert (out / "previous-1" / "ckpt_best.pt").read_bytes() == best
     assert checkpoint.load(out / "ckpt_best.pt").best_val_loss > 0.5
+    evaluations = (checkpoint.load(out).health or {})["evaluations"]
+    assert [step for step, *_ in evaluations] == ([4, 6] if interval == 4 else [6])
     main(replace(c, resume_changed=False))  # from now on it is this data's run
     assert "changed" not in capsys.readouterr().out
 
