@@ -8,22 +8,26 @@ The second command rehearses the tests on a CPU: it shows that they run, not wha
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, TORCHRUN, events, flags, shell
+from conftest import TINY, TORCHRUN, assert_equal, events, flags, shell
 from tiny_models import MODERN_SETTINGS
 
 import sample
 from data.loader import BatchPlan, Loader
 from data.splits import Split
 from deskgpt import checkpoint, graphs, hardware, kernels, peak_flops
+from deskgpt.checkpoint import Checkpoint
 from deskgpt.checks import TOLERANCE, gradient_errors, nothing_is_zero
 from deskgpt.estimate import memory
-from deskgpt.optimizer import make_optimizer
+from deskgpt.optimizer import make_optimizer, step_if_finite
 from deskgpt.runner import Form, Runner
+from deskgpt.saver import Saver
 from model import GPT, Decoder, GPTConfig
 from train import TrainConfig, main
 
@@ -128,6 +132,47 @@ def test_muon_skips_a_step_whose_float16_gradients_overflow():
         assert all(p.isfinite().all() for p in model.parameters())
         changed.append(sum(not torch.equal(before[name], p) for name, p in model.named_parameters()))
     assert changed == [0, len(before)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_step_whose_gradients_are_not_finite_changes_nothing(name):
+    model = make(GPT2)
+    runner = Runner(model, Form())
+    optimizer = make_optimizer(model, name, 0.1, 1e-3, (0.9, 0.95), 0.95, DEVICE.type)
+    for bad in (False, True, False):
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        runner.backward(*batch(GPT2))
+        if bad:
+            runner.gradients()[3].view(-1)[5] = math.nan
+        norms = torch.stack(torch._foreach_norm(runner.gradients()))
+        step_if_finite(optimizer, runner.scaler, torch.linalg.vector_norm(norms))
+        optimizer.zero_grad(set_to_none=True)
+        after = (model.state_dict(), optimizer.state_dict()["state"])
+        if bad:
+            assert_equal(before, after)
+        else:
+            assert not torch.equal(before[0]["lm_head.weight"], after[0]["lm_head.weight"])
+
+
+def test_checkpoint_holds_what_the_weights_were_although_training_goes_on(tmp_path):
+    model = make(GPT2)
+    runner = Runner(model, Form())
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, DEVICE.type)
+    saver = Saver(tmp_path, print, math.inf)
+    for step in (1, 2):  # the second one takes the buffers of the first
+        runner.backward(*batch(GPT2))
+        optimizer.step()
+        expected = {key: w.clone() for key, w in model.state_dict().items()}
+        args = GPT2.as_args()
+        saver.save(Checkpoint(model.state_dict(), optimizer.state_dict(), args, step, 1.0, {}), best=False)
+        with torch.no_grad():
+            for p in runner.parameters:
+                p.mul_(2.0)
+        saver.wait()
+        assert [saved.error for saved in saver.finished()] == [None]
+        loaded = checkpoint.load(tmp_path)
+        assert loaded.iter_num == step
+        assert_equal(loaded.model, {key: w.cpu() for key, w in expected.items()})
 
 
 def test_resumed_run_goes_on_closely(chars, tmp_path):
