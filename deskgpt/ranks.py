@@ -68,10 +68,11 @@ class Ranks:
 
 # ---- how the process was started -----------------------------------------------------------------------------
 
-# What other launchers tell each of their processes: how many there are. In a batch script or a shell of SLURM, where
-# one process is right, SLURM_NTASKS can be several; SLURM_STEP_NUM_TASKS is set by srun alone.
+# What other launchers tell each of their processes: how many there are, and SLURM also which one it is. In a batch
+# script or a shell of SLURM, where one process is right, SLURM_NTASKS can be several, but SLURM_PROCID is 0.
 LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
+    "SLURM_PROCID": "srun",
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
     "PMI_SIZE": "MPICH's or Intel's mpirun",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
@@ -103,10 +104,11 @@ def place_of(environ: Mapping[str, str]) -> Place:
                 f"{USE_TORCHRUN}"
             )
         for name, launcher in LAUNCHERS.items():
-            count = environ.get(name, "1")
-            if count != "1":
+            alone = "0" if name == "SLURM_PROCID" else "1"
+            value = environ.get(name, alone)
+            if value != alone:
                 raise ValueError(
-                    f"{launcher} starts {count} processes ({name}={count}), each of which would train all by itself: "
+                    f"{launcher} started several processes ({name}={value}), each of which would train all by itself: "
                     f"start one; {USE_TORCHRUN}"
                 )
         return Place()

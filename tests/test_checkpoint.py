@@ -96,6 +96,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_kill_during_save_keeps_a_loadable_checkpoint(tmp_path):
     torch.save(vars(state()), tmp_path / "state.pt")

@@ -20,9 +20,10 @@ def test_torchrun_says_where_a_process_is_and_without_it_there_is_one():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, r"srun starts 4 processes \(SLURM_STEP_NUM_TASKS=4\), each of which"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"Open MPI's mpirun starts 2 processes"),
-        ({"PMI_SIZE": "2"}, r"MPICH's or Intel's mpirun starts 2 processes"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, r"srun started several processes \(SLURM_STEP_NUM_TASKS=4\), each of which"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, r"srun started several processes \(SLURM_PROCID=1\), each of"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"Open MPI's mpirun started several processes"),
+        ({"PMI_SIZE": "2"}, r"MPICH's or Intel's mpirun started several processes"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but RANK is not: unset it"),
         ({"RANK": "0"}, "RANK=0 is set, but WORLD_SIZE is not: unset RANK"),
         (TORCHRUN | {"MASTER_ADDR": ""}, "RANK=1 is set, but MASTER_ADDR is not"),

@@ -44,6 +44,7 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
         assert_equal(getattr(a, key), getattr(b, key))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
     settings = TINY | {"dataset": chars, "max_iters": 60, "eval_interval": 5, "dropout": 0.1}

@@ -128,6 +128,7 @@ def test_last_chunk_that_is_not_full_is_not_compiled_again(monkeypatch):
     torch.testing.assert_close(loss, F.cross_entropy(h @ w.t(), t, reduction="sum"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
     settings = {**MODERN_SETTINGS, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}

@@ -450,6 +450,7 @@ def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
         assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_a_run_that_asks_for_one_ends_in_one_line(chars, tmp_path):
     env = os.environ | {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     settings = TINY | {"compile": True, "dataset": chars, "out_dir": tmp_path / "out", "max_iters": 2}
