@@ -37,7 +37,7 @@ from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
 
 SAVE_INTERVAL = 10  # steps
-STEPS_PER_KILL = 60  # of the whole run; on average a process makes as many before it is killed
+STEPS_PER_KILL = 60  # that a process makes before it is killed, on average; the run has twice as many
 START_S = 3.0  # a process that is killed while it starts is killed within this time
 LOGGED = {"iter": ("loss", "lr", "grad_norm", "tokens"), "eval": ("train_loss", "val_loss", "lr")}
 
@@ -138,14 +138,14 @@ def same(a: Any, b: Any) -> bool:
 
 def soak(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     """What came of the kills. Raises RuntimeError where a kill has lost something."""
-    max_iters = STEPS_PER_KILL * kills
+    max_iters = 2 * STEPS_PER_KILL * kills
     draw = random.Random(seed)
     data = write_data(folder)
     whole = folder / "whole"
     killed = folder / "killed"
     subprocess.run(command(data, whole, max_iters), cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     (end,) = events(whole, "end")
-    train_s = (end["train_s"] + end["eval_s"] + end["save_s"]) / kills
+    train_s = (end["train_s"] + end["eval_s"] + end["save_s"]) / max_iters * STEPS_PER_KILL
 
     lost: list[int] = []
     done = 0
