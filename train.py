@@ -80,7 +80,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
-    always_save_checkpoint: bool = True  # False: only when the validation loss improves, and at a stop
+    always_save_checkpoint: bool = True  # False: an evaluation saves only if the validation loss has improved
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
     save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
@@ -598,11 +598,9 @@ class Agenda:
         """Why the run stops now, such as a signal's name, None to go on; and whether a checkpoint is due."""
         now = time.perf_counter()
         c = self.c
-        wish = 0
-        if c.always_save_checkpoint:  # otherwise ckpt.pt is the best one, as in nanoGPT; only a stop saves another
-            by_steps = c.save_interval > 0 and step % c.save_interval == 0
-            by_time = c.save_minutes > 0 and now >= self.saved_at + 60 * c.save_minutes
-            wish = self.SAVE if by_steps or by_time else 0
+        by_steps = c.save_interval > 0 and step % c.save_interval == 0
+        by_time = c.save_minutes > 0 and now >= self.saved_at + 60 * c.save_minutes
+        wish = self.SAVE if by_steps or by_time else 0
         if now >= self.ends_at:
             wish = self.TIME_IS_UP
         agreed = self.ranks.agree(max(wish, self._interruption()))
