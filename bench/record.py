@@ -139,6 +139,11 @@ def digest(value: Any) -> Any:
     return [digest(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+def computed(checkpoint: dict[str, Any]) -> Any:
+    """What training has computed of a checkpoint."""
+    return digest({name: checkpoint[name] for name in ("model", "optimizer", "scaler", "iter_num", "best_val_loss")})
+
+
 def record_case(root: Path, case: Case, folder: Path, data: Path, env: dict[str, str]) -> dict[str, Any]:
     """Losses, gradient norms, evaluations and the checkpoint of both halves."""
     out_dir = folder / "out"
@@ -153,8 +158,9 @@ def record_case(root: Path, case: Case, folder: Path, data: Path, env: dict[str,
     must(run(root, [*start, *always, f"--max_iters={HALF}", "--dropout=0.1", "--compile=False"], env))
     path = out_dir / "ckpt.pt"
     checkpoint = torch.load(path, weights_only=True)
-    middle = digest(checkpoint)
+    middle = computed(checkpoint)
     form = {"dtype": case.dtype, "compiled": case.compiled, "explicit": case.explicit, "device": "cpu"}
+    checkpoint.pop("format", None)  # which would say that the file has a checksum
     torch.save(checkpoint | {"form": form}, path)
     again = [f"--max_iters={STEPS}", "--dropout=0.0", f"--compile={case.compiled}", "--init_from=resume"]
     if "resume_changed" in (root / "train.py").read_text():  # the dropout is; older checkouts do not ask
@@ -168,10 +174,7 @@ def record_case(root: Path, case: Case, folder: Path, data: Path, env: dict[str,
         raise SystemExit(f"{case} ran as {found}")
     kept = ("event", "iter", "loss", "grad_norm", "lr", "tokens", "train_loss", "val_loss", "val_se")
     figures = [{k: e[k] for k in kept if k in e} for e in events if e["event"] in ("iter", "eval")]
-    end = digest(torch.load(path, weights_only=True))
-    for saved in (middle, end):
-        saved.pop("facts", None)  # the code's commit among them
-        saved["config"] = {k: v for k, v in saved["config"].items() if k not in ("out_dir", "dataset")}
+    end = computed(torch.load(path, weights_only=True))
     return {"start": {k: started[k] for k in ("parameters", "flops_per_token", "val_sha256")}, "figures": figures} | {
         "checkpoint in the middle": middle,
         "checkpoint at the end": end,
