@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
@@ -66,14 +65,12 @@ def save(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
     content = vars(checkpoint) | {"format": FORMAT}
     if not all(is_finite(value) for value in values_in(content)):
         raise ValueError(f"{path} is not written: weights or moments hold NaN or infinity{kept(path)}")
-    # Unlike a process id, which a container or another host may have too, eight random bytes are this process's own.
-    temporary = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
     try:
-        with replacing(out_dir / BEST if best else path, temporary) as file:
+        with replacing(out_dir / BEST if best else path) as file:
             archive.write(content, file)
         sync_folder(out_dir)
         if best:
-            copy(out_dir / BEST, path, temporary)
+            copy(out_dir / BEST, path)
             sync_folder(out_dir)
     except (OSError, RuntimeError) as e:  # torch wraps a failed write in a RuntimeError
         cause = e if isinstance(e, OSError) else e.__context__
@@ -101,7 +98,7 @@ def take_over(out_dir: Path, say: Callable[[str], None]) -> None:
             os.replace(out_dir / name, out_dir / damaged_name)
             say(f"{out_dir / name} {damage}: it is kept as {damaged_name}")
     if (out_dir / NAME).exists() and not (out_dir / BEST).exists():
-        copy(out_dir / NAME, out_dir / BEST, f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}")
+        copy(out_dir / NAME, out_dir / BEST)
     sync_folder(out_dir)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ TEMPORARY = ".tmp"  # what a file's name ends with while it is written
 
 
 @contextmanager
-def replacing(path: Path, temporary: str = TEMPORARY) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a new file that takes the place of `path`, in one step, when the block ends well.
 
-    Meanwhile its name is that of `path` and `temporary`. When the block or the disk fails, the new file is removed,
-    `path` keeps its old content, and the error passes through: its words are up to the caller.
+    Meanwhile its name is that of `path` and an ending of its own, so that several processes may write `path` at once.
+    When the block or the disk fails, the new file is removed, `path` keeps its old content, and the error passes
+    through: its words are up to the caller.
     """
-    tmp = path.with_name(path.name + temporary)
+    # Random, since another host or a container may have a process of the same number.
+    tmp = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}")
     try:
         with open(tmp, "wb") as file:
             yield file
@@ -60,9 +63,9 @@ def read_small(path: Path, at_most: int) -> bytes:
     return content
 
 
-def copy(path: Path, to: Path, temporary: str = TEMPORARY) -> None:
+def copy(path: Path, to: Path) -> None:
     """Makes `to` a copy of path, a file of its own: damage to one leaves the other alone. Raises OSError."""
-    with open(path, "rb") as source, replacing(to, temporary) as target:
+    with open(path, "rb") as source, replacing(to) as target:
         shutil.copyfileobj(source, target, 1 << 20)
 
 

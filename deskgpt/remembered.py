@@ -50,6 +50,5 @@ def keep_in_file(path: Path, key: str, value: Any) -> None:
     entries[key] = value
     with suppress(OSError):  # then the next run measures again
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may write at once: each has a temporary file of its own.
-        with replacing(path, temporary=f".{os.getpid()}") as file:
+        with replacing(path) as file:
             file.write(json.dumps(entries, indent=1).encode())

@@ -14,8 +14,21 @@ def test_path_keeps_its_old_content_until_the_block_ends(tmp_path):
         file.write(b"new")
         file.flush()
         assert path.read_bytes() == b"old"
-        assert (tmp_path / "a.bin.tmp").read_bytes() == b"new"
+        (new,) = tmp_path.glob("a.bin.*.tmp")
+        assert new.read_bytes() == b"new"
     assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_two_writers_at_once_the_last_one_to_end_wins_with_its_whole_content(tmp_path):
+    path = tmp_path / "a.bin"
+    with replacing(path) as last:
+        last.write(b"la")
+        with replacing(path) as first:
+            first.write(b"first")
+        assert path.read_bytes() == b"first"
+        last.write(b"st")
+    assert path.read_bytes() == b"last"
     assert list(tmp_path.iterdir()) == [path]
 
 
