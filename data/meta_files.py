@@ -32,7 +32,7 @@ Fields = dict[str, Callable[[Any], bool]]  # what may be in a record: key to whe
 
 
 def from_json(path: Path) -> dict[str, Any]:
-    """Everything that a meta.json records, checked, but for its checksum.
+    """Everything that a meta.json records, checked, its own checksum included.
 
     Raises ValueError, whose message says in a few words what is wrong, and OSError.
     """
@@ -53,7 +53,7 @@ def from_json(path: Path) -> dict[str, Any]:
         if not is_name_of_tokens(name):
             raise ValueError(f"{reprlib.repr(name)} is not the name of a token file: train*.bin or val*.bin")
         check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
-    return meta
+    return meta if recorded is None else meta | {CHECKSUM: recorded}
 
 
 def with_checksum(meta: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from data.meta_files import CHECKSUM
 from data.splits import Split
-from data.token_files import Shard, listed_files
+from data.token_files import Shard, read_record
 from deskgpt import remembered
 
 REMEMBERED = ".checked.json"
@@ -35,7 +36,8 @@ class Verification:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-        listed = listed_files(folder)
+        meta = read_record(folder)
+        listed = meta.get("files", {})
         shards = [shard for split in splits for shard in split.shards]
         self._checksums = {name: entry["sha256"] for name, entry in listed.items()}
         known = remembered.read_file(self._memory)
@@ -58,6 +60,8 @@ class Verification:
             self._thread = threading.Thread(target=self._verify, args=[to_do], name="checksums", daemon=True)
             self._thread.start()
             self.state = "checksums are verified while it trains"
+        if listed and CHECKSUM not in meta:
+            self.state += "; meta.json is of an older version and has none of its own"
         unlisted = [shard.path.name for shard in shards if listed and shard.path.name not in listed]
         if unlisted:
             more = f" and {len(unlisted) - 1} more" if unlisted[1:] else ""

@@ -83,6 +83,14 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
             verification.close()
 
 
+def test_meta_json_without_a_checksum_of_its_own_is_said(tmp_path):
+    dataset(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    del meta["sha256"]
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert verified(tmp_path) == "checksums verified; meta.json is of an older version and has none of its own"
+
+
 def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
     dataset(tmp_path)
     assert verified(tmp_path) == "checksums verified"
