@@ -118,6 +118,7 @@ class Slow(BaseException):
 def outcome(target: Target, case: Any) -> str:
     """READ, REFUSED, SILENT, or what is wrong."""
     errors = io.StringIO()
+    forget_peak()  # which may be from before this process gave memory back
     before = peak_bytes()
     try:
         with limited_time(), redirect_stderr(errors), redirect_stdout(io.StringIO()), one_line_errors():
@@ -130,7 +131,6 @@ def outcome(target: Target, case: Any) -> str:
         found = f"{type(e).__name__} {place(e)}"
     taken = peak_bytes() - before
     if taken > LARGE:
-        forget_peak()
         return f"takes memory, and is {found}"
     return found
 

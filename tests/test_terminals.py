@@ -178,7 +178,7 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
     settings = TINY | {"dataset": data, "out_dir": out_dir}
     lines = [
         ["train.py", *flags(**settings)],
-        ["train.py", "--init_from=resume", f"--out_dir={out_dir}", "--max_iters=8"],
+        ["train.py", "--init_from=resume", f"--out_dir={out_dir}", "--max_iters=8", "--lr_decay_iters=6"],
         ["sample.py", f"--out_dir={out_dir}", "--num_samples=1", "--max_new_tokens=2", "--device=cpu"],
     ]
     code = "import runpy, sys\nwords = sys.argv[1:]\nwhile words:\n    end = words.index('|')\n"
