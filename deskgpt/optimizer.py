@@ -52,19 +52,24 @@ def make_optimizer(
 
 
 def step_if_finite(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
-    """An optimizer step, unless the norm of the gradients is not finite: then weights and state stay as they are.
-
-    The fused kernels of CPU and CUDA decide that on the device, told as GradScaler tells them. So nothing waits.
-    """
+    """An optimizer step, unless the norm of the gradients is not finite: then weights and state stay as they are."""
     if scaler.is_enabled():  # it has looked at the gradients itself
         scaler.step(optimizer)
         scaler.update()
-    elif grad_norm.device.type in ("cpu", "cuda"):
-        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
+    elif grad_norm.device.type == "cuda":
+        step_unless(optimizer, ~grad_norm.isfinite())
+    elif grad_norm.isfinite():  # on a CPU, asking waits for nothing
         optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif grad_norm.isfinite():  # MPS
-        optimizer.step()
+
+
+def step_unless(optimizer: torch.optim.AdamW, skipped: Tensor) -> None:
+    """A step of a fused optimizer, unless `skipped` () is true on the device, for which nothing here waits.
+
+    The kernels are told as GradScaler tells them.
+    """
+    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class Muon(torch.optim.AdamW):
