@@ -16,6 +16,7 @@ Prints a line for each target, then each defect with the smallest case that hypo
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import faulthandler
 import io
@@ -338,6 +339,7 @@ def run_apart(work: Callable[[], None]) -> int:
     status = 1
     faulthandler.disable()  # pytest's would print a page for each crash
     try:
+        give_back_freed_memory()
         limit_memory()
         work()
         status = 0
@@ -345,6 +347,12 @@ def run_apart(work: Callable[[], None]) -> int:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def give_back_freed_memory() -> None:
+    """Otherwise a case could take what hardware.keep_freed_memory has kept here, and nothing would show."""
+    with suppress(OSError, AttributeError):  # glibc has this function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit_memory() -> None:
