@@ -56,11 +56,11 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def locked(folder: Path) -> BaseFileLock:
+def locked(folder: Path, tries: int = 20) -> BaseFileLock:
     """The folder's lock or lease, taken. Raises Timeout, which is an OSError, where another run has it; OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock: BaseFileLock = FileLock(folder / LOCK)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock: BaseFileLock = FileLock(folder / LOCK)
         with warnings.catch_warnings(action="ignore"):
             lock.acquire(timeout=0)
         if not isinstance(lock, SoftFileLock):
@@ -68,6 +68,10 @@ def locked(folder: Path) -> BaseFileLock:
         lock.release()  # without the system's locks, filelock has made a file that would outlive a crash
     except NotImplementedError:  # as older versions of it say
         pass
+    except (FileExistsError, FileNotFoundError):  # another run makes or removes the folder just now
+        if tries == 1:
+            raise
+        return locked(folder, tries - 1)
     except OSError as e:
         if e.errno not in NO_LOCKS:
             raise

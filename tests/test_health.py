@@ -286,7 +286,7 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(later,
     main(tiny(chars, tmp_path / "whole", on_spike="rewind", **SPIKED))
     [back] = events(tmp_path / "whole", "rewind")
     assert (back["iter"], back["spike"], back["skipped_batches"]) == (40, 45, 6)
-    after_spike, _ = Split(chars, "train", 16, 65, 1337).train_batch(46, np.arange(4), 4)
+    after_spike, _ = Split(chars, "train", 16, 1 << 16, 1337).train_batch(46, np.arange(4), 4)
     assert np.array_equal(plant.batches[-20], after_spike)  # what step 40 trained on
     saved = checkpoint.load(tmp_path / "whole")
     assert saved.iter_num == 60
