@@ -101,7 +101,7 @@ BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6}
 
 def with_unit(n: float, units: dict[str, float]) -> str:
     """n in the first of these units that it reaches, else in the last: 124.4 million."""
-    for name, unit in units.items():  # the last one stays where none is reached
+    for name, unit in units.items():  # noqa: B007 (the last one stays where none is reached)
         if n >= unit:
             break
     return f"{n / unit:,.1f} {name}"
