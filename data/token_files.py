@@ -224,8 +224,10 @@ def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
 def listed_sha256(folder: Path, split: str) -> str | None:
     """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
     files = listed_files(folder)
-    listed = [str(files.get(path.name, {}).get("sha256")) for path in token_files(folder, split)]
-    return None if "None" in listed else sha256("\n".join(listed).encode())[:16]
+    names = [path.name for path in token_files(folder, split)]
+    if any(name not in files for name in names):
+        return None
+    return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
 
 
 # ---- a whole data set ----------------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def rate_change(before: TrainConfig, now: TrainConfig, learning_rate: LearningRa
     worst = max(done, key=difference, default=None)
     if worst is None or difference(worst) <= 1e-9:
         return []
-    old, new = (f"{learning_rate(c, worst):.6g}" for c in (before, now))
+    old = f"{learning_rate(before, worst):.6g}"
+    new = f"{learning_rate(now, worst):.6g}"
     return [Change(f"learning rate at step {worst:,}", old, new)]
 
 
