@@ -24,6 +24,7 @@ from data.text.prepare import read_text
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt import checkpoint, compiling, estimate, hardware, kernels, peak_flops
+from deskgpt.checkpoint import Checkpoint
 from deskgpt.checks import TOLERANCE
 from deskgpt.errors import is_out_of_memory, one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
@@ -73,8 +74,9 @@ def main(c: SampleConfig) -> list[str]:
         reason = hardware.unseen_gpu()
         if reason:
             print(f"{reason}; sampling on the CPU", file=sys.stderr)
-    model, tokenizer = load(c, device)
-    model.eval().to(device)
+    trained = load(c.init_from, c.out_dir, device)
+    tokenizer = trained.tokenizer
+    model = trained.model.eval().to(device)
     dtype = dtype_of(c, device)
     amp = hardware.autocast(device, dtype)
 
@@ -119,18 +121,31 @@ def main(c: SampleConfig) -> list[str]:
 # ---- set-up --------------------------------------------------------------------------------------------------
 
 
-def load(c: SampleConfig, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """The model and the tokenizer that it was trained with. Raises ValueError."""
-    of_checkpoint = c.init_from == "resume" or checkpoint.is_one(c.init_from)
-    if of_checkpoint:
-        source = c.out_dir if c.init_from == "resume" else c.init_from
+@dataclass
+class Trained:
+    """A trained model and the tokenizer that it was trained with."""
+
+    model: GPT  # on the CPU
+    tokenizer: Tokenizer
+    source: str  # what the user called it
+    checkpoint: Checkpoint | None  # None for GPT-2's weights and other folders in Hugging Face's format
+
+
+def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
+    """What init_from and out_dir of SampleConfig name. Raises ValueError, also where it does not fit into the device.
+
+    export.py and bench/evaluate.py load their models with it too.
+    """
+    saved = None
+    if init_from == "resume" or checkpoint.is_one(init_from):
+        source = out_dir if init_from == "resume" else init_from
         saved = checkpoint.load(source, functools.partial(print, file=sys.stderr))
         config = GPTConfig.from_args(saved.model_args, source)
         weights = saved.model
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
-        source = c.init_from
-        model_args, weights = load_gpt2(c.init_from)
+        source = init_from
+        model_args, weights = load_gpt2(init_from)
         config = GPTConfig.from_args(model_args, source)
         meta = {"name": "gpt2"}
     estimate.refuse_beyond_memory(config, 1, device)
@@ -138,13 +153,13 @@ def load(c: SampleConfig, device: torch.device) -> tuple[GPT, Tokenizer]:
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError(f"{source}: the weights hold NaN or infinity, which give no text; take another checkpoint")
     tokenizer = from_meta(meta)
-    if of_checkpoint and tokenizer.vocab_size > config.vocab_size:
+    if saved is not None and tokenizer.vocab_size > config.vocab_size:
         dataset = saved.config.get("dataset")
         raise ValueError(
             f"the checkpoint has {config.vocab_size} tokens, its tokenizer ({meta.get('name')}) "
             f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of dataset {dataset!r} missing in {DATA}?"
         )
-    return model, tokenizer
+    return Trained(model, tokenizer, source, saved)
 
 
 def tokenizer_of_dataset(dataset: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.uint16]
+Lengths = npt.NDArray[np.int64]
 
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # as tiktoken names and checks them
 GPT2_SHA256 = {
@@ -43,6 +44,9 @@ class Tokenizer(Protocol):
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """UTF-8 of token ids; several tokens can make up one character."""
+
+    def token_bytes(self) -> Lengths:
+        """Bytes of text that each token stands for (vocab_size,); 0 for end_of_text, which is not text."""
 
     def meta(self) -> dict[str, Any]:
         """The description from which `from_meta` makes the same tokenizer."""
@@ -89,6 +93,9 @@ class CharTokenizer:
         # surrogatepass: text that was read with errors="surrogateescape" can hold lone surrogates
         return "".join(self.chars[i] for i in ids).encode("utf-8", "surrogatepass")
 
+    def token_bytes(self) -> Lengths:
+        return np.array([len(char.encode("utf-8", "surrogatepass")) for char in self.chars], np.int64)
+
     def meta(self) -> dict[str, Any]:
         return {"name": "char", "chars": self.chars}
 
@@ -109,6 +116,11 @@ class BytesTokenizer:
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return bytes(ids)
+
+    def token_bytes(self) -> Lengths:
+        lengths = np.ones(self.vocab_size, np.int64)
+        lengths[self.end_of_text] = 0
+        return lengths
 
     def meta(self) -> dict[str, Any]:
         return {"name": "bytes"}
@@ -170,6 +182,12 @@ class TiktokenTokenizer:
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return self._encoding.decode_bytes(ids)
+
+    def token_bytes(self) -> Lengths:
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token in self._encoding.token_byte_values():  # the special tokens are not among them
+            lengths[self._encoding.encode_single_token(token)] = len(token)
+        return lengths
 
     def meta(self) -> dict[str, Any]:
         return {"name": self.name}
