@@ -40,8 +40,9 @@ from torch import Tensor
 from configurator import build, read_settings
 from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
+from data.text_facts import TextFacts, text_facts
 from data.token_files import check_vocabulary, listed_sha256, read_meta, token_files
-from data.tokenizer import padded_vocab_size
+from data.tokenizer import from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
 from deskgpt.checkpoint import Checkpoint
@@ -764,6 +765,7 @@ class Report:
         self.timer = timer
         self.log = log
         self.warm_up_s = 0.0
+        self.val_text: TextFacts | None = None  # on the first rank, where it is known
         self.global_batch = plan.global_batch
         self.tokens_per_step = plan.global_batch * c.block_size
         self.flops_per_token = runner.model.estimate_flops()
@@ -799,6 +801,11 @@ class Report:
         say(f"device: {self.ranks.world} x {name}, {form}{by}")
         say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
         say(f"tokens per iteration will be: {self.tokens_per_step:,}")
+        if self.ranks.is_first:
+            try:
+                self.val_text = text_facts(val, facts[checkpoint.EVAL_WINDOWS], from_meta_offline(meta["tokenizer"]))
+            except (ValueError, OSError) as e:
+                say(f"bits per byte are not known: {e}")
         self.log.write(
             "start",
             settings=asdict(c),
@@ -811,6 +818,7 @@ class Report:
             train_tokens=train.tokens,
             val_tokens=val.tokens,
             val_sha256=facts[checkpoint.VAL_DATA]["fingerprint"],
+            **(self.val_text.as_facts() if self.val_text else {}),
             device=name,
             cpu=hardware.cpu_facts() if device.type == "cpu" else None,
             world_size=self.ranks.world,
@@ -828,20 +836,23 @@ class Report:
 
     def evaluation(self, step: int, lr: float, train: Evaluation, val: Evaluation) -> None:
         eval_s = self.timer.last_eval_s
+        val_bpb = self.val_text.bits_per_byte(val.loss) if self.val_text else None
         self.log.write(
             "eval",
             iter=step,
             train_loss=train.loss,
             val_loss=val.loss,
             val_se=val.standard_error,
+            val_bpb=val_bpb,
             lr=lr,
             tokens=step * self.tokens_per_step,
             train_s=self.timer.trained_s(),
             eval_s=eval_s,
         )
         error = "" if val.standard_error is None else f", standard error {val.standard_error:.4f}"
+        bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
         self.ranks.say(
-            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}"
+            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}{bits}"
         )
 
     def saved(self, saved: Saved) -> None:

@@ -8,7 +8,8 @@ A run is an out_dir with its log.jsonl, or a text file with what nanoGPT or trai
 the order given; runs that differ only in their seed are repeats of one arm. --set adds what a log does not say: any
 setting of train.py, or one of the facts parameters, tokens_per_step, tokenizer, val_tokens, bytes_per_token, world_size
 and peak_flops (which the log's MFU refers to). Time includes training and, where the log has it, compiling, but not
-evaluation. A figure after ± is half the width of a 95% interval.
+evaluation. A figure after ± is half the width of a 95% interval. Runs with different tokenizers are ranked in bits per
+byte where their validation text is the same.
 
 Prints three tables and a verdict. --html FILE, --png FILE and --json FILE write them as a page, a picture and data.
 """
@@ -25,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from bench.analysis.arms import Arm, Row, arms_of, change_rows, letters, unknown
-from bench.analysis.learning import learning_rows, not_comparable
+from bench.analysis.learning import Ranking, learning_rows, ranking
 from bench.analysis.logs import read_run
 from bench.analysis.page import Table, page, picture
 from bench.analysis.runs import Run, complete, give
@@ -34,26 +35,28 @@ from bench.analysis.verdict import verdict
 from bench.output import markdown_table
 from deskgpt.errors import one_line_errors
 
+LOSS_HELP = "val losses to be reached, in nats per token; in bits per byte where these are ranked"
+
 
 def compare(runs: list[Run], levels: list[float]) -> tuple[list[Table], list[str], dict[str, Any]]:
     """(tables, verdict, the same figures for programs) of runs that are complete; levels: losses to be reached."""
     arms = arms_of(runs)
-    reasons = not_comparable(runs)
+    ranked = ranking(runs)
     changes = change_rows(arms)
     speeds = speed_rows(arms)
-    losses = learning_rows(arms, levels, reasons)
-    lines = verdict(arms, speeds, losses, reasons)
+    losses = learning_rows(arms, levels, ranked)
+    lines = verdict(arms, speeds, losses, ranked)
 
-    not_ranked = f"Not ranked: {'; '.join(reasons)}." if reasons else ""
     tables = [
         arms_table("What changed", arms, changes, "", known_note(arms, runs)),
         arms_table("Speed", arms, speeds, "leads", peaks_note(arms)),
-        arms_table("Learning", arms, losses, "leads", not_ranked),
+        arms_table("Learning", arms, losses, "leads", unit_note(ranked)),
     ]
     data = {
         "arms": [{"label": a.label, "runs": [r.name for r in a.runs], "settings": a.runs[0].settings} for a in arms],
         "rows": {"What changed": as_data(changes), "Speed": as_data(speeds), "Learning": as_data(losses)},
-        "not_ranked": reasons,
+        "not_ranked": ranked.reasons,
+        "ranked_in": ranked.unit,
         "verdict": lines,
     }
     return [table for table in tables if table.rows], lines, data
@@ -83,6 +86,18 @@ def peaks_note(arms: list[Arm]) -> str:
     return f"Own peaks: {'; '.join(sources)}." if sources else ""
 
 
+def unit_note(ranked: Ranking) -> str:
+    """In which unit the losses are ranked, if not in nats, and why they are not."""
+    if ranked.reasons:
+        return f"Not ranked: {'; '.join(ranked.reasons)}."
+    if not ranked.in_bits:
+        return ""
+    return (
+        "Ranked in bits per byte of the same text: losses in nats do not compare between tokenizers. The text trained "
+        "on is the tokens times the bytes of an evaluated token."
+    )
+
+
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
     return [{"label": row.label, "values": row.values, "lead": row.lead.text} for row in rows]
 
@@ -103,7 +118,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or a printed log")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="[A.]NAME=VALUE")
     parser.add_argument("--device", action="append", default=[], metavar="[A=]NAME", help='such as "A=RTX 4070"')
-    parser.add_argument("--loss", nargs="+", type=float, default=[], help="val losses to be reached, in nats per token")
+    parser.add_argument("--loss", nargs="+", type=float, default=[], help=LOSS_HELP)
     parser.add_argument("--html", metavar="FILE")
     parser.add_argument("--png", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")

@@ -89,10 +89,11 @@ def learning_table(run: Run) -> Table:
         rows += [
             [f"{name} val loss", f"{e['val_loss']:.4f}{se}, step {e['iter']:,}"],
             [f"perplexity of the {name}", f"{perplexity(e['val_loss']):,.2f}"],
+            [f"bits per byte of the {name}", shown(e.get("val_bpb"), ".4f")],
             [f"val loss - train loss, {name}", shown(gap_to_train(e), "+.4f")],
         ]
     rows.append(["val loss turned up", turned(run)])
-    return Table("Learning", [], rows, "Losses in nats per token.")
+    return Table("Learning", [], rows, "Losses in nats per token; bits per byte of text compare between tokenizers.")
 
 
 def turned(run: Run) -> str:

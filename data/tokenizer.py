@@ -7,14 +7,20 @@ checkpoints, so that a checkpoint can be sampled from on a machine without its d
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
+import os
 import re
+import tempfile
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from deskgpt.files import sha256
 
 Ids = npt.NDArray[np.uint16]
 Lengths = npt.NDArray[np.int64]
@@ -23,6 +29,15 @@ GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/" 
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+ENCODINGS = "https://openaipublic.blob.core.windows.net/encodings/"
+P50K = {ENCODINGS + "p50k_base.tiktoken": "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"}
+# The files, with their SHA-256, of tiktoken's encodings whose ids fit into uint16.
+TIKTOKEN_FILES = {
+    "gpt2": {GPT2_FILES + name: checksum for name, checksum in GPT2_SHA256.items()},
+    "r50k_base": {ENCODINGS + "r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"},
+    "p50k_base": P50K,
+    "p50k_edit": P50K,
 }
 CHECK_EVERY = 16  # batches: in one of them, one text is encoded by tiktoken too
 CHECKED_CHARS = 20_000  # of that text
@@ -239,6 +254,38 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
     raise ValueError(
         f"{meta!r} describes no tokenizer; expected a name of char (with chars), bytes or a tiktoken encoding"
     )
+
+
+def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
+    """As from_meta, but nothing is downloaded. Raises ValueError, which says what is missing."""
+    name = meta.get("name")
+    if name is None:
+        raise ValueError("the data does not say which tokenizer made it")
+    is_tiktokens = meta.keys() == {"name"} and name != "bytes"
+    if is_tiktokens and not is_cached(name):
+        raise ValueError(f"the files of tokenizer {name!r} are not cached (TIKTOKEN_CACHE_DIR), and no run downloads")
+    try:
+        return from_meta(meta)
+    except ImportError as e:
+        raise ValueError(f"the package {e.name} is not installed") from None
+
+
+def is_cached(name: str) -> bool:
+    """Whether tiktoken's cache holds the files of an encoding, unharmed. Damaged ones tiktoken would download again."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+    if folder is None:
+        folder = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    files = TIKTOKEN_FILES.get(name, {})
+    if not folder or not files:  # an empty folder's name means no cache
+        return False
+    for url, checksum in files.items():
+        try:
+            content = (Path(folder) / hashlib.sha1(url.encode()).hexdigest()).read_bytes()
+        except OSError:
+            return False
+        if sha256(content) != checksum:
+            return False
+    return True
 
 
 def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:

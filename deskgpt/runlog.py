@@ -25,7 +25,7 @@ from deskgpt.files import is_at
 
 # Metrics that Weights & Biases gets, under nanoGPT's names where it has them.
 WANDB_NAMES = {name: name for name in ("iter", "loss", "lr", "mfu", "mfu_measured", "tokens_per_s", "grad_norm")}
-WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss"}
+WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
 
 SILENCE_S = 10.0  # not_silent says something this often
 DAY_S = 24 * 60 * 60
@@ -63,7 +63,7 @@ class RunLog:
             except OSError as e:
                 self._failed(e)
         if self.wandb_run and event in ("iter", "eval"):
-            metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES}
+            metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES and v is not None}
             for name in {"mfu", "mfu_measured"} & metrics.keys():
                 metrics[name] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))

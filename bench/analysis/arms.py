@@ -15,8 +15,9 @@ from train import TrainConfig
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "log_interval", "auto_batch"}
 SILENT |= {"dry_run", "plan_for", "always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name"}
 SILENT |= {"seed", "dataset", "init_from"}
-FACTS = ("device", "world_size", "dtype", "compiled", "compiler", "versions", "git_commit")
-DATA_FACTS = ("train_tokens", "val_sha256")
+TOKENIZER = ("tokenizer", "vocab_size")
+FACTS = ("device", "world_size", "dtype", "compiled", "compiler", "versions", "git_commit", *TOKENIZER)
+DATA_FACTS = ("train_tokens", "val_sha256")  # which on the same text follow from the tokenizer
 # A cause can be named only where all of these are known.
 NEEDED = {*TrainConfig.__dataclass_fields__} - SILENT - {"backend", "device", "compile", "min_lr", "lr_decay_iters"}
 NEEDED |= {"device", "compiled"}
@@ -147,7 +148,7 @@ def factors(arms: list[Arm]) -> list[list[str]]:
     """The changes between arms, each as the names of its settings.
 
     Two settings are one change where something else stays the same: batch size and accumulation with their product,
-    width and heads with the size of a head.
+    width and heads with the size of a head, what depends on the tokenizer with the text.
     """
     names = [name for name in differing([arm.values for arm in arms]) if all(name in arm.values for arm in arms)]
     changes = []
@@ -157,8 +158,22 @@ def factors(arms: list[Arm]) -> list[list[str]]:
     width = ["n_embd", "n_head"]
     if set(width) <= set(names) and len({a.values[width[0]] / a.values[width[1]] for a in arms}) == 1:
         changes.append(width)
+    tokenizer = [name for name in TOKENIZER if name in names]
+    if tokenizer and same_text([run for arm in arms for run in arm.runs]):
+        changes.append(tokenizer)
+        names = [name for name in names if name not in DATA_FACTS]
     paired = {name for change in changes for name in change}
     return changes + [[name] for name in names if name not in paired]
+
+
+def same_text(runs: list[Run]) -> bool:
+    """Whether the validation data is known to be the same text, in whatever tokens.
+
+    That is: it begins alike, and the lengths are within 1%, as shards of whole tokens cannot be equally long.
+    """
+    begins = {run.start.get("val_text") for run in runs}
+    lengths = [run.start.get("val_text_bytes") or 0 for run in runs]  # 0: not known
+    return None not in begins and len(begins) == 1 and 0 < max(lengths) <= 1.01 * min(lengths)
 
 
 def how(change: list[str], arms: list[Arm]) -> str:

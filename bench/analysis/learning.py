@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, letters, over_runs
+from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, letters, over_runs, same_text
 from bench.analysis.noise import difference, t975
 from bench.analysis.runs import Run
 from deskgpt.runlog import clock
 
 Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None where that is not known
 
+NEARLY = 1.05  # the most by which evaluated texts may differ in length where no standard error says what that does
 OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has about twice the tokens of the other
 
 
@@ -28,6 +30,12 @@ def steps_at(run: Run, e: dict[str, Any]) -> float | None:
 
 def tokens_at(run: Run, e: dict[str, Any]) -> float | None:
     return e["tokens"]
+
+
+def text_at(run: Run, e: dict[str, Any]) -> float | None:
+    """Bytes of text trained on, if its tokens are as long as those evaluated."""
+    bytes_per_token = run.start.get("bytes_per_token")
+    return e["tokens"] * bytes_per_token if e["tokens"] and bytes_per_token else None
 
 
 def seconds_at(run: Run, e: dict[str, Any]) -> float | None:
@@ -43,12 +51,14 @@ def flops_at(run: Run, e: dict[str, Any]) -> float | None:
 AXES: dict[str, Callable[[Run, dict[str, Any]], float | None]] = {
     "steps": steps_at,
     "tokens": tokens_at,
+    "text": text_at,
     "time": seconds_at,
     "FLOPs": flops_at,
 }
 AMOUNT: dict[str, Callable[[float], str]] = {
     "steps": lambda v: f"{v:,.0f}",
     "tokens": lambda v: f"{v:.4g}" if v >= 1e6 else f"{v:,.0f}",
+    "text": lambda v: f"{v / 1e6:.4g} MB" if v >= 1e6 else f"{v:,.0f} bytes",
     "time": clock,
     "FLOPs": lambda v: f"{v:.3g}",
 }
@@ -186,8 +196,81 @@ def fewest(arms: list[Arm], axis: str, level: float) -> Lead:
     return Lead(f"{text} ({noise})", best, noise)
 
 
+# ---- which losses compare ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """In which unit losses are ranked, and why they cannot be; reasons is [] where they can."""
+
+    reasons: list[str]
+    in_bits: bool = False  # bits per byte of text, not nats per token
+
+    @property
+    def unit(self) -> str:
+        return "bits per byte" if self.in_bits else "val loss"
+
+    @property
+    def axes(self) -> list[str]:
+        """What is spent. Tokens of different tokenizers are no common measure: there it is text."""
+        return ["steps", "text" if self.in_bits else "tokens", "time", "FLOPs"]
+
+
+def ranking(runs: list[Run]) -> Ranking:
+    """How the losses of runs can be ranked: in nats on the same tokens, in bits per byte on the same text.
+
+    Different context lengths bar only the former: between tokenizers, equal numbers of tokens are not equal contexts.
+    """
+    reasons = not_comparable(runs)
+    same_tokens = len({run.start.get("val_sha256") for run in runs}) == 1
+    some_text_known = any(run.start.get("val_text") for run in runs)
+    if not reasons or same_tokens or not some_text_known:
+        return Ranking(reasons)
+    why_not = not_in_bits(runs)
+    return Ranking([*reasons, why_not]) if why_not else Ranking([], in_bits=True)
+
+
+def not_in_bits(runs: list[Run]) -> str:
+    """Why bits per byte cannot be ranked; empty where they can.
+
+    Windows are spread evenly over the text, so that another number of them is another sample of it: its standard error
+    tells how far that can be off.
+    """
+    named = dict(zip(letters(len(runs)), runs, strict=True))
+    unknown = []
+    for letter, run in named.items():
+        if not run.start.get("val_text") or any(e.get("val_bpb") is None for e in run.val):
+            unknown.append(letter)
+    if unknown:
+        return f"bits per byte of {' and '.join(unknown)} are not known"
+    if not same_text(runs):
+        facts = ((x, r.start["val_text"], r.start.get("val_text_bytes")) for x, r in named.items())
+        shown = [f"{x} {begin}, {'n/a' if size is None else f'{size:,}'} bytes" for x, begin, size in facts]
+        return f"nor is the text known to be the same ({'; '.join(shown)})"
+    evaluated = [run.start.get("val_bytes") or 0 for run in runs]
+    has_error = all(standard_error(run) is not None for run in runs)
+    if not has_error and max(evaluated) > NEARLY * min(evaluated):
+        shown = [f"{x} {size:,}" for x, size in zip(named, evaluated, strict=True)]
+        return (
+            f"different amounts of the text were evaluated, in bytes ({', '.join(shown)}), and no standard error says "
+            "what that changes: raise --eval_tokens"
+        )
+    return ""
+
+
+def in_bits(run: Run) -> Run:
+    """The run with its losses and their standard errors in bits per byte; None where these are not known."""
+    evals = []
+    for e in run.evals:
+        bits = e.get("val_bpb")
+        se = e["val_se"]
+        factor = bits / e["val_loss"] if bits and e["val_loss"] else None
+        evals.append(e | {"val_loss": bits, "val_se": se * factor if se is not None and factor else None})
+    return replace(run, evals=evals)
+
+
 def not_comparable(runs: list[Run]) -> list[str]:
-    """Why the losses cannot be ranked: known differences in the data, the tokens or the context of evaluations."""
+    """Why losses in nats per token cannot be ranked: known differences in data, tokens or context of evaluations."""
     facts: dict[str, Callable[[Run], Any]] = {
         "validation data": lambda r: r.start.get("val_sha256"),
         "numbers of validation tokens": lambda r: r.start.get("val_tokens"),
@@ -218,34 +301,36 @@ def not_comparable(runs: list[Run]) -> list[str]:
 # ---- the table -----------------------------------------------------------------------------------------------
 
 
-def learning_rows(arms: list[Arm], levels: list[float], reasons: list[str]) -> list[Row]:
+def learning_rows(arms: list[Arm], levels: list[float], ranked: Ranking) -> list[Row]:
     """Rows of losses and of what it took to reach them; empty where no run was evaluated.
 
-    levels: the losses to be reached, by default chosen from the arms' own. reasons: why losses cannot be ranked.
+    levels: the losses to be reached, in the unit that is ranked; by default chosen from the arms' own.
     """
     if not any(run.val for arm in arms for run in arm.runs):
         return []
-    rows = loss_rows(arms, reasons)
+    in_unit = [replace(arm, runs=[in_bits(run) for run in arm.runs]) for arm in arms] if ranked.in_bits else arms
+    rows = loss_rows(arms, in_unit, ranked)
     if len(arms) > 1:
-        for axis in AXES:
-            rows += equal_spending_rows(arms, axis, reasons)
-    lowest = next(row for row in rows if row.label == "lowest val loss")
+        for axis in ranked.axes:
+            rows += equal_spending_rows(in_unit, axis, ranked)
+    lowest = over_runs("", in_unit, lowest_loss, four_places)
     chosen = levels or sensible_levels([loss for loss in lowest.values if loss is not None])
-    reaching = [reaching_row(arms, axis, level, reasons) for level in chosen for axis in ("tokens", "time")]
+    reaching = [reaching_row(in_unit, axis, level, ranked) for level in chosen for axis in ranked.axes[1:3]]
     rows = [row for row in rows if any(value is not None for value in row.values)]
     # Losses that were asked for show as n/a where no arm reached them.
     return rows + [row for row in reaching if levels or any(value is not None for value in row.values)]
 
 
-def loss_rows(arms: list[Arm], reasons: list[str]) -> list[Row]:
-    """The last and the lowest evaluation, in several units."""
+def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]:
+    """The last and the lowest evaluation, in several units. in_unit: the arms with losses in the unit to rank."""
 
     def mean(label: str, figure: Callable[[Run], Any], text: Callable[[Any], str]) -> Row:
         return over_runs(label, arms, lambda run: figure(run) if run.val else None, text)
 
-    lowest = mean("lowest val loss", lambda r: r.best["val_loss"], four_places)
-    points: list[list[Point]] = [[(r.best["val_loss"], error(r)) for r in arm.runs if r.val] for arm in arms]
-    rank(lowest, arms, points, reasons)
+    lowest = mean("lowest val loss", lowest_loss, four_places)
+    bits = mean("bits per byte there", lambda r: r.best.get("val_bpb"), four_places)
+    points: list[list[Point]] = [[(r.best["val_loss"], error(r)) for r in arm.runs if r.val] for arm in in_unit]
+    rank(bits if ranked.in_bits else lowest, in_unit, points, ranked.reasons)
     turned = [overfit(arm.runs[0]) if arm.runs[0].val else None for arm in arms]
     return [
         mean("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
@@ -254,13 +339,13 @@ def loss_rows(arms: list[Arm], reasons: list[str]) -> list[Row]:
         lowest,
         mean("at step", lambda r: r.best["iter"], AMOUNT["steps"]),
         mean("perplexity there", lambda r: perplexity(r.best["val_loss"]), lambda v: f"{v:.2f}"),
-        mean("bits per byte there", lambda r: bits_per_byte(r.best["val_loss"], r), four_places),
+        bits,
         mean("val - train loss at the end", lambda r: gap_to_train(r.val[-1]), four_places),
         Row("val turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"),
     ]
 
 
-def equal_spending_rows(arms: list[Arm], axis: str, reasons: list[str]) -> list[Row]:
+def equal_spending_rows(arms: list[Arm], axis: str, ranked: Ranking) -> list[Row]:
     """The val losses after equal spending: that of the run that spent the least. No row where no amount is known."""
     curves = [curve(run, axis) for arm in arms for run in arm.runs]
     ends = [max(x for x, _ in of_run) for of_run in curves if of_run]
@@ -272,18 +357,19 @@ def equal_spending_rows(arms: list[Arm], axis: str, reasons: list[str]) -> list[
         point = at(run, axis, amount)
         return point[0] if point else None
 
-    row = over_runs(f"val loss at equal {axis} ({AMOUNT[axis](amount)})", arms, loss_at, four_places)
+    row = over_runs(f"{ranked.unit} at equal {axis} ({AMOUNT[axis](amount)})", arms, loss_at, four_places)
     found = [[at(run, axis, amount) for run in arm.runs] for arm in arms]
     points = [[point for point in of_arm if point] for of_arm in found]
-    rank(row, arms, points, reasons)
+    rank(row, arms, points, ranked.reasons)
     return [row]
 
 
-def reaching_row(arms: list[Arm], axis: str, level: float, reasons: list[str]) -> Row:
+def reaching_row(arms: list[Arm], axis: str, level: float, ranked: Ranking) -> Row:
     """What it took to reach a loss."""
-    row = over_runs(f"{axis} to val loss {level:g}", arms, lambda run: spent_until(run, axis, level), AMOUNT[axis])
+    goal = f"{level:g} bits per byte" if ranked.in_bits else f"val loss {level:g}"
+    row = over_runs(f"{axis} to {goal}", arms, lambda run: spent_until(run, axis, level), AMOUNT[axis])
     if len(arms) > 1 and None not in row.values:
-        row.lead = NOT_RANKED if reasons else fewest(arms, axis, level)
+        row.lead = NOT_RANKED if ranked.reasons else fewest(arms, axis, level)
     return row
 
 
@@ -308,6 +394,10 @@ def four_places(loss: float) -> str:
     return f"{loss:.4f}"
 
 
+def lowest_loss(run: Run) -> float | None:
+    return run.best["val_loss"] if run.val else None
+
+
 def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))  # exp(710) overflows
 
@@ -316,14 +406,6 @@ def gap_to_train(evaluation: dict[str, Any]) -> float | None:
     """The val loss less the train loss; None where the log has no train loss."""
     train_loss = evaluation.get("train_loss")
     return None if train_loss is None else evaluation["val_loss"] - train_loss
-
-
-def bits_per_byte(loss: float, run: Run) -> float | None:
-    """Nats per token as bits per byte of text; None where the bytes of a token are not known."""
-    bytes_per_token = run.start.get("bytes_per_token")
-    if run.start.get("tokenizer") == "bytes":
-        bytes_per_token = bytes_per_token or 1.0
-    return loss / math.log(2) / bytes_per_token if bytes_per_token else None
 
 
 def overfit(run: Run) -> tuple[int, float] | None:

@@ -32,6 +32,7 @@ COUNT = r"(\d[\d,]{0,19})"
 STEP = re.compile(
     rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)"
     rf"(?:, eval time {NUMBER}s)?(?:, standard error {NUMBER})?"
+    rf"(?:, bits per byte {NUMBER})?"
 )
 ITER = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
 DAMAGED = re.compile(r"\b(step|iter) \d+: (train )?loss")
@@ -69,12 +70,13 @@ Kinds = dict[str, Callable[[Any], Any]]
 ITER_FIELDS: Kinds = {"iter": figure, "loss": signed}
 ITER_FIELDS |= dict.fromkeys(("time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s"), figure)
 EVAL_FIELDS: Kinds = {"iter": figure, "train_loss": signed, "val_loss": signed}
-EVAL_FIELDS |= dict.fromkeys(("val_se", "tokens", "train_s", "eval_s"), figure)
+EVAL_FIELDS |= dict.fromkeys(("val_se", "val_bpb", "tokens", "train_s", "eval_s"), figure)
 START_FACTS: Kinds = {"compiled": as_flag, "versions": as_versions, "bytes_per_token": figure, "warm_up_s": figure}
 START_FACTS |= dict.fromkeys(("parameters", "flops_per_token", "peak_flops", "measured_flops"), figure)
 START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), as_count)
+START_FACTS |= dict.fromkeys(("val_bytes", "val_text_bytes", "vocab_size"), as_count)
 START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), as_text)
-START_FACTS |= {"peak_source": as_text, "vocab_size": as_count}
+START_FACTS |= dict.fromkeys(("peak_source", "val_text"), as_text)
 END_FACTS: Kinds = dict.fromkeys(("train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), figure)
 
 
@@ -302,6 +304,7 @@ def printed_eval(found: re.Match[str]) -> dict[str, Any]:
     out["val_loss"] = number(found[3], signed)
     out["eval_s"] = number(found[4])
     out["val_se"] = number(found[5])
+    out["val_bpb"] = number(found[6])
     return out
 
 

@@ -43,7 +43,8 @@ class Run:
     """A training run; None stands for what its log does not say.
 
     Each of `iters` holds iter, loss, time_ms, mfu (a share, of the step alone), tokens_per_s, lr, grad_norm, tokens and
-    train_s. Each of `evals` holds iter, train_loss, val_loss, val_se (standard error), tokens, train_s and eval_s.
+    train_s. Each of `evals` holds iter, train_loss, val_loss, val_se (standard error), val_bpb (bits per byte of text),
+    tokens, train_s and eval_s.
     tokens and train_s count from the beginning of the run; train_s are seconds of training without evaluation.
     """
 
@@ -124,6 +125,8 @@ def give(run: Run, name: str, text: str) -> None:
     """Sets a setting of train.py or one of FACTS that the log does not say. Raises ValueError for any other name."""
     if name in FACTS:
         run.start[name] = fact(name, text)
+        if name == "bytes_per_token":
+            run.evals = [e | {"val_bpb": None} for e in run.evals]  # they follow from it
     elif name in TrainConfig.__dataclass_fields__:
         run.settings[name] = checked_setting(name, read_settings(TrainConfig, [f"--{name}={text}"])[name])
         if name in SIZES:
@@ -148,13 +151,14 @@ def fact(name: str, text: str) -> Any:
 
 
 def complete(run: Run) -> None:
-    """Fills in what follows from the rest: tokens, seconds of training, FLOPs."""
+    """Fills in what follows from the rest: tokens, seconds of training, FLOPs, bits per byte."""
     complete_tokens_per_step(run)
     lost = [e["iter"] for e in run.iters + run.evals if e.get("loss", e.get("val_loss")) is None]
     if lost:
         run.notes.append(f"its loss is not a number at step {lost[0]:,}")
     complete_flops(run)
     complete_events(run)
+    complete_bits(run)
 
 
 def complete_tokens_per_step(run: Run) -> None:
@@ -200,6 +204,16 @@ def complete_events(run: Run) -> None:
     for e in run.evals:
         fill(e, "tokens", e["iter"] * per_step if per_step else None)
         fill(e, "train_s", seconds(e["iter"]))
+
+
+def complete_bits(run: Run) -> None:
+    """Fills in bits per byte where the log has none but the bytes of a token are known."""
+    bytes_per_token = run.start.get("bytes_per_token")
+    if run.start.get("tokenizer") == "bytes":
+        bytes_per_token = bytes_per_token or 1.0
+    if bytes_per_token:
+        for e in run.val:
+            fill(e, "val_bpb", e["val_loss"] / math.log(2) / bytes_per_token)
 
 
 def fill(event: dict[str, Any], name: str, value: float | None) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from bench.analysis.arms import Arm, Row, factors, how, millions, unknown
-from bench.analysis.learning import overfit
-from bench.analysis.runs import contradicts, implied_parameters
+from bench.analysis.learning import Ranking, overfit
+from bench.analysis.runs import Run, contradicts, implied_parameters
 from train import TrainConfig
 
 MOST_LINES = 10
 # Settings that do not change how long a step takes.
 NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
 NO_SPEED |= {"warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr", "zero_init"}
+SAME_WORK = ("steps", "tokens", "text")  # spent by the same training, however fast
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,10 @@ class Effect:
     other_cause: str
 
 
-def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list[str]) -> list[str]:
+def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranking) -> list[str]:
     """At most ten lines: what changed, speed, learning, what may be called a cause, the run that would settle it.
 
-    speeds and losses are the rows of the tables; reasons say why the losses cannot be ranked, where they cannot.
+    speeds and losses are the rows of the tables.
     """
     several = len(arms) > 1
     changes = factors(arms) if several else []
@@ -45,10 +47,11 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], reasons: list
     if not several and len(arms[0].runs) > 1:
         at_end = next((row.cells()[1] for row in losses if row.label == "val loss there"), "n/a")
         lines.append(f"{arms[0].label} are repeats that differ only in their seed: val loss {at_end} at the end.")
-    if reasons:
-        lines.append(not_ranked_line(arms, reasons))
+    if ranked.reasons:
+        lines.append(not_ranked_line(arms, ranked.reasons))
     elif several and equal_spending:
         lines += learning_lines(equal_spending)
+        lines += bits_lines(arms) if ranked.in_bits else []
         lines += doubt_lines(arms)
     lines += overfit_lines(arms)
 
@@ -155,10 +158,39 @@ def learning_lines(rows: list[Row]) -> list[str]:
             by_outcome.setdefault(row.lead.text, []).append(row)
     out = []
     for outcome, same in by_outcome.items():
-        where = ", ".join(row.label.removeprefix("val loss at equal ") for row in same)
+        unit = same[0].label.partition(" at equal ")[0]
+        where = ", ".join(row.label.partition(" at equal ")[2] for row in same)
         losses = " and ".join("n/a" if v is None else f"{v:.4f}" for v in same[0].values)
-        out.append(f"Val loss at equal {where}: {outcome}; {losses}.")
+        out.append(f"{unit.capitalize()} at equal {where}: {outcome}; {losses}.")
     return out
+
+
+def bits_lines(arms: list[Arm]) -> list[str]:
+    """Why bits per byte are compared, and what differs where equal numbers of tokens are not equal text."""
+    line = "The validation text is the same, its tokens are not: so the losses are compared in bits per byte."
+    evaluated = unequal(arms, lambda run: run.start.get("val_bytes"))
+    if evaluated:
+        line += f" Evaluated were, in bytes spread over that text, {evaluated}."
+    contexts = unequal(arms, context_bytes)
+    if contexts:
+        line += f" A longer context lowers them by itself: in bytes of text it is {contexts}."
+    return [line]
+
+
+def unequal(arms: list[Arm], figure: Callable[[Run], float | None]) -> str:
+    """A figure of each arm, where it differs by more than a tenth; else empty."""
+    values = [figure(arm.runs[0]) for arm in arms]
+    known = [value for value in values if value]
+    if len(known) < len(arms) or max(known) <= 1.1 * min(known):
+        return ""
+    return ", ".join(f"{arm.label} {value:,.0f}" for arm, value in zip(arms, known, strict=True))
+
+
+def context_bytes(run: Run) -> float | None:
+    """Bytes of text that a context holds; None where that is not known."""
+    block_size = run.settings.get("block_size")
+    bytes_per_token = run.start.get("bytes_per_token")
+    return block_size * bytes_per_token if block_size and bytes_per_token else None
 
 
 def doubt_lines(arms: list[Arm]) -> list[str]:
@@ -196,9 +228,11 @@ def cause_lines(
     if incomplete:
         return ["No cause can be named: not all settings are known."]
     if len(changes) == 1:
-        same_work = [row for row in losses if "equal steps" in row.label or "equal tokens" in row.label]
+        same_work = [row for row in losses if row.label.partition(" at equal ")[2].startswith(SAME_WORK)]
         speed = Effect("speed", [tokens] if tokens else [], "the machines differed")
-        learned = Effect("loss at equal steps or tokens", same_work, "the seed explains it")
+        in_text = any(" at equal text" in row.label for row in losses)
+        same = f"loss at equal steps or {'text' if in_text else 'tokens'}"
+        learned = Effect(same, same_work, "the seed explains it")
         lines = [only_cause_line(arms, changes[0], effect) for effect in (speed, learned)]
         return [line for line in lines if line]
     if len(changes) > 1:
