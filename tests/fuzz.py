@@ -591,8 +591,10 @@ def logs(folder: Path) -> Target:
     texts += [nanogpt(TIMES, (0, 40, 80), 200.0)]
     texts += [NANOGPTS.read_text()] if NANOGPTS.exists() else []
     val = {i: 4 - i / 40 for i in range(0, 24, 2)}
-    for seed, batch_size in itertools.product((1, 2), (4, 8)):  # two arms of two runs
-        made = log(folder / "made", val, 90.0 + seed, seed=seed, batch_size=batch_size)
+    text = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 4900, "bytes_per_token": 2.0}
+    for tokenized, seed, batch_size in itertools.product((False, True), (1, 2), (4, 8)):  # twice two arms of two runs
+        of_text = text | {"val_sha256": str(batch_size)} if tokenized else {}
+        made = log(folder / "made", val, 90.0 + seed, seed=seed, batch_size=batch_size, **of_text)
         texts.append(Path(made, "log.jsonl").read_text())
     events = [json.loads(line) for text in texts if text[0] == "{" for line in text.splitlines()]
     paths = sorted({path for event in events for path in paths_in(event)}, key=str)
@@ -611,11 +613,16 @@ def logs(folder: Path) -> Target:
     )
     flips: SearchStrategy[Any] = st.just([]) | st.just([]) | damage
     one = st.tuples(st.integers(0, len(texts) - 1), st.lists(edit, max_size=4), flips)
-    arms = st.tuples(*[st.tuples(st.just(len(texts) - 1 - n), st.lists(edit, max_size=2), flips) for n in range(4)])
+    in_nats, in_bits = [
+        st.tuples(
+            *[st.tuples(st.just(len(texts) - 1 - n), st.lists(edit, max_size=2), flips) for n in range(last, last + 4)]
+        )
+        for last in (4, 0)
+    ]
     word = st.builds("{}={}".format, setting_names(TrainConfig) | st.sampled_from([*FACTS, "x", ""]), odd_texts)
     words: SearchStrategy[Any] = st.just([]) | st.just([]) | st.lists(word, max_size=2)
     case = st.tuples(
-        st.lists(one, min_size=1, max_size=3) | arms,
+        st.lists(one, min_size=1, max_size=3) | in_nats | in_bits,
         words,
         st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=2),
     )

@@ -81,6 +81,80 @@ def test_bits_per_byte_need_the_bytes_of_a_token(tmp_path):
     assert rows["bits per byte there"][0] == f"{3 / math.log(2) / 4:.4f}"
 
 
+TEXT: dict[str, Any] = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 4900}
+
+
+def other_tokens(tmp_path: Path, changed: dict[str, Any], se: float | None = 0.01) -> list[str]:
+    """Logs of A, on characters of a byte, and of B, on tokens of two: 4 and 3.5 nats, 3 and 3.2, 2 and 3 of these."""
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, se=se, bytes_per_token=1.0, **TEXT)
+    of_b = {"tokenizer": "bpe", "val_tokens": 500, "train_tokens": 4500, "val_sha256": "bad", "bytes_per_token": 2.0}
+    return [a, log(tmp_path / "b", {0: 3.5, 100: 3.2, 200: 3.0}, se=se, **(of_b | TEXT | changed))]
+
+
+def test_other_tokens_of_the_same_text_are_ranked_in_bits_per_byte(tmp_path):
+    rows, text, data = compared(*other_tokens(tmp_path, {"block_size": 4, "gradient_accumulation_steps": 4}))
+    assert (data["not_ranked"], data["ranked_in"]) == ([], "bits per byte")
+    a, b = 2 / math.log(2), 1.5 / math.log(2)
+    noise = 1.96 * math.hypot(0.01, 0.005) / math.log(2)
+    lead = f"B by {a - b:.4f} (noise ±{noise:.4f})"
+    assert rows["bits per byte there"] == [f"{a:.4f}", f"{b:.4f}", lead]
+    assert rows["lowest val loss"] == ["2.0000", "3.0000", ""]
+    assert rows["bits per byte at equal steps (200)"] == [f"{a:.4f}", f"{b:.4f}", lead]
+    # 64 tokens a step: A's 200 steps are 12,800 bytes, which B has read after 100 of its own
+    assert rows["bits per byte at equal text (12,800 bytes)"][:2] == [f"{a:.4f}", f"{1.6 / math.log(2):.4f}"]
+    assert not any(label.startswith(("val loss at equal", "time to val loss", "tokens to")) for label in rows)
+    # B's first evaluation after the start is below that already
+    assert rows["time to 2.89 bits per byte"][1] == "n/a"
+    assert f"Bits per byte at equal steps (200), time (20.0s), FLOPs (1.28e+07): {lead}; {a:.4f} and {b:.4f}." in text
+    assert "so the losses are compared in bits per byte." in text
+
+
+def test_tokenizer_is_one_change_on_the_same_text(tmp_path):
+    _, text, _ = compared(*other_tokens(tmp_path, {"val_bytes": 2000}))
+    assert "1 thing changed: tokenizer char -> bpe." in text
+    assert (
+        "Only tokenizer char -> bpe differs: it is the cause of the difference in loss at equal steps or text" in text
+    )
+    assert "Evaluated were, in bytes spread over that text, A 4,900, B 2,000." in text
+    assert "A longer context lowers them by itself: in bytes of text it is A 8, B 16." in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "se", "reason"),
+    [
+        ({"val_text": "abd"}, 0.01, "nor is the text known to be the same (A abc, 5,000 bytes; B abd, 5,000 bytes)"),
+        (
+            {"val_text_bytes": 6000},
+            0.01,
+            "nor is the text known to be the same (A abc, 5,000 bytes; B abc, 6,000 bytes)",
+        ),
+        ({"val_text_bytes": None}, 0.01, "nor is the text known to be the same (A abc, 5,000 bytes; B abc, n/a bytes)"),
+        ({"bytes_per_token": None}, 0.01, "bits per byte of B are not known"),
+        ({"val_text": None}, 0.01, "bits per byte of B are not known"),
+        ({"val_bytes": 4000}, None, "different amounts of the text were evaluated, in bytes (A 4,900, B 4,000), and"),
+        ({"val_bytes": 4000}, 0.01, None),
+        ({"val_text_bytes": 5040, "val_bytes": 4800}, None, None),
+    ],
+)
+def test_bits_per_byte_are_ranked_only_of_the_same_text(tmp_path, changed, se, reason):
+    rows, text, data = compared(*other_tokens(tmp_path, changed, se))
+    if reason is None:
+        assert data["ranked_in"] == "bits per byte"
+        return
+    assert data["not_ranked"][-1].startswith(reason)
+    assert rows["val loss at equal steps (200)"][2] == "not ranked"
+    assert f"The losses are not ranked: different validation data (A f00, B bad); {reason}" in text
+
+
+def test_bytes_of_a_token_given_by_hand_replace_the_logged_ones(tmp_path):
+    run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0}, bytes_per_token=1.0))
+    for e in run.evals:
+        e["val_bpb"] = 9.0
+    give(run, "bytes_per_token", "4")
+    complete(run)
+    assert run.evals[-1]["val_bpb"] == pytest.approx(3 / math.log(2) / 4)
+
+
 def test_a_loss_is_interpolated_only_between_evaluations(tmp_path):
     run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0, 400: 2.0}))
     assert at(run, "steps", 200) == pytest.approx((2.5, 1.96 * 0.01))

@@ -1,0 +1,302 @@
+"""Bits per byte: the bytes of the very tokens evaluated, in every place where an evaluation shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from conftest import TINY, TORCHRUN, events, flags, needs_bpe, shell, tiny
+
+from bench import compare, report
+from bench.analysis.logs import read_run
+from bench.analysis.runs import complete
+from data.splits import Split
+from data.text.prepare import prepare
+from data.text_facts import BEGINNING, text_facts
+from data.token_files import write_tokens
+from data.tokenizer import GPT2_FILES, BytesTokenizer, CharTokenizer, Tokenizer, from_meta, from_meta_offline
+from deskgpt.runlog import RunLog
+from train import TrainConfig, main
+
+MULTI_BYTE = "Ünïcödé, 🧀 and plain text.\n日本語の文章。\n"  # of one to four bytes a character
+
+
+def split_of(folder: Path, ids: np.ndarray, vocab_size: int, block: int = 16, parts: int = 1) -> Split:
+    """A val split with these tokens, in as many shards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, part in enumerate(np.array_split(ids.astype(np.uint16), parts)):
+        write_tokens(folder / f"val_{number}.bin", part)
+    return Split(folder, "val", block, vocab_size)
+
+
+def targets_by_hand(ids: np.ndarray, block: int, n: int) -> list[int]:
+    """The targets of n windows, evenly spaced over one shard."""
+    windows = (len(ids) - 1) // block
+    firsts = [row * windows // n * block for row in range(n)]
+    return [int(i) for first in firsts for i in ids[first + 1 : first + block + 1]]
+
+
+# ---- the figure ----------------------------------------------------------------------------------------------
+
+
+def test_of_bytes_it_is_the_loss_over_ln_2(tmp_path):
+    tokenizer = BytesTokenizer()
+    split = split_of(tmp_path, tokenizer.encode(MULTI_BYTE * 40), tokenizer.vocab_size)
+    facts = text_facts(split, 7, tokenizer)
+    assert facts.targets == facts.evaluated_bytes == 7 * 16
+    assert facts.bits_per_byte(2.5) == pytest.approx(2.5 / math.log(2), rel=1e-15)
+
+
+def test_of_characters_it_counts_their_bytes(tmp_path):
+    text = MULTI_BYTE * 40
+    tokenizer = CharTokenizer.of(text)
+    ids = tokenizer.encode(text)
+    facts = text_facts(split_of(tmp_path, ids, tokenizer.vocab_size), 7, tokenizer)
+    n_bytes = len("".join(tokenizer.chars[i] for i in targets_by_hand(ids, 16, 7)).encode())
+    assert n_bytes > facts.targets == 7 * 16
+    assert facts.bits_per_byte(2.5) == pytest.approx(2.5 * 7 * 16 / n_bytes / math.log(2))
+
+
+@needs_bpe
+def test_of_gpt2_it_counts_the_bytes_that_its_own_vocabulary_file_names(tmp_path, text):
+    tokenizer = from_meta_offline({"name": "gpt2"})
+    ids = tokenizer.encode(text[:20_000] + MULTI_BYTE * 40)
+    facts = text_facts(split_of(tmp_path, ids, 50304, block=64), 30, tokenizer)
+
+    file = Path(os.environ["TIKTOKEN_CACHE_DIR"]) / hashlib.sha1(f"{GPT2_FILES}encoder.json".encode()).hexdigest()
+    pieces = {number: piece for piece, number in json.loads(file.read_text()).items()}
+    # A piece is written in printable characters, one for each of its bytes.
+    n_bytes = sum(len(pieces[i]) for i in targets_by_hand(ids, 64, 30))
+    assert facts.targets == 30 * 64
+    assert facts.evaluated_bytes == n_bytes
+    assert facts.bits_per_byte(3.0) == pytest.approx(3.0 * 30 * 64 / n_bytes / math.log(2))
+
+
+def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
+    documents = [MULTI_BYTE * i for i in (3, 5, 8)]
+    tokenizer = BytesTokenizer()
+    ids = np.concatenate([[255, *tokenizer.encode(text)] for text in documents])
+    split = split_of(tmp_path, ids, 256, block=len(ids) - 1)
+    facts = text_facts(split, 1, tokenizer)
+    assert facts.targets == len(ids) - 1  # all but the first token, which is an end_of_text
+    assert facts.evaluated_bytes == facts.all_bytes == len("".join(documents).encode()) == facts.targets - 2
+    assert facts.bits_per_byte(1.0) == pytest.approx(facts.targets / (facts.targets - 2) / math.log(2))
+
+
+def test_masked_targets_count_nowhere(tmp_path):
+    class Masked(Split):
+        def eval_batch(self, rows, n):
+            x, y = super().eval_batch(rows, n)
+            y[:, 5:] = -1
+            return x, y
+
+    tokenizer = CharTokenizer.of(MULTI_BYTE)
+    ids = tokenizer.encode(MULTI_BYTE * 40)
+    split_of(tmp_path, ids, tokenizer.vocab_size)
+    facts = text_facts(Masked(tmp_path, "val", 16, tokenizer.vocab_size), 7, tokenizer)
+    kept = np.array(targets_by_hand(ids, 16, 7)).reshape(7, 16)[:, :5]
+    assert facts.targets == kept.size
+    assert facts.evaluated_bytes == len("".join(tokenizer.chars[i] for i in kept.flat).encode())
+
+
+def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
+    text = MULTI_BYTE * 1500
+    assert len(text.encode()) > BEGINNING
+    tokenizers: list[Tokenizer] = [CharTokenizer.of(text + "x"), BytesTokenizer()]
+    if "TIKTOKEN_CACHE_DIR" in os.environ:
+        tokenizers.append(from_meta({"name": "gpt2"}))
+    known = set()
+    for number, tokenizer in enumerate(tokenizers):
+        for parts in (1, 3):
+            begin = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+            ids = np.concatenate([begin, tokenizer.encode(text)])
+            split = split_of(tmp_path / f"{number}-{parts}", ids, tokenizer.vocab_size, parts=parts)
+            facts = text_facts(split, 4, tokenizer)
+            known.add((facts.beginning, facts.all_bytes))
+    assert known == {(hashlib.sha256(text.encode()[:BEGINNING]).hexdigest()[:16], len(text.encode()))}
+
+
+def test_tokens_that_the_tokenizer_lacks_and_data_without_text_are_refused(tmp_path):
+    tokenizer = CharTokenizer("ab")
+    with pytest.raises(ValueError, match="the data holds token 3, which its tokenizer does not have"):
+        text_facts(split_of(tmp_path / "a", np.array([0, 1, 3] * 20), 64), 2, tokenizer)
+    with pytest.raises(ValueError, match="the evaluated tokens hold no text"):
+        text_facts(split_of(tmp_path / "b", np.full(60, 255), 256), 2, BytesTokenizer())
+
+
+# ---- a tokenizer that is not there ---------------------------------------------------------------------------
+
+
+@needs_bpe
+def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
+    def download(*_):
+        raise AssertionError("a download")
+
+    monkeypatch.setattr("tiktoken.load.read_file", download)
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    assert from_meta_offline({"name": "gpt2"}).vocab_size == 50257
+    cache = Path(os.environ["TIKTOKEN_CACHE_DIR"])
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    message = "the files of tokenizer 'gpt2' are not cached"
+    with pytest.raises(ValueError, match=message):
+        from_meta_offline({"name": "gpt2"})
+    for file in cache.iterdir():  # damaged, which tiktoken would delete and download
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=message):
+        from_meta_offline({"name": "gpt2"})
+    assert len(list(tmp_path.iterdir())) == len(list(cache.iterdir()))
+
+
+@needs_bpe
+def test_missing_package_and_unknown_tokenizer_are_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ValueError, match="^the package tiktoken is not installed$"):
+        from_meta_offline({"name": "gpt2"})
+    with pytest.raises(ValueError, match="^the data does not say which tokenizer made it$"):
+        from_meta_offline({})
+
+
+def test_run_without_a_tokenizer_says_so_and_goes_on(chars, tmp_path, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.bin", "val.bin"):
+        (data / name).write_bytes((chars / name).read_bytes())
+    vocab_size = json.loads((chars / "meta.json").read_text())["vocab_size"]
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+    main(tiny(data, tmp_path / "out", max_iters=3))
+    out = capsys.readouterr().out
+    assert out.count("bits per byte") == 1
+    assert "\nbits per byte are not known: the data does not say which tokenizer made it\n" in out
+    assert [e["val_bpb"] for e in events(tmp_path / "out", "eval")] == [None, None]
+    run = read_run(str(tmp_path / "out"))
+    complete(run)
+    assert ["bits per byte of the best", "n/a"] in report.learning_table(run).rows
+
+
+# ---- where it shows ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared_alike(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same text, multi-byte characters included, as characters and as bytes; and another text."""
+    folder = tmp_path_factory.mktemp("alike")
+    mixed = "".join(text[i : i + 2000] + MULTI_BYTE for i in range(0, 100_000, 2000))
+    for name, of_it in (("char", mixed), ("bytes", mixed), ("other", mixed[::-1])):
+        prepare(of_it, folder / name, "bytes" if name == "other" else name, "test text")
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_log_line_and_events_have_it_and_a_printed_log_is_read_with_it(prepared_alike, tmp_path, script):
+    settings = TINY | {"eval_iters": 9, "dataset": prepared_alike["bytes"], "out_dir": tmp_path}
+    done = script("train.py", *flags(**settings))
+    assert done.code == 0, done.err
+    pattern = r"^step \d+: train loss \S+, val loss (\S+), eval time \S+s, standard error \S+, bits per byte (\S+)$"
+    printed = re.findall(pattern, done.out, re.M)
+    logged = events(tmp_path, "eval")
+    assert printed == [(f"{e['val_loss']:.4f}", f"{e['val_bpb']:.4f}") for e in logged]
+    assert [e["val_bpb"] for e in logged] == pytest.approx([e["val_loss"] / math.log(2) for e in logged], rel=1e-12)
+    [start] = events(tmp_path, "start")
+    assert (start["bytes_per_token"], start["val_bytes"]) == (1.0, 9 * 4 * 16)
+    assert start["val_text_bytes"] == start["val_tokens"]
+
+    (tmp_path / "printed.txt").write_text(done.out)
+    for path in (tmp_path, tmp_path / "printed.txt"):
+        run = read_run(str(path))
+        complete(run)
+        assert [e["val_bpb"] for e in run.evals] == pytest.approx([e["val_bpb"] for e in logged], abs=1e-4)
+        shown = f"{min(e['val_bpb'] for e in logged):.4f}"
+        assert ["bits per byte of the best", shown] in report.learning_table(run).rows
+
+
+def test_wandb_gets_it_and_nothing_where_it_is_unknown():
+    class Recorder:
+        id = "abc"
+        logged: ClassVar[list[dict[str, float]]] = []
+
+        def log(self, metrics, step):
+            self.logged.append(metrics)
+
+    log = RunLog(None, Recorder())
+    log.write("eval", iter=1, val_loss=2.0, val_bpb=1.5)
+    log.write("eval", iter=2, val_loss=2.0, val_bpb=None)
+    assert Recorder.logged == [{"iter": 1, "val/loss": 2.0, "val/bpb": 1.5}, {"iter": 2, "val/loss": 2.0}]
+
+
+@pytest.mark.slow
+def test_figure_is_the_same_at_any_micro_batch_and_rank_count_also_in_an_evaluation_alone(
+    prepared_alike, tmp_path, capsys
+):
+    settings = {"dataset": str(prepared_alike["char"]), "out_dir": str(tmp_path), "eval_tokens": 2048}
+    main(tiny(prepared_alike["char"], tmp_path, eval_tokens=2048))
+    last = events(tmp_path, "eval")[-1]
+    assert last["val_bpb"] < last["val_loss"] / math.log(2)  # some characters have several bytes
+
+    again = settings | {"init_from": "resume", "eval_only": True}
+    printed = []
+    for batch_size in (1, 2, 8):
+        capsys.readouterr()
+        main(TrainConfig(**(TINY | again | {"batch_size": batch_size})))
+        printed.append(capsys.readouterr().out)
+    done = shell(*TORCHRUN, *flags(**again, batch_size=2, gradient_accumulation_steps=2))
+    assert done.returncode == 0, done.stderr
+    found = [re.findall(r"val loss ([\d.]+), .* bits per byte ([\d.]+)", out) for out in [*printed, done.stdout]]
+    assert found == [[(f"{last['val_loss']:.4f}", f"{last['val_bpb']:.4f}")]] * 4
+
+
+@pytest.mark.slow
+def test_resumed_run_keeps_it(prepared_alike, tmp_path):
+    main(tiny(prepared_alike["char"], tmp_path, max_iters=3))
+    main(tiny(prepared_alike["char"], tmp_path, init_from="resume"))
+    starts = events(tmp_path, "start")
+    assert len(starts) == 2
+    facts = [{name: s[name] for name in ("bytes_per_token", "val_bytes", "val_text", "val_text_bytes")} for s in starts]
+    assert facts[0] == facts[1]
+    for e in events(tmp_path, "eval"):
+        assert e["val_bpb"] == pytest.approx(e["val_loss"] / math.log(2) / facts[0]["bytes_per_token"], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_two_tokenizers_on_the_same_text_are_ranked_and_on_another_text_not(prepared_alike, tmp_path):
+    for name, data in prepared_alike.items():
+        main(tiny(data, tmp_path / name, max_iters=12, eval_iters=20))
+    done = shell("python", "bench/compare.py", tmp_path / "char", tmp_path / "bytes", "--json", tmp_path / "c.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert (found["not_ranked"], found["ranked_in"]) == ([], "bits per byte")
+    row = next(r for r in found["rows"]["Learning"] if r["label"].startswith("bits per byte at equal steps (12)"))
+    bits = [events(tmp_path / name, "eval")[-1]["val_bpb"] for name in ("char", "bytes")]
+    assert row["values"] == pytest.approx(bits)
+    assert row["lead"].startswith(("A by", "B by", "not distinguishable"))
+
+    runs = [read_run(str(tmp_path / name)) for name in ("char", "other")]
+    for run in runs:
+        complete(run)
+    reasons = compare.compare(runs, [])[2]["not_ranked"]
+    assert "nor is the text known to be the same" in reasons[-1]
+
+
+@needs_bpe
+@pytest.mark.slow
+def test_run_on_gpt2s_tokens_goes_on_without_its_files(text, tmp_path, monkeypatch, capsys):
+    prepare(text[:50_000], tmp_path / "data", "gpt2", "test text")
+    once = {"eval_only": True, "eval_iters": 1}
+    main(tiny(tmp_path / "data", tmp_path / "out", **once))
+    assert re.search(r"^step 0: .*, bits per byte \d\.\d{4}$", capsys.readouterr().out, re.M)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(empty))
+    main(tiny(tmp_path / "data", tmp_path / "out", **once))
+    out = capsys.readouterr().out
+    assert out.count("bits per byte") == 1
+    assert "\nbits per byte are not known: the files of tokenizer 'gpt2' are not cached (TIKTOKEN_CACHE_DIR)" in out
+    assert not list(empty.iterdir())
