@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from data.splits import I64, SCANNED, Split
 from data.tokenizer import Lengths, Tokenizer
@@ -83,19 +84,24 @@ def total_bytes(counts: I64, lengths: Lengths) -> int:
 
     The model's vocabulary, that of counts, may be padded.
     """
-    unknown = np.flatnonzero(counts[len(lengths) :])
-    if len(unknown):
-        raise ValueError(f"the data holds token {len(lengths) + unknown[0]}, which its tokenizer does not have")
+    check_known(np.flatnonzero(counts), lengths)
     known = counts[: len(lengths)]
     return int(known @ lengths[: len(known)])
 
 
+def check_known(ids: npt.NDArray[Any], lengths: Lengths) -> None:
+    """Raises ValueError where a token is past the tokenizer's vocabulary."""
+    if len(ids) and ids.max() >= len(lengths):
+        raise ValueError(f"the data holds token {ids.max()}, which its tokenizer does not have")
+
+
 def beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> bytes:
-    """The first BEGINNING bytes of the split's text, or all of it."""
+    """The first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
     text = b""
     for shard in split.shards:
         for first in range(0, len(shard), BEGINNING):  # no token of the text is shorter than a byte
             ids = shard.read(first, min(BEGINNING, len(shard) - first))
+            check_known(ids, lengths)
             text += tokenizer.decode_bytes(ids[lengths[ids] > 0].tolist())
             if len(text) >= BEGINNING:
                 return text[:BEGINNING]

@@ -591,7 +591,7 @@ def logs(folder: Path) -> Target:
     texts += [nanogpt(TIMES, (0, 40, 80), 200.0)]
     texts += [NANOGPTS.read_text()] if NANOGPTS.exists() else []
     val = {i: 4 - i / 40 for i in range(0, 24, 2)}
-    text = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 4900, "bytes_per_token": 2.0}
+    text: dict[str, Any] = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 4900, "bytes_per_token": 2.0}
     for tokenized, seed, batch_size in itertools.product((False, True), (1, 2), (4, 8)):  # twice two arms of two runs
         of_text = text | {"val_sha256": str(batch_size)} if tokenized else {}
         made = log(folder / "made", val, 90.0 + seed, seed=seed, batch_size=batch_size, **of_text)

@@ -125,10 +125,14 @@ def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
     assert known == {(hashlib.sha256(text.encode()[:BEGINNING]).hexdigest()[:16], len(text.encode()))}
 
 
-def test_tokens_that_the_tokenizer_lacks_and_data_without_text_are_refused(tmp_path):
-    tokenizer = CharTokenizer("ab")
-    with pytest.raises(ValueError, match="the data holds token 3, which its tokenizer does not have"):
-        text_facts(split_of(tmp_path / "a", np.array([0, 1, 3] * 20), 64), 2, tokenizer)
+def test_tokens_that_the_tokenizer_lacks_and_data_without_text_are_refused(tmp_path, monkeypatch):
+    ids = np.array([0, 1] * 50)
+    for scanned in (100, 0):  # 0: as where the whole split is too much to read
+        monkeypatch.setattr("data.text_facts.SCANNED", scanned)
+        for place in (1, 99):  # in the evaluated window or after it
+            wrong = np.where(np.arange(100) == place, 3, ids)
+            with pytest.raises(ValueError, match="the data holds token 3, which its tokenizer does not have"):
+                text_facts(split_of(tmp_path / "a", wrong, 64), 1, CharTokenizer("ab"))
     with pytest.raises(ValueError, match="the evaluated tokens hold no text"):
         text_facts(split_of(tmp_path / "b", np.full(60, 255), 256), 2, BytesTokenizer())
 

@@ -87,7 +87,13 @@ TEXT: dict[str, Any] = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 
 def other_tokens(tmp_path: Path, changed: dict[str, Any], se: float | None = 0.01) -> list[str]:
     """Logs of A, on characters of a byte, and of B, on tokens of two: 4 and 3.5 nats, 3 and 3.2, 2 and 3 of these."""
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, se=se, bytes_per_token=1.0, **TEXT)
-    of_b = {"tokenizer": "bpe", "val_tokens": 500, "train_tokens": 4500, "val_sha256": "bad", "bytes_per_token": 2.0}
+    of_b: dict[str, Any] = {
+        "tokenizer": "bpe",
+        "val_tokens": 500,
+        "train_tokens": 4500,
+        "val_sha256": "bad",
+        "bytes_per_token": 2.0,
+    }
     return [a, log(tmp_path / "b", {0: 3.5, 100: 3.2, 200: 3.0}, se=se, **(of_b | TEXT | changed))]
 
 

@@ -211,9 +211,9 @@ class Ranking:
         return "bits per byte" if self.in_bits else "val loss"
 
     @property
-    def axes(self) -> list[str]:
-        """What is spent. Tokens of different tokenizers are no common measure: there it is text."""
-        return ["steps", "text" if self.in_bits else "tokens", "time", "FLOPs"]
+    def trained_on(self) -> str:
+        """The axis of what was trained on: text where tokens are no common measure."""
+        return "text" if self.in_bits else "tokens"
 
 
 def ranking(runs: list[Run]) -> Ranking:
@@ -311,11 +311,11 @@ def learning_rows(arms: list[Arm], levels: list[float], ranked: Ranking) -> list
     in_unit = [replace(arm, runs=[in_bits(run) for run in arm.runs]) for arm in arms] if ranked.in_bits else arms
     rows = loss_rows(arms, in_unit, ranked)
     if len(arms) > 1:
-        for axis in ranked.axes:
+        for axis in ("steps", ranked.trained_on, "time", "FLOPs"):
             rows += equal_spending_rows(in_unit, axis, ranked)
     lowest = over_runs("", in_unit, lowest_loss, four_places)
     chosen = levels or sensible_levels([loss for loss in lowest.values if loss is not None])
-    reaching = [reaching_row(in_unit, axis, level, ranked) for level in chosen for axis in ranked.axes[1:3]]
+    reaching = [reaching_row(in_unit, axis, level, ranked) for level in chosen for axis in (ranked.trained_on, "time")]
     rows = [row for row in rows if any(value is not None for value in row.values)]
     # Losses that were asked for show as n/a where no arm reached them.
     return rows + [row for row in reaching if levels or any(value is not None for value in row.values)]
