@@ -136,7 +136,7 @@ def test_tokenizer_is_one_change_on_the_same_text(tmp_path):
         ),
         ({"val_text_bytes": None}, 0.01, "nor is the text known to be the same (A abc, 5,000 bytes; B abc, n/a bytes)"),
         ({"bytes_per_token": None}, 0.01, "bits per byte of B are not known"),
-        ({"val_text": None}, 0.01, "bits per byte of B are not known"),
+        ({"val_text": None}, 0.01, "the validation text of B is not known"),
         ({"val_bytes": 4000}, None, "different amounts of the text were evaluated, in bytes (A 4,900, B 4,000), and"),
         ({"val_bytes": 4000}, 0.01, None),
         ({"val_text_bytes": 5040, "val_bytes": 4800}, None, None),

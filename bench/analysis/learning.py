@@ -237,12 +237,12 @@ def not_in_bits(runs: list[Run]) -> str:
     tells how far that can be off.
     """
     named = dict(zip(letters(len(runs)), runs, strict=True))
-    unknown = []
-    for letter, run in named.items():
-        if not run.start.get("val_text") or any(e.get("val_bpb") is None for e in run.val):
-            unknown.append(letter)
-    if unknown:
-        return f"bits per byte of {' and '.join(unknown)} are not known"
+    no_text = [letter for letter, run in named.items() if not run.start.get("val_text")]
+    if no_text:
+        return f"the validation text of {' and '.join(no_text)} is not known"
+    no_bits = [letter for letter, run in named.items() if any(e.get("val_bpb") is None for e in run.val)]
+    if no_bits:
+        return f"bits per byte of {' and '.join(no_bits)} are not known"
     if not same_text(runs):
         facts = ((x, r.start["val_text"], r.start.get("val_text_bytes")) for x, r in named.items())
         shown = [f"{x} {begin}, {'n/a' if size is None else f'{size:,}'} bytes" for x, begin, size in facts]
