@@ -53,7 +53,7 @@ function wish() {
 function makePane(model) {
   const section = make("section", "model");
   const facts = make("p", "facts");
-  facts.append(...model.facts.flatMap(fact => [make("span", "", fact), " "]));
+  facts.append(...model.facts.map(fact => make("span", "", fact)));
   const text = make("div", "text");
   text.setAttribute("role", "group");
   text.setAttribute("aria-label", `Text of ${model.name}; arrow keys go through its tokens`);

@@ -120,7 +120,8 @@ def test_text_is_the_very_one_that_sample_prints_first(server, run, changes):
 def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(server):
     model = server.players[0].model
     ids = server.players[0].encode("the ")
-    events = write(server, top_k=3, temperature=0.3)  # neither of which changes them
+    events = write(server, top_k=40, temperature=3.0)  # neither of which changes them
+    assert any(e["rank"] > 8 for e in events[1:-1])
     assert [len(events), events[0]["prompt_tokens"]] == [42, 4]
     for e in events[1:-1]:
         with torch.inference_mode():
@@ -323,33 +324,26 @@ def test_numbers_beyond_a_float_are_refused(server):
 # ---- how texts end, and who waits ----
 
 
-def test_text_ends_at_the_next_token_once_its_reader_has_gone(server):
+def test_text_ends_at_the_next_token_once_its_reader_has_gone(server, monkeypatch):
     player = server.players[0]
-    count, grow = [], player.grow
+    drawn = []
 
     class Counted(Sample):
         def add(self, token: int) -> str:
-            count.append(token)
+            drawn.append(token)
             return super().add(token)
 
-    player.grow = lambda prompt, stop: Counted(player.tokenizer, prompt, stop)
-    port = server.server_address[1]
-    try:
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
-            body = json.dumps({"model": 0} | WISH | {"max_new_tokens": 2000})
-            connection.request("POST", f"/{server.token}/write", body)
+    monkeypatch.setattr(player, "grow", lambda prompt, stop: Counted(player.tokenizer, prompt, stop))
+    with server.turn:  # no token is computed meanwhile
+        with closing(http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)) as connection:
+            connection.request("POST", f"/{server.token}/write", json.dumps({"model": 0} | WISH))
             response = connection.getresponse()
-            response.readline()
-            response.readline()
-            server.turn.acquire()  # no token is computed meanwhile
-            computed = len(count)
+            assert b"prompt_tokens" in response.readline()
             response.close()
-        server.turn.release()
-        assert player.busy.acquire(timeout=10)
-        player.busy.release()
-        assert len(count) <= computed + 2
-    finally:
-        player.grow = grow
+        assert player.busy.locked()
+    assert player.busy.acquire(timeout=10)
+    player.busy.release()
+    assert len(drawn) <= 1
 
 
 def test_second_text_of_a_model_waits_and_is_then_told_that_it_is_busy(server, monkeypatch):
