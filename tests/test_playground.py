@@ -8,13 +8,14 @@ import os
 import re
 import signal
 import socket
+import string
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, needs_browser
-from conftest import ROOT, tiny
+from conftest import ROOT
 from tiny_models import MODERN, SMALL, make
 
 import sample
-from data.tokenizer import BytesTokenizer
-from deskgpt import playground
+from data.tokenizer import BytesTokenizer, CharTokenizer
+from deskgpt import checkpoint, playground
+from deskgpt.checkpoint import Checkpoint
 from deskgpt.playground import HEADERS, MOST_BODY_BYTES, MOST_PROMPT_CHARS, Player, Server, Wish
 from sample import Sample, SampleConfig
-from train import main as train
 
 CPU = torch.device("cpu")
 WISH: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
@@ -53,10 +54,13 @@ class HtmlTokenizer:
 
 
 @pytest.fixture(scope="module")
-def run(chars, tmp_path_factory) -> Path:
-    """The out_dir of a run of a few steps on characters."""
+def run(tmp_path_factory) -> Path:
+    """An out_dir with checkpoints of a model of characters, with random weights."""
     out_dir = tmp_path_factory.mktemp("run")
-    train(tiny(chars, out_dir))
+    tokenizer = CharTokenizer.of(string.printable).meta()
+    state = make(SMALL).state_dict()
+    saved = Checkpoint(state, {}, asdict(SMALL), iter_num=6, best_val_loss=4.5, config={}, tokenizer=tokenizer)
+    checkpoint.save(saved, out_dir, best=True)
     return out_dir
 
 
@@ -77,10 +81,9 @@ def serving(*players: Player) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(run) -> Iterator[Server]:
-    """A page with a trained model of characters and a random one of bytes."""
-    c = SampleConfig(out_dir=str(run))
-    trained = sample.player(c, sample.load("resume", str(run), CPU), CPU)
-    yield from serving(trained, player_of("bytes", replace(MODERN, vocab_size=256), BytesTokenizer()))
+    """A page with a model of characters from a checkpoint, and one of bytes."""
+    of_chars = sample.player(SampleConfig(), sample.load("resume", str(run), CPU), CPU)
+    yield from serving(of_chars, player_of("bytes", replace(MODERN, vocab_size=256), BytesTokenizer()))
 
 
 def ask(server: Server, method: str, place: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
@@ -177,9 +180,9 @@ def test_watched_generation_draws_the_same_tokens():
 
 def test_prompt_beyond_the_context_is_cut_as_generation_cuts_it(server):
     events = write(server, prompt="the " * 10, max_new_tokens=5)
-    assert events[0] == {"prompt_tokens": 40, "block_size": 16}
+    assert events[0] == {"prompt_tokens": 40, "block_size": 32}
     assert [e["id"] for e in events[1:-1]] == [
-        e["id"] for e in write(server, prompt="the " * 4, max_new_tokens=5)[1:-1]
+        e["id"] for e in write(server, prompt="the " * 8, max_new_tokens=5)[1:-1]
     ]
 
 
@@ -412,7 +415,7 @@ def test_command_serves_two_models_until_ctrl_c_in_the_middle_of_a_text(run):
         assert [m["name"] for m in page["models"]] == [str(run), str(run / "ckpt_best.pt")]
         for m in page["models"]:
             assert re.fullmatch(
-                r"step 6, best val loss \d\.\d{4}, 0\.\d\dM parameters, context of .*", ", ".join(m["facts"])
+                r"step 6, best val loss 4\.5000, 0\.\d\dM parameters, context of 32 tokens", ", ".join(m["facts"])
             )
         assert (page["settings"]["prompt"], page["settings"]["max_new_tokens"]) == ("and", 2000)
         connection.request("POST", f"/{found[2]}/write", json.dumps({"model": 1} | page["settings"]))
