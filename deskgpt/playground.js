@@ -197,7 +197,7 @@ function showTip(span) {
   for (const other of top) table.append(tipRow(other.name, other.p, other.id === id ? "drawn" : ""));
   if (!top.some(other => other.id === id)) table.append(tipRow(name, p, "drawn"));
   table.append(tipRow("all others", rest, "others"));
-  const place = rank === 1 ? "the likeliest" : `number ${rank.toLocaleString("en")} by likelihood`;
+  const place = rank === 1 ? "the likeliest" : `rank ${rank.toLocaleString("en")}`;
   tip.replaceChildren(
     make("h3", "", name),
     make("div", "", `${percent(p)}, ${place}; token ${id}`),

@@ -43,7 +43,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**53 - 1),  # the browser's numbers are exact up to here
 }
 ALTERNATIVES = 8  # likeliest tokens that are shown next to the drawn one
-BUSY_S = 5.0  # a request waits this long for the text before it: one that was stopped ends at its next token
+BUSY_S = 5.0  # the wait for a text that is being written: one that was stopped ends at its next token
 SILENT_S = 30.0  # a connection on which nothing moves for this long is closed
 
 FILES = {
@@ -107,9 +107,8 @@ def parsed(body: bytes, models: int) -> tuple[int, Wish]:
     for name, kind in kinds.items():
         if name not in values:
             raise ValueError(f"{name} is missing")
-        if type(values[name]) is int and kind is float and name in RANGES:
-            continue
-        if type(values[name]) is not kind:
+        is_whole = type(values[name]) is int and kind is float
+        if type(values[name]) is not kind and not is_whole:
             wanted = {str: "text", int: "a whole number", float: "a number"}[kind]
             raise ValueError(f"{name}={shown(values[name])} is not {wanted}")
     model = values.pop("model")
@@ -171,12 +170,13 @@ class Player:
         known = self.model.config.vocab_size
         if ids.max() >= known:
             raise ValueError(f"the prompt has token {ids.max()}, the model only {known} tokens")
-        return torch.from_numpy(ids)[None].to(self.model.lm_head.weight.device)
+        return torch.from_numpy(ids)[None]
 
     def write(self, wish: Wish, ids: Tensor, turn: threading.Lock) -> Generator[list[dict[str, Any]]]:
         """Yields, after each token drawn, the tokens whose text is settled: not while it may become the stop text.
 
-        The last list ends with why the text ends. Models take turns: `turn` is held while a token is computed.
+        The last list ends with why the text ends. Models take turns: `turn` is held while a token is computed. On
+        CUDA nothing else may run while a step is recorded as a graph.
         """
         text = self.grow(wish.prompt, wish.stop)
         waiting: list[tuple[int, int, dict[str, Any]]] = []  # where a token's text begins and ends, and the token
@@ -186,6 +186,8 @@ class Player:
             nonlocal p
             p = logits[0].cpu().double().softmax(0)  # (V,)
 
+        with turn:
+            ids = ids.to(self.model.lm_head.weight.device)
         with self.autocast():
             drawn = self.model.generate(
                 ids,
@@ -200,9 +202,9 @@ class Player:
             while not text.done:
                 with turn:
                     new = next(drawn, None)
-                if new is None:
+                    token = None if new is None else int(new)
+                if token is None:
                     break
-                token = int(new)
                 begin = len(text.text)
                 text.add(token)
                 waiting.append((begin, len(text.text), self.describe(token, p)))
@@ -408,7 +410,7 @@ def serve(players: list[Player], first: Wish, port: int) -> None:
         finally:
             server.ending.set()
             for player in players:  # what is being written ends at its next token
-                player.busy.acquire()
+                player.busy.acquire(timeout=BUSY_S)
 
 
 def has_browser() -> bool:
