@@ -8,7 +8,6 @@ with Browser(folder) as browser:
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import select
@@ -21,13 +20,17 @@ from typing import Any
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or os.name == "nt", reason="no chromium, chromium-browser or google-chrome on a POSIX system"
+)
 PROBLEMS = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
 
 
 class Browser:
     def __init__(self, folder: Path, timeout_s: float = 60) -> None:
         """folder: for the browser's profile. timeout_s: the longest that anything here waits."""
+        import fcntl  # not on Windows
+
         self.timeout_s = timeout_s
         self.console: list[str] = []  # what it said about the page, errors and refusals included
         self._buffer = b""
@@ -94,6 +97,7 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.command("Emulation.setEmulatedMedia", features=[theme])
         self.command("Emulation.setDeviceMetricsOverride", **size)
+        self.command("Emulation.setTouchEmulationEnabled", enabled=width < 500)
         self.command("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
@@ -114,9 +118,16 @@ class Browser:
 
     def point(self, selector: str) -> None:
         """Moves the mouse onto the first element that a CSS selector finds."""
-        box = "(r => [r.left + r.width / 2, r.top + r.height / 2])"
-        x, y = self.run(f"{box}(document.querySelector({json.dumps(selector)}).getClientRects()[0])")
-        self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.command("Input.dispatchMouseEvent", type="mouseMoved", **self._middle(selector))
+
+    def tap(self, selector: str) -> None:
+        """Taps, as on a phone, on the first element that a CSS selector finds."""
+        self.command("Input.dispatchTouchEvent", type="touchStart", touchPoints=[self._middle(selector)])
+        self.command("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def _middle(self, selector: str) -> dict[str, float]:
+        middle = "(r => ({x: r.left + r.width / 2, y: r.top + r.height / 2}))"
+        return self.run(f"{middle}(document.querySelector({json.dumps(selector)}).getClientRects()[0])")
 
     def press(self, key: str) -> None:
         self.command("Input.dispatchKeyEvent", type="keyDown", key=key)
