@@ -278,7 +278,7 @@ def serve(c: SampleConfig, trained: Trained, device: torch.device) -> None:
     )
     models = [trained]
     if c.compare_with:
-        models.append(load(c.compare_with, "", device))
+        models.append(load(c.compare_with, c.out_dir, device))
     playground.serve([player(c, model, device) for model in models], first, c.port)
 
 
