@@ -9,7 +9,7 @@ Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, V vocab
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -394,6 +394,7 @@ class GPT(nn.Module):
         seed: int = 0,
         vocab_size: int | None = None,
         use_cache: bool = True,
+        watch: Callable[[Tensor], None] | None = None,
     ) -> Iterator[Tensor]:
         """Yields the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T), T >= 1.
 
@@ -401,6 +402,8 @@ class GPT(nn.Module):
         are generated with it. temperature 0 takes the likeliest token. Ids from vocab_size on are padding and are never
         drawn. The context is the last block_size tokens; once they are all taken, learned positions shift with every
         token. Nothing cached is valid then, and each token costs a full forward pass.
+
+        watch is called before each draw with the logits (B, vocab_size) in float32, which it must leave as they are.
         """
         limit = self.config.block_size
         streams = [torch.Generator().manual_seed(seed + i) for i in range(idx.size(0))]
@@ -414,6 +417,8 @@ class GPT(nn.Module):
             else:
                 logits = self.lm_head(self.transformer(idx[:, -limit:])[:, -1])
             logits = logits.float()[:, :vocab_size]
+            if watch is not None:
+                watch(logits)
             u = torch.stack([torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams])  # (B, 1)
             new = sample_tokens(logits, u, temperature, top_k, top_p)  # (B, 1)
             idx = torch.cat((idx, new), 1)

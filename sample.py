@@ -2,14 +2,17 @@
 
     python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=3
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.7 --top_p=0.9 --stream
+    python sample.py --out_dir=out-a --serve --compare_with=out-b
 
-Prints each sample, prompt included, followed by a line of dashes; writes no files.
+Prints each sample, prompt included, followed by a line of dashes; with --serve, a page in the browser shows them.
+Writes no files.
 """
 
 from __future__ import annotations
 
 import codecs
 import functools
+import math
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from configurator import configure
 from data.text.prepare import read_text
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt import checkpoint, compiling, estimate, hardware, kernels, peak_flops
+from deskgpt import checkpoint, compiling, estimate, hardware, kernels, peak_flops, playground
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.checks import TOLERANCE
 from deskgpt.errors import is_out_of_memory, one_line_errors
@@ -53,6 +56,10 @@ class SampleConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls
     compile: bool = False  # torch.compile: takes a while to start
+    # page
+    serve: bool = False  # instead of printing: a page to play with in this machine's browser, until Ctrl+C
+    compare_with: str = ""  # a second model on the page: out-b, out/ckpt_best.pt, gpt2, ... as init_from takes them
+    port: int = 0  # of the page; 0 = one that is free
 
     def __post_init__(self) -> None:
         least = {"num_samples": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
@@ -63,6 +70,12 @@ class SampleConfig:
             raise ValueError(f"seed={self.seed} must be at most 2^63 - num_samples")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port={self.port} must be from 0 to 65535")
+        if self.compare_with and not self.serve:
+            raise ValueError(f"compare_with={self.compare_with} needs the page; add --serve")
+        if self.serve and self.compile:
+            raise ValueError("compile=True is not for --serve; leave one of them out")
 
 
 def main(c: SampleConfig) -> list[str]:
@@ -75,6 +88,9 @@ def main(c: SampleConfig) -> list[str]:
         if reason:
             print(f"{reason}; sampling on the CPU", file=sys.stderr)
     trained = load(c.init_from, c.out_dir, device)
+    if c.serve:
+        serve(c, trained, device)
+        return []
     tokenizer = trained.tokenizer
     model = trained.model.eval().to(device)
     dtype = dtype_of(c, device)
@@ -244,6 +260,42 @@ def next_logits(model: GPT, prompts: Tensor) -> Tensor:
     last = decoder(prompts[:, -max(1, limit - 1) :])
     following = decoder(prompts[:, -1:]) if limit > 1 else model(prompts[:, -1:])[0][:, -1]
     return torch.cat((last, following), 1).float()
+
+
+# ---- page ----------------------------------------------------------------------------------------------------
+
+
+def serve(c: SampleConfig, trained: Trained, device: torch.device) -> None:
+    """Runs the page with one or two models until Ctrl+C. Raises ValueError and OSError."""
+    first = playground.Wish(
+        prompt=prompt_text(c),
+        stop=c.stop,
+        max_new_tokens=c.max_new_tokens,
+        temperature=c.temperature,
+        top_k=c.top_k,
+        top_p=c.top_p,
+        seed=c.seed,
+    )
+    models = [trained]
+    if c.compare_with:
+        models.append(load(c.compare_with, c.out_dir, device))
+    playground.serve([player(c, model, device) for model in models], first, c.port)
+
+
+def player(c: SampleConfig, trained: Trained, device: torch.device) -> playground.Player:
+    """A model as the page shows it."""
+    model = trained.model.eval().to(device)
+    saved = trained.checkpoint
+    known_loss = saved is not None and math.isfinite(saved.best_val_loss)
+    facts = [
+        f"step {saved.iter_num:,}" if saved else "step n/a",
+        f"best val loss {saved.best_val_loss:.4f}" if saved and known_loss else "best val loss n/a",
+        f"{model.num_params() / 1e6:,.2f}M parameters",
+        f"context of {model.config.block_size:,} tokens",
+    ]
+    grow = functools.partial(Sample, trained.tokenizer)
+    autocast = functools.partial(hardware.autocast, device, dtype_of(c, device))
+    return playground.Player(trained.source, facts, model, trained.tokenizer, grow, autocast)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ NOT_RUN = {
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
     "make qualify": "takes minutes; test_qualify.py runs it",
     "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
+    "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
 }
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()

@@ -1,0 +1,259 @@
+// Fills the playground's page, asks its server for texts and shows them token by token.
+// What a model writes can be HTML: it is only ever set as textContent.
+"use strict";
+
+const form = document.getElementById("wish");
+const tip = document.getElementById("tip");
+const problem = document.getElementById("problem");
+const generateButton = document.getElementById("generate");
+const stopButton = document.getElementById("stop");
+
+let page; // models, settings, ranges and limits, from the server
+let panes = [];
+let stopper = null; // an AbortController while texts are written
+
+function make(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function percent(p) {
+  if (p > 0 && p < 0.0001) return "<0.01%";
+  return (100 * p).toFixed(p < 0.01 ? 2 : 1) + "%";
+}
+
+// ---- the form ----
+
+function fill() {
+  for (const [name, value] of Object.entries(page.settings)) form.elements[name].value = value;
+  for (const [name, [low, high]] of Object.entries(page.ranges)) {
+    form.elements[name].min = low;
+    form.elements[name].max = high;
+  }
+  document.getElementById("about-max_new_tokens").textContent = `at most ${page.ranges.max_new_tokens[1]}`;
+  document.getElementById("settings").open = matchMedia("(min-width: 60rem)").matches;
+  panes = page.models.map(makePane);
+  document.getElementById("models").append(...panes.map(pane => pane.section));
+  generateButton.disabled = false;
+}
+
+function wish() {
+  const values = {};
+  for (const [name, value] of Object.entries(page.settings)) {
+    const field = form.elements[name];
+    values[name] = typeof value === "number" ? field.valueAsNumber : field.value;
+  }
+  return values;
+}
+
+// ---- a model and its text ----
+
+function makePane(model) {
+  const section = make("section", "model");
+  const facts = make("p", "facts");
+  facts.append(...model.facts.map(fact => make("span", "", fact)));
+  const text = make("div", "text");
+  text.setAttribute("role", "group");
+  text.setAttribute("aria-label", `Text of ${model.name}; arrow keys go through its tokens`);
+  const status = make("p", "status");
+  status.setAttribute("role", "status");
+  section.append(make("h2", "", model.name), facts, text, status);
+  listen(text);
+  return {section, text, status};
+}
+
+function say(pane, line, isProblem = false) {
+  pane.status.textContent = line;
+  pane.status.classList.toggle("bad", isProblem);
+}
+
+function addToken(pane, token) {
+  const span = make("span", token.text.startsWith("\n") ? "token line" : "token", token.text);
+  span.about = token;
+  span.tabIndex = pane.tokens === 0 ? 0 : -1; // one stop of the Tab key; from there on the arrow keys
+  const box = pane.text;
+  const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+  box.append(span);
+  if (follows) box.scrollTop = box.scrollHeight;
+  pane.tokens += 1;
+}
+
+async function write(pane, model, values, signal) {
+  pane.tokens = 0;
+  pane.text.replaceChildren(make("span", "prompt", values.prompt));
+  pane.section.classList.add("writing");
+  say(pane, "reading the prompt …");
+  try {
+    const response = await fetch("write", {
+      method: "POST",
+      headers: {"Content-Type": "application/json"},
+      body: JSON.stringify({model, ...values}),
+      signal,
+    });
+    if (!response.ok) throw new Error((await response.json()).error);
+    let ended = false;
+    for await (const event of lines(response)) {
+      if (event.error) throw new Error(event.error);
+      if (event.prompt_tokens) {
+        const cut = event.prompt_tokens > event.block_size ? `, of which it sees the last ${event.block_size}` : "";
+        pane.prompt = `prompt of ${event.prompt_tokens.toLocaleString("en")} tokens${cut}`;
+        say(pane, `writing … ${pane.prompt}`);
+      } else if (event.end) {
+        ended = true;
+        pane.text.append(event.text);
+        const speed = `${event.tokens_per_s.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`;
+        const stopped = event.end === "stop" ? ", up to the stop text" : "";
+        say(pane, `${pane.tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${pane.prompt}`);
+      } else {
+        addToken(pane, event);
+      }
+    }
+    if (!ended) throw new Error("the server is gone; start it again and open the URL that it prints");
+  } catch (error) {
+    if (signal.aborted) say(pane, `stopped after ${pane.tokens} tokens`);
+    else if (error instanceof TypeError) say(pane, "the server cannot be reached; start it again and open its URL", true);
+    else say(pane, error.message, true);
+  }
+  pane.section.classList.remove("writing");
+}
+
+async function* lines(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n");
+    rest = parts.pop();
+    for (const part of parts) yield JSON.parse(part);
+  }
+}
+
+async function generate() {
+  if (stopper !== null || !form.reportValidity()) return;
+  const values = wish();
+  problem.textContent = "";
+  if (values.prompt.length > 2 * page.most_prompt_chars) { // surely; the server counts the others
+    problem.textContent = `the prompt has more than ${page.most_prompt_chars.toLocaleString("en")} characters; shorten it`;
+    return;
+  }
+  hideTip();
+  stopper = new AbortController();
+  generateButton.disabled = true;
+  stopButton.disabled = false;
+  const texts = panes.map((pane, model) => write(pane, model, values, stopper.signal));
+  panes[0].section.scrollIntoView({block: "nearest"}); // on a phone the settings may fill the window
+  await Promise.all(texts);
+  stopper = null;
+  generateButton.disabled = false;
+  stopButton.disabled = true;
+}
+
+function stop() {
+  if (stopper !== null) stopper.abort();
+}
+
+// ---- probabilities ----
+
+function listen(text) {
+  text.addEventListener("pointerover", event => {
+    if (event.target.about) showTip(event.target);
+    else hideTip();
+  });
+  text.addEventListener("pointerleave", event => {
+    if (event.pointerType === "mouse") hideTip();
+  });
+  text.addEventListener("focusin", event => showTip(event.target));
+  text.addEventListener("focusout", hideTip);
+  text.addEventListener("scroll", placeTip);
+  text.addEventListener("keydown", event => {
+    const tokens = [...text.querySelectorAll(".token")];
+    const at = tokens.indexOf(event.target);
+    const to = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: tokens.length - 1}[event.key];
+    if (at < 0 || !tokens[to]) return;
+    event.preventDefault();
+    event.target.tabIndex = -1;
+    tokens[to].tabIndex = 0;
+    tokens[to].focus();
+  });
+}
+
+function tipRow(name, p, className) {
+  const row = make("tr", className);
+  const bar = make("div", "bar");
+  bar.style.width = `${100 * p}%`;
+  const cell = make("td");
+  cell.append(bar);
+  row.append(make("th", "", name), cell, make("td", "", percent(p)));
+  return row;
+}
+
+function showTip(span) {
+  hideTip();
+  const {id, name, p, rank, top, rest} = span.about;
+  const table = make("table");
+  for (const other of top) table.append(tipRow(other.name, other.p, other.id === id ? "drawn" : ""));
+  if (!top.some(other => other.id === id)) table.append(tipRow(name, p, "drawn"));
+  table.append(tipRow("all others", rest, "others"));
+  const place = rank === 1 ? "the likeliest" : `rank ${rank.toLocaleString("en")}`;
+  tip.replaceChildren(
+    make("h3", "", name),
+    make("div", "", `${percent(p)}, ${place}; token ${id}`),
+    table,
+    make("p", "", "At temperature 1, before top-k and top-p."),
+  );
+  tip.hidden = false;
+  span.classList.add("current");
+  span.setAttribute("aria-describedby", "tip");
+  placeTip();
+}
+
+// Below the current token, above where there is no room; never beyond the window.
+function placeTip() {
+  const span = document.querySelector(".current");
+  if (span === null) return;
+  const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const below = at.bottom + 6;
+  const above = at.top - tip.offsetHeight - 6;
+  const fits = below + tip.offsetHeight < innerHeight || above < 8;
+  tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${fits ? below : above}px`;
+}
+
+function hideTip() {
+  tip.hidden = true;
+  for (const span of document.querySelectorAll(".current")) {
+    span.classList.remove("current");
+    span.removeAttribute("aria-describedby");
+  }
+}
+
+// ---- start ----
+
+form.addEventListener("submit", event => {
+  event.preventDefault();
+  generate();
+});
+stopButton.addEventListener("click", stop);
+document.getElementById("new-seed").addEventListener("click", () => {
+  form.elements.seed.value = Math.floor(Math.random() * 1_000_000);
+});
+addEventListener("keydown", event => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) generate();
+  if (event.key === "Escape") {
+    hideTip();
+    stop();
+  }
+});
+addEventListener("scroll", placeTip);
+addEventListener("resize", placeTip);
+
+fetch("page.json")
+  .then(response => response.json())
+  .then(found => {
+    page = found;
+    fill();
+  })
+  .catch(() => { problem.textContent = "the server cannot be reached; start it again and open its URL"; });
