@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 
 from data.tokenizer import LARGEST_BPE, LONGEST_TOKEN, SMALLEST_BPE, BpeTokenizer
 
-SAMPLE_BYTES = 100_000_000  # of text: enough for the counts of pairs; memory and time grow with it
+USUAL_SIZE = 4096  # ids, where none is asked for
+SAMPLE_BYTES = 100_000_000  # of text to train on
+# The trainer takes up to 140 times the size of the different words: 0.3 GB for 100 MB of English or Python, 2.3 GB for
+# the 16 MB at which it stops in a language without spaces.
+MOST_WORD_BYTES = 16_000_000
+BLOCK = 1 << 20  # characters
+LONGEST_WORD = 256  # characters
+LONG_WORD = re.compile(rf"(\S{{{LONGEST_WORD}}})(?=\S)")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
@@ -32,8 +40,8 @@ def train(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     tokenizer = BpeTokenizer("\n".join(pair if isinstance(pair, str) else " ".join(pair) for pair in merges))
     if tokenizer.vocab_size < vocab_size:
         raise ValueError(
-            f"the text has pairs for a vocabulary of at most {tokenizer.vocab_size:,}, not {vocab_size:,}; "
-            f"use --vocab_size={tokenizer.vocab_size}"
+            f"the training text has pairs for a vocabulary of at most {tokenizer.vocab_size:,}, not {vocab_size:,}; "
+            f"use --vocab_size={tokenizer.vocab_size}, or more text"
         )
     return tokenizer
 
@@ -47,10 +55,29 @@ def check_size(vocab_size: int) -> None:
         )
 
 
-def first_bytes(texts: Iterable[str], most: int) -> Iterator[str]:
-    """The first of the texts, as many as it takes to reach `most` bytes of UTF-8, or all."""
+def sample(texts: Iterable[str], most_bytes: int) -> Iterator[str]:
+    """The beginning of the texts, about most_bytes of UTF-8 or all, in blocks; less where it has too many words.
+
+    Words of more than LONGEST_WORD characters are cut by newlines: the trainer goes through a whole word for each merge
+    in it.
+    """
+    words: set[str] = set()
+    word_bytes = 0
+    left = most_bytes
     for text in texts:
-        if most <= 0:
-            return
-        yield text
-        most -= len(text.encode())
+        start = 0
+        while start < len(text):
+            if left <= 0:
+                return
+            if word_bytes > MOST_WORD_BYTES:
+                print(
+                    f"{most_bytes - left:,} bytes of it hold {word_bytes:,} bytes of different words, which is enough"
+                )
+                return
+            block = text[start : start + min(left, BLOCK)]
+            start += len(block)
+            left -= len(block.encode())
+            new = set(block.split()) - words
+            words |= new
+            word_bytes += sum(len(word.encode()) for word in new)
+            yield LONG_WORD.sub(r"\1\n", block) if max(map(len, new), default=0) > LONGEST_WORD else block

@@ -353,7 +353,7 @@ def check_vocabulary(
         return
     data_name = data_tokenizer.get("name", "unknown")
     model_name = (model_tokenizer or {}).get("name", "unknown")
-    difference = ", and their characters differ" if same_size else ""
+    difference = ", and their tokens differ" if same_size else ""
     raise ValueError(
         f"{folder} has a vocabulary of {data_vocab} (tokenizer {data_name}), the model one of {model_vocab} "
         f"(tokenizer {model_name}){difference}; prepare the data with the model's tokenizer, or use "
