@@ -346,6 +346,29 @@ def test_val_of_long_tokens_is_left_out_of_training_too(tmp_path, script, text):
     assert from_meta(tokenizers[1]).token_bytes()[val].sum() <= 4 * fineweb.MOST_BYTES_PER_TOKEN * 5000
 
 
+def test_vocabulary_is_trained_once_also_where_the_first_start_ends_before_any_shard(
+    tmp_path, script, text, monkeypatch
+):
+    def stop(*args: object) -> None:
+        raise OSError("disk full")
+
+    source = write_documents(tmp_path / "a.jsonl", [text[:100_000]])
+    prepare = (PREPARE, "--source", source, *OWN, "--out", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("data.shards.write_shards", stop)
+        assert "disk full" in fails(script(*prepare))
+        patch.setattr("data.bpe.train", stop)
+        assert "disk full" in fails(script(*prepare))
+    assert list(contents(tmp_path / "out")) == ["meta.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr("data.bpe.train", None)
+        done = script(*prepare)
+    assert done.code == 0, done.err
+    assert "training" not in done.out
+    assert script(*prepare[:-1], tmp_path / "undisturbed").code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
 def test_source_without_text_after_val_is_refused(tmp_path, script, text):
     source = write_documents(tmp_path / "a.jsonl", [text[:20_000]])
     done = script(PREPARE, "--source", source, *OWN, "--out", tmp_path / "out")
