@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from deskgpt.files import sha256
+
 Ids = npt.NDArray[np.uint16]
 Lengths = npt.NDArray[np.int64]
 
@@ -337,6 +339,12 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
         f"{reprlib.repr(meta)} describes no tokenizer; expected a name of char (with chars), bytes, bpe (with merges) "
         "or a tiktoken encoding"
     )
+
+
+def short_name(meta: dict[str, Any]) -> str:
+    """A tokenizer's name, with the beginning of a checksum of what else describes it."""
+    rest = {key: value for key, value in meta.items() if key != "name"}
+    return f"{meta['name']} {sha256(json.dumps(rest).encode())[:12]}" if rest else meta["name"]
 
 
 def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -276,6 +277,34 @@ def test_own_text_is_prepared_trained_on_and_sampled_from_where_neither_data_nor
     assert done.out.startswith("Käse 🧀 <|endoftext|>")
 
 
+@pytest.mark.slow
+def test_other_text_is_prepared_with_the_vocabulary_of_a_folder(tmp_path, script, text):
+    prepare(text[:30_000], tmp_path / "first", "bpe", "a text", 400)
+    merges = read_meta(tmp_path / "first")["tokenizer"]
+    (tmp_path / "other.txt").write_text(text[50_000:70_000], encoding="utf-8")
+    again = (
+        *("data/text/prepare.py", tmp_path / "other.txt"),
+        *("--name", tmp_path / "second", "--tokenizer", tmp_path / "first"),
+    )
+    done = script(*again)
+    assert (done.code, done.err) == (0, "")
+    assert read_meta(tmp_path / "second")["tokenizer"] == merges
+    assert "already prepared" in script(*again).out
+    source = write_documents(tmp_path / "a.jsonl", [text[:50_000], text[50_000:90_000]])
+    command = (PREPARE, "--source", source, "--val_tokens=2000", "--out", tmp_path / "third")
+    done = script(*command, "--tokenizer", tmp_path / "first")
+    assert (done.code, done.err) == (0, "")
+    assert read_meta(tmp_path / "third")["tokenizer"] == merges
+    assert "already prepared" in script(*command, "--tokenizer", tmp_path / "second").out
+
+    prepare(text[:20_000], tmp_path / "first", "bpe", "a text", 400)
+    assert "already prepared" not in script(*again).out
+    line = fails(script(*command, "--tokenizer", tmp_path / "first"))
+    assert re.search(r"prepared with tokenizer bpe \w{12}, not bpe \w{12};", line)
+    prepare(text[:20_000], tmp_path / "chars", "char", "a text")
+    assert "no token that documents could begin with" in fails(script(*command, "--tokenizer", tmp_path / "chars"))
+
+
 def test_faults_of_the_options_end_in_one_line_and_write_nothing(tmp_path, script, monkeypatch):
     (tmp_path / "a.txt").write_text("the quick brown fox\n" * 50)
     command = ("data/text/prepare.py", tmp_path / "a.txt", "--name", tmp_path / "own")
@@ -334,7 +363,7 @@ def test_val_of_long_tokens_is_left_out_of_training_too(tmp_path, script, text):
     """What val's text is changes nothing, though it takes more bytes than were first set aside for it."""
     train = [text[i : i + 3000] for i in range(0, 150_000, 3000)]
     for word in ("Incomprehensibilities", "Antidisestablishments"):
-        source = write_documents(tmp_path / "a.parquet", [f" {word}" * 6000, *train])
+        source = write_documents(tmp_path / "a.parquet", [*[f" {word}" * 500] * 12, *train])
         done = script(PREPARE, "--source", source, *OWN, "--out", tmp_path / word)
         assert done.code == 0, done.err
         assert done.out.count("training again on later text") == 2

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; 
 from data import bpe
 from data.documents import FORMATS, PACKED, Source, format_of, retried
 from data.shards import Entry, free_space, gigabytes, is_there, plan, text_bytes_of, write_shards
-from data.token_files import locked, read_record, read_tokens, write_meta
-from data.tokenizer import Tokenizer, from_meta
+from data.token_files import locked, named_tokenizer, read_record, read_tokens, write_meta
+from data.tokenizer import Tokenizer, from_meta, short_name
 from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.files import file_sha256
 
@@ -67,7 +67,9 @@ def main(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace) -> None:
     """Makes what args ask for and args.out lacks. Raises ValueError, OSError."""
     folder = args.out
-    tokenizer = None if args.encoding == "bpe" else from_meta({"name": args.encoding})  # None: to be trained
+    tokenizer = None if args.encoding == "bpe" else from_meta(named_tokenizer(args.encoding))  # None: to be trained
+    if tokenizer and tokenizer.end_of_text is None:
+        raise ValueError(f"--encoding {args.encoding}: it has no token that documents could begin with; use another")
     job = job_of(args)
 
     # ---- what earlier starts have made ----
@@ -221,17 +223,20 @@ def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
             f"{folder / 'meta.json'} is not one of this script's; choose another --out, or delete the folder"
         )
     for key, value in identity.items():
-        if shown(meta.get(key)) != shown(value):
+        found = meta.get(key)
+        if key == "tokenizer":  # of one that is yet to be trained, only the name is known
+            found = {name: meta[key].get(name) for name in value}
+        if found != value:
             raise ValueError(
-                f"{folder} was prepared with {key} {shown(meta.get(key))}, not {shown(value)}; "
+                f"{folder} was prepared with {key} {shown(found)}, not {shown(value)}; "
                 "choose another --out, or delete the folder"
             )
     return meta
 
 
 def shown(value: Any) -> str:
-    """A value of meta.json, to compare and to show in one line: a tokenizer by its name, which says enough here."""
-    text = value["name"] if isinstance(value, dict) else str(value)
+    """A value of meta.json for a message of one line: a tokenizer by its name."""
+    text = short_name(value) if isinstance(value, dict) else str(value)
     return text if text.isprintable() else repr(text)
 
 
@@ -522,7 +527,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--text_column", help="column, or key of a jsonl line, with the text (default: text)")
     add(
         *("--encoding", "--tokenizer"),
-        help="gpt2 (default), another tiktoken encoding below 65,537 ids, bytes, or bpe (trained on this text)",
+        help="gpt2 (default), another tiktoken encoding below 65,537 ids, bytes, bpe (trained on this text), or the "
+        "path of a prepared folder, to use its tokenizer",
     )
     add("--vocab_size", type=whole_number, help=f"ids of --encoding bpe (default: {bpe.USUAL_SIZE})")
     add("--vocab_bytes", type=whole_number, help="of text to train --encoding bpe on, none of it in val (default: 1e8)")

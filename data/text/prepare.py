@@ -19,8 +19,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data import bpe
-from data.token_files import is_prepared, write_dataset
-from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces
+from data.token_files import is_prepared, named_tokenizer, write_dataset
+from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
 from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.files import sha256
 
@@ -39,34 +39,34 @@ def main(args: argparse.Namespace) -> None:
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = bpe.USUAL_SIZE) -> None:
     """Writes the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
 
-    vocab_size is that of the tokenizer "bpe", which is trained on the train split. Does nothing if folder already holds
-    the files unharmed. Raises ValueError for an unknown tokenizer or too short a text.
+    tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
+    which is trained on the train split. Does nothing if folder already holds the files unharmed. Raises ValueError for
+    an unknown tokenizer or too short a text.
     """
-    is_own = tokenizer_name == "bpe"
-    if is_own:
-        bpe.check_size(vocab_size)
     cut = int(len(text) * TRAIN_SHARE)
     if len(text) - cut < 2:
         raise ValueError(f"{source} has {len(text)} characters, too few to train on; give more text")
-    source = f"{source} (sha256 {sha256(text.encode('utf-8', 'surrogatepass'))}), {tokenizer_name}"
-    if is_own:
+    described = named_tokenizer(tokenizer_name)
+    source = f"{source} (sha256 {sha256(text.encode('utf-8', 'surrogatepass'))}), {short_name(described)}"
+    if tokenizer_name == "bpe":
+        bpe.check_size(vocab_size)
         source += f" of {vocab_size}"
     if is_prepared(folder, source):
         print(f"{folder.name}: already prepared")
         return
-    if is_own:
+    if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
         tokenizer: Tokenizer = bpe.train(bpe.sample([text[:cut]], bpe.SAMPLE_BYTES), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
-        tokenizer = from_meta({"name": tokenizer_name})
+        tokenizer = from_meta(described)
     splits = {
         "train": encode(text[:cut], tokenizer, "tokenizing train"),
         "val": encode(text[cut:], tokenizer, "tokenizing val"),
     }
     write_dataset(folder, splits, tokenizer, source)
-    print(f"{folder.name}: tokenizer {tokenizer_name}, vocab_size {tokenizer.vocab_size:,}")
+    print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
         print(f"{split}.bin has {len(ids):,} tokens")
 
@@ -101,13 +101,14 @@ def read_text(paths: list[Path]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    parser.add_argument("--name", required=True, help="folder below data/, or a path; later the value of --dataset")
     add = parser.add_argument
+    add("files", metavar="FILE", nargs="+", type=Path)
+    add("--name", required=True, help="folder below data/, or a path; later the value of --dataset")
     add(
         *("--tokenizer", "--encoding"),
         default="char",
-        help="char, bytes, bpe (trained on this text), gpt2 or another tiktoken encoding below 65,537 ids",
+        help="char, bytes, bpe (trained on this text), gpt2 or another tiktoken encoding below 65,537 ids, or the path "
+        "of a prepared folder, to use its tokenizer",
     )
     add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {bpe.USUAL_SIZE})")
     args = parser.parse_args()
