@@ -36,8 +36,8 @@ def train(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
         show_progress=False,
     )
     encoding.train_from_iterator(texts, trainer)
-    merges = json.loads(encoding.to_str())["model"]["merges"]  # pairs, or in older versions lines
-    tokenizer = BpeTokenizer("\n".join(pair if isinstance(pair, str) else " ".join(pair) for pair in merges))
+    merges = json.loads(encoding.to_str())["model"]["merges"]  # pairs of tokens
+    tokenizer = BpeTokenizer("\n".join(" ".join(pair) for pair in merges))
     if tokenizer.vocab_size < vocab_size:
         raise ValueError(
             f"the training text has pairs for a vocabulary of at most {tokenizer.vocab_size:,}, not {vocab_size:,}; "
