@@ -148,13 +148,13 @@ def test_no_token_is_longer_than_a_description_may_hold():
 
 @pytest.mark.slow
 def test_number_of_threads_changes_no_merge(text, tmp_path):
-    (tmp_path / "a.txt").write_text(text[:200_000] + "".join(HARD), encoding="utf-8")
+    (tmp_path / "a.txt").write_text(text[:100_000] + "".join(HARD), encoding="utf-8")
     code = (
         f"from data import bpe; texts = open({str(tmp_path / 'a.txt')!r}, encoding='utf-8').read().splitlines(True);"
         "print(bpe.train(texts, 3000).merges.encode().hex())"
     )
-    settings: list[dict[str, str]] = [{"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "5"}]
-    settings += [{"TOKENIZERS_PARALLELISM": "false"}, {"PYTHONHASHSEED": "7"}]
+    one = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
+    settings: list[dict[str, str]] = [one, {"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "5"}]
     found = {shell("python", "-c", code, env=os.environ | setting).stdout for setting in settings}
     assert len(found) == 1
     assert len(found.pop()) > 10_000
@@ -417,11 +417,11 @@ def test_options_of_a_vocabulary_need_one(tmp_path, script, option):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_killed_before_or_after_training_and_run_again_the_files_are_the_same(tmp_path, text):
-    source = write_documents(tmp_path / "a.parquet", [text[i : i + 3000] for i in range(0, 600_000, 3000)])
-    command = [sys.executable, "-u", PREPARE, "--source", str(source), *OWN, "--out"]
+    source = write_documents(tmp_path / "a.parquet", [text[i : i + 3000] for i in range(0, 400_000, 3000)])
+    command = [sys.executable, "-u", PREPARE, "--source", str(source), *OWN, "--shard_tokens=5000", "--out"]
     subprocess.run([*command, tmp_path / "whole"], cwd=ROOT, check=True, capture_output=True)
     killed = tmp_path / "killed"
-    for last_line in ("training", "val_000000.bin", "train_000002.bin"):
+    for last_line in ("training", "val_000000.bin"):
         process = subprocess.Popen([*command, killed], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert process.stdout
         for line in process.stdout:
@@ -430,7 +430,6 @@ def test_killed_before_or_after_training_and_run_again_the_files_are_the_same(tm
         process.send_signal(signal.SIGKILL)
         process.stdout.read()
         assert process.wait() == -signal.SIGKILL
-    assert not (killed / "train_000009.bin").exists()
     done = subprocess.run([*command, killed], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert "training" not in done.stdout.split("\n")[0]  # the vocabulary of before is used
+    assert "training a vocabulary" not in done.stdout
     assert contents(killed) == contents(tmp_path / "whole")
