@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data.tokenizer import tokens_of
 from deskgpt.files import read_small, sha256
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
@@ -84,7 +85,7 @@ def check_record(record: Any, fields: Fields, required: tuple[str, ...], only_kn
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raises ValueError where a tokenizer's description is wrong or does not fit the size of the vocabulary."""
     name = tokenizer.get("name")
-    keys = {"name", "chars"} if name == "char" else {"name"}
+    keys = {"name"} | {"char": {"chars"}, "bpe": {"merges"}}.get(str(name), set())
     if not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys:
         raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
     size = vocab_size
@@ -97,6 +98,8 @@ def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
         size = len(chars)
     elif name == "bytes":
         size = 256
+    elif name == "bpe":
+        size = len(tokens_of(tokenizer["merges"])) + 1
     if size != vocab_size:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
 
@@ -121,6 +124,7 @@ META: Fields = {
     "end_of_text": lambda value: value is None or is_number(value),
     "source": is_text,
     "text_column": is_text,
+    "vocab_bytes": is_number,
     "shard_tokens": is_number,
     "val_tokens": is_number,
     "revision": lambda value: value is None or is_text(value),

@@ -96,6 +96,21 @@ class TokenStream:
         self._skip = 0
 
 
+def text_bytes_of(source: Source, tokenizer: Tokenizer, tokens: int, threads: int) -> int:
+    """The bytes of text that a source's first tokens stand for, or all of them where it has fewer."""
+    lengths = tokenizer.token_bytes()
+    n_bytes = 0
+    stream = TokenStream(source, tokenizer, threads, Position(0, 0, 0))
+    try:
+        while tokens > 0 and not stream.at_end():
+            ids = stream.take(tokens)
+            n_bytes += int(lengths[ids].sum())
+            tokens -= len(ids)
+    finally:
+        stream.close()
+    return n_bytes
+
+
 def encoded_rows(
     source: Source, tokenizer: Tokenizer, threads: int, position: Position
 ) -> Generator[Encoded, None, None]:

@@ -324,6 +324,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
 
 
+def named_tokenizer(name: str) -> dict[str, Any]:
+    """The description of the tokenizer of this name, or of that of the prepared folder with this path.
+
+    Raises ValueError where the folder's meta.json is damaged.
+    """
+    folder = Path(name)
+    return read_meta(folder)["tokenizer"] if (folder / "meta.json").is_file() else {"name": name}
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """Everything that a folder's meta.json records, {} without one. Raises ValueError where it is damaged, OSError."""
     path = folder / "meta.json"
@@ -353,7 +362,7 @@ def check_vocabulary(
         return
     data_name = data_tokenizer.get("name", "unknown")
     model_name = (model_tokenizer or {}).get("name", "unknown")
-    difference = ", and their characters differ" if same_size else ""
+    difference = ", and their tokens differ" if same_size else ""
     raise ValueError(
         f"{folder} has a vocabulary of {data_vocab} (tokenizer {data_name}), the model one of {model_vocab} "
         f"(tokenizer {model_name}){difference}; prepare the data with the model's tokenizer, or use "

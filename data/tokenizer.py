@@ -1,4 +1,6 @@
-"""Text to token ids and back: characters, UTF-8 bytes, or any tiktoken encoding whose ids fit into uint16.
+"""Text to token ids and back: characters, UTF-8 bytes, merges of one's own (data/bpe.py), or tiktoken's encodings.
+
+Any of tiktoken's encodings will do whose ids fit into uint16.
 
 A small dictionary describes a tokenizer (`meta()`, `from_meta()`). It is kept in a data folder's meta.json and in
 checkpoints, so that a checkpoint can be sampled from on a machine without its data.
@@ -13,6 +15,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import tempfile
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +45,20 @@ TIKTOKEN_FILES = {
 CHECK_EVERY = 16  # batches: in one of them, one text is encoded by tiktoken too
 CHECKED_CHARS = 20_000  # of that text
 VOCAB_MULTIPLE = 64  # ids: whole tiles in the matmul of the head
+
+# ---- merges of one's own
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_BPE = 257  # ids: the bytes and END_OF_TEXT
+LARGEST_BPE = 1 << 16  # uint16
+LONGEST_TOKEN = 128  # bytes; GPT-2's longest has as many
+MOST_MERGES_BYTES = 2 << 20  # of all lines in UTF-8: a checkpoint's and meta.json's limits leave room for as much
+# GPT-2's pattern as tiktoken writes it: the same pieces, without going back over long white space.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# How GPT-2's merges.txt spells bytes: printable ones of Latin-1 as themselves, the others, in order, from U+0100 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
+CHAR_OF_BYTE = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(UNPRINTABLE)}
+RAW_BYTES = re.compile("([\ud800-\udfff]+)")  # lone surrogates: bytes that were read with errors="surrogateescape"
 
 
 class Tokenizer(Protocol):
@@ -208,6 +225,84 @@ class TiktokenTokenizer:
         return {"name": self.name}
 
 
+class BpeTokenizer:
+    """A byte-pair encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
+
+    `merges` are the lines of a merges.txt, joined by newlines: two tokens, as CHAR_OF_BYTE spells them, and a space
+    between them. Raises ValueError where they are not.
+    """
+
+    def __init__(self, merges: str) -> None:
+        import tiktoken
+
+        tokens = tokens_of(merges)
+        self.merges = merges
+        self.vocab_size = len(tokens) + 1
+        self.end_of_text: int | None = len(tokens)
+        self._lengths = np.array([*map(len, tokens), 0], np.int64)
+        self._encoding = tiktoken.Encoding(
+            "bpe",
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks={token: i for i, token in enumerate(tokens)},
+            special_tokens={END_OF_TEXT: len(tokens)},
+        )
+
+    def encode(self, text: str) -> Ids:
+        return self._encode(text, set())
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def encode_prompt(self, text: str) -> Ids:
+        return self._encode(text, {END_OF_TEXT})
+
+    def _encode(self, text: str, special: set[str]) -> Ids:
+        parts = []
+        for i, part in enumerate(RAW_BYTES.split(text)):
+            if i % 2:  # of what split() returns, every other part is what the pattern found
+                raw = part.encode("utf-8", "surrogateescape")
+                parts.append(np.frombuffer(raw, np.uint8).astype(np.uint16))
+            else:
+                ids = self._encoding.encode_to_numpy(part, allowed_special=special, disallowed_special=())
+                parts.append(ids.astype(np.uint16))
+        return np.concatenate(parts)
+
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        return self._encoding.decode_bytes(ids)
+
+    def token_bytes(self) -> Lengths:
+        return self._lengths.copy()
+
+    def meta(self) -> dict[str, Any]:
+        return {"name": "bpe", "merges": self.merges}
+
+
+def tokens_of(merges: Any) -> list[bytes]:
+    """The tokens of BpeTokenizer's merges by their ids, END_OF_TEXT left out. Raises ValueError where one is wrong."""
+    if not isinstance(merges, str) or len(merges.encode("utf-8", "surrogatepass")) > MOST_MERGES_BYTES:
+        raise ValueError(f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes")
+    lines = merges.split("\n") if merges else []
+    if len(lines) > LARGEST_BPE - SMALLEST_BPE:
+        raise ValueError(
+            f"the tokenizer has {len(lines):,} merges, more than the {LARGEST_BPE - SMALLEST_BPE:,} allowed"
+        )
+    tokens = {CHAR_OF_BYTE[byte]: bytes([byte]) for byte in range(256)}
+    for number, line in enumerate(lines, 1):
+        left, _, right = line.partition(" ")
+        token = left + right
+        if left not in tokens or right not in tokens:
+            fault = "not of two earlier tokens"
+        elif token in tokens:
+            fault = "of a token that there is already"
+        elif len(token) > LONGEST_TOKEN:
+            fault = f"of more than {LONGEST_TOKEN} bytes"
+        else:
+            tokens[token] = tokens[left] + tokens[right]
+            continue
+        raise ValueError(f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, is {fault}")
+    return list(tokens.values())
+
+
 @functools.cache
 def fast_gpt2() -> Any:
     """fastokens' encoder of GPT-2's vocabulary, made from the files of tiktoken's cache; None if it is not installed.
@@ -249,10 +344,13 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
         return CharTokenizer(meta["chars"])
     if name == "bytes":
         return BytesTokenizer()
-    if isinstance(name, str) and name != "char":
+    if name == "bpe" and "merges" in meta:
+        return BpeTokenizer(meta["merges"])
+    if isinstance(name, str) and name not in ("char", "bpe"):
         return TiktokenTokenizer(name)
     raise ValueError(
-        f"{meta!r} describes no tokenizer; expected a name of char (with chars), bytes or a tiktoken encoding"
+        f"{reprlib.repr(meta)} describes no tokenizer; expected a name of char (with chars), bytes, bpe (with merges) "
+        "or a tiktoken encoding"
     )
 
 
@@ -286,6 +384,12 @@ def is_cached(name: str) -> bool:
         if sha256(content) != checksum:
             return False
     return True
+
+
+def short_name(meta: dict[str, Any]) -> str:
+    """A tokenizer's name, with the beginning of a checksum of what else describes it."""
+    rest = {key: value for key, value in meta.items() if key != "name"}
+    return f"{meta['name']} {sha256(json.dumps(rest).encode())[:12]}" if rest else meta["name"]
 
 
 def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:

@@ -744,15 +744,20 @@ def meta_json(folder: Path) -> Target:
     # Of a stranger, who would make the right checksum too: without any, as in older folders.
     plain = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": "x", "end_of_text": None}
     plain["files"] = json.loads(content)["files"]
-    change = st.tuples(st.sampled_from(list(paths_in(plain))), odd_json)
-    case = damage | st.tuples(st.lists(change, min_size=1, max_size=2)) | st.tuples(odd_json)
+    own = plain | {"tokenizer": {"name": "bpe", "merges": "Ġ t\nh e\nĠt he"}, "vocab_size": 260}
+    odd_merges = st.lists(st.text("Ġthe \n\u0143é", max_size=6), max_size=5).map("\n".join)
+    change = st.tuples(st.sampled_from([*paths_in(plain), *paths_in(own)]), odd_json)
+    change |= st.tuples(st.just(("tokenizer", "merges")), odd_merges)
+    bases = {"plain": plain, "own": own}
+    of_stranger = st.tuples(st.sampled_from([*bases]), st.lists(change, min_size=1, max_size=2))
+    case = damage | of_stranger | st.tuples(odd_json)
 
     def read(case: Any) -> bool:
         if isinstance(case, list):
             changed = damaged(content, case)
-        elif isinstance(case[0], list) and case[0] and isinstance(case[0][0], tuple):
-            made = copied(plain)
-            for where, value in case[0]:
+        elif len(case) == 2:
+            made = copied(bases[case[0]])
+            for where, value in case[1]:
                 put(made, where, value)
             changed = json.dumps(made).encode()
         else:

@@ -23,6 +23,7 @@ from fineweb import (
 import data.documents
 from data.documents import retried
 from data.token_files import write_tokens
+from data.tokenizer import from_meta
 
 
 @pytest.fixture
@@ -74,6 +75,18 @@ def test_subset_streams_from_the_hub_through_faults_of_the_network(tmp_path, hub
     done = online(hub, tmp_path, *SMALL)
     assert done.returncode == 0, done.stderr
     assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(documents)
+
+
+@pytest.mark.slow
+def test_vocabulary_of_its_own_is_trained_on_what_the_hub_streams(tmp_path, hub, documents):
+    options = ("--tokenizer=bpe", "--vocab_size=600", "--val_tokens=10_000", "--shard_tokens=200_000")
+    done = online(hub, tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert (meta["vocab_size"], meta["revision"]) == (600, SHA)
+    ids = tokens(tmp_path / "out")
+    text = from_meta(meta["tokenizer"]).decode_bytes(ids[ids != 599].tolist()).decode()
+    assert text == "".join(documents)
 
 
 def test_hub_that_refuses_is_one_line(tmp_path, hub):

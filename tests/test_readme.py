@@ -124,11 +124,13 @@ def is_training(command: str) -> bool:
 
 def shortened(command: str, clone: Path) -> str:
     """The same command with a tiny model, few steps, and data that is here instead of on the hub."""
+    command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
     if "data/text/prepare.py" in command and WITHOUT_BPE:
         return command.replace("--tokenizer gpt2", "--tokenizer bytes")
     if "fineweb_edu/prepare.py" in command:
         command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
-        return f"{command} --source documents.jsonl --encoding bytes --shard_tokens 5000"
+        encoding = "" if "--encoding bpe" in command else " --encoding bytes"
+        return f"{command} --source documents.jsonl{encoding} --shard_tokens 5000"
     if command.startswith("make train"):
         return f'{command} ARGS="{SHORT} --eval_tokens=64"'
     if is_training(command):

@@ -262,7 +262,7 @@ def test_vocabularies_must_match(tmp_path):
     check_vocabulary(tmp_path, meta, 3, None)  # a nanoGPT checkpoint does not say
     with pytest.raises(ValueError, match="vocabulary of 3 .*model one of 65.*prepare the data with"):
         check_vocabulary(tmp_path, meta, 65, None)
-    with pytest.raises(ValueError, match="their characters differ"):
+    with pytest.raises(ValueError, match="their tokens differ"):
         check_vocabulary(tmp_path, meta, 3, other)
     gpt2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
     for model_vocab in (50257, 50304):

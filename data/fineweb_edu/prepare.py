@@ -4,6 +4,7 @@
     python data/fineweb_edu/prepare.py --tokens 3e9                     # the first 3B of them
     python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9      # token files that somebody made: minutes
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
+    python data/fineweb_edu/prepare.py --encoding bpe --vocab_size 16384 --out data/own_vocabulary
 
 Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 bytes of header, uint16 token ids) and
 meta.json, which lists them. Every document begins with <|endoftext|>; a document may go on in the next shard.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import shutil
@@ -28,10 +30,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
+from data import bpe
 from data.documents import FORMATS, PACKED, Source, format_of, retried
-from data.shards import Entry, free_space, gigabytes, is_there, plan, write_shards
-from data.token_files import locked, read_record, read_tokens, write_meta
-from data.tokenizer import Tokenizer, from_meta
+from data.shards import Entry, free_space, gigabytes, is_there, plan, text_bytes_of, write_shards
+from data.token_files import locked, named_tokenizer, read_record, read_tokens, write_meta
+from data.tokenizer import Tokenizer, from_meta, short_name
 from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.files import file_sha256
 
@@ -43,12 +46,14 @@ PRETOKENIZED_TOKENS = 9_953_989_344
 TOKEN_BYTES = 2
 TEXT_BYTES_PER_TOKEN = 4  # of GPT-2's and similar encodings, about
 PACKED_RATIO = 3  # bytes of text per byte of a packed file, about
+MOST_BYTES_PER_TOKEN = 8  # of val, to begin with: where a vocabulary of its own is trained on what follows
 HASHED = 1 << 32  # bytes: in a finished folder of at most this size the checksums are compared too, within seconds
 
 # Defaults of the options that exclude each other: not argparse's, so that a given value can be told from a default.
 DEFAULTS = {"subset": "sample-10BT", "text_column": "text", "encoding": "gpt2", "shard_tokens": 100_000_000}
+OF_BPE = {"vocab_size": bpe.USUAL_SIZE, "vocab_bytes": bpe.SAMPLE_BYTES}
 # Options, and the other options that have no meaning with each.
-EXCLUDED = {"source": ["subset"], "pretokenized": ["source", "val_tokens", *DEFAULTS]}
+EXCLUDED = {"source": ["subset"], "pretokenized": ["source", "val_tokens", *DEFAULTS, *OF_BPE]}
 
 Entries = dict[str, Entry]  # of meta.json, by file name
 
@@ -62,11 +67,13 @@ def main(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace) -> None:
     """Makes what args ask for and args.out lacks. Raises ValueError, OSError."""
     folder = args.out
-    tokenizer = from_meta({"name": args.encoding})
+    tokenizer = None if args.encoding == "bpe" else from_meta(named_tokenizer(args.encoding))  # None: to be trained
+    if tokenizer and tokenizer.end_of_text is None:
+        raise ValueError(f"--encoding {args.encoding}: it has no token that documents could begin with; use another")
     job = job_of(args)
 
     # ---- what earlier starts have made ----
-    meta = earlier_meta(folder, identity_of(job, tokenizer, args.text_column))
+    meta = earlier_meta(folder, identity_of(job, tokenizer, args))
     entries = meta["files"]
     refuse_foreign(folder, job, entries)
     later = later_shards(folder, job, entries)
@@ -84,6 +91,8 @@ def prepare(args: argparse.Namespace) -> None:
     else:
         source = job.local or hub_source(args.subset, args.text_column, meta["revision"])
         meta["revision"] = source.revision
+        if tokenizer is None:
+            tokenizer = own_tokenizer(folder, meta, source, job, args.num_proc)
         write_shards(folder, meta, source, tokenizer, job.shards(later), bad, args.num_proc, job.expected)
     refuse_val_only(folder, meta)
     summarize(folder, meta)
@@ -160,14 +169,27 @@ def job_of(args: argparse.Namespace) -> Job:
     )
 
 
-def identity_of(job: Job, tokenizer: Tokenizer, text_column: str) -> dict[str, Any]:
-    """The part of meta.json that must be the same in each start on a folder."""
-    return {
-        "tokenizer": tokenizer.meta(),
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
+def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace) -> dict[str, Any]:
+    """The part of meta.json that must be the same in each start on a folder.
+
+    Of a tokenizer that is yet to be trained (None), the name and what its training depends on.
+    """
+    if tokenizer is None:
+        of_tokenizer = {
+            "tokenizer": {"name": "bpe"},
+            "vocab_size": args.vocab_size,
+            "end_of_text": args.vocab_size - 1,
+            "vocab_bytes": args.vocab_bytes,
+        }
+    else:
+        of_tokenizer = {
+            "tokenizer": tokenizer.meta(),
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text,
+        }
+    return of_tokenizer | {
         "source": job.source,
-        "text_column": text_column,
+        "text_column": args.text_column,
         "shard_tokens": job.shard_tokens,
         "val_tokens": job.val_tokens,
     }
@@ -195,15 +217,18 @@ def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
     if not meta:
         return identity | {"revision": None, "files": {}}
     of_shards = {"documents"} if identity["source"] == PRETOKENIZED else {"documents", "end"}
-    has_all = meta.keys() >= {*identity, "revision", "files"}
+    has_all = meta.keys() >= {*identity, "revision", "files"} - {"vocab_bytes"}
     if not has_all or any(not entry.keys() >= of_shards for entry in meta["files"].values()):
         raise ValueError(
             f"{folder / 'meta.json'} is not one of this script's; choose another --out, or delete the folder"
         )
     for key, value in identity.items():
-        if meta[key] != value:
+        found = meta.get(key)
+        if key == "tokenizer":  # of one that is yet to be trained, only the name is known
+            found = {name: meta[key].get(name) for name in value}
+        if found != value:
             raise ValueError(
-                f"{folder} was prepared with {key} {shown(meta[key])}, not {shown(value)}; "
+                f"{folder} was prepared with {key} {shown(found)}, not {shown(value)}; "
                 "choose another --out, or delete the folder"
             )
     return meta
@@ -211,7 +236,7 @@ def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A value of meta.json for a message of one line: a tokenizer by its name."""
-    text = value["name"] if isinstance(value, dict) else str(value)
+    text = short_name(value) if isinstance(value, dict) else str(value)
     return text if text.isprintable() else repr(text)
 
 
@@ -366,6 +391,59 @@ def text_bytes(source: Source) -> int:
     return total
 
 
+# ---- a vocabulary of its own ---------------------------------------------------------------------------------
+
+
+def own_tokenizer(folder: Path, meta: dict[str, Any], source: Source, job: Job, threads: int) -> Tokenizer:
+    """The tokenizer that an earlier start has trained, else a new one, which meta.json gets at once.
+
+    Raises ValueError where the text is too small.
+    """
+    if "merges" not in meta["tokenizer"]:
+        trained = train_after_val(source, meta["vocab_size"], meta["vocab_bytes"], job.val_tokens, threads)
+        meta["tokenizer"] = trained.meta()
+        write_meta(folder, meta)
+    return from_meta(meta["tokenizer"])
+
+
+def train_after_val(source: Source, vocab_size: int, vocab_bytes: int, val_tokens: int, threads: int) -> Tokenizer:
+    """A tokenizer trained on about vocab_bytes of the source's text, or all there are, none of them val's.
+
+    Where val ends depends on the tokenizer. So a place is guessed, and moved until val turns out to end before it.
+    Raises ValueError where no text is left.
+    """
+    import tokenizers  # noqa: F401 (if it is missing, say so before much is read)
+
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # which it reads when it begins to train
+    begin = MOST_BYTES_PER_TOKEN * val_tokens
+    while True:
+        wanted = f"at most {gigabytes(vocab_bytes)} of text"
+        print(f"training a vocabulary of {vocab_size:,} on {wanted} after the first {gigabytes(begin)}", flush=True)
+        texts = texts_from(source, begin)
+        first = next(texts, None)
+        if first is None:
+            raise ValueError(
+                f"{source.name} has no more than {begin:,} bytes of text, which val may take: nothing is left to train "
+                f"the vocabulary on; give fewer --val_tokens than {val_tokens:,}"
+            )
+        tokenizer = bpe.train(bpe.sample(itertools.chain([first], texts), vocab_bytes), vocab_size)
+        val_bytes = text_bytes_of(source, tokenizer, val_tokens, threads)
+        if val_bytes <= begin:
+            return tokenizer
+        print(f"val takes the first {gigabytes(val_bytes)}: training again on later text")
+        begin *= 2
+
+
+def texts_from(source: Source, begin: int) -> Iterator[str]:
+    """The texts of a source without their first `begin` bytes."""
+    to_skip = begin
+    for row in source.rows(0, 0):
+        content = row.text.encode()
+        if len(content) > to_skip:
+            yield content[to_skip:].decode(errors="ignore")  # the cut may be within a character
+        to_skip = max(0, to_skip - len(content))
+
+
 # ---- ready-made token files ----------------------------------------------------------------------------------
 
 
@@ -447,7 +525,13 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     add("--pretokenized", action="store_true", help=f"fetch token files of {PRETOKENIZED} instead")
     add("--text_column", help="column, or key of a jsonl line, with the text (default: text)")
-    add("--encoding", help="gpt2 (default), another tiktoken encoding below 65,537 ids, or bytes")
+    add(
+        *("--encoding", "--tokenizer"),
+        help="gpt2 (default), another tiktoken encoding below 65,537 ids, bytes, bpe (trained on this text), or the "
+        "path of a prepared folder, to use its tokenizer",
+    )
+    add("--vocab_size", type=whole_number, help=f"ids of --encoding bpe (default: {bpe.USUAL_SIZE})")
+    add("--vocab_bytes", type=whole_number, help="of text to train --encoding bpe on, none of it in val (default: 1e8)")
     add("--tokens", type=whole_number, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
     add("--val_tokens", type=whole_number, help="made first (default: a shard; of --source a tenth at most)")
     add("--shard_tokens", type=whole_number, help="per file (default: 1e8)")
@@ -461,9 +545,13 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         given = [other for other in others if getattr(args, other)]
         if getattr(args, option) and given:
             raise ConfigError(f"--{given[0]} has no meaning with --{option}; leave one of them out")
-    for option, default in DEFAULTS.items():
+    for option in OF_BPE:
+        if getattr(args, option) and args.encoding != "bpe":
+            raise ConfigError(f"--{option} has no meaning without --encoding bpe; leave it out")
+    for option, default in (DEFAULTS | OF_BPE).items():
         if not getattr(args, option):
             setattr(args, option, default)
+    bpe.check_size(args.vocab_size)
     return args
 
 

@@ -1,6 +1,7 @@
 """Makes token files from anybody's own text.
 
     python data/text/prepare.py novel.txt notes/*.txt --name mine --tokenizer gpt2
+    python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096   # a vocabulary of its own
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
 Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json.
@@ -17,9 +18,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.token_files import is_prepared, write_dataset
-from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces
-from deskgpt.errors import one_line_errors
+from data import bpe
+from data.token_files import is_prepared, named_tokenizer, write_dataset
+from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
+from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.files import sha256
 
 DATA = Path(__file__).resolve().parents[1]
@@ -31,28 +33,40 @@ def main(args: argparse.Namespace) -> None:
     if args.name in ("", "."):
         raise ValueError(f"--name={args.name!r}: give the data a name")
     source = ", ".join(path.name for path in args.files[:NAMED_FILES])
-    prepare(read_text(args.files), DATA / args.name, args.tokenizer, source)
+    prepare(read_text(args.files), DATA / args.name, args.tokenizer, source, args.vocab_size)
 
 
-def prepare(text: str, folder: Path, tokenizer_name: str, source: str) -> None:
+def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = bpe.USUAL_SIZE) -> None:
     """Writes the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
 
-    Does nothing if folder already holds them unharmed. Raises ValueError for an unknown tokenizer or too short a text.
+    tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
+    which is trained on the train split. Does nothing if folder already holds the files unharmed. Raises ValueError for
+    an unknown tokenizer or too short a text.
     """
     cut = int(len(text) * TRAIN_SHARE)
     if len(text) - cut < 2:
         raise ValueError(f"{source} has {len(text)} characters, too few to train on; give more text")
-    source = f"{source} (sha256 {sha256(text.encode('utf-8', 'surrogatepass'))}), {tokenizer_name}"
+    described = named_tokenizer(tokenizer_name)
+    source = f"{source} (sha256 {sha256(text.encode('utf-8', 'surrogatepass'))}), {short_name(described)}"
+    if tokenizer_name == "bpe":
+        bpe.check_size(vocab_size)
+        source += f" of {vocab_size}"
     if is_prepared(folder, source):
         print(f"{folder.name}: already prepared")
         return
-    tokenizer = CharTokenizer.of(text) if tokenizer_name == "char" else from_meta({"name": tokenizer_name})
+    if tokenizer_name == "bpe":
+        print(f"training a vocabulary of {vocab_size:,} on train")
+        tokenizer: Tokenizer = bpe.train(bpe.sample([text[:cut]], bpe.SAMPLE_BYTES), vocab_size)
+    elif tokenizer_name == "char":
+        tokenizer = CharTokenizer.of(text)
+    else:
+        tokenizer = from_meta(described)
     splits = {
         "train": encode(text[:cut], tokenizer, "tokenizing train"),
         "val": encode(text[cut:], tokenizer, "tokenizing val"),
     }
     write_dataset(folder, splits, tokenizer, source)
-    print(f"{folder.name}: tokenizer {tokenizer_name}, vocab_size {tokenizer.vocab_size:,}")
+    print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
         print(f"{split}.bin has {len(ids):,} tokens")
 
@@ -87,12 +101,23 @@ def read_text(paths: list[Path]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    parser.add_argument("--name", required=True, help="folder below data/, or a path; later the value of --dataset")
-    parser.add_argument(
-        "--tokenizer", default="char", help="char, bytes, gpt2 or another tiktoken encoding below 65,537 ids"
+    add = parser.add_argument
+    add("files", metavar="FILE", nargs="+", type=Path)
+    add("--name", required=True, help="folder below data/, or a path; later the value of --dataset")
+    add(
+        *("--tokenizer", "--encoding"),
+        default="char",
+        help="char, bytes, bpe (trained on this text), gpt2 or another tiktoken encoding below 65,537 ids, or the path "
+        "of a prepared folder, to use its tokenizer",
     )
-    return parser.parse_args()
+    add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {bpe.USUAL_SIZE})")
+    args = parser.parse_args()
+
+    if args.tokenizer != "bpe" and args.vocab_size is not None:
+        raise ConfigError(f"--vocab_size has no meaning with --tokenizer {args.tokenizer}; leave it out")
+    if args.vocab_size is None:
+        args.vocab_size = bpe.USUAL_SIZE
+    return args
 
 
 if __name__ == "__main__":

@@ -1,0 +1,435 @@
+"""A vocabulary of one's own: what is trained, what it makes of text, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, flags, shell
+from fineweb import PREPARE, contents, fails, tokens, write_documents
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tokenizer import HARD
+
+from data import bpe
+from data.describe import describe
+from data.fineweb_edu import prepare as fineweb
+from data.meta_files import JSON_BYTES, from_json
+from data.text.prepare import prepare
+from data.token_files import check_vocabulary, read_meta, read_tokens, write_meta
+from data.tokenizer import (
+    CHAR_OF_BYTE,
+    LARGEST_BPE,
+    LONGEST_TOKEN,
+    MOST_MERGES_BYTES,
+    BpeTokenizer,
+    from_meta,
+    padded_vocab_size,
+    tokens_of,
+)
+from deskgpt import archive, checkpoint
+
+SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
+SMALL = bpe.train([SOME], 320)
+unicode = st.text() | st.text(st.sampled_from("the qu'll\t\n 1é日\u0301\u2003🧀\x00ſ"))
+
+
+# ---- encoding ------------------------------------------------------------------------------------------------
+
+
+@given(unicode)
+def test_any_unicode_comes_back_from_a_tokenizer_that_never_saw_it(text):
+    tokenizer = from_meta(SMALL.meta())
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint16
+    assert tokenizer.decode_bytes(ids.tolist()).decode() == text
+
+
+@given(st.binary())
+def test_bytes_that_are_no_utf8_come_back_as_they_do_from_the_bytes_tokenizer(raw):
+    ids = SMALL.encode(raw.decode("utf-8", "surrogateescape"))
+    assert SMALL.decode_bytes(ids.tolist()) == raw
+
+
+def test_half_a_surrogate_pair_which_utf8_cannot_spell_is_refused_as_by_the_bytes_tokenizer():
+    for tokenizer in (SMALL, from_meta({"name": "bytes"})):
+        with pytest.raises(ValueError, match=r"\\ud800"):
+            tokenizer.encode("a\ud800")
+
+
+def test_ids_are_bytes_then_merges_then_the_end_of_text():
+    tokenizer = BpeTokenizer("Ġ t\nh e\nĠt he")
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.end_of_text == 259
+    assert tokenizer.encode("the the\xff").tolist() == [116, 257, 258, 0xC3, 0xBF]
+    assert tokenizer.encode_prompt("he<|endoftext|>").tolist() == [257, 259]
+    assert 259 not in tokenizer.encode("<|endoftext|>")
+    assert tokenizer.token_bytes().tolist() == [1] * 256 + [2, 2, 4, 0]
+
+
+@given(st.lists(unicode, max_size=4))
+def test_many_texts_at_once_are_each_text_alone_and_bytes_are_counted(texts):
+    for text, ids in zip(texts, SMALL.encode_batch(texts), strict=True):
+        assert ids.tolist() == SMALL.encode(text).tolist()
+        assert SMALL.token_bytes()[ids].sum() == len(text.encode())
+
+
+def ids_of_the_tokenizers_package(tokenizer: BpeTokenizer, texts: list[str]) -> list[list[int]]:
+    """What the package that trains makes of texts with the same merges."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    merges = [(left, right) for left, right in (line.split(" ") for line in tokenizer.merges.split("\n"))]
+    tokens = [CHAR_OF_BYTE[byte] for byte in range(256)] + [left + right for left, right in merges]
+    theirs = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return [encoding.ids for encoding in theirs.encode_batch(texts)]
+
+
+@given(st.lists(unicode, min_size=1, max_size=8))
+def test_ids_of_any_text_are_those_of_the_package_that_trains(texts):
+    assert [ids.tolist() for ids in SMALL.encode_batch(texts)] == ids_of_the_tokenizers_package(SMALL, texts)
+
+
+@pytest.mark.slow
+def test_ids_of_difficult_texts_are_those_of_the_package_that_trains(text):
+    tokenizer = bpe.train([text[:50_000], *HARD], 1500)
+    texts = [*HARD, *(a[-40:] + b[:40] for a in HARD for b in HARD), text[40_000:80_000]]
+    ours = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    assert ours == ids_of_the_tokenizers_package(tokenizer, texts)
+
+
+# ---- training ------------------------------------------------------------------------------------------------
+
+
+def test_training_reaches_the_size_and_a_second_training_is_the_same():
+    assert SMALL.vocab_size == 320
+    assert bpe.train([SOME], 320).merges == SMALL.merges
+
+
+@pytest.mark.parametrize("size", [0, -1, 256, 65_537])
+def test_sizes_that_no_vocabulary_can_have_are_refused(size):
+    with pytest.raises(ValueError, match=f"vocab_size={size} is not from 257 .* to 65,536"):
+        bpe.train([SOME], size)
+
+
+def test_text_too_small_for_the_size_is_refused_with_the_size_that_it_reaches():
+    with pytest.raises(ValueError, match="at most 263, not 300; use --vocab_size=263"):
+        bpe.train(["the the aaa"], 300)
+    assert bpe.train(["the the aaa"], 263).vocab_size == 263
+
+
+def test_blocks_to_train_on_are_the_beginning_of_the_texts_and_no_more(monkeypatch, capsys):
+    texts = ["first words\n" * 10, "", "日本語 " * 50]
+    assert "".join(bpe.sample(texts, 10**6)) == "".join(texts)
+    assert "".join(bpe.sample(texts, 30)) == texts[0][:30]
+    monkeypatch.setattr(bpe, "MOST_WORD_BYTES", 8)
+    assert "".join(bpe.sample(texts, 10**6)) == texts[0]
+    assert "10 bytes of different words" in capsys.readouterr().out
+
+
+def test_words_without_end_are_cut_for_training():
+    text = "ACGT" * 1000 + " and more"
+    cut = "".join(bpe.sample([text], 10**6))
+    assert cut.replace("\n", "") == text
+    assert max(map(len, cut.split())) == bpe.LONGEST_WORD
+    assert bpe.train([cut], 264).vocab_size == 264
+
+
+def test_no_token_is_longer_than_a_description_may_hold():
+    tokenizer = bpe.train(["=" * 1000, SOME], 330)
+    assert LONGEST_TOKEN / 2 <= max(map(len, tokens_of(tokenizer.merges))) <= LONGEST_TOKEN
+
+
+@pytest.mark.slow
+def test_number_of_threads_changes_no_merge(text, tmp_path):
+    (tmp_path / "a.txt").write_text(text[:100_000] + "".join(HARD), encoding="utf-8")
+    code = (
+        f"from data import bpe; texts = open({str(tmp_path / 'a.txt')!r}, encoding='utf-8').read().splitlines(True);"
+        "print(bpe.train(texts, 3000).merges.encode().hex())"
+    )
+    one = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
+    settings: list[dict[str, str]] = [one, {"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "5"}]
+    found = {shell("python", "-c", code, env=os.environ | setting).stdout for setting in settings}
+    assert len(found) == 1
+    assert len(found.pop()) > 10_000
+
+
+# ---- the description -----------------------------------------------------------------------------------------
+
+
+def meta_of(merges: object, vocab_size: int) -> dict[str, object]:
+    return {"tokenizer": {"name": "bpe", "merges": merges}, "vocab_size": vocab_size, "files": {}}
+
+
+WRONG = [
+    (meta_of("h e\nhe y", 258), "vocab_size=258 does not fit the tokenizer"),
+    (meta_of("h e\nthe y", 259), "merge 2, 'the y', is not of two earlier tokens"),
+    (meta_of("h e\n", 259), "merge 2, '', is not of two earlier tokens"),
+    (meta_of("h  e", 258), "merge 1, 'h  e', is not of two earlier tokens"),
+    (meta_of("h e y", 258), "merge 1, 'h e y', is not of two earlier tokens"),
+    (meta_of("h \u0144", 258), "is not of two earlier tokens"),
+    (meta_of("h \ud800", 258), "is not of two earlier tokens"),
+    (meta_of("h e\ne y\nhe y\nh ey", 261), "merge 4, 'h ey', is of a token that there is already"),
+    (meta_of("\n".join(f"{'a' * 2**i} {'a' * 2**i}" for i in range(8)), 265), "is of more than 128 bytes"),
+    (meta_of("h e\n" * LARGEST_BPE, 258), "has 65,537 merges, more than the 65,279 allowed"),
+    (meta_of("h" * (MOST_MERGES_BYTES + 1), 258), "are not text of at most"),
+    (meta_of(["h e"], 258), "are not text of at most"),
+    (meta_of(None, 258), "are not text of at most"),
+    ({"tokenizer": {"name": "bpe"}, "vocab_size": 257}, "describes no tokenizer"),
+    ({"tokenizer": {"name": "bpe", "merges": "", "chars": ""}, "vocab_size": 257}, "describes no tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("meta", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_description_that_is_not_one_is_refused_in_one_short_line(tmp_path, meta, message):
+    write_meta(tmp_path, meta)
+    with pytest.raises(ValueError, match=f"meta.json does not describe token files .*{message}") as e:
+        read_meta(tmp_path)
+    assert len(str(e.value)) < 300 + len(str(tmp_path))
+    assert len(str(e.value).splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token_bytes", [2, "longest"])
+def test_largest_vocabulary_fits_into_meta_json_and_a_checkpoint(tmp_path, token_bytes):
+    chars = list(CHAR_OF_BYTE.values())[::-1]  # first those that both files spell longest
+    if token_bytes == 2:
+        merges = [f"{a} {b}" for a in chars for b in chars][: LARGEST_BPE - 257]
+    else:
+        merges = [f"{a + chars[0] * n} {chars[0]}" for a in chars for n in range(LONGEST_TOKEN - 1)]
+        sizes = np.cumsum([len(line.encode()) + 1 for line in merges])
+        merges = merges[: np.count_nonzero(sizes <= MOST_MERGES_BYTES)]
+    meta = BpeTokenizer("\n".join(merges)).meta()
+    vocab_size = 257 + len(merges)
+    assert token_bytes == "longest" or vocab_size == LARGEST_BPE
+    write_meta(tmp_path, {"tokenizer": meta, "vocab_size": vocab_size, "files": {}})
+    assert (tmp_path / "meta.json").stat().st_size < JSON_BYTES
+    assert from_json(tmp_path / "meta.json")["tokenizer"] == meta
+    with open(tmp_path / "ckpt.pt", "wb") as file:
+        archive.write({"tokenizer": meta, "weights": torch.zeros(3)}, file)
+    assert archive.check(tmp_path / "ckpt.pt")
+    assert archive.load(tmp_path / "ckpt.pt")["tokenizer"] == meta
+
+
+def test_another_vocabulary_of_the_same_size_is_refused_without_showing_it(tmp_path):
+    other = BpeTokenizer(SMALL.merges.rsplit("\n", 1)[0] + "\nq q")
+    meta = {"tokenizer": SMALL.meta(), "vocab_size": SMALL.vocab_size}
+    check_vocabulary(tmp_path, meta, padded_vocab_size(SMALL.meta(), SMALL.vocab_size), SMALL.meta())
+    with pytest.raises(ValueError, match=r"tokenizer bpe.*tokenizer bpe\), and their tokens differ") as e:
+        check_vocabulary(tmp_path, meta, other.vocab_size, other.meta())
+    assert len(str(e.value)) < 300 + len(str(tmp_path))
+
+
+def test_table_of_the_model_is_rounded_up_as_for_gpt2():
+    assert padded_vocab_size({"name": "bpe", "merges": ""}, 4096) == 4096
+    assert padded_vocab_size({"name": "bpe", "merges": ""}, 4097) == 4160
+
+
+# ---- data/text/prepare.py ------------------------------------------------------------------------------------
+
+
+def test_tokenizer_is_trained_on_the_train_part_only(tmp_path, text):
+    train = text[:9000]
+    for name, val in (("a", text[9000:10_000]), ("b", "Zyzzyva! " * 111 + "q"), ("c", text[9000:10_000])):
+        prepare((train + val)[:10_000], tmp_path / name, "bpe", "a text", 500)
+    made = {name: read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "abc"}
+    assert made["a"] == made["b"] == bpe.train([train], 500).merges
+    assert contents(tmp_path / "a") == contents(tmp_path / "c")
+    prepare(f"{train[:-900]}{'Zyzzyva! ' * 100}{text[9000:10_000]}", tmp_path / "d", "bpe", "a text", 500)
+    assert made["a"] != read_meta(tmp_path / "d")["tokenizer"]["merges"]
+
+
+@pytest.mark.slow
+def test_own_text_is_prepared_trained_on_and_sampled_from_where_neither_data_nor_package_is(
+    tmp_path, script, text, monkeypatch, capfd
+):
+    (tmp_path / "novel.txt").write_text(text[:60_000] + " 🧀 Käse", encoding="utf-8")
+    command = ("data/text/prepare.py", tmp_path / "novel.txt", "--name", tmp_path / "own", "--tokenizer=bpe")
+    done = script(*command, "--vocab_size=600")
+    assert (done.code, done.err) == (0, "")
+    assert "own: tokenizer bpe, vocab_size 600" in done.out
+    assert "already prepared" in script(*command, "--vocab_size=600").out
+    tokenizer = from_meta(read_meta(tmp_path / "own")["tokenizer"])
+    ids = np.concatenate([read_tokens(tmp_path / "own" / f"{split}.bin") for split in ("train", "val")])
+    assert tokenizer.decode_bytes(ids.tolist()).decode() == text[:60_000] + " 🧀 Käse"
+    assert describe(tmp_path / "own")
+    assert "tokenizer: bpe, vocabulary of 600" in capfd.readouterr().out
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
+    done = script("train.py", *flags(**TINY, dataset=tmp_path / "own", out_dir=tmp_path / "out"))
+    assert done.code == 0, done.err
+    log = (tmp_path / "out" / "log.jsonl").read_text()
+    assert '"tokenizer": "bpe"' in log
+    assert "merges" not in log
+    saved = checkpoint.load(tmp_path / "out")
+    assert saved.tokenizer == tokenizer.meta()
+    assert saved.model_args["vocab_size"] == 640
+    (tmp_path / "own").rename(tmp_path / "elsewhere")
+    sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=20")
+    done = script(*sample, "--start=Käse 🧀 <|endoftext|>")
+    assert done.code == 0, done.err
+    assert done.out.startswith("Käse 🧀 <|endoftext|>")
+
+
+@pytest.mark.slow
+def test_other_text_is_prepared_with_the_vocabulary_of_a_folder(tmp_path, script, text):
+    prepare(text[:30_000], tmp_path / "first", "bpe", "a text", 400)
+    merges = read_meta(tmp_path / "first")["tokenizer"]
+    (tmp_path / "other.txt").write_text(text[50_000:70_000], encoding="utf-8")
+    again = (
+        *("data/text/prepare.py", tmp_path / "other.txt"),
+        *("--name", tmp_path / "second", "--tokenizer", tmp_path / "first"),
+    )
+    done = script(*again)
+    assert (done.code, done.err) == (0, "")
+    assert read_meta(tmp_path / "second")["tokenizer"] == merges
+    assert "already prepared" in script(*again).out
+    source = write_documents(tmp_path / "a.jsonl", [text[:50_000], text[50_000:90_000]])
+    command = (PREPARE, "--source", source, "--val_tokens=2000", "--out", tmp_path / "third")
+    done = script(*command, "--tokenizer", tmp_path / "first")
+    assert (done.code, done.err) == (0, "")
+    assert read_meta(tmp_path / "third")["tokenizer"] == merges
+    assert "already prepared" in script(*command, "--tokenizer", tmp_path / "second").out
+
+    prepare(text[:20_000], tmp_path / "first", "bpe", "a text", 400)
+    assert "already prepared" not in script(*again).out
+    line = fails(script(*command, "--tokenizer", tmp_path / "first"))
+    assert re.search(r"prepared with tokenizer bpe \w{12}, not bpe \w{12};", line)
+    prepare(text[:20_000], tmp_path / "chars", "char", "a text")
+    assert "no token that documents could begin with" in fails(script(*command, "--tokenizer", tmp_path / "chars"))
+
+
+def test_faults_of_the_options_end_in_one_line_and_write_nothing(tmp_path, script, monkeypatch):
+    (tmp_path / "a.txt").write_text("the quick brown fox\n" * 50)
+    command = ("data/text/prepare.py", tmp_path / "a.txt", "--name", tmp_path / "own")
+
+    def refused(*args: str) -> str:
+        done = script(*command, *args)
+        assert done.code in (1, 2)
+        assert not (tmp_path / "own").exists()
+        (line,) = done.err.splitlines()
+        return line
+
+    assert "vocab_size=256 is not from 257" in refused("--tokenizer=bpe", "--vocab_size=256")
+    assert "vocab_size=65537 is not from 257" in refused("--tokenizer=bpe", "--vocab_size=65537")
+    assert "at most 272, not 4,096; use --vocab_size=272, or more text" in refused("--tokenizer=bpe")
+    assert "--vocab_size has no meaning with --tokenizer char" in refused("--vocab_size=300")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "needs the package tokenizers" in refused("--tokenizer=bpe", "--vocab_size=260")
+
+
+# ---- data/fineweb_edu/prepare.py -----------------------------------------------------------------------------
+
+OWN = ("--tokenizer=bpe", "--vocab_size=700", "--vocab_bytes=1e5", "--val_tokens=5000", "--shard_tokens=50_000")
+
+
+@pytest.mark.parametrize("name", ["a.txt", pytest.param("a.parquet", marks=pytest.mark.slow)])
+def test_documents_are_tokenized_by_what_was_trained_on_text_after_val(tmp_path, script, text, name):
+    documents = [text[i : i + 3000] for i in range(0, 150_000, 3000)]
+    if name == "a.txt":
+        documents = ["".join(documents)]
+        (tmp_path / name).write_text(documents[0], encoding="utf-8", newline="")
+    else:
+        write_documents(tmp_path / name, documents)
+    done = script(PREPARE, "--source", tmp_path / name, *OWN, "--out", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    tokenizer = from_meta(read_meta(tmp_path / "out")["tokenizer"])
+    assert tokenizer.vocab_size == 700
+    ids = tokens(tmp_path / "out")
+    assert "".join(documents) == tokenizer.decode_bytes(ids[ids != 699].tolist()).decode()
+    assert np.count_nonzero(ids == 699) == len(documents)
+    after_val = [documents[0][40_000:]] if name == "a.txt" else [documents[13][1000:], *documents[14:]]
+    assert fineweb.MOST_BYTES_PER_TOKEN == 8
+    assert tokenizer.meta() == bpe.train(bpe.sample(after_val, 100_000), 700).meta()
+    assert "already prepared" in script(PREPARE, "--source", tmp_path / name, *OWN, "--out", tmp_path / "out").out
+    for other, message in (
+        ("--vocab_size=701", "prepared with vocab_size 700, not 701"),
+        ("--vocab_bytes=1e4", "prepared with vocab_bytes 100000, not 10000"),
+    ):
+        done = script(PREPARE, "--source", tmp_path / name, *OWN, other, "--out", tmp_path / "out")
+        assert message in fails(done)
+    done = script(PREPARE, "--source", tmp_path / name, *OWN[3:], "--encoding=bytes", "--out", tmp_path / "out")
+    assert "prepared with tokenizer bpe, not bytes" in fails(done)
+
+
+@pytest.mark.slow
+def test_val_of_long_tokens_is_left_out_of_training_too(tmp_path, script, text):
+    """What val's text is changes nothing, though it takes more bytes than were first set aside for it."""
+    train = [text[i : i + 3000] for i in range(0, 150_000, 3000)]
+    for word in ("Incomprehensibilities", "Antidisestablishments"):
+        source = write_documents(tmp_path / "a.parquet", [*[f" {word}" * 500] * 12, *train])
+        done = script(PREPARE, "--source", source, *OWN, "--out", tmp_path / word)
+        assert done.code == 0, done.err
+        assert done.out.count("training again on later text") == 2
+    tokenizers = [
+        read_meta(tmp_path / word)["tokenizer"] for word in ("Incomprehensibilities", "Antidisestablishments")
+    ]
+    assert tokenizers[0] == tokenizers[1]
+    val = read_tokens(tmp_path / "Antidisestablishments" / "val_000000.bin")
+    assert from_meta(tokenizers[1]).token_bytes()[val].sum() <= 4 * fineweb.MOST_BYTES_PER_TOKEN * 5000
+
+
+def test_vocabulary_is_trained_once_also_where_the_first_start_ends_before_any_shard(
+    tmp_path, script, text, monkeypatch
+):
+    def stop(*args: object) -> None:
+        raise OSError("disk full")
+
+    source = write_documents(tmp_path / "a.jsonl", [text[:100_000]])
+    prepare = (PREPARE, "--source", source, *OWN, "--out", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("data.shards.write_shards", stop)
+        assert "disk full" in fails(script(*prepare))
+        patch.setattr("data.bpe.train", stop)
+        assert "disk full" in fails(script(*prepare))
+    assert list(contents(tmp_path / "out")) == ["meta.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr("data.bpe.train", None)
+        done = script(*prepare)
+    assert done.code == 0, done.err
+    assert "training" not in done.out
+    assert script(*prepare[:-1], tmp_path / "undisturbed").code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_source_without_text_after_val_is_refused(tmp_path, script, text):
+    source = write_documents(tmp_path / "a.jsonl", [text[:20_000]])
+    done = script(PREPARE, "--source", source, *OWN, "--out", tmp_path / "out")
+    assert "no more than 40,000 bytes of text" in fails(done)
+    assert not list((tmp_path / "out").glob("[!.]*"))
+
+
+@pytest.mark.parametrize("option", ["--vocab_size=300", "--vocab_bytes=1000"])
+def test_options_of_a_vocabulary_need_one(tmp_path, script, option):
+    done = script(PREPARE, option, "--out", tmp_path / "out")
+    assert done.code == 2
+    assert "has no meaning without --encoding bpe" in done.err
+    done = script(PREPARE, option, "--pretokenized", "--out", tmp_path / "out")
+    assert "has no meaning with --pretokenized" in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_killed_before_or_after_training_and_run_again_the_files_are_the_same(tmp_path, text):
+    source = write_documents(tmp_path / "a.parquet", [text[i : i + 3000] for i in range(0, 400_000, 3000)])
+    command = [sys.executable, "-u", PREPARE, "--source", str(source), *OWN, "--shard_tokens=5000", "--out"]
+    subprocess.run([*command, tmp_path / "whole"], cwd=ROOT, check=True, capture_output=True)
+    killed = tmp_path / "killed"
+    for last_line in ("training", "val_000000.bin"):
+        process = subprocess.Popen([*command, killed], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert process.stdout
+        for line in process.stdout:
+            if line.decode().startswith(last_line):
+                break
+        process.send_signal(signal.SIGKILL)
+        process.stdout.read()
+        assert process.wait() == -signal.SIGKILL
+    done = subprocess.run([*command, killed], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "training a vocabulary" not in done.stdout
+    assert contents(killed) == contents(tmp_path / "whole")
