@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,22 +37,21 @@ os._exit(int(connection.recv(8) or b"1"))
 
 @contextmanager
 def warm_python(program: Path) -> Iterator[None]:
-    """Within the block, `program` takes the arguments of Python: SCRIPT, -m MODULE or -c CODE."""
-    address = program.with_name("warm.socket")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(address))
+    """Within the block, `program` takes the arguments of Python: [-u] SCRIPT, -m MODULE or -c CODE."""
+    with tempfile.TemporaryDirectory() as private, socket.socket(socket.AF_UNIX) as listening:
+        address = f"{private}/socket"
+        listening.bind(address)
         listening.listen()
         number = listening.fileno()
-        command = [sys.executable, __file__, str(number), str(program)]
-        server = subprocess.Popen(command, pass_fds=[number], start_new_session=True)
-    client = shlex.join([sys.executable, "-IS", "-c", CLIENT, str(address)])
-    program.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
-    program.chmod(0o755)
-    try:
-        yield
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server = subprocess.Popen([sys.executable, __file__, str(number), program], pass_fds=[number], process_group=0)
+        client = shlex.join([sys.executable, "-IS", "-c", CLIENT, address])
+        program.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+        program.chmod(0o755)
+        try:
+            yield
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def serve(number: int) -> list[str]:
@@ -95,6 +95,9 @@ def answer(connection: socket.socket) -> list[str]:
 
 def run(arguments: list[str]) -> None:
     """What `python ARGUMENTS` does."""
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
     kind = arguments[0]
     if kind in ("-m", "-c"):
         sys.argv = [kind, *arguments[2:]]
