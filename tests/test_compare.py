@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import flags, shell
+from conftest import flags
 from logs import TIMES, log, nanogpt
 
 from bench import compare

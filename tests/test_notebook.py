@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,8 @@ def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, **parameters: object
         if "parameters" in cell.metadata.get("tags", []):
             cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
     client = NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
-    try:
+    with suppress(CellExecutionError):
         client.execute()
-    except CellExecutionError:
-        pass
     return book
 
 

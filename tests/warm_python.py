@@ -83,9 +83,9 @@ def answer(connection: socket.socket) -> list[str]:
     for standard, file in enumerate(files):
         os.dup2(file, standard)
         os.close(file)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     arguments, folder, environment = json.loads(request)
     os.chdir(folder)
     os.environ.clear()
@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> None:
     """What `python ARGUMENTS` does."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
     kind = arguments[0]
     if kind in ("-m", "-c"):
         sys.argv = [kind, *arguments[2:]]
