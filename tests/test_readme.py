@@ -198,6 +198,22 @@ def test_commands_of_the_pages_run(clone, which, request):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is Python itself")
+def test_python_of_the_clone_starts_as_python_does_and_reports_what_fails(clone):
+    def python(*words: str) -> tuple[int, str, str]:
+        command = [clone / ".venv" / "bin" / "python", *words]
+        done = subprocess.run(command, cwd=clone / "docs", input="typed", capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    code = "import os, sys; print(sys.argv, os.getcwd(), input(), __name__); print('odd', file=sys.stderr); sys.exit(3)"
+    assert python("-c", code, "a b") == (3, f"['-c', 'a b'] {clone / 'docs'} typed __main__\n", "odd\n")
+    assert python("../train.py", "--nlayer=3")[0] == 2
+    assert python("-c", "1 / 0")[0] == 1
+    assert python("-c", "import os; os.kill(os.getpid(), 9)")[0] != 0
+    assert python("-c", "import sys; print([name for name in sys.modules if 'deskgpt' in name])")[1] == "[]\n"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="make is for POSIX")
 def test_make_train_without_a_network_or_shakespeare_takes_pythons_sources(clone, tmp_path):
     made = shutil.ignore_patterns("out", "out-*", "*.bin", "meta.json", "input.txt")
