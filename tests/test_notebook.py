@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import shutil
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,19 @@ def test_torch_is_never_installed():
 # ---- a run -----------------------------------------------------------------------------------------------------
 
 
-def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, **parameters: object) -> Any:
-    """The notebook after a run in the folder with these parameters and no network; stops at a cell that fails."""
+def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, last: str = "", **parameters: object) -> Any:
+    """The notebook after a run in the folder with these parameters and no network, up to the cell `last` if named.
+
+    A cell that fails ends the run.
+    """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("MPLBACKEND", raising=False)
     book = notebook()
+    if last:
+        del book.cells[[cell.id for cell in book.cells].index(last) + 1 :]
     for cell in book.cells:
         if "parameters" in cell.metadata.get("tags", []):
             cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
@@ -97,6 +103,23 @@ def test_whole_notebook_trains_plots_and_writes_text(tmp_path, monkeypatch):
     written = re.findall(r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed(cells["sample"]), re.M | re.S)
     assert len(written) == 1  # from the first temperature to the second one's end
     assert printed(cells["sample"]).count("---------------") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_code_is_cloned_where_the_notebook_is_alone_and_only_once(tmp_path, monkeypatch):
+    code = tmp_path / "origin"
+    (code / "deskgpt").mkdir(parents=True)
+    for name in ("train.py", "deskgpt/__init__.py"):
+        (code / name).write_text("")
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "code"]):
+        subprocess.run(["git", *words], cwd=code, check=True)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "novel.txt").write_text("words")
+    for repository in (str(code), "gone"):
+        book = executed(tmp_path / "alone", monkeypatch, last="code", REPOSITORY=repository, TEXT="novel.txt")
+        assert printed(code_cells(book)["code"]) == f"the code is in {tmp_path / 'alone' / 'deskgpt'}\n"
 
 
 @pytest.mark.slow
