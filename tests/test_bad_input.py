@@ -281,6 +281,7 @@ def test_block_larger_than_the_data(chars, run, script):
     assert_fails(script, run, "block_size=10+ needs 10+1 tokens in a row.*try --block_size=", *flags(**settings))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
 def test_full_disk_while_logging_does_not_end_the_run(chars, tmp_path):
     settings = TINY | {"dataset": chars, "out_dir": tmp_path / "run", "max_iters": 500, "eval_interval": 500}
@@ -309,6 +310,7 @@ def test_no_network(chars, tmp_path, run, script, monkeypatch):
     assert_fails(script, run, "'r50k_base' are not cached.*connect once", *prepare, path="data/text/prepare.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
 def test_full_disk_while_training(chars, tmp_path, run):
     before = snapshot(run)

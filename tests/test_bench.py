@@ -187,6 +187,7 @@ def test_time_to_loss_stops_at_the_target_or_says_that_it_was_missed(chars, tmp_
     assert re.search(r"\| mean \| [\d.]+ \(± [\d.]+\) \|", done.stdout)
 
 
+@pytest.mark.slow
 def test_time_to_loss_of_a_run_that_fails_tells_why(tmp_path):
     done = shell("python", "bench/time_to_loss.py", "--dataset=/nowhere", "--target=1")
     assert done.returncode == 1

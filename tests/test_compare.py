@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import flags, shell
+from conftest import flags
 from logs import TIMES, log, nanogpt
 
 from bench import compare
@@ -402,16 +402,16 @@ def test_compiling_counts_in_the_time_to_a_loss(tmp_path):
 # ---- the script ----------------------------------------------------------------------------------------------
 
 
-def test_script_writes_a_page_a_picture_and_figures(tmp_path):
+def test_script_writes_a_page_a_picture_and_figures(tmp_path, script):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
     (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), 200.0))
     files = {"html": tmp_path / "r.html", "png": tmp_path / "r.png", "json": tmp_path / "r.json"}
     given = ["--set", "B.batch_size=4", "B.block_size=8", "gradient_accumulation_steps=2", "--loss", "3.5"]
     given += ["--device", "B=RTX 4070"]
-    done = shell("python", "bench/compare.py", a, tmp_path / "log.txt", *given, *flags(**files))
-    assert done.returncode == 0, done.stderr
-    assert "| training time to val loss 3.5 | 5.0s" not in done.stdout  # 3.0 at step 100 was the first
-    assert "| MFU on the device's own peak | 16.00% |" in done.stdout
+    done = script("bench/compare.py", a, tmp_path / "log.txt", *given, *flags(**files))
+    assert done.code == 0, done.err
+    assert "| training time to val loss 3.5 | 5.0s" not in done.out  # 3.0 at step 100 was the first
+    assert "| MFU on the device's own peak | 16.00% |" in done.out
     data = json.loads(files["json"].read_text())
     peak = {r["label"]: r["values"] for r in data["rows"]["Speed"]}["its own peak, TFLOP/s"]
     assert peak[1] == pytest.approx(58.3, rel=0.02)

@@ -211,6 +211,7 @@ def test_memory_is_counted_in_bytes():
     assert peak is None or 50e6 < peak < 1e12
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_with_glibc():
     code = "import platform; from deskgpt.hardware import keep_freed_memory; "
     code += "assert keep_freed_memory() == (platform.libc_ver()[0] == 'glibc')"
@@ -305,6 +306,7 @@ def test_cpu_has_a_name_if_the_system_says_nothing_about_it(xeon, monkeypatch):
     assert xeon(amx=True, aten="DEFAULT") == "CPU, 1 thread"
 
 
+@pytest.mark.slow
 def test_emulated_machine_has_another_name_and_another_peak():
     code = (
         "from deskgpt import hardware as h, peak_flops as p; d = h.resolve_device('cpu'); "

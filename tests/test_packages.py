@@ -39,6 +39,7 @@ def without(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_training_and_sampling_need_only_torch_numpy_tqdm_and_filelock(without, chars, tmp_path):
     hidden = [name for name in PACKAGES if name not in ("torch", "numpy", "tqdm", "filelock")]
     assert len(hidden) == 7
@@ -74,6 +75,7 @@ def test_feature_names_its_missing_package(without, chars, tmp_path, package, co
     assert lines == [f"error: this needs the package {package}, which is not installed: pip install {package}"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="/dev/null is not a folder even to root")
 def test_documents_are_prepared_if_the_cache_cannot_be_written(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "words " * 1000}) + "\n")

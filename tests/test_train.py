@@ -32,20 +32,27 @@ CPU = torch.device("cpu")
 # ---- the global batch ----------------------------------------------------------------------------------------
 
 
-def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp_path):
+@pytest.mark.parametrize("over_ranks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_split_of_global_batch_does_not_change_the_loss_or_the_update(over_ranks, chars, tmp_path):
     settings = {"max_iters": 3, "eval_interval": 3, "learning_rate": 1e-3, "eval_iters": 5}
     for name, batch_size, accumulation in (("1x12", 12, 1), ("3x4", 4, 3), ("4x3", 3, 4), ("12x1", 1, 12)):
         main(tiny(chars, tmp_path / name, batch_size=batch_size, gradient_accumulation_steps=accumulation, **settings))
-    ranks = flags(**(TINY | settings | {"batch_size": 3, "gradient_accumulation_steps": 4}))
-    done = shell(*TORCHRUN, *ranks, f"--dataset={chars}", f"--out_dir={tmp_path / 'ranks'}")
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall("^iter 0:", done.stdout, re.M)) == 1  # rank 0 alone prints
-    assert events(tmp_path / "ranks", "start")[0]["world_size"] == 2
+    names = ["3x4", "4x3", "12x1"]
+    if over_ranks:
+        names = ["ranks"]
+        ranks = flags(**(TINY | settings | {"batch_size": 3, "gradient_accumulation_steps": 4}))
+        done = shell(*TORCHRUN, *ranks, f"--dataset={chars}", f"--out_dir={tmp_path / 'ranks'}")
+        assert done.returncode == 0, done.stderr
+        assert len(re.findall("^iter 0:", done.stdout, re.M)) == 1  # rank 0 alone prints
+        assert events(tmp_path / "ranks", "start")[0]["world_size"] == 2
+        # The ranks share the five batches that one rank evaluates on.
+        for step, losses in trajectory(tmp_path / "4x3")["eval"].items():
+            assert trajectory(tmp_path / "ranks")["eval"][step] == pytest.approx(losses, rel=2e-6)
     main(tiny(chars, tmp_path / "lr0", **(settings | {"learning_rate": 0.0})))
     whole, initial = trajectory(tmp_path / "1x12"), vector(tmp_path / "lr0")
     update = vector(tmp_path / "1x12") - initial
     assert update.norm() > 0.1
-    for name in ("3x4", "4x3", "12x1", "ranks"):
+    for name in names:
         other = trajectory(tmp_path / name)
         for step in range(3):
             for value in ("loss", "grad_norm"):
@@ -53,9 +60,6 @@ def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp
         # Adam divides by the gradient's size: a few entries that are nearly 0 turn rounding into whole steps.
         difference = vector(tmp_path / name) - initial - update
         assert difference.norm() < 1e-4 * update.norm(), name
-    # The ranks share the five batches that one rank evaluates on.
-    for step, losses in trajectory(tmp_path / "4x3")["eval"].items():
-        assert trajectory(tmp_path / "ranks")["eval"][step] == pytest.approx(losses, rel=2e-6)
 
 
 def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_path, monkeypatch):
@@ -329,6 +333,7 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
 # ---- a run of some minutes --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_run_of_some_minutes_writes_its_steps_into_the_settings_and_ends_near_its_time(chars, tmp_path, capsys):
     t0 = time.perf_counter()
     main(
@@ -433,6 +438,7 @@ def test_laptop_run_gets_below_2_5_in_300_steps(chars, tmp_path, script):
     assert evals[-1]["val_loss"] < 2.5
 
 
+@pytest.mark.slow
 def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
     for on in (False, True):
         settings = TINY | {"compile": on, "dataset": chars, "out_dir": tmp_path / str(on)}

@@ -1,0 +1,139 @@
+"""notebook.ipynb: the slow test runs it as it is, offline, in a copy of the repository."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+nbformat = pytest.importorskip("nbformat")
+NOTEBOOK = ROOT / "notebook.ipynb"
+
+
+def notebook() -> Any:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def code_cells(book: Any) -> dict[str, Any]:
+    """The cells of code by their ids."""
+    return {cell.id: cell for cell in book.cells if cell.cell_type == "code"}
+
+
+# ---- the file --------------------------------------------------------------------------------------------------
+
+
+def test_file_is_valid_and_holds_no_results():
+    book = notebook()
+    nbformat.validate(book)
+    for cell in code_cells(book).values():
+        assert cell.outputs == []
+        assert cell.execution_count is None
+    assert NOTEBOOK.stat().st_size < 20_000
+
+
+def test_files_that_it_names_exist():
+    words = "\n".join(cell.source for cell in notebook().cells)
+    named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", words))
+    assert {"train.py", "sample.py", "docs/your-data.md"} <= named
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+def test_torch_is_never_installed():
+    packages = code_cells(notebook())["packages"].source
+    (names,) = re.findall(r"for name in \((.*?)\)", packages)
+    assert "torch" not in names
+    assert '"pip", "install", "--quiet", *missing' in packages
+    others = [cell.source for name, cell in code_cells(notebook()).items() if name != "packages"]
+    assert not [source for source in others if re.search(r"^\s*[%!]|\bpip\W+install\b.*\brun\(", source, re.M)]
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------
+
+
+def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, last: str = "", **parameters: object) -> Any:
+    """The notebook after a run in the folder with these parameters and no network, up to the cell `last` if named.
+
+    A cell that fails ends the run.
+    """
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    book = notebook()
+    if last:
+        del book.cells[[cell.id for cell in book.cells].index(last) + 1 :]
+    for cell in book.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+    client = NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    with suppress(CellExecutionError):
+        client.execute()
+    return book
+
+
+def printed(cell: Any) -> str:
+    """What a cell has printed, errors included."""
+    texts = [output.get("text", "") + "\n".join(output.get("traceback", [])) for output in cell.outputs]
+    return "".join(texts)
+
+
+@pytest.mark.slow
+def test_whole_notebook_trains_plots_and_writes_text(tmp_path, monkeypatch):
+    folder = tmp_path / "deskgpt"
+    ignored = shutil.ignore_patterns(".*", "out*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt", "results")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    settings = "--n_layer=1 --n_head=1 --n_embd=16 --batch_size=4 --eval_tokens=512 --compile=False"
+    cells = code_cells(executed(folder, monkeypatch, MINUTES=0.05, SETTINGS=settings))
+
+    assert "No Shakespeare: training on the source code" in printed(cells["data"])
+    assert re.search(r"^torch \S+ on .+, where matmuls reach \S+ TFLOP/s$", printed(cells["torch"]), re.M)
+    assert re.search(r"^step \d+: train loss", printed(cells["train"]), re.M)
+    assert (folder / "out-notebook" / "ckpt.pt").is_file()
+    (picture,) = [o.data["image/png"] for o in cells["plot"].outputs if o.output_type == "display_data"]
+    assert base64.b64decode(picture).startswith(b"\x89PNG")
+    written = re.findall(r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed(cells["sample"]), re.M | re.S)
+    assert len(written) == 1  # from the first temperature to the second one's end
+    assert printed(cells["sample"]).count("---------------") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_code_is_cloned_where_the_notebook_is_alone_and_only_once(tmp_path, monkeypatch):
+    code = tmp_path / "origin"
+    (code / "deskgpt").mkdir(parents=True)
+    for name in ("train.py", "deskgpt/__init__.py"):
+        (code / name).write_text("")
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "code"]):
+        subprocess.run(["git", *words], cwd=code, check=True)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "novel.txt").write_text("words")
+    for repository in (str(code), "gone"):
+        book = executed(tmp_path / "alone", monkeypatch, last="code", REPOSITORY=repository, TEXT="novel.txt")
+        assert printed(code_cells(book)["code"]) == f"the code is in {tmp_path / 'alone' / 'deskgpt'}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, "error: the code is not here: set REPOSITORY above to the address of deskGPT's git repository"),
+        ({"REPOSITORY": "nowhere/nothing"}, "error: cannot get deskGPT from REPOSITORY=nowhere/nothing"),
+        ({"TEXT": "novel.txt"}, "error: TEXT=novel.txt is not a file; is its name right?"),
+    ],
+)
+def test_mistake_is_one_line_and_ends_the_run(tmp_path, monkeypatch, parameters, message):
+    cells = code_cells(executed(tmp_path, monkeypatch, **parameters))
+    lines = printed(cells["code"]).splitlines()
+    assert lines[-1].startswith(message)
+    assert "Traceback" not in printed(cells["code"])
+    assert cells["packages"].execution_count is None

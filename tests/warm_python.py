@@ -1,0 +1,118 @@
+"""A Python that starts in a moment, because it is a fork of one that has imported torch already. Linux only.
+
+    with warm_python(FOLDER / "python"):
+        subprocess.run([FOLDER / "python", "train.py", "--help"])
+
+Importing torch takes two seconds of processor time, and what the first optimizer imports takes another one and a half:
+most of what a tiny run takes. Nothing of the repository is imported before the fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Passes on its arguments, folder, environment and standard files, and ends with the exit status of the fork.
+CLIENT = """
+import json, os, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+request = json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(connection, [len(request).to_bytes(8, "little")], [0, 1, 2])
+connection.sendall(request)
+os._exit(int(connection.recv(8) or b"1"))
+"""
+
+
+@contextmanager
+def warm_python(program: Path) -> Iterator[None]:
+    """Within the block, `program` takes the arguments of Python: [-u] SCRIPT, -m MODULE or -c CODE."""
+    with tempfile.TemporaryDirectory() as private, socket.socket(socket.AF_UNIX) as listening:
+        address = f"{private}/socket"
+        listening.bind(address)
+        listening.listen()
+        number = listening.fileno()
+        server = subprocess.Popen([sys.executable, __file__, str(number), program], pass_fds=[number], process_group=0)
+        client = shlex.join([sys.executable, "-IS", "-c", CLIENT, address])
+        program.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+        program.chmod(0o755)
+        try:
+            yield
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def serve(number: int) -> list[str]:
+    """Forks for each connection to the socket of this number. Returns, in the fork, the arguments of its Python."""
+    import torch._dynamo  # noqa: F401 (imports torch too)
+
+    gc.freeze()  # otherwise each fork takes a second to collect what was imported before it, at its end
+    listening = socket.socket(fileno=number)
+    while True:
+        connection, _ = listening.accept()
+        if os.fork() == 0:
+            listening.close()
+            return answer(connection)
+        connection.close()
+
+
+def answer(connection: socket.socket) -> list[str]:
+    """Forks once more, waits for that fork and reports its exit status. Returns, in that fork, its arguments."""
+    size, files, _, _ = socket.recv_fds(connection, 8, 3)
+    request = b""
+    while len(request) < int.from_bytes(size, "little"):
+        request += connection.recv(1 << 16)
+    process = os.fork()
+    if process:
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        connection.sendall(str(status % 256).encode())
+        os._exit(0)
+    connection.close()
+    for standard, file in enumerate(files):
+        os.dup2(file, standard)
+        os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    arguments, folder, environment = json.loads(request)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    return arguments
+
+
+def run(arguments: list[str]) -> None:
+    """What `python ARGUMENTS` does."""
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
+    kind = arguments[0]
+    if kind in ("-m", "-c"):
+        sys.argv = [kind, *arguments[2:]]
+        sys.path[0] = os.getcwd()
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(kind).resolve().parent)
+    if kind == "-m":
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        exec(arguments[1], {"__name__": "__main__"})
+    else:
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.executable = sys.argv[2]  # for scripts that start others
+    run(serve(int(sys.argv[1])))
