@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 
 from bench.analysis.learning import gap_to_train, overfit, perplexity
 from bench.analysis.logs import read_run
-from bench.analysis.page import Table, page, picture
+from bench.analysis.page import Figure, Headline, Table, page, picture
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import band, evaluation, median_ms, percent
 from deskgpt.errors import one_line_errors
@@ -48,8 +48,7 @@ def speed_table(run: Run) -> Table:
     start, end = run.start, run.end
     p10, p90 = band([run]) or (None, None)
     mfu = median(run, "mfu")
-    peak = start.get("peak_flops")
-    of_peak = f" of {peak / 1e12:.2f} TFLOP/s ({start.get('peak_source')})" if peak else ""
+    of_peak = peak_text(run)
     evaluated = evaluation(run)
     seconds = {
         "training": trained_s(run),
@@ -63,11 +62,17 @@ def speed_table(run: Run) -> Table:
         ["time of a step, median", shown(median_ms(run), ".2f", " ms")],
         ["10% to 90% of the steps", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"],
         ["tokens/s, median", shown(median(run, "tokens_per_s"), ",.0f")],
-        ["MFU, median", "n/a" if mfu is None else f"{percent(mfu)}{of_peak}"],
+        ["MFU, median", "n/a" if mfu is None else f"{percent(mfu)} {of_peak}".strip()],
         *([name, "n/a" if spent_s is None else clock(spent_s)] for name, spent_s in seconds.items()),
         ["peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"],
     ]
     return Table("Speed", [], rows)
+
+
+def peak_text(run: Run) -> str:
+    """What the MFU refers to; empty where the log does not say."""
+    peak = run.start.get("peak_flops")
+    return f"of {peak / 1e12:.2f} TFLOP/s ({run.start.get('peak_source')})" if peak else ""
 
 
 def trained_s(run: Run) -> float | None:
@@ -108,15 +113,44 @@ def turned(run: Run) -> str:
 # ---- the rest of the page ------------------------------------------------------------------------------------
 
 
-def verdict(run: Run) -> list[str]:
-    """The run in one or two lines."""
-    lines = ["no evaluation in the log"]
-    if run.val:
-        lines = [f"best val loss {run.best['val_loss']:.4f} at step {run.best['iter']:,}"]
+def headline(run: Run) -> Headline:
+    """The run in a sentence and three figures."""
     ms = median_ms(run)
-    if ms:
-        lines.append(f"{ms:.2f} ms a step, MFU {shown(median(run, 'mfu'), '.2%')}")
-    return lines
+    mfu = median(run, "mfu")
+    figures = [
+        best_figure(run),
+        Figure("speed", shown(median(run, "tokens_per_s"), ",.0f", " tokens/s"), shown(ms, ",.4g", " ms a step")),
+        Figure("MFU", "n/a" if mfu is None else f"{mfu:.1%}", peak_text(run)),
+    ]
+    return Headline(verdict(run), figures, run.name)
+
+
+def best_figure(run: Run) -> Figure:
+    if not run.val:
+        return Figure("best val loss", "n/a", "no evaluation in the log")
+    best = run.best
+    where = "the last evaluation" if best is run.val[-1] else f"of {len(run.val)} evaluations"
+    error = "" if best.get("val_se") is None else f" ± {best['val_se']:.4f}"
+    of = ", ± one standard error" if error else ""
+    return Figure("best val loss", f"{best['val_loss']:.4f}{error}", f"at step {best['iter']:,}, {where}{of}")
+
+
+def verdict(run: Run) -> str:
+    """What the run learned, in one sentence."""
+    losses = [e for e in run.iters if e["loss"] is not None]
+    if not run.val:
+        if not losses:
+            return "The log holds no loss"
+        return f"No evaluation in the log; the train loss was {losses[-1]['loss']:.2f} at step {losses[-1]['iter']:,}"
+    first = run.val[0]
+    best = run.best
+    if len(run.val) == 1:
+        return f"The val loss is {best['val_loss']:.2f} at step {best['iter']:,}"
+    if best is first:
+        return f"The val loss has not fallen below that of step {first['iter']:,}, {first['val_loss']:.2f}"
+    fell = f"The val loss fell from {first['val_loss']:.2f} to {best['val_loss']:.2f} in {best['iter']:,} steps"
+    found = overfit(run)
+    return f"{fell}, and has risen by {found[1]:.2f} since" if found else fell
 
 
 def samples(out_dir: Path, n: int, tokens: int) -> list[str]:
@@ -177,7 +211,8 @@ def main() -> None:
         html = Path(a.html)
     texts = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
     tables = [speed_table(run), learning_table(run)]
-    html.write_text(page(run.name, [run], tables, verdict(run), texts, about(run)), encoding="utf-8", errors="replace")
+    content = page(run.name, [run], tables, [], texts, about(run), [headline(run)])
+    html.write_text(content, encoding="utf-8", errors="replace")
     print(html)
     if a.png:
         picture([run], a.png)
