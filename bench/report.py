@@ -1,10 +1,13 @@
-"""One run as an HTML page: how fast it was, what it learned, its curves, and text from its checkpoint.
+"""One run as an HTML page: what it learned, how fast it was, its curves, and text from its checkpoint.
 
     python bench/report.py out-shakespeare-char-cpu
     python bench/report.py out-shakespeare-char-cpu --samples 0 --html report.html --png curves.png
+    python bench/report.py out-shakespeare-char-cpu out-first --serve
 
 Reads log.jsonl in the out_dir and writes out_dir/report.html. For a file with a printed log it writes NAME-report.html
 in the current folder. The page opens in any browser and needs no network.
+
+--serve writes nothing: it serves a page on this machine that follows the runs as they train, one or several.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from bench.analysis.learning import gap_to_train, overfit, perplexity
+from bench.analysis.live import Described, serve
 from bench.analysis.logs import read_run
 from bench.analysis.page import Figure, Headline, Table, page, picture
 from bench.analysis.runs import Run, complete
@@ -140,7 +144,7 @@ def verdict(run: Run) -> str:
     losses = [e for e in run.iters if e["loss"] is not None]
     if not run.val:
         if not losses:
-            return "The log holds no loss"
+            return "The log holds no loss so far"
         return f"No evaluation in the log; the train loss was {losses[-1]['loss']:.2f} at step {losses[-1]['iter']:,}"
     first = run.val[0]
     best = run.best
@@ -165,7 +169,7 @@ def samples(out_dir: Path, n: int, tokens: int) -> list[str]:
 
 
 def about(run: Run) -> str:
-    """The machine, versions and commit of the run, its size, and when the page was made."""
+    """The machine, versions and commit of the run, and its size."""
     start = run.start
     facts = []
     if "device" in start:
@@ -181,7 +185,7 @@ def about(run: Run) -> str:
         facts.append(f"{run.tokens_per_step:,} tokens per step")
     if run.flops_per_token:
         facts.append(f"{run.flops_per_token / 1e6:.2f} MFLOPs per token")
-    return "; ".join([*facts, f"page of {time.strftime('%Y-%m-%d')}"])
+    return "; ".join(facts)
 
 
 def how_compiled(run: Run) -> str:
@@ -190,28 +194,46 @@ def how_compiled(run: Run) -> str:
     return f"{compiled} by {compiler}" if compiler else compiled
 
 
+def describe(run: Run) -> Described:
+    """What the page says about a run, besides its curves, samples and settings."""
+    return Described(headline(run), [speed_table(run), learning_table(run)], about(run))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out_dir", help="of a run; or a file with its printed log")
+    parser.add_argument("out_dir", nargs="+", help="of a run; or a file with its printed log")
     parser.add_argument("--html", metavar="FILE", help="instead of out_dir/report.html, or NAME-report.html")
     parser.add_argument("--png", metavar="FILE", help="loss and time of a step as a picture")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
+    parser.add_argument("--serve", action="store_true", help="a page that follows the runs, until Ctrl+C")
+    parser.add_argument("--port", type=int, help="of --serve; default: a free one from 8000 on")
     a = parser.parse_args()
+    if a.serve:
+        for path in a.out_dir:
+            if Path(path).is_file() and not path.endswith(".jsonl"):
+                raise ValueError(f"--serve {path}: name the run's out_dir; only its log.jsonl can be followed")
+        if a.port is not None and not 0 < a.port < 65536:
+            raise ValueError(f"--port {a.port}: ports are from 1 to 65535")
+        serve(a.out_dir, a.port, describe)
+        return
+    if len(a.out_dir) > 1:
+        raise ValueError("name one run; bench/compare.py compares several, and --serve follows several")
     if a.png and not a.png.endswith(".png"):
         raise ValueError(f"--png {a.png}: name a .png file")
 
-    run = read_run(a.out_dir)
+    run = read_run(a.out_dir[0])
     complete(run)
-    path = Path(a.out_dir)
+    path = Path(a.out_dir[0])
     html = path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
     if a.html:
         html = Path(a.html)
     texts = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
-    tables = [speed_table(run), learning_table(run)]
-    content = page(run.name, [run], tables, [], texts, about(run), [headline(run)])
+    d = describe(run)
+    about = f"{d.about}; page of {time.strftime('%Y-%m-%d')}"
+    content = page(run.name, [run], d.tables, [], texts, about, [d.headline])
     html.write_text(content, encoding="utf-8", errors="replace")
     print(html)
     if a.png:

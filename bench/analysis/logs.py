@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ OURS = re.compile(rf"tok/s (\d[\d,]*)(?:, mfu_measured {NUMBER}%)?, lr {NUMBER},
 ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=].*)$")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
+NO_END = "its log has no end: the run was stopped, failed or is still running"  # one of a run's notes
 MOST_STEPS = 10**15
 LONGEST_LINE = 2000  # characters of a printed line that are read
 Events = dict[int, dict[str, Any]]  # by step
@@ -110,7 +111,7 @@ def read_run(path: str, name: str = "") -> Run:
     run.name = run.name.encode("utf-8", "replace").decode()  # Linux allows names that are no text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
         written = sum(1 for line in text.splitlines() if line.strip())
-        add_events(run, read_events(file), written)
+        run = from_events(run, read_events(file), written)
     else:
         add_printed(run, text)
     if not run.iters and not run.evals:
@@ -137,12 +138,12 @@ def before(events: Events, step: int) -> Events:
 # ---- log.jsonl -----------------------------------------------------------------------------------------------
 
 
-def add_events(run: Run, events: list[dict[str, Any]], written: int) -> None:
-    """Fills a run from the events of log.jsonl, which has `written` lines."""
+def from_events(run: Run, events: list[dict[str, Any]], written: int) -> Run:
+    """The run with what the events of log.jsonl say, which has `written` lines."""
     reading = Reading(run)
     for e in events:
         reading.add(e)
-    reading.fill(written)
+    return reading.result(written)
 
 
 class Reading:
@@ -218,22 +219,29 @@ class Reading:
             out["train_s"] += self.trained_s
         return out
 
-    def fill(self, written: int) -> None:
-        """Gives the run what was read of the `written` lines so far."""
-        run = self.run
-        run.iters = in_order(self.iters | self.last)
-        run.evals = in_order(self.evals)
-        run.samples = [e for e in in_order(self.samples) if e["texts"]]
-        run.tasks = [e for e in in_order(self.tasks) if e["results"]]
-        run.flops_per_token = run.start.get("flops_per_token")
-        if not run.end:
-            run.notes.append("its log has no end: the run was stopped, failed or is still running")
+    def result(self, written: int) -> Run:
+        """The run as the `written` lines so far describe it; further events leave it alone."""
+        notes = [*self.run.notes]
+        if not self.run.end:
+            notes.append(NO_END)
         if written > self.read:
-            run.notes.append(f"{written - self.read} unreadable lines of its log are left out")
+            notes.append(f"{written - self.read} unreadable lines of its log are left out")
         if self.left_out:
             names = sorted(self.left_out)
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            run.notes.append(f"its log holds values that no run has, which are left out: {', '.join(names[:5])}{more}")
+            notes.append(f"its log holds values that no run has, which are left out: {', '.join(names[:5])}{more}")
+        if self.kept_every > 1:
+            notes.append(f"one of {self.kept_every} logged steps is shown, so that the page stays quick")
+        return replace(
+            self.run,
+            start=dict(self.run.start),
+            iters=in_order(self.iters | self.last),
+            evals=in_order(self.evals),
+            samples=[e for e in in_order(self.samples) if e["texts"]],
+            tasks=[e for e in in_order(self.tasks) if e["results"]],
+            flops_per_token=self.run.start.get("flops_per_token"),
+            notes=notes,
+        )
 
 
 def usable(values: dict[str, Any], kinds: Kinds, left_out: set[str]) -> dict[str, Any]:

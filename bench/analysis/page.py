@@ -350,12 +350,11 @@ def loss_switches(axes: list[str]) -> str:
 def headline_html(headline: Headline, level: int) -> str:
     """level: of its heading."""
     parts = []
+    number = headline.number
+    mark = "" if number is None else f'<span class="mark">{SYMBOLS[symbol_of(number)]}</span> '
+    colour = "" if number is None else f' style="--colour: var(--run{number % len(LIGHT)})"'
     if headline.name:
-        mark, style = "", ""
-        if headline.number is not None:
-            style = f' style="--colour: var(--run{headline.number % len(LIGHT)})"'
-            mark = f'<span class="mark">{SYMBOLS[symbol_of(headline.number)]}</span> '
-        parts.append(f'<p class="name"{style}>{mark}{escape(headline.name)}</p>')
+        parts.append(f'<p class="name">{mark}{escape(headline.name)}</p>')
     parts.append(f"<h{level}>{escape(headline.text)}</h{level}>")
     if headline.status:
         parts.append(f'<p class="status">{escape(headline.status)}</p>')
@@ -367,7 +366,7 @@ def headline_html(headline: Headline, level: int) -> str:
         figures += f"<div><dt>{escape(figure.label)}</dt><dd>{escape(figure.value)}</dd>{note}</div>\n"
     if figures:
         parts.append(f'<dl class="figures">{figures}</dl>')
-    return f"<header>{''.join(parts)}</header>"
+    return f"<header{colour}>{''.join(parts)}</header>"
 
 
 def head_html(title: str, headlines: Sequence[Headline]) -> str:
@@ -392,6 +391,16 @@ def table_html(table: Table) -> str:
     title = escape(table.title)
     several = ' class="several"' if head else ""
     return f"<div>\n<h2>{title}</h2>\n<table{several}>{head}<tbody>\n{rows}</tbody></table>\n{note}</div>"
+
+
+def side_by_side(names: list[str], tables: list[Table]) -> Table:
+    """Tables of several runs, each with a column of figures, as one with a column for each run."""
+    if len(tables) == 1:
+        return tables[0]
+    labels = dict.fromkeys(label for table in tables for label, *_ in table.rows)
+    known = [{label: value for label, value, *_ in table.rows} for table in tables]
+    rows = [[label, *(of_run.get(label, "n/a") for of_run in known)] for label in labels]
+    return Table(tables[0].title, ["", *names], rows, tables[0].note)
 
 
 def charts_html(runs: list[Run], charts: dict[str, Chart], live: bool) -> str:
@@ -423,17 +432,17 @@ def charts_json(charts: dict[str, Chart]) -> str:
 
 
 def sampled_html(runs: list[Run]) -> str:
-    """The texts that runs wrote as they trained: the last ones, and the first of each time before."""
+    """The texts that runs wrote as they trained: the last ones, and the first one of each time before."""
     parts = []
     for run in runs:
         if run.samples:
             *earlier, last = run.samples
-            parts.append(f"<h3>{escape(run.name)}, step {last['iter']:,}</h3>")
-            parts += [f"<pre>{escape(text)}</pre>" for text in last["texts"]]
+            heading = f"<h3>{escape(run.name)}, step {last['iter']:,}</h3>"
+            texts = "".join(f"<pre>{escape(text)}</pre>" for text in last["texts"])
             before = "".join(f"<h4>step {e['iter']:,}</h4><pre>{escape(e['texts'][0])}</pre>" for e in earlier[::-1])
-            if before:
-                parts.append(f"<details><summary>earlier</summary>{before}</details>")
-    return "".join(["<h2>Samples while it trained</h2>", *parts]) if parts else ""
+            before = f"<details><summary>earlier</summary>{before}</details>" if before else ""
+            parts.append(f"<div>{heading}{texts}{before}</div>")
+    return f'<h2>Samples in training</h2><div class="runs">{"".join(parts)}</div>' if parts else ""
 
 
 def tasks_tables(runs: list[Run]) -> list[Table]:
