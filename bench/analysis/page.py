@@ -307,6 +307,7 @@ def step_chart(runs: list[Run], key: str) -> Chart | None:
     note = f"Not in the log of {missing}. " if missing else ""
     figure = graph_objects.Figure(data, layout(280, "steps", y_title))
     figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(exponentformat="power")
     if key in ("time_ms", "grad_norm"):
         every = np.concatenate([values(run.iters, key) for run in runs])
         limits, outside = clipped(every[np.isfinite(every)])
