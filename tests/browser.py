@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(
+without_browser = pytest.mark.skipif(
     CHROMIUM is None or os.name == "nt", reason="no chromium, chromium-browser or google-chrome"
 )
+
+
+def needs_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that uses the fixture `browser`: slow, and skipped where there is none."""
+    return pytest.mark.slow(without_browser(test))
+
+
 PATIENCE_S = 60  # a machine under load starts Chromium in ten
 
 
@@ -29,13 +39,18 @@ class Browser:
         read_commands, self._commands = os.pipe()
         self._answers, write_answers = os.pipe()
         flags = "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --hide-scrollbars --no-first-run"
+        flags += " --disable-background-timer-throttling --disable-renderer-backgrounding"  # all tabs count as seen
+        flags += " --disable-backgrounding-occluded-windows"
         words = [str(CHROMIUM), *flags.split(), f"--user-data-dir={profile}"]
         words += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
         # Chromium reads commands from descriptor 3 and writes to 4.
-        in_shell = ["sh", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "sh", *words]
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_commands, write_answers)]
+        start = f"import os, sys; os.dup2({ends[0]}, 3); os.dup2({ends[1]}, 4); os.execv(sys.argv[1], sys.argv[1:])"
         self._process = subprocess.Popen(
-            in_shell, pass_fds=(read_commands, write_answers), stderr=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, "-c", start, *words], pass_fds=ends, stderr=subprocess.DEVNULL, start_new_session=True
         )
+        for end in ends:
+            os.close(end)
         os.close(read_commands)
         os.close(write_answers)
         self._number = 0

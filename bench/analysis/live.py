@@ -335,6 +335,6 @@ def serve(out_dirs: list[str], port: int | None, describe: Callable[[Run], Descr
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        print("\nno longer served", file=sys.stderr)
+        print("no longer served", file=sys.stderr)
     finally:
         server.server_close()
