@@ -109,6 +109,12 @@ def test_log_of_another_run_in_the_same_place_is_read_from_its_start(tmp_path):
     assert followed(follower).iters == []
     write(path, start(seed=2), step(0, loss=1.0), step(1), step(2))  # longer than the one before
     assert [e["loss"] for e in followed(follower).iters] == [1.0, 3.0, 3.0]
+    path.rename(tmp_path / "aside2")
+    write(path, start(seed=3), *[step(i, loss=2.0) for i in range(9)])  # before the next look
+    assert [e["loss"] for e in followed(follower).iters] == [2.0] * 9
+    first, second = path.read_text().splitlines()[:2]
+    path.write_text(f"{first}\n{second}\n")
+    assert len(followed(follower).iters) == 1
     path.write_text("")
     assert followed(follower).iters == []
 
@@ -256,9 +262,10 @@ def test_server_stays_within_its_share_of_a_core(server, tmp_path):
     server.live.answer("")
     spent_s = time.process_time() - t0
     assert server.live.wait_s >= 0.5 * spent_s / live.SHARE
-    reads = server.live.followers[0].changes
-    server.live.answer("")
-    assert server.live.followers[0].changes == reads
+    write(path, step(20_000))
+    assert "step 20,000 " in server.live.answer("")  # not read yet
+    server.live.next_read_at = 0.0
+    assert "step 20,001 " in server.live.answer("")
 
 
 def test_taken_port_is_an_error_and_by_default_the_next_one_is_tried(server, tmp_path):

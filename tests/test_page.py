@@ -217,6 +217,12 @@ def test_long_logs_are_drawn_with_few_points_that_keep_the_extremes():
     assert not short.thinned
 
 
+def axis(*runs: Run) -> tuple[float, float]:
+    found = page.loss_range([*runs])
+    assert found is not None
+    return found
+
+
 def losses(val: dict[int, float], steps: dict[int, float] | None = None) -> Run:
     evals = [{"iter": i, "train_loss": y, "val_loss": y, "val_se": None} for i, y in val.items()]
     iters = [{"iter": i, "loss": y, "time_ms": 1.0} for i, y in (steps or {}).items()]
@@ -228,21 +234,21 @@ FALL = {i: 3 + 8 * 0.99**i for i in range(1000)}  # from 11 to 3
 
 def test_loss_axis_shows_what_follows_the_first_fall():
     run = losses({i: FALL[i] for i in range(0, 1000, 50)}, FALL)
-    low, top = page.loss_range([run])
+    low, top = axis(run)
     assert low < 3
     assert FALL[100] <= top < 7
     spike = losses({i: FALL[i] for i in range(0, 1000, 50)}, FALL | {500: 11.0})
-    assert page.loss_range([spike])[1] == pytest.approx(top, rel=0.1)
+    assert axis(spike)[1] == pytest.approx(top, rel=0.1)
     assert page.loss_range([run, losses({})]) == (low, top)
 
 
 def test_loss_axis_holds_every_evaluation_that_matters():
     rising = losses({0: 11.0} | {i: 2 + i / 500 for i in range(100, 1001, 50)}, FALL)  # overfits
-    low, top = page.loss_range([rising])
+    low, top = axis(rising)
     assert low < 2.2
     assert top > 4
     diverged = losses({0: 11.0, 100: 3.0, 200: 3.0, 300: 1e5, 400: None}, FALL)  # type: ignore[dict-item]
-    low, top = page.loss_range([diverged])
+    low, top = axis(diverged)
     assert low < 3
     assert 11 <= top < 12
 
@@ -308,7 +314,9 @@ def test_report_of_a_run_without_a_checkpoint_says_so(real, script, tmp_path):
 
 
 def test_report_shows_what_the_run_wrote_and_scored_as_it_trained(tmp_path, script):
-    events = [{"event": "sample", "iter": i, "texts": [f"text {i} {EVIL}", "second"]} for i in (0, 100)]
+    events: list[dict[str, Any]] = [
+        {"event": "sample", "iter": i, "texts": [f"text {i} {EVIL}", "second"]} for i in (0, 100)
+    ]
     events += [
         {"event": "sample", "iter": 50, "texts": "no list"},
         {"event": "tasks", "iter": 100, "results": {"x": 1}},

@@ -48,6 +48,7 @@ NOT_RUN = {
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
     "make qualify": "takes minutes; test_qualify.py runs it",
     "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
+    "python bench/report.py out-shakespeare-char-cpu out-first --serve": "ends with Ctrl+C; test_live.py runs it",
 }
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()

@@ -34,7 +34,7 @@ PORTS = range(8000, 8020)  # of which the first free one is taken
 POLL_S = 2.0  # between two requests of an open page
 SHARE = 0.03  # of a core, at most: after an answer that cost more, a page waits longer
 QUIET_S = 60.0  # without a new line, a run is called quiet
-MOST_STEPS = 8000  # kept of each run: of a longer log every second, fourth ... logged step
+MOST_STEPS = 4000  # kept of each run: of a longer log every second, fourth ... logged step
 CHUNK = 8 << 20  # bytes of each log that one answer reads at most
 HEAD = 1 << 16  # bytes of a log's first line, by which it is known again
 
