@@ -156,7 +156,8 @@ def main() -> None:
     if a.html:
         title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
         first = data["headline"]
-        top = Headline(first["text"] or title, [Figure(**figure) for figure in first["figures"]], title)
+        figures = [Figure(**figure) for figure in first["figures"]]
+        top = Headline(first["text"], figures, title) if first["text"] else Headline(title, figures)
         content = page(title, runs, tables, lines, headlines=[top])
         Path(a.html).write_text(content, encoding="utf-8", errors="replace")
     if a.png:

@@ -148,7 +148,7 @@ def test_status_says_where_a_run_is_and_when_it_last_wrote(tmp_path):
     write(path, *map(step, range(40)))
     assert now(12) == "step 40 of 100, 0.6s left, last line 12 s ago"
     assert now(59) == "step 40 of 100, 0.6s left, last line 59 s ago"
-    assert now(600) == "no new line for 10 minutes, since step 40 of 100: it was stopped, or hangs"
+    assert now(600) == "no new line for 10 minutes, since step 40 of 100; was it stopped?"
     write(path, step(40, time_ms=60_000.0), *[step(i, time_ms=60_000.0) for i in range(41, 100)])
     assert "last line 10 minutes ago" in now(600)  # steps of a minute
     write(path, {"event": "end", "iter": 100})

@@ -124,7 +124,7 @@ def status(follower: Follower, run: Run, now: float) -> str:
     if run.end:
         return f"ended {duration(age_s)} ago, at {where}"
     if age_s > quiet_after_s(run):
-        return f"no new line for {duration(age_s)}, since {where}: it was stopped, or hangs"
+        return f"no new line for {duration(age_s)}, since {where}; was it stopped?"
     left_s = seconds_left(run, steps)
     left = "" if left_s is None else f"{clock(left_s)} left, "
     return f"{where}, {left}last line {duration(age_s)} ago"

@@ -55,25 +55,23 @@ function axisOf({notes}) {
 let version = "";
 const parts = {};
 async function follow() {
-  let wait = 2000;
+  let got = null;
   try {
-    if (!document.hidden) {
-      const got = await (await fetch("data?have=" + version)).json();
-      wait = got.wait_ms;
-      for (const [name, html] of Object.entries(got.parts)) {
-        if (parts[name] !== html) byId("part-" + name).innerHTML = parts[name] = html;
-      }
-      if (got.charts) {
-        charts = got.charts;
-        draw();
-      }
-      version = got.version;
-    }
+    if (!document.hidden) got = await (await fetch("data?have=" + version)).json();
     document.body.classList.remove("lost");
   } catch {
     document.body.classList.add("lost");
   }
-  setTimeout(follow, wait);
+  setTimeout(follow, got?.wait_ms ?? 2000);
+  if (!got) return;
+  version = got.version;
+  for (const [name, html] of Object.entries(got.parts)) {
+    if (parts[name] !== html) byId("part-" + name).innerHTML = parts[name] = html;
+  }
+  if (got.charts) {
+    charts = got.charts;
+    draw();
+  }
 }
 document.addEventListener("change", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -20,6 +20,7 @@ import numpy as np
 from bench.analysis.runs import Run
 
 POINTS = 1000  # most points of a curve; of more steps each point is a bucket: their mean, within their range
+MOST_EARLIER = 20  # texts of a run to show besides the last ones
 LOSS_POINTS = 400  # fewer, which smooths the noise of single batches
 # Colours of runs on light and on dark pages, which the colour-blind can tell apart (Okabe and Ito 2008, made darker or
 # lighter for a contrast of at least 3). With more runs, the colours repeat with the next symbol.
@@ -417,7 +418,7 @@ def charts_html(runs: list[Run], charts: dict[str, Chart], live: bool) -> str:
         axes = AXES if live else list(charts["loss"].figure.layout.meta["notes"]) if key == "loss" else []
         switches = loss_switches(axes) if key == "loss" else ""
         plot = f'<div id="{key}" class="plot" role="img" aria-label="{title}"></div>'
-        note = f'<p class="note" id="{key}-note"></p>'
+        note = f'<p class="note" id="{key}-note" role="status"></p>'
         parts.append(f'<figure class="{key}" hidden><h3>{title}</h3>{switches}{plot}{note}</figure>')
     if not charts and not live:
         parts.append("<p>The log holds no steps and no evaluations.</p>")
@@ -433,14 +434,15 @@ def charts_json(charts: dict[str, Chart]) -> str:
 
 
 def sampled_html(runs: list[Run]) -> str:
-    """The texts that runs wrote as they trained: the last ones, and the first one of each time before."""
+    """The texts that runs wrote as they trained: the last ones, and the first one of the times before."""
     parts = []
     for run in runs:
         if run.samples:
             *earlier, last = run.samples
             heading = f"<h3>{escape(run.name)}, step {last['iter']:,}</h3>"
             texts = "".join(f"<pre>{escape(text)}</pre>" for text in last["texts"])
-            before = "".join(f"<h4>step {e['iter']:,}</h4><pre>{escape(e['texts'][0])}</pre>" for e in earlier[::-1])
+            shown = earlier[:: math.ceil(len(earlier) / MOST_EARLIER) or 1][::-1]
+            before = "".join(f"<h4>step {e['iter']:,}</h4><pre>{escape(e['texts'][0])}</pre>" for e in shown)
             before = f"<details><summary>earlier</summary>{before}</details>" if before else ""
             parts.append(f"<div>{heading}{texts}{before}</div>")
     return f'<h2>Samples in training</h2><div class="runs">{"".join(parts)}</div>' if parts else ""

@@ -89,7 +89,9 @@ def row_of(rows: list[Row], *starts: str) -> Row | None:
 
 
 def single_figure(label: str, row: Row | None) -> Figure:
-    return Figure(label, "n/a") if row is None else Figure(label, row.cells()[1], row.label)
+    if row is None:
+        return Figure(label, "n/a")
+    return Figure(label, row.cells()[1], row.label if row.label != label else "")
 
 
 def lead_figure(
