@@ -123,7 +123,7 @@ def headline(run: Run) -> Headline:
     mfu = median(run, "mfu")
     figures = [
         best_figure(run),
-        Figure("speed", shown(median(run, "tokens_per_s"), ",.0f", " tokens/s"), shown(ms, ",.4g", " ms a step")),
+        Figure("speed", shown(median(run, "tokens_per_s"), ",.0f", " tokens/s"), f"{ms:,.4g} ms a step" if ms else ""),
         Figure("MFU", "n/a" if mfu is None else f"{mfu:.1%}", peak_text(run)),
     ]
     return Headline(verdict(run), figures, run.name)
