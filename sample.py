@@ -14,6 +14,7 @@ import codecs
 import functools
 import math
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,6 +334,53 @@ class Sample:
             tail -= next((n for n in range(len(self.stop) - 1, 0, -1) if self.text.endswith(self.stop[:n])), 0)
         shown, self.shown = self.shown, max(self.shown, tail)
         return self.text[shown : self.shown]
+
+
+class Sampler:
+    """Writes short texts with a model that is being trained, the same way each time; train.py logs them.
+
+    It draws from random streams of its own, and leaves the model in training mode. Raises ValueError where the
+    tokenizer does not know the prompt.
+    """
+
+    TEXTS = 2
+    TOKENS = 200
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, amp: AbstractContextManager[None]) -> None:
+        self.c = SampleConfig(num_samples=self.TEXTS, max_new_tokens=self.TOKENS)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.amp = amp
+        self.prompt = encoded(self.c, self.c.start, tokenizer, model)  # (T,)
+
+    def texts(self, break_off: Callable[[], bool]) -> list[str]:
+        """What the model writes now; [] where break_off says so."""
+        c = self.c
+        samples = [Sample(self.tokenizer, c.start, c.stop) for _ in range(self.TEXTS)]
+        # Beyond its context a model has no cache to write with, and each token costs a whole forward pass.
+        n_tokens = min(self.TOKENS, max(1, self.model.config.block_size - len(self.prompt)))
+        prompts = self.prompt.to(self.model.lm_head.weight.device).expand(self.TEXTS, -1)
+        self.model.eval()
+        with self.amp:
+            for new in self.model.generate(
+                prompts,
+                n_tokens,
+                temperature=c.temperature,
+                top_k=c.top_k,
+                top_p=c.top_p,
+                seed=c.seed,
+                vocab_size=self.tokenizer.vocab_size,
+            ):
+                if break_off():
+                    break
+                for sample, token in zip(samples, new.tolist(), strict=True):
+                    sample.add(token)
+        self.model.train()
+        if break_off():
+            return []
+        for sample in samples:
+            sample.finish()
+        return [sample.text for sample in samples]
 
 
 if __name__ == "__main__":

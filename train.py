@@ -42,11 +42,11 @@ from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.text_facts import TextFacts, text_facts
 from data.token_files import check_vocabulary, listed_sha256, read_meta, token_files
-from data.tokenizer import from_meta_offline, padded_vocab_size
+from data.tokenizer import from_meta, from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
 from deskgpt.checkpoint import Checkpoint
-from deskgpt.errors import one_line_errors
+from deskgpt.errors import message_for_user, one_line_errors
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.gpu_peaks import find_card
 from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
@@ -58,6 +58,7 @@ from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_sil
 from deskgpt.runner import Evaluation, Runner
 from deskgpt.saver import Saved, Saver
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
+from sample import Sampler
 
 DATA = Path(__file__).parent / "data"
 # What a resumed run takes from its checkpoint.
@@ -78,6 +79,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     eval_iters: int = 200  # micro-batches per split and evaluation; a split with fewer is read whole
     eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
     eval_only: bool = False  # evaluate once, write nothing
+    sample_interval: int = 0  # evaluations between samples: short texts in log.jsonl, which report.py shows; 0 = none
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
@@ -205,6 +207,7 @@ def main(c: TrainConfig) -> float:
     log = open_log(c, ranks, start)
     report = Report(c, ranks, runner, plan, train_split, timer, log)
     report.start(start.step, meta, train_split, val_split, facts, verification.state, warm_up_s)
+    sampler = sampler_for(c, runner, ranks, meta["tokenizer"])
 
     # ---- train -----------------------------------------------------------------------------------------------
     best_val_loss = start.best_val_loss
@@ -247,11 +250,13 @@ def main(c: TrainConfig) -> float:
                 with timer.evaluation(), progress(ranks):
                     train = evaluate(c, runner, train_split, plan, ranks)
                     val = evaluate(c, runner, val_split, plan, ranks)
+                    texts = sampled(c, sampler, step, is_last)
             except (ValueError, OSError) as e:  # a token file is not what it was
                 agenda.fail(e)
             stop = agenda.broken_off()
         if evaluated and not stop:
             report.evaluation(step, lr, train, val)
+            report.sampled(step, texts)
             health.check_val_loss(val.loss, step, kept_text(kept))
             improved = val.loss < best_val_loss
             best_val_loss = min(best_val_loss, val.loss)
@@ -639,6 +644,29 @@ def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, rank
     return runner.evaluate(itertools.takewhile(lambda _: not listener.signal, batches), ranks)
 
 
+def sampler_for(c: TrainConfig, runner: Runner, ranks: Ranks, tokenizer: dict[str, Any]) -> Sampler | None:
+    """What writes the samples; None where c wants none, and on ranks that only wait meanwhile.
+
+    tokenizer: as in meta.json. Says in one line if it cannot be had: the run does not need it.
+    """
+    if not c.sample_interval or c.eval_only or not ranks.is_first:
+        return None
+    # On a CPU without autocast, which would cast all weights again for each token.
+    amp = nullcontext() if runner.device.type == "cpu" else runner.amp
+    try:
+        return Sampler(runner.model, from_meta(tokenizer), amp)
+    except (ValueError, ModuleNotFoundError) as e:
+        ranks.say(f"sample_interval={c.sample_interval}: no samples, since {message_for_user(e, '') or e}")
+        return None
+
+
+def sampled(c: TrainConfig, sampler: Sampler | None, step: int, is_last: bool) -> list[str]:
+    """Texts of the model as it is now, where it is their turn; a signal breaks them off."""
+    if sampler is None or not (is_last or step // c.eval_interval % c.sample_interval == 0):
+        return []
+    return sampler.texts(lambda: listener.signal is not None)
+
+
 def progress(ranks: Ranks) -> AbstractContextManager[None]:
     """Says now and then that an evaluation goes on. A terminal shows a progress bar instead."""
     return nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", ranks.say)
@@ -854,6 +882,10 @@ class Report:
         self.ranks.say(
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}{bits}"
         )
+
+    def sampled(self, step: int, texts: list[str]) -> None:
+        if texts:
+            self.log.write("sample", iter=step, texts=texts)
 
     def saved(self, saved: Saved) -> None:
         if saved.error is None:

@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from bench.analysis.arms import Arm, Row, arms_of, change_rows, letters, unknown
 from bench.analysis.learning import Ranking, learning_rows, ranking
 from bench.analysis.logs import read_run
-from bench.analysis.page import Table, page, picture
+from bench.analysis.page import Figure, Headline, Table, page, picture
 from bench.analysis.runs import Run, complete, give
 from bench.analysis.speed import own_peak, speed_rows
-from bench.analysis.verdict import verdict
+from bench.analysis.verdict import headline, verdict
 from bench.output import markdown_table
 from deskgpt.errors import one_line_errors
 
@@ -57,6 +58,7 @@ def compare(runs: list[Run], levels: list[float]) -> tuple[list[Table], list[str
         "rows": {"What changed": as_data(changes), "Speed": as_data(speeds), "Learning": as_data(losses)},
         "not_ranked": ranked.reasons,
         "ranked_in": ranked.unit,
+        "headline": asdict(headline(arms, speeds, losses)),
         "verdict": lines,
     }
     return [table for table in tables if table.rows], lines, data
@@ -168,7 +170,11 @@ def main() -> None:
         Path(a.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
     if a.html:
         title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-        Path(a.html).write_text(page(title, runs, tables, lines), encoding="utf-8", errors="replace")
+        first = data["headline"]
+        figures = [Figure(**figure) for figure in first["figures"]]
+        top = Headline(first["text"], figures, title) if first["text"] else Headline(title, figures)
+        content = page(title, runs, tables, lines, headlines=[top])
+        Path(a.html).write_text(content, encoding="utf-8", errors="replace")
     if a.png:
         picture(runs, a.png)
 

@@ -144,15 +144,17 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
     A crash can tear a line, and a run may be writing the last one just now: lines that are no whole event are skipped.
     """
-    events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):  # a line of brackets only
-            continue
-        if isinstance(event, dict) and "event" in event:
-            events.append(event)
-    return events
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [event for event in map(event_of, lines) if event is not None]
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """The event of a line of log.jsonl; None where it is no whole event."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):  # a line of brackets only
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
 
 
 # ---- time ----------------------------------------------------------------------------------------------------

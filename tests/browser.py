@@ -1,137 +1,176 @@
-"""A headless Chromium that tests drive, through Chromium's DevTools protocol over two pipes.
-
-with Browser(folder) as browser:
-    browser.open("http://127.0.0.1:8000/", width=390, dark=True)
-    assert browser.run("document.title") == "Hello"
-"""
+"""A headless Chromium that tests open pages in: one process, driven over its debugging pipe."""
 
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None or os.name == "nt", reason="no chromium, chromium-browser or google-chrome on a POSIX system"
+without_browser = pytest.mark.skipif(
+    CHROMIUM is None or os.name == "nt", reason="no chromium, chromium-browser or google-chrome"
 )
-PROBLEMS = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
+
+
+def needs_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that uses the fixture `browser`: slow, and skipped where there is none."""
+    return pytest.mark.slow(without_browser(test))
+
+
+PATIENCE_S = 60  # a machine under load starts Chromium in ten
 
 
 class Browser:
-    def __init__(self, folder: Path, timeout_s: float = 60) -> None:
-        """folder: for the browser's profile. timeout_s: the longest that anything here waits."""
-        import fcntl  # not on Windows
+    """One Chromium. It finds no host but this machine, and its profile is thrown away."""
 
-        self.timeout_s = timeout_s
-        self.console: list[str] = []  # what it said about the page, errors and refusals included
-        self._buffer = b""
-        self._id = 0
-        self._session: str | None = None
-        its_in, self._out = os.pipe()
-        self._in, its_out = os.pipe()
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (its_in, its_out)]  # 3 and 4 may be taken
+    def __init__(self, profile: Path) -> None:
+        read_commands, self._commands = os.pipe()
+        self._answers, write_answers = os.pipe()
+        flags = "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --hide-scrollbars --no-first-run"
+        flags += " --disable-background-timer-throttling --disable-renderer-backgrounding"  # all tabs count as seen
+        flags += " --disable-backgrounding-occluded-windows"
+        words = [str(CHROMIUM), *flags.split(), f"--user-data-dir={profile}"]
+        words += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        # Chromium reads commands from descriptor 3 and writes to 4.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_commands, write_answers)]
+        start = f"import os, sys; os.dup2({ends[0]}, 3); os.dup2({ends[1]}, 4); os.execv(sys.argv[1], sys.argv[1:])"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start, *words], pass_fds=ends, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        for end in ends:
+            os.close(end)
+        os.close(read_commands)
+        os.close(write_answers)
+        self._number = 0
+        self._rest = b""
+        self.events: list[dict[str, Any]] = []
 
-        def place_pipes() -> None:  # Chromium reads commands from 3 and writes replies to 4
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
-
-        command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
-        command += ["--remote-debugging-pipe", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-        silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, preexec_fn=place_pipes, close_fds=False, **silent)
-        for fd in (its_in, its_out, *high):
-            os.close(fd)
-        target = self.command("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.command("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.command(f"{domain}.enable")
-
-    def __enter__(self) -> Browser:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        self._process.wait()
-        os.close(self._in)
-        os.close(self._out)
-
-    def command(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command of the protocol. Raises RuntimeError where the browser refuses it."""
-        self._id += 1
-        message: dict[str, Any] = {"id": self._id, "method": method, "params": params}
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
+    def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        """A command of the Chrome DevTools Protocol, and its result."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if session:
+            message["sessionId"] = session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        until = time.monotonic() + PATIENCE_S
         while True:
-            reply = self._receive()
-            if reply.get("method") in PROBLEMS:
-                self.console.append(json.dumps(reply["params"]))
-            if reply.get("id") == self._id:
-                if "error" in reply:
-                    raise RuntimeError(f"{method}: {reply['error']}")
-                return reply["result"]
+            answer = self._read(until)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+            self.events.append(answer)
 
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            if not select.select([self._in], [], [], self.timeout_s)[0]:
-                raise TimeoutError("the browser is silent")
-            part = os.read(self._in, 1 << 20)
-            if not part:
-                raise RuntimeError("the browser has ended")
-            self._buffer += part
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(message)
+    def _read(self, until: float) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, until - time.monotonic()))
+            assert ready, f"Chromium has not answered within {PATIENCE_S} s"
+            got = os.read(self._answers, 1 << 20)
+            assert got, "Chromium has ended"
+            self._rest += got
+        answer, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(answer)
 
-    def open(self, url: str, width: int = 1200, height: int = 800, dark: bool = False) -> None:
-        """Shows a page in a window of this size and theme, and waits until it is loaded; below 500, of a phone."""
-        theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-        self.command("Emulation.setEmulatedMedia", features=[theme])
-        self.command("Emulation.setDeviceMetricsOverride", **size)
-        self.command("Emulation.setTouchEmulationEnabled", enabled=width < 500)
-        self.command("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete'")
+    def open(self, url: str, width: int = 1200, dark: bool = False, height: int = 900, phone: bool = False) -> Tab:
+        """A new tab that has loaded url, in a window of this size, or on a phone."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        tab = Tab(self, session, target)
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            tab.call(f"{domain}.enable")
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
+        tab.call("Emulation.setDeviceMetricsOverride", **size)
+        tab.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        tab.call("Emulation.setEmulatedMedia", features=[scheme])
+        tab.call("Page.navigate", url=url)
+        tab.wait("location.href !== 'about:blank' && document.readyState === 'complete'")
+        return tab
 
-    def run(self, script: str) -> Any:
-        """The value of a JavaScript expression, awaited where it is a promise. Raises RuntimeError, as it does."""
-        done = self.command("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in done:
-            raise RuntimeError(json.dumps(done["exceptionDetails"]))
-        return done["result"].get("value")
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._commands)
+        os.close(self._answers)
 
-    def wait(self, condition: str) -> None:
-        """Waits until a JavaScript expression is true. Raises TimeoutError."""
-        end = time.monotonic() + self.timeout_s
-        while not self.run(condition):
-            if time.monotonic() > end:
-                raise TimeoutError(condition)
-            time.sleep(0.02)
+
+class Tab:
+    """A page in the browser."""
+
+    def __init__(self, browser: Browser, session: str, target: str) -> None:
+        self.browser = browser
+        self.session = session
+        self.target = target
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        return self.browser.call(method, self.session, **params)
+
+    def run(self, expression: str) -> Any:
+        """The value of a JavaScript expression, or of what it promises."""
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait(self, expression: str, seconds: float = PATIENCE_S) -> None:
+        """Until the expression is true."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.run(f"Boolean({expression})"):
+                return
+            assert time.monotonic() < until, f"not true within {seconds} s: {expression}"
+            time.sleep(0.05)
 
     def point(self, selector: str) -> None:
         """Moves the mouse onto the first element that a CSS selector finds."""
-        self.command("Input.dispatchMouseEvent", type="mouseMoved", **self._middle(selector))
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", **self._middle(selector))
 
     def tap(self, selector: str) -> None:
         """Taps, as on a phone, on the first element that a CSS selector finds."""
-        self.command("Input.dispatchTouchEvent", type="touchStart", touchPoints=[self._middle(selector)])
-        self.command("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[self._middle(selector)])
+        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def press(self, key: str, modifiers: int = 0) -> None:
+        """Presses a key; modifiers: 2 = Ctrl."""
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, modifiers=modifiers)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, modifiers=modifiers)
+
+    def console(self) -> list[str]:
+        """What the page, or the browser about it, has written to the console; exceptions too."""
+        self.run("0")
+        seen = []
+        for e in self._events():
+            if e["method"] in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+                seen.append(json.dumps(e["params"])[:500])
+        return seen
+
+    def requests(self) -> list[str]:
+        """The addresses that the page has asked for."""
+        self.run("0")
+        asked = [e["params"]["request"]["url"] for e in self._events() if e["method"] == "Network.requestWillBeSent"]
+        return [url for url in asked if not url.startswith(("data:", "blob:"))]
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page as a PNG."""
+        png = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")["data"]
+        path.write_bytes(base64.b64decode(png))
+
+    def close(self) -> None:
+        self.browser.call("Target.closeTarget", targetId=self.target)
 
     def _middle(self, selector: str) -> dict[str, float]:
         middle = "(r => ({x: r.left + r.width / 2, y: r.top + r.height / 2}))"
         return self.run(f"{middle}(document.querySelector({json.dumps(selector)}).getClientRects()[0])")
 
-    def press(self, key: str) -> None:
-        self.command("Input.dispatchKeyEvent", type="keyDown", key=key)
-        self.command("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.command("Page.captureScreenshot")["data"]))
+    def _events(self) -> list[dict[str, Any]]:
+        return [e for e in self.browser.events if e.get("sessionId") == self.session]

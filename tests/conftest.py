@@ -210,3 +210,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> 
     source = write_documents(folder / "a.parquet", documents)
     subprocess.run([sys.executable, PREPARE, "--source", source, *SMALL, "--out", folder / "out"], cwd=ROOT, check=True)
     return source, folder / "out"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory):
+    """One Chromium for all tests that need it."""
+    from browser import Browser
+
+    chromium = Browser(tmp_path_factory.mktemp("chromium"))
+    yield chromium
+    chromium.close()

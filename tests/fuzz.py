@@ -643,16 +643,16 @@ def logs(folder: Path) -> Target:
         json.dumps(figures)
         for table in tables:
             compare.as_markdown(table)
-        of_one = [report.speed_table(runs[0]), report.learning_table(runs[0])]
-        lines = [*lines, *report.verdict(runs[0]), report.about(runs[0])]
+        described = [report.describe(run) for run in runs]
         for run in runs:
             page.loss_traces(0, run)
+        page.loss_range(runs)
         page.time_unit(runs)
-        page.settings_html(runs)
-        for table in [*tables, *of_one]:
-            page.table_html(table)
+        of_one = described[0]
+        headlines = [d.headline for d in described]
+        page.parts_html("fuzz", runs, [*tables, *of_one.tables], lines, [], of_one.about, headlines)
         if zlib.crc32(repr(case).encode("utf-8", "replace")) % PAGES == 0:
-            page.page("fuzz", runs, [*tables, *of_one], lines)
+            page.page("fuzz", runs, [*tables, *of_one.tables], lines, [], of_one.about, headlines)
         return False
 
     return Target(case, read)

@@ -73,6 +73,28 @@ def test_every_column_is_what_it_is_by_hand(tmp_path):
     assert tokens == pytest.approx([6400 * 2**0.9, 6400 * 4 ** (0.7 / 1.8)])
 
 
+def headline_of(*paths: str) -> tuple[str, list[str]]:
+    head = compared(*paths)[2]["headline"]
+    return head["text"], [figure["value"] for figure in head["figures"]]
+
+
+def test_headline_says_who_leads_only_beyond_the_noise(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, ms=100)
+    b = log(tmp_path / "b", {0: 4.0, 100: 3.2, 200: 2.5}, ms=200)
+    text, values = headline_of(a, b)
+    assert text == "A has the lower val loss at equal tokens, and is faster"
+    assert values[:2] == ["A: lower by 0.5000", "A: 2.00 ×"]
+    assert values[2].startswith("A: ")
+    slow = log(tmp_path / "slow", {0: 4.0, 100: 3.0, 200: 2.001}, ms=200)
+    assert headline_of(a, slow)[0] == "A is faster; the losses do not tell who learns more"
+    assert headline_of(a, slow)[1][0] == "no difference shows"
+    same = log(tmp_path / "same", {0: 4.0, 100: 3.0, 200: 2.001})
+    assert headline_of(a, same)[0] == "Neither speed nor loss tells the runs apart"
+    other = log(tmp_path / "other", {0: 4.0, 100: 3.2, 200: 2.5}, ms=200, val_sha256="bad")
+    assert headline_of(a, other)[1] == ["not ranked", "A: 2.00 ×", "not ranked"]
+    assert headline_of(a) == ("", ["2.0000", "640", "16.00%"])
+
+
 def test_bits_per_byte_need_the_bytes_of_a_token(tmp_path):
     run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0}))
     give(run, "bytes_per_token", "4")

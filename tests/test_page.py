@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browser import Browser, needs_browser
 from conftest import tiny
+from logs import log
 
 import train
 from bench import report
@@ -21,60 +21,61 @@ from bench.analysis import page
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
 CHARTS = ["loss", "time_ms", "mfu", "lr", "grad_norm"]
 
-# Works the switches of a page and tells the frame around it what it saw.
-DRIVER = """<script>
-const wait = () => new Promise(done => setTimeout(done, 200));
+# Works the switches of a page and tells what it saw.
+DRIVER = """(async () => {
 const loss = () => document.getElementById("loss");
-const click = async selector => {document.querySelector(selector).click(); await wait()};
+const click = async selector => {
+  document.querySelector(selector).click();
+  await new Promise(done => setTimeout(done, 20));
+};
 const x = () => loss()._fullData.map(t => [...(t.x || [])]);
 const visible = id => document.getElementById(id).data.map(t => [t.meta.run, t.meta.kind, t.visible]);
-addEventListener("load", async () => {
-  await wait();
-  const seen = {title: document.title, width: document.documentElement.scrollWidth, x: {}, axis: {}, note: {}};
-  seen.svg = [...document.querySelectorAll(".plot")].filter(p => p.querySelector("svg.main-svg .trace")).map(p => p.id);
-  seen.chartWidth = Math.max(...[...document.querySelectorAll(".main-svg")].map(s => s.getBoundingClientRect().right));
-  seen.background = getComputedStyle(document.body).backgroundColor;
-  seen.paper = loss()?.layout.paper_bgcolor;
-  seen.colours = CHARTS.map(id => document.getElementById(id)?.data.map(t => [t.meta.run, t.line.color]));
-  for (const radio of document.querySelectorAll("input[name=axis]")) {
-    await click(`input[value="${radio.value}"]`);
-    seen.x[radio.value] = x();
-    seen.axis[radio.value] = loss().layout.xaxis.title.text;
-    seen.note[radio.value] = document.getElementById("loss-note").textContent;
+const seen = {title: document.title, width: document.documentElement.scrollWidth, x: {}, axis: {}, note: {}};
+seen.svg = [...document.querySelectorAll(".plot")].filter(p => p.querySelector("svg.main-svg .trace")).map(p => p.id);
+seen.right = Math.max(...[...document.querySelectorAll("main *")].map(e => e.getBoundingClientRect().right));
+const cut = e => e instanceof HTMLElement && e.clientWidth && e.scrollWidth > e.clientWidth + 1;
+seen.cut = [...document.querySelectorAll("main *")].filter(cut).map(e => e.outerHTML.slice(0, 200));
+seen.background = getComputedStyle(document.body).backgroundColor;
+seen.paper = loss()?.layout?.paper_bgcolor;
+seen.colours = CHARTS.map(id => document.getElementById(id)?.data?.map(t => [t.meta.run, t.line.color]));
+for (const radio of document.querySelectorAll("input[name=axis]")) {
+  if (radio.parentElement.hidden) continue;
+  await click(`input[value="${radio.value}"]`);
+  seen.x[radio.value] = x();
+  seen.axis[radio.value] = loss().layout.xaxis.title.text;
+  seen.note[radio.value] = document.getElementById("loss-note").textContent;
+}
+seen.range = loss()?._fullLayout?.yaxis.range;
+if (document.querySelector("[data-run]")) {
+  await click("#log-y");
+  seen.type = loss().layout.yaxis.type;
+  await click("#log-y");
+  if (!document.getElementById("whole").parentElement.hidden) {
+    await click("#whole");
+    seen.whole = loss()._fullLayout.yaxis.range;
   }
-  if (document.querySelector("[data-run]")) {
-    await click("#log-y");
-    seen.type = loss().layout.yaxis.type;
-    await click("[data-run='1']");
-    await click("[data-kind=train]");
-    seen.visible = [...visible("loss"), ...visible("time_ms")];
-  }
-  parent.postMessage(JSON.stringify(seen), "*");
-});
-</script>""".replace("CHARTS", json.dumps(CHARTS))
-FRAME = """<!doctype html><body style="margin:0"><pre id="result"></pre>
-<iframe src="driven.html" style="width:WIDTHpx;height:800px;border:0"></iframe>
-<script>addEventListener("message", e => document.getElementById("result").textContent = e.data)</script>"""
+  await click("[data-run='1']");
+  await click("[data-kind=train]");
+  seen.visible = [...visible("loss"), ...visible("time_ms")];
+}
+return seen;
+})()""".replace("CHARTS", json.dumps(CHARTS))
 
 
-def browse(folder: Path, html: str, width: int, *flags: str) -> tuple[dict[str, Any], list[str]]:
+def browse(
+    browser: Browser, folder: Path, html: str, width: int, dark: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """(what DRIVER saw on the page in a window this wide, what stood on the console)"""
-    (folder / "driven.html").write_text(html.replace("</body>", DRIVER + "</body>"), encoding="utf-8")
-    # Chromium's own windows are not narrower than 500 pixels.
-    (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0", *flags]
-    command += ["--virtual-time-budget=10000", "--dump-dom", (folder / "frame.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)
-    assert found, done.stderr
-    assert found[1], done.stderr
-    return json.loads(unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    file = folder / "page.html"
+    file.write_text(html, encoding="utf-8")
+    tab = browser.open(file.as_uri(), width, dark)
+    seen = tab.run(DRIVER)
+    console = tab.console()
+    tab.close()
+    return seen, console
 
 
 def made_up(name: str, steps: int = 3000, known: bool = True, evals: int = 7) -> Run:
@@ -107,17 +108,18 @@ def html(real) -> str:
 
 @needs_browser
 @pytest.mark.parametrize("width", [360, 1200])
-def test_every_chart_is_drawn_and_none_is_wider_than_the_window(html, tmp_path, width):
-    seen, console = browse(tmp_path, html, width)
+def test_every_chart_is_drawn_and_nothing_is_wider_than_the_window(html, browser, tmp_path, width):
+    seen, console = browse(browser, tmp_path, html, width)
     assert console == []  # where the browser says what it refused to load, too
     assert seen["svg"] == CHARTS
     assert seen["width"] <= width
-    assert seen["chartWidth"] <= width
+    assert seen["right"] <= width
+    assert seen["cut"] == []
 
 
 @needs_browser
-def test_switches_change_the_axis_and_hide_runs_in_all_charts(html, tmp_path):
-    seen, _ = browse(tmp_path, html, 800)
+def test_switches_change_the_axis_and_hide_runs_in_all_charts(html, browser, tmp_path):
+    seen, _ = browse(browser, tmp_path, html, 800)
     assert seen["axis"] == {"steps": "steps", "tokens": "tokens trained on", "time": "hours of training"} | {
         "FLOPs": "FLOPs"
     }
@@ -137,38 +139,41 @@ def test_switches_change_the_axis_and_hide_runs_in_all_charts(html, tmp_path):
 
 
 @needs_browser
-def test_names_and_samples_are_shown_and_not_run(html, tmp_path):
-    seen, console = browse(tmp_path, html, 360)
+def test_names_and_samples_are_shown_and_not_run(html, browser, tmp_path):
+    seen, console = browse(browser, tmp_path, html, 360)
     assert seen["title"] == f"Runs & {EVIL}"
     assert console == []
     assert html.count("<img") == page.page("", [], [], []).count("<img")  # those in plotly's own text
 
 
 @needs_browser
-def test_page_and_charts_follow_the_theme(html, tmp_path):
-    (light, _), (dark, _) = (browse(tmp_path, html, 360, f"--blink-settings=preferredColorScheme={s}") for s in (1, 0))
+def test_page_and_charts_follow_the_theme(html, browser, tmp_path):
+    (light, _), (dark, _) = (browse(browser, tmp_path, html, 360, dark) for dark in (False, True))
     assert (light["background"], light["paper"]) == ("rgb(255, 255, 255)", "#ffffff")
     assert (dark["background"], dark["paper"]) == ("rgb(20, 20, 20)", "#141414")
     assert light["colours"] != dark["colours"]
 
 
 @needs_browser
-def test_runs_with_little_in_their_logs(tmp_path):
+def test_runs_with_little_in_their_logs(browser, tmp_path):
     empty = Run("empty", {}, {}, [], [], {}, None, [])
-    seen, console = browse(tmp_path, page.page("empty", [empty], [], []), 360)
+    seen, console = browse(browser, tmp_path, page.page("empty", [empty], [], []), 360)
     assert (seen["svg"], console) == ([], [])
     once = made_up("once", 0, evals=1)
     diverged = made_up("diverged", 3, evals=0)
     diverged.iters[-1] |= {"loss": None, "grad_norm": None}
-    seen, console = browse(tmp_path, page.page("few", [empty, once, diverged], [], []), 360)
+    seen, console = browse(browser, tmp_path, page.page("few", [empty, once, diverged], [], []), 360)
     assert (seen["svg"], console) == (CHARTS, [])
     page.picture([empty, once, diverged], str(tmp_path / "few.png"))
 
 
 @needs_browser
-def test_console_is_seen(tmp_path):
-    broken = "<title>broken</title><body><img src='https://example.com/a.png'><script>nonsense()</script></body>"
-    assert len(browse(tmp_path, broken, 360)[1]) >= 1
+def test_console_is_seen(browser, tmp_path):
+    (tmp_path / "a.html").write_text("<body><img src='https://example.com/a.png'><script>nonsense()</script></body>")
+    tab = browser.open((tmp_path / "a.html").as_uri())
+    assert len(tab.console()) >= 2
+    assert tab.requests()[1:] == ["https://example.com/a.png"]
+    tab.close()
 
 
 class Tags(HTMLParser):
@@ -212,6 +217,66 @@ def test_long_logs_are_drawn_with_few_points_that_keep_the_extremes():
     assert not short.thinned
 
 
+def axis(*runs: Run) -> tuple[float, float]:
+    found = page.loss_range([*runs])
+    assert found is not None
+    return found
+
+
+def losses(val: dict[int, float], steps: dict[int, float] | None = None) -> Run:
+    evals = [{"iter": i, "train_loss": y, "val_loss": y, "val_se": None} for i, y in val.items()]
+    iters = [{"iter": i, "loss": y, "time_ms": 1.0} for i, y in (steps or {}).items()]
+    return Run("x", iters=iters, evals=evals)
+
+
+FALL = {i: 3 + 8 * 0.99**i for i in range(1000)}  # from 11 to 3
+
+
+def test_loss_axis_shows_what_follows_the_first_fall():
+    run = losses({i: FALL[i] for i in range(0, 1000, 50)}, FALL)
+    low, top = axis(run)
+    assert low < 3
+    assert FALL[100] <= top < 7
+    spike = losses({i: FALL[i] for i in range(0, 1000, 50)}, FALL | {500: 11.0})
+    assert axis(spike)[1] == pytest.approx(top, rel=0.1)
+    assert page.loss_range([run, losses({})]) == (low, top)
+
+
+def test_loss_axis_holds_every_evaluation_that_matters():
+    rising = losses({0: 11.0} | {i: 2 + i / 500 for i in range(100, 1001, 50)}, FALL)  # overfits
+    low, top = axis(rising)
+    assert low < 2.2
+    assert top > 4
+    diverged = losses({0: 11.0, 100: 3.0, 200: 3.0, 300: 1e5, 400: None}, FALL)  # type: ignore[dict-item]
+    low, top = axis(diverged)
+    assert low < 3
+    assert 11 <= top < 12
+
+
+@pytest.mark.parametrize("val", [{}, {0: 4.0}, {0: 4.0, 5: 3.0}, dict.fromkeys(range(9), 4.0), {0: 4.0, 1: None}])
+def test_loss_axis_of_little_is_the_browsers_own(val):
+    assert page.loss_range([losses(val)]) is None
+    assert page.loss_range([losses(val, {0: 4.0, 1: 3.0})]) is None
+
+
+def test_loss_axis_of_the_picture_is_that_of_the_page(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: seen.append(self.axes[0].get_ylim()))
+    run = losses({i: FALL[i] for i in range(0, 1000, 50)}, FALL)
+    page.picture([run], str(tmp_path / "a.png"))
+    assert seen == [pytest.approx(page.loss_range([run]))]
+
+
+@needs_browser
+def test_loss_axis_can_show_all_losses(browser, tmp_path):
+    runs = [losses({i: FALL[i] for i in range(0, 1000, 50)}, FALL), made_up("b", 900)]
+    seen, _ = browse(browser, tmp_path, page.page("x", runs, [], []), 800)
+    assert seen["range"] == pytest.approx(page.loss_range(runs))
+    assert seen["whole"][1] > 11
+
+
 def test_one_slow_step_does_not_set_the_axis():
     limits, note = page.clipped(np.array([10.0] * 99 + [5000.0]))
     assert limits == [0, 12.5]
@@ -229,7 +294,9 @@ def test_report_of_a_run_has_its_figures_and_samples(real, script, tmp_path):
     assert "no samples" not in text
     run = read_run(str(real))
     best = min(e["val_loss"] for e in run.evals)
-    assert f"best val loss {best:.4f} at step" in text
+    assert f"<dt>best val loss</dt><dd>{best:.4f}" in text
+    assert re.search(r"<h1>The val loss fell from \d\.\d\d to \d\.\d\d in \d steps</h1>", text)
+    assert text.index("<h1>") < text.index('class="figures"') < text.index('id="loss"') < text.index("<table")
     assert re.search(r"MFU, median</th><td>[\d.]+% of [\d.]+ TFLOP/s \(measured float32 matmul\)", text)
     assert f"perplexity of the best</th><td>{np.exp(best):,.2f}" in text
     assert re.search(r"<td>&quot;learned&quot;</td>", text)
@@ -246,8 +313,34 @@ def test_report_of_a_run_without_a_checkpoint_says_so(real, script, tmp_path):
     assert "<h2>Samples" not in (tmp_path / "a.html").read_text()
 
 
+def test_report_shows_what_the_run_wrote_and_scored_as_it_trained(tmp_path, script):
+    events: list[dict[str, Any]] = [
+        {"event": "sample", "iter": i, "texts": [f"text {i} {EVIL}", "second"]} for i in (0, 100)
+    ]
+    events += [
+        {"event": "sample", "iter": 50, "texts": "no list"},
+        {"event": "tasks", "iter": 100, "results": {"x": 1}},
+    ]
+    figures = {"acc": 0.25, "acc_stderr": 0.01, "alias": "no figure"}
+    events += [{"event": "tasks", "iter": 100, "results": {"lambada": figures}}]
+    path = Path(log(tmp_path / "a", {0: 4.0, 100: 3.0}))
+    lines = (path / "log.jsonl").read_text().splitlines()
+    lines[-1:-1] = map(json.dumps, events)  # before its end
+    (path / "log.jsonl").write_text("\n".join(lines))
+    assert script("bench/report.py", path, "--samples", "0").code == 0
+    text = (path / "report.html").read_text()
+    assert text.index("text 100") < text.index("text 0")  # the last ones first
+    assert "text 50" not in text
+    assert '<th scope="row">lambada, acc</th><td>0.2500 ± 0.0100</td>' in text
+    assert "no figure" not in text
+    assert EVIL not in text
+
+
 def test_report_errors_are_one_line(real, script, tmp_path):
-    for arguments in ([tmp_path / "nothing"], [real, "--samples", "0", "--html", tmp_path / "no" / "a.html"]):
+    (tmp_path / "printed.txt").write_text("step 0: train loss 4.0, val loss 4.0")
+    wrong: list[list[str | Path]] = [[tmp_path / "nothing"], [real, real], [real, "--serve", "--port", "70000"]]
+    wrong += [[real, "--samples", "0", "--html", tmp_path / "no" / "a.html"], [tmp_path / "printed.txt", "--serve"]]
+    for arguments in wrong:
         done = script("bench/report.py", *arguments)
         assert (done.code, done.err.count("\n")) == (1, 1)
         assert "error: " in done.err

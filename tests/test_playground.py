@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browser import Browser, needs_browser
+from browser import Browser, Tab, needs_browser
 from conftest import ROOT
 from tiny_models import MODERN, SMALL, make
 
@@ -431,17 +431,10 @@ def test_command_serves_two_models_until_ctrl_c_in_the_middle_of_a_text(run):
 # ---- in a browser ----
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
-def opened(browser: Browser, server: Server, **window: Any) -> Browser:
-    browser.console.clear()
-    browser.open(server.url, **window)
-    browser.wait("!document.getElementById('generate').disabled")
-    return browser
+def opened(browser: Browser, server: Server, width: int = 1200, dark: bool = False) -> Tab:
+    tab = browser.open(server.url, width, dark, height=800, phone=width < 500)
+    tab.wait("!document.getElementById('generate').disabled")
+    return tab
 
 
 TEXTS = "[...document.querySelectorAll('.text')].map(t => t.textContent)"
@@ -449,7 +442,6 @@ GENERATE = "document.getElementById('generate')"
 
 
 @needs_browser
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
 def test_page_shows_both_models_texts_and_the_probability_of_a_token(browser, server, width, dark):
     page = opened(browser, server, width=width, dark=dark)
@@ -482,15 +474,14 @@ def test_page_shows_both_models_texts_and_the_probability_of_a_token(browser, se
     assert min(box) >= 0
     assert (box[2] <= width, box[3] <= 800) == (True, True)
     assert page.run("document.documentElement.scrollWidth") <= width
-    assert page.console == []
+    assert page.console() == []
 
 
 @needs_browser
-@pytest.mark.slow
 def test_keys_generate_stop_and_go_through_the_tokens(browser, server):
     page = opened(browser, server)
     page.run("form.elements.max_new_tokens.value = 2000; form.elements.prompt.focus()")
-    page.command("Input.dispatchKeyEvent", type="keyDown", key="Enter", modifiers=2)
+    page.press("Enter", modifiers=2)
     page.wait("document.querySelectorAll('.token').length > 20")
     page.press("Escape")
     page.wait(f"!{GENERATE}.disabled")
@@ -512,7 +503,6 @@ def test_keys_generate_stop_and_go_through_the_tokens(browser, server):
 
 
 @needs_browser
-@pytest.mark.slow
 def test_errors_of_one_model_are_shown_at_its_text_and_the_other_writes(browser, server):
     page = opened(browser, server, width=390)
     page.run("form.elements.prompt.value = '\u2603'; generate()")
@@ -526,7 +516,6 @@ def test_errors_of_one_model_are_shown_at_its_text_and_the_other_writes(browser,
 
 
 @needs_browser
-@pytest.mark.slow
 def test_html_that_a_model_writes_stays_text(browser):
     evil = player_of(EVIL, SMALL, HtmlTokenizer())
     evil.facts.append(EVIL)
@@ -539,4 +528,4 @@ def test_html_that_a_model_writes_stays_text(browser):
         assert page.run(TEXTS)[0].startswith(EVIL)
         assert page.run("document.title") == "deskGPT playground"
         assert page.run("document.querySelectorAll('main img, main script, main b, #tip img, #tip script').length") == 0
-        assert page.console == []
+        assert page.console() == []

@@ -51,6 +51,7 @@ NOT_RUN = {
     "make qualify": "takes minutes; test_qualify.py runs it",
     "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
     "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
+    "python bench/report.py out-shakespeare-char-cpu out-first --serve": "ends with Ctrl+C; test_live.py runs it",
 }
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()

@@ -14,7 +14,7 @@ from train import TrainConfig
 # Settings that affect neither the training nor its speed, and those that are reported as facts of the data.
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "log_interval", "auto_batch"}
 SILENT |= {"dry_run", "plan_for", "always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name"}
-SILENT |= {"seed", "dataset", "init_from"}
+SILENT |= {"seed", "dataset", "init_from", "sample_interval"}
 TOKENIZER = ("tokenizer", "vocab_size")
 FACTS = ("device", "world_size", "dtype", "compiled", "compiler", "versions", "git_commit", *TOKENIZER)
 DATA_FACTS = ("train_tokens", "val_sha256")  # which on the same text follow from the tokenizer

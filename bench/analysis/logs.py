@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ OURS = re.compile(rf"tok/s (\d[\d,]*)(?:, mfu_measured {NUMBER}%)?, lr {NUMBER},
 ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=].*)$")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
+NO_END = "its log has no end: the run was stopped, failed or is still running"  # one of a run's notes
 MOST_STEPS = 10**15
 LONGEST_LINE = 2000  # characters of a printed line that are read
 Events = dict[int, dict[str, Any]]  # by step
@@ -61,6 +62,20 @@ def as_flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
+def as_texts(value: Any) -> list[str] | None:
+    return value if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
+
+
+def as_results(value: Any) -> dict[str, dict[str, float]] | None:
+    """Figures by task and metric, without those that are not numbers."""
+    if not isinstance(value, dict) or not all(isinstance(of_task, dict) for of_task in value.values()):
+        return None
+    known = {}
+    for task, of_task in value.items():
+        known[task] = {metric: v for metric, v in of_task.items() if signed(v) is not None}
+    return known
+
+
 def as_versions(value: Any) -> dict[str, str] | None:
     return {name: str(version) for name, version in value.items()} if isinstance(value, dict) else None
 
@@ -71,13 +86,15 @@ ITER_FIELDS: Kinds = {"iter": figure, "loss": signed}
 ITER_FIELDS |= dict.fromkeys(("time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s"), figure)
 EVAL_FIELDS: Kinds = {"iter": figure, "train_loss": signed, "val_loss": signed}
 EVAL_FIELDS |= dict.fromkeys(("val_se", "val_bpb", "tokens", "train_s", "eval_s"), figure)
+SAMPLE_FIELDS: Kinds = {"iter": figure, "texts": as_texts}
+TASKS_FIELDS: Kinds = {"iter": figure, "results": as_results}
 START_FACTS: Kinds = {"compiled": as_flag, "versions": as_versions, "bytes_per_token": figure, "warm_up_s": figure}
 START_FACTS |= dict.fromkeys(("parameters", "flops_per_token", "peak_flops", "measured_flops"), figure)
 START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), as_count)
 START_FACTS |= dict.fromkeys(("val_bytes", "val_text_bytes", "vocab_size"), as_count)
 START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), as_text)
 START_FACTS |= dict.fromkeys(("peak_source", "val_text"), as_text)
-END_FACTS: Kinds = dict.fromkeys(("train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), figure)
+END_FACTS: Kinds = dict.fromkeys(("iter", "train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), figure)
 
 
 def read_run(path: str, name: str = "") -> Run:
@@ -96,7 +113,7 @@ def read_run(path: str, name: str = "") -> Run:
     run.name = run.name.encode("utf-8", "replace").decode()  # Linux allows names that are no text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
         written = sum(1 for line in text.splitlines() if line.strip())
-        add_events(run, read_events(file), written)
+        run = from_events(run, read_events(file), written)
     else:
         add_printed(run, text)
     if not run.iters and not run.evals:
@@ -123,47 +140,110 @@ def before(events: Events, step: int) -> Events:
 # ---- log.jsonl -----------------------------------------------------------------------------------------------
 
 
-def add_events(run: Run, events: list[dict[str, Any]], written: int) -> None:
-    """Fills a run from the events of log.jsonl, which has `written` lines.
-
-    A resumed run computes some steps again: each counts once, with the figures of the last time.
-    """
-    iters: Events = {}
-    evals: Events = {}
-    left_out: set[str] = set()
-    read = 0
-    step = 0
-    trained_s = 0.0  # before the latest start, whose own count begins at 0
+def from_events(run: Run, events: list[dict[str, Any]], written: int) -> Run:
+    """The run with what the events of log.jsonl say, which has `written` lines."""
+    reading = Reading(run)
     for e in events:
-        at = e.get("iter", step)
+        reading.add(e)
+    return reading.result(written)
+
+
+class Reading:
+    """A run as the events of its log.jsonl fill it, one after the other.
+
+    A resumed run computes some steps again: each counts once, with the figures of the last time. most_steps: of more
+    logged steps, every second, fourth ... is kept, and the last.
+    """
+
+    def __init__(self, run: Run, most_steps: int | None = None) -> None:
+        self.run = run
+        self.most_steps = most_steps
+        self.kept_every = 1  # 1: all logged steps
+        self.seen_steps = 0
+        self.iters: Events = {}
+        self.evals: Events = {}
+        self.samples: Events = {}
+        self.tasks: Events = {}
+        self.last: Events = {}  # the last logged step
+        self.left_out: set[str] = set()
+        self.read = 0
+        self.step = 0
+        self.trained_s = 0.0  # before the latest start, whose own count begins at 0
+
+    def add(self, e: dict[str, Any]) -> None:
+        """Takes in the next event; one that no run has is left out."""
+        at = e.get("iter", self.step)
         settings = e.get("settings") or {}
         if type(at) is not int or not 0 <= at < MOST_STEPS or not isinstance(settings, dict):
-            continue
-        step = at
-        read += 1
+            return
+        self.step = at
+        self.read += 1
         kind = e["event"]
         if kind == "start":
-            begin_again(run, step, e, usable_settings(settings, left_out), left_out)
-            trained_s = seconds_before(step, iters, evals)
-            iters = before(iters, step)
-            evals = before(evals, step)  # it evaluates at this step again
+            begin_again(self.run, at, e, usable_settings(settings, self.left_out), self.left_out)
+            self.trained_s = seconds_before(at, self.iters, self.evals)
+            self.back_to(at)
+        elif kind == "rewind":
+            self.back_to(at)
         elif kind == "iter":
-            iters[step] = fields_of(e, ITER_FIELDS, step, trained_s, left_out)
+            self.add_step(e)
         elif kind == "eval":
-            evals[step] = fields_of(e, EVAL_FIELDS, step, trained_s, left_out)
+            self.evals[at] = self.fields(e, EVAL_FIELDS)
+        elif kind == "sample":
+            self.samples[at] = usable(e, SAMPLE_FIELDS, self.left_out)
+        elif kind == "tasks":
+            self.tasks[at] = usable(e, TASKS_FIELDS, self.left_out)
         elif kind == "end":
-            run.end = usable(e, END_FACTS, left_out)
-    run.iters = in_order(iters)
-    run.evals = in_order(evals)
-    run.flops_per_token = run.start.get("flops_per_token")
-    if not run.end:
-        run.notes.append("its log has no end: the run was stopped, failed or is still running")
-    if written > read:
-        run.notes.append(f"{written - read} unreadable lines of its log are left out")
-    if left_out:
-        names = sorted(left_out)
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        run.notes.append(f"its log holds values that no run has, which are left out: {', '.join(names[:5])}{more}")
+            self.run.end = usable(e, END_FACTS, self.left_out)
+
+    def back_to(self, step: int) -> None:
+        """Forgets what was computed from a step on: the run computes it again, an evaluation there too."""
+        self.iters = before(self.iters, step)
+        self.evals = before(self.evals, step)
+        self.samples = before(self.samples, step)
+        self.tasks = before(self.tasks, step)
+        self.last = before(self.last, step)
+
+    def add_step(self, e: dict[str, Any]) -> None:
+        fields = self.fields(e, ITER_FIELDS)
+        self.last = {self.step: fields}
+        if self.seen_steps % self.kept_every == 0:
+            self.iters[self.step] = fields
+        self.seen_steps += 1
+        if self.most_steps and len(self.iters) > self.most_steps:
+            self.kept_every *= 2
+            self.iters = dict(list(self.iters.items())[::2])
+
+    def fields(self, e: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
+        """The usable fields of an event, with the seconds of training before the latest start added."""
+        out = usable(e | {"iter": self.step}, kinds, self.left_out)
+        if out["train_s"] is not None:
+            out["train_s"] += self.trained_s
+        return out
+
+    def result(self, written: int) -> Run:
+        """The run as the `written` lines so far describe it; further events leave it alone."""
+        notes = [*self.run.notes]
+        if not self.run.end:
+            notes.append(NO_END)
+        if written > self.read:
+            notes.append(f"{written - self.read} unreadable lines of its log are left out")
+        if self.left_out:
+            names = sorted(self.left_out)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            notes.append(f"its log holds values that no run has, which are left out: {', '.join(names[:5])}{more}")
+        if self.kept_every > 1:
+            notes.append(f"one of {self.kept_every} logged steps is shown, so that the page stays quick")
+        return replace(
+            self.run,
+            start=dict(self.run.start),
+            iters=in_order(self.iters | self.last),
+            evals=in_order(self.evals),
+            samples=[e for e in in_order(self.samples) if e["texts"]],
+            tasks=[e for e in in_order(self.tasks) if e["results"]],
+            flops_per_token=self.run.start.get("flops_per_token"),
+            notes=notes,
+        )
 
 
 def usable(values: dict[str, Any], kinds: Kinds, left_out: set[str]) -> dict[str, Any]:
@@ -223,14 +303,6 @@ def seconds_before(step: int, iters: Events, evals: Events) -> float:
     if step in evals:
         times.append(evals[step]["train_s"])
     return max((seconds for seconds in times if seconds), default=0.0)
-
-
-def fields_of(event: dict[str, Any], kinds: Kinds, step: int, trained_s: float, left_out: set[str]) -> dict[str, Any]:
-    """The usable fields of an event, with the seconds of training before the latest start added."""
-    out = usable(event | {"iter": step}, kinds, left_out)
-    if out["train_s"] is not None:
-        out["train_s"] += trained_s
-    return out
 
 
 # ---- printed logs --------------------------------------------------------------------------------------------

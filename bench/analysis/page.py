@@ -1,11 +1,14 @@
 """One HTML page about training runs, and a picture of their curves: what bench/report.py and bench/compare.py write.
 
-The page holds all that it needs, plotly's JavaScript included, and makes no request to any network.
+The page holds all that it needs, plotly's JavaScript included, and makes no request to any network. A live page asks
+the server that it came from (bench/analysis/live.py) for the same parts again and again.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +20,7 @@ import numpy as np
 from bench.analysis.runs import Run
 
 POINTS = 1000  # most points of a curve; of more steps each point is a bucket: their mean, within their range
+MOST_EARLIER = 20  # texts of a run to show besides the last ones
 LOSS_POINTS = 400  # fewer, which smooths the noise of single batches
 # Colours of runs on light and on dark pages, which the colour-blind can tell apart (Okabe and Ito 2008, made darker or
 # lighter for a contrast of at least 3). With more runs, the colours repeat with the next symbol.
@@ -24,6 +28,8 @@ LIGHT = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
 DARK = ("#56B4E9", "#F08A3C", "#1FC79A", "#DB8BBA", "#DDDDDD")
 SYMBOLS = {"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲"}  # plotly's name, and as text
 MATPLOTLIB = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^"}
+PARTS = ("head", "words", "tables", "samples", "settings", "about")  # of the page, besides the charts
+AXES = ["steps", "tokens", "time", "FLOPs"]  # of the loss chart
 KINDS = {"val": "val loss", "train": "train loss, evaluated", "step": "train loss of each step"}
 CHARTS = {  # by a step's field: title, unit, factor
     "time_ms": ("Time of a step", "ms", 1),
@@ -32,12 +38,14 @@ CHARTS = {  # by a step's field: title, unit, factor
     "grad_norm": ("Gradient norm, before clipping", "", 1),
 }
 
-# The policy makes the browser refuse everything that is not in this file.
+GUESSING = math.log(1 << 16)  # nats per token of guessing blindly: token ids are uint16, so no vocabulary is larger
+
+# The policy makes the browser refuse everything that is not in this file. A live page may also ask its own server.
 HEAD = """<meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline';
- style-src 'unsafe-inline'; img-src data: blob:">"""
+ style-src 'unsafe-inline'; img-src data: blob:CONNECT">"""
 
 
 @dataclass
@@ -46,6 +54,27 @@ class Table:
     columns: list[str]  # the first one is that of the rows' labels
     rows: list[list[str]]
     note: str = ""
+
+
+@dataclass
+class Figure:
+    """One of the figures that people see first."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass
+class Headline:
+    """What the page says first: the verdict in a sentence, and the figures that it stands on."""
+
+    text: str
+    figures: list[Figure]
+    name: str = ""  # of the run
+    number: int | None = None  # of the run, where its colour should stand beside the name
+    status: str = ""  # of a run that is followed: where it is, and when it last said something
+    done: float | None = None  # the share of its steps
 
 
 @dataclass
@@ -121,6 +150,40 @@ def clipped(all_values: np.ndarray) -> tuple[list[float] | None, str]:
     if not beyond:
         return None, ""
     return [0, top], f"{beyond:,} of {len(all_values):,} values lie above; the greatest is {all_values.max():,.4g}."
+
+
+def loss_range(runs: list[Run]) -> tuple[float, float] | None:
+    """(lowest, highest) loss of an axis that shows what the runs did after their first fall; None where all losses fit.
+
+    The top is the highest evaluation after the first tenth of a run's steps, or the highest loss of a step there but
+    for a hundredth of them. A run that diverged counts up to GUESSING, or its start.
+    """
+    every: list[float] = []
+    tops: list[float] = []
+    for run in runs:
+        steps = curve(run, run.iters, "loss", LOSS_POINTS)
+        evaluated = [curve(run, run.evals, key, POINTS) for key in ("val_loss", "train_loss")]
+        at = np.concatenate([c.x["steps"] for c in (*evaluated, steps)])
+        y = np.concatenate([c.y for c in (*evaluated, steps)])
+        if not len(y):
+            continue
+        every += [y.min(), y.max()]
+        is_later = at >= at.max() / 10
+        if is_later.sum() < 4:
+            is_later[:] = True
+        of_steps = np.arange(len(y)) >= len(y) - len(steps.y)
+        highest = [y[is_later & ~of_steps].max(initial=-np.inf)]
+        if (is_later & of_steps).any():
+            highest.append(np.quantile(y[is_later & of_steps], 0.99))
+        tops.append(min(max(highest), max(GUESSING, y[at.argmin()])))
+    if not every:
+        return None
+    low = float(min(every))
+    top = float(max(tops))
+    margin = 0.05 * (top - low)
+    if max(every) <= top + 4 * margin:
+        return None
+    return low - margin, top + margin
 
 
 # ---- charts --------------------------------------------------------------------------------------------------
@@ -206,11 +269,14 @@ def loss_chart(runs: list[Run]) -> Chart | None:
     data = [trace for number, run in enumerate(runs) for trace in loss_traces(number, run)]
     if not data:
         return None
+    limits = loss_range(runs)
     legend = "A star is the lowest val loss. " if any(run.evals for run in runs) else ""
     if any("error_y" in trace for trace in data):
         legend += "Bars are one standard error up and down. "
     if any("fill" in trace for trace in data):
         legend += "A band spans the steps that its line is the mean of. "
+    if limits:
+        legend += f"Losses above {limits[1]:.2f} lie outside: tick “all losses” or “log y”. "
 
     unit, seconds = time_unit(runs)
     axes = {"steps": "steps", "tokens": "tokens trained on", "time": f"{unit} of training", "FLOPs": "FLOPs"}
@@ -222,7 +288,8 @@ def loss_chart(runs: list[Run]) -> Chart | None:
             notes[axis] = legend + (f"Left out, {axis} unknown: {unknown}." if unknown else "")
     for trace in data:
         trace["meta"]["x"]["time"] /= seconds
-    of_loss = layout(440, axes["steps"], "loss (nats per token)") | {"meta": {"axes": axes, "notes": notes}}
+    meta = {"axes": axes, "notes": notes, "limits": limits}
+    of_loss = layout(440, axes["steps"], "loss (nats per token)") | {"meta": meta}
     return Chart("Loss", "", graph_objects.Figure(data, of_loss))
 
 
@@ -241,6 +308,7 @@ def step_chart(runs: list[Run], key: str) -> Chart | None:
     note = f"Not in the log of {missing}. " if missing else ""
     figure = graph_objects.Figure(data, layout(280, "steps", y_title))
     figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(exponentformat="power")
     if key in ("time_ms", "grad_norm"):
         every = np.concatenate([values(run.iters, key) for run in runs])
         limits, outside = clipped(every[np.isfinite(every)])
@@ -273,6 +341,7 @@ def loss_switches(axes: list[str]) -> str:
         against += f'<label><input type="radio" name="axis" value="{axis}"{checked}> {axis}</label>'
     for axis in "xy":
         against += f'<label><input type="checkbox" id="log-{axis}"> log {axis}</label>'
+    against += '<label><input type="checkbox" id="whole"> all losses</label>'
     kinds = ""
     for kind, text in KINDS.items():
         box = f'<input type="checkbox" checked data-kind="{kind}">'
@@ -280,39 +349,130 @@ def loss_switches(axes: list[str]) -> str:
     return f"<fieldset><legend>against</legend>{against}</fieldset><fieldset><legend>show</legend>{kinds}</fieldset>"
 
 
+def headline_html(headline: Headline, level: int) -> str:
+    """level: of its heading."""
+    parts = []
+    number = headline.number
+    mark = "" if number is None else f'<span class="mark">{SYMBOLS[symbol_of(number)]}</span> '
+    colour = "" if number is None else f' style="--colour: var(--run{number % len(LIGHT)})"'
+    if headline.name:
+        parts.append(f'<p class="name">{mark}{escape(headline.name)}</p>')
+    parts.append(f"<h{level}>{escape(headline.text)}</h{level}>")
+    if headline.status:
+        parts.append(f'<p class="status">{escape(headline.status)}</p>')
+    if headline.done is not None:
+        parts.append(f'<progress max="1" value="{headline.done:.4f}" aria-label="steps done"></progress>')
+    figures = ""
+    for figure in headline.figures:
+        note = f'<dd class="note">{escape(figure.note)}</dd>' if figure.note else ""
+        figures += f"<div><dt>{escape(figure.label)}</dt><dd>{escape(figure.value)}</dd>{note}</div>\n"
+    if figures:
+        parts.append(f'<dl class="figures">{figures}</dl>')
+    return f"<header{colour}>{''.join(parts)}</header>"
+
+
+def head_html(title: str, headlines: Sequence[Headline]) -> str:
+    """The title and what is known first; of several runs side by side."""
+    if len(headlines) == 1:
+        return headline_html(headlines[0], 1)
+    return f'<h1>{escape(title)}</h1><div class="runs">{"".join(headline_html(h, 2) for h in headlines)}</div>'
+
+
 def table_html(table: Table) -> str:
+    """On a phone a table with several columns shows each row as a list, in which every cell names its column."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     head = f"<thead><tr>{head}</tr></thead>" if any(table.columns) else ""
     rows = ""
     for label, *cells in table.rows:
-        cells_html = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        cells_html = ""
+        for number, cell in enumerate(cells, 1):
+            column = f' data-column="{escape(table.columns[number])}"' if number < len(table.columns) else ""
+            cells_html += f"<td{column}>{escape(cell)}</td>"
         rows += f'<tr><th scope="row">{escape(label)}</th>{cells_html}</tr>\n'
     note = f"<p class=note>{escape(table.note)}</p>" if table.note else ""
     title = escape(table.title)
-    box = f'<div class="box" tabindex="0" role="region" aria-label="{title}">'
-    return f"<div>\n<h2>{title}</h2>\n{box}<table>{head}<tbody>\n{rows}</tbody></table></div>\n{note}</div>"
+    several = ' class="several"' if head else ""
+    return f"<div>\n<h2>{title}</h2>\n<table{several}>{head}<tbody>\n{rows}</tbody></table>\n{note}</div>"
 
 
-def charts_html(runs: list[Run], charts: dict[str, Chart]) -> list[str]:
-    """Empty places for the charts, which page.js draws, with their headings, switches and notes."""
-    parts = ["<h2>Curves</h2>", f"<section>{legend_html(runs)}"]
-    for key, chart in charts.items():
-        switches = loss_switches(list(chart.figure.layout.meta["notes"])) if key == "loss" else ""
-        plot = f'<div id="{key}" class="plot" role="img" aria-label="{chart.title}"></div>'
-        note = f'<p class="note" id="{key}-note" role="status">{escape(chart.note)}</p>'
-        parts.append(f'<figure class="{key}"><h3>{chart.title}</h3>{switches}{plot}{note}</figure>')
-    if not charts:
+def side_by_side(names: list[str], tables: list[Table]) -> Table:
+    """Tables of several runs, each with a column of figures, as one with a column for each run."""
+    if len(tables) == 1:
+        return tables[0]
+    labels = dict.fromkeys(label for table in tables for label, *_ in table.rows)
+    known = [{label: value for label, value, *_ in table.rows} for table in tables]
+    rows = [[label, *(of_run.get(label, "n/a") for of_run in known)] for label in labels]
+    return Table(tables[0].title, ["", *names], rows, tables[0].note)
+
+
+def charts_html(runs: list[Run], charts: dict[str, Chart], live: bool) -> str:
+    """Empty places for the charts, which page.js draws, with their headings, switches and notes.
+
+    A live page has places for all charts and axes: their figures may come later.
+    """
+    parts = [f"<section>{legend_html(runs)}"]
+    titles = {"loss": "Loss"} | {key: title for key, (title, _, _) in CHARTS.items()}
+    for key, title in titles.items():
+        if key not in charts and not live:
+            continue
+        axes = AXES if live else list(charts["loss"].figure.layout.meta["notes"]) if key == "loss" else []
+        switches = loss_switches(axes) if key == "loss" else ""
+        plot = f'<div id="{key}" class="plot" role="img" aria-label="{title}"></div>'
+        note = f'<p class="note" id="{key}-note" role="status"></p>'
+        parts.append(f'<figure class="{key}" hidden><h3>{title}</h3>{switches}{plot}{note}</figure>')
+    if not charts and not live:
         parts.append("<p>The log holds no steps and no evaluations.</p>")
-    return [*parts, "</section>"]
+    return "\n".join([*parts, "</section>"])
 
 
-def settings_html(runs: list[Run]) -> list[str]:
+def charts_json(charts: dict[str, Chart]) -> str:
+    """What page.js draws: by chart plotly's figure and a note."""
+    parts = []
+    for key, chart in charts.items():
+        parts.append(f'"{key}":{{"note":{json.dumps(chart.note)},"figure":{chart.figure.to_json()}}}')
+    return f"{{{','.join(parts)}}}"
+
+
+def sampled_html(runs: list[Run]) -> str:
+    """The texts that runs wrote as they trained: the last ones, and the first one of the times before."""
+    parts = []
+    for run in runs:
+        if run.samples:
+            *earlier, last = run.samples
+            heading = f"<h3>{escape(run.name)}, step {last['iter']:,}</h3>"
+            texts = "".join(f"<pre>{escape(text)}</pre>" for text in last["texts"])
+            shown = earlier[:: math.ceil(len(earlier) / MOST_EARLIER) or 1][::-1]
+            before = "".join(f"<h4>step {e['iter']:,}</h4><pre>{escape(e['texts'][0])}</pre>" for e in shown)
+            before = f"<details><summary>earlier</summary>{before}</details>" if before else ""
+            parts.append(f"<div>{heading}{texts}{before}</div>")
+    return f'<h2>Samples in training</h2><div class="runs">{"".join(parts)}</div>' if parts else ""
+
+
+def tasks_tables(runs: list[Run]) -> list[Table]:
+    """The last benchmark results of each run."""
+    out = []
+    for run in runs:
+        if not run.tasks:
+            continue
+        last = run.tasks[-1]
+        rows = []
+        for task, figures in last["results"].items():
+            for metric, value in figures.items():
+                if not metric.endswith("_stderr"):
+                    error = figures.get(f"{metric}_stderr")
+                    rows.append([f"{task}, {metric}", f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")])
+        name = f" of {run.name}" if len(runs) > 1 else ""
+        out.append(Table(f"Benchmarks{name}", [], rows, f"At step {last['iter']:,}; ± one standard error."))
+    return out
+
+
+def settings_html(runs: list[Run]) -> str:
     parts = ["<h2>Settings</h2>"]
     for run in runs:
         rows = [[name, json.dumps(value, ensure_ascii=False, default=str)] for name, value in run.settings.items()]
         inside = table_html(Table(f"Settings of {run.name}", [], rows)) if rows else "<p>Unknown.</p>"
         parts.append(f"<details><summary>{escape(run.name)}</summary>{inside}</details>")
-    return parts
+    return "".join(parts)
 
 
 def colours_css() -> str:
@@ -329,39 +489,71 @@ def page(
     verdict: list[str],
     samples: Sequence[str] = (),
     about: str = "",
+    headlines: Sequence[Headline] = (),
 ) -> str:
-    """The whole HTML: verdict, tables, curves, samples, settings of each run, what it was made on.
+    """The whole HTML: headlines, curves, verdict in words, tables, samples, settings of each run, what it was made on.
 
     Raises ValueError where plotly is missing.
     """
+    plotly_js()
+    charts = make_charts(runs)
+    parts = parts_html(title, runs, tables, verdict, samples, about, headlines)
+    return document(title, parts, charts_html(runs, charts, live=False), charts_json(charts))
+
+
+def live_page(title: str, runs: list[Run]) -> str:
+    """The page that asks its server for all that it shows. runs: their names are enough."""
+    parts = dict.fromkeys(PARTS, "") | {"head": f"<h1>{escape(title)}</h1>"}
+    return document(title, parts, charts_html(runs, {}, live=True), '"live"', "; connect-src 'self'")
+
+
+def parts_html(
+    title: str,
+    runs: list[Run],
+    tables: list[Table],
+    verdict: list[str],
+    samples: Sequence[str],
+    about: str,
+    headlines: Sequence[Headline],
+) -> dict[str, str]:
+    """The parts of the page by PARTS, without the charts."""
+    lines = verdict + [f"{run.name}: {note}" for run in runs for note in run.notes]
+    words = f"<h2>In words</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+    tables_html = "\n".join(map(table_html, [*tables, *tasks_tables(runs)]))
+    texts = [f"<pre>{escape(text)}</pre>" for text in samples]
+    return {
+        "head": head_html(title, headlines),
+        "words": words,
+        "tables": f'<div class="tables">{tables_html}</div>',
+        "samples": sampled_html(runs) + ("".join(["<h2>Samples</h2>", *texts]) if texts else ""),
+        "settings": settings_html(runs),
+        "about": f'<h2>About</h2><p class="about">{escape(about)}</p>' if about else "",
+    }
+
+
+@functools.cache
+def plotly_js() -> str:
+    """Raises ValueError where plotly is missing."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("the page needs plotly: pip install -r requirements-dev.txt") from None
-    charts = make_charts(runs)
-    body = [f"<h1>{escape(title)}</h1>"]
-    lines = verdict + [f"{run.name}: {note}" for run in runs for note in run.notes]
-    if lines:
-        body.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>")
-    body += ['<div class="tables">', *map(table_html, tables), "</div>"]
-    body += charts_html(runs, charts)
-    if samples:
-        body += ["<h2>Samples</h2>", *(f"<pre>{escape(text)}</pre>" for text in samples)]
-    body += settings_html(runs)
-    if about:
-        body += ["<h2>About</h2>", f'<p class="about">{escape(about)}</p>']
+    return get_plotlyjs()
 
+
+def document(title: str, parts: dict[str, str], charts: str, data: str, connect: str = "") -> str:
+    """The HTML file. charts: the places for them; data: what charts_json made; connect: added to the policy."""
     here = Path(__file__)
     css = here.with_suffix(".css").read_text(encoding="utf-8")
     js = here.with_suffix(".js").read_text(encoding="utf-8")
-    data = ",".join(f'"{key}":{chart.figure.to_json()}' for key, chart in charts.items())
     data = data.replace("<", "\\u003c")  # "<" could end the script or open a comment in it
-    content = "\n".join(body)
+    placed = {name: f'<div id="part-{name}">{part}</div>' for name, part in parts.items()}
+    content = "\n".join([placed.pop("head"), charts, *placed.values()])
     return (
-        f"<!doctype html>\n<html lang=en>\n<head>\n{HEAD}\n<title>{escape(title)}</title>\n"
-        f"<style>\n{colours_css()}\n{css}</style>\n</head>\n<body>\n<main>\n{content}\n</main>\n"
-        f"<script>{get_plotlyjs()}</script>\n"
-        f'<script type="application/json" id="charts">{{{data}}}</script>\n<script>{js}</script>\n</body>\n</html>\n'
+        f"<!doctype html>\n<html lang=en>\n<head>\n{HEAD.replace('CONNECT', connect)}\n"
+        f"<title>{escape(title)}</title>\n<style>\n{colours_css()}\n{css}</style>\n</head>\n"
+        f"<body>\n<main>\n{content}\n</main>\n<script>{plotly_js()}</script>\n"
+        f'<script type="application/json" id="charts">{data}</script>\n<script>{js}</script>\n</body>\n</html>\n'
     )
 
 
@@ -394,6 +586,7 @@ def picture(runs: list[Run], path: str) -> None:
     every = np.concatenate([values(run.iters, "time_ms") for run in runs])
     every = every[np.isfinite(every)]
     limits = clipped(every)[0] if len(every) else None
+    loss.set_ylim(loss_range(runs))
     loss.set(ylabel="loss (nats per token)", title="solid: val; dashed: train, evaluated; thin: train, each step")
     time_ms.set(xlabel="steps", ylabel="ms per step", ylim=limits or (0, None))
     for name in loss.legend().get_texts():

@@ -56,6 +56,8 @@ class Run:
     end: dict[str, Any] = field(default_factory=dict)  # empty where the run was killed or is still running
     flops_per_token: float | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of its figures should know
+    samples: list[dict[str, Any]] = field(default_factory=list)  # in order: iter, texts
+    tasks: list[dict[str, Any]] = field(default_factory=list)  # in order: iter, results by task and metric
     timed_from: int = 0  # the first step on the machine, and with the batch, that start and settings describe
 
     @property

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.analysis.arms import Arm, Row, factors, how, millions, unknown
+from bench.analysis.arms import NOT_RANKED, Arm, Row, factors, how, millions, unknown
 from bench.analysis.learning import Ranking, overfit
+from bench.analysis.page import Figure, Headline
 from bench.analysis.runs import Run, contradicts, implied_parameters
 from train import TrainConfig
 
@@ -57,6 +58,80 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranki
 
     last = cause_lines(arms, changes, bool(missing), speed.get("tokens/s"), equal_spending) if several else []
     return lines[: MOST_LINES - len(last)] + last
+
+
+# ---- the headline --------------------------------------------------------------------------------------------
+
+
+def headline(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> Headline:
+    """Who leads in loss, in speed and in time to a loss; of a single arm, its loss, speed and MFU."""
+    if len(arms) == 1:
+        rows = (row_of(losses, "lowest val loss"), row_of(speeds, "tokens/s"), row_of(speeds, "MFU"))
+        labels = ("lowest val loss", "tokens/s", "MFU")
+        return Headline("", [single_figure(label, row) for label, row in zip(labels, rows, strict=True)])
+    equal = [f"val loss at equal {axis}" for axis in ("tokens", "steps", "time", "FLOPs")]
+    loss = row_of(losses, *equal)
+    speed = row_of(speeds, "tokens/s")
+    time = row_of(losses[::-1], "time to val loss")  # the lowest that all reached
+    figures = [
+        lead_figure("val loss", arms, loss, lambda best, second: f"lower by {second - best:.4f}", min),
+        lead_figure("speed", arms, speed, lambda best, second: f"{best / second:.2f} ×", max),
+        lead_figure("time to a loss", arms, time, lambda best, second: f"{second / best:.2f} × sooner", min),
+    ]
+    return Headline(headline_text(arms, loss, speed), figures)
+
+
+def row_of(rows: list[Row], *starts: str) -> Row | None:
+    """The first row whose label begins like this, and whose figure is known of every arm."""
+    for start in starts:
+        for row in rows:
+            if row.label.startswith(start) and None not in row.values:
+                return row
+    return None
+
+
+def single_figure(label: str, row: Row | None) -> Figure:
+    if row is None:
+        return Figure(label, "n/a")
+    return Figure(label, row.cells()[1], row.label if row.label != label else "")
+
+
+def lead_figure(
+    label: str,
+    arms: list[Arm],
+    row: Row | None,
+    how_far: Callable[[float, float], str],
+    best_of: Callable[[list[float]], float],
+) -> Figure:
+    """Who leads in a row, and by how much; what the row is, and its noise."""
+    if row is None:
+        return Figure(label, "n/a", "not known of all")
+    values = " and ".join(map(row.text, row.values)) if len(arms) < 4 else ""
+    note = f"{row.label}: {values}" if values else row.label
+    best = best_of(row.values)
+    leader = row.values.index(best)
+    if row.lead == NOT_RANKED or not row.lead.text:
+        return Figure(label, "not ranked", note)
+    if row.lead.winner is None and not row.lead.noise_unknown:
+        return Figure(label, "no difference shows", note)
+    second = best_of([value for i, value in enumerate(row.values) if i != leader])
+    noise = "noise not known" if row.lead.noise_unknown else row.lead.noise
+    return Figure(label, f"{arms[leader].label}: {how_far(best, second)}", f"{note}; {noise}" if noise else note)
+
+
+def headline_text(arms: list[Arm], loss: Row | None, speed: Row | None) -> str:
+    """Who learns more and who is faster, as far as the noise lets one say so."""
+    learner = arms[loss.lead.winner].label if loss and loss.lead.winner is not None else None
+    runner = arms[speed.lead.winner].label if speed and speed.lead.winner is not None else None
+    at = loss.label.removeprefix("val loss at ").partition(" (")[0] if loss else ""
+    if learner and learner == runner:
+        return f"{learner} has the lower val loss at {at}, and is faster"
+    if learner:
+        faster = f"; {runner} is faster" if runner else ""
+        return f"{learner} has the lower val loss at {at}{faster}"
+    if runner:
+        return f"{runner} is faster; the losses do not tell who learns more"
+    return "Neither speed nor loss tells the runs apart"
 
 
 # ---- what changed --------------------------------------------------------------------------------------------

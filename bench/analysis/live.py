@@ -1,0 +1,340 @@
+"""A page that follows runs: a web server for this machine alone, which reads their logs as these grow.
+
+bench/report.py --serve starts it. It answers two requests: for the page, and for what the page shows now. It reads only
+when a page asks, and only what is new in a log: the runs do not notice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs
+
+from bench.analysis import page
+from bench.analysis.logs import NO_END, Reading
+from bench.analysis.page import Headline, Table
+from bench.analysis.runs import Run, complete
+from bench.analysis.speed import median_ms
+from deskgpt.runlog import clock, event_of
+
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")  # in a request's Host: a foreign page can make its own name lead here
+PORTS = range(8000, 8020)  # of which the first free one is taken
+POLL_S = 2.0  # between two requests of an open page
+SHARE = 0.03  # of a core, at most: after an answer that cost more, a page waits longer
+QUIET_S = 60.0  # without a new line, a run is called quiet
+MOST_STEPS = 4000  # kept of each run: of a longer log every second, fourth ... logged step
+CHUNK = 8 << 20  # bytes of each log that one answer reads at most
+HEAD = 1 << 16  # bytes of a log's first line, by which it is known again
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """A run whose log is read as it grows. It may begin later, be killed and resumed, or make way for a new run."""
+
+    def __init__(self, out_dir: str, name: str) -> None:
+        self.file = Path(out_dir)
+        if self.file.suffix != ".jsonl":
+            self.file = self.file / "log.jsonl"
+        self.name = name
+        self.changes = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets all that was read."""
+        self.reading = Reading(Run(self.name), MOST_STEPS)
+        self.head = b""  # the first line
+        self.offset = 0  # of the first byte that is not read yet
+        self.lines = 0
+        self.has_more = False
+        self.written_at: float | None = None  # seconds since the epoch; None where there is no log
+        self.problem = ""
+
+    def read(self) -> None:
+        """Takes in the next whole lines of the log."""
+        try:
+            with open(self.file, "rb") as file:
+                self.read_from(file)
+            self.problem = ""
+        except (FileNotFoundError, NotADirectoryError):
+            if self.written_at is not None:
+                self.begin()
+                self.changes += 1
+        except OSError as e:
+            self.problem = f"cannot read {self.file}: {e.strerror}"
+
+    def read_from(self, file: BinaryIO) -> None:
+        found = os.fstat(file.fileno())
+        if found.st_size < self.offset or file.read(len(self.head)) != self.head:  # a new run's log
+            self.begin()
+            self.changes += 1
+        self.written_at = found.st_mtime
+        file.seek(self.offset)
+        got = file.read(CHUNK)
+        self.has_more = len(got) == CHUNK
+        end = got.rfind(b"\n") + 1  # the last line may be written just now
+        if end == 0 and self.has_more:
+            end = CHUNK  # no line of a run is as long as this
+        if end == 0:
+            return
+        if self.offset == 0:
+            self.head = got[: min(HEAD, got.find(b"\n") + 1)]
+        for line in got[:end].decode("utf-8", errors="replace").split("\n"):
+            if line.strip():
+                self.lines += 1
+                event = event_of(line)
+                if event is not None:
+                    self.reading.add(event)
+        self.offset += end
+        self.changes += 1
+
+    def run(self) -> Run:
+        """The run so far."""
+        run = self.reading.result(self.lines)
+        complete(run)
+        run.notes = [note for note in run.notes if note != NO_END]  # the status says it better
+        return run
+
+
+# ---- where a run is ------------------------------------------------------------------------------------------
+
+
+def status(follower: Follower, run: Run, now: float) -> str:
+    """Where a run is, how long it still takes, and when it last wrote to its log. now: seconds since the epoch."""
+    if follower.problem:
+        return follower.problem
+    if follower.written_at is None:
+        return f"waiting for {follower.file}"
+    age_s = max(0.0, now - follower.written_at)
+    steps = steps_done(run)
+    goal = run.settings.get("max_iters")
+    where = f"step {steps:,}" + (f" of {goal:,}" if goal else "")
+    if run.end:
+        return f"ended {duration(age_s)} ago, at {where}"
+    if age_s > quiet_after_s(run):
+        return f"no new line for {duration(age_s)}, since {where}; was it stopped?"
+    left_s = seconds_left(run, steps)
+    left = "" if left_s is None else f"{clock(left_s)} left, "
+    return f"{where}, {left}last line {duration(age_s)} ago"
+
+
+def steps_done(run: Run) -> int:
+    """How many steps the log says were done."""
+    logged = [int(events[-1]["iter"]) + is_step for events, is_step in ((run.iters, 1), (run.evals, 0)) if events]
+    return max([*logged, int(run.end.get("iter") or 0)])
+
+
+def seconds_left(run: Run, steps: int) -> float | None:
+    """Until max_iters, evaluations included, at the pace of the last logged steps; None where it is not known."""
+    goal = run.settings.get("max_iters")
+    last = [e["time_ms"] for e in run.iters[-20:] if e["time_ms"]]
+    if not goal or not last:
+        return None
+    evals = [e["eval_s"] for e in run.evals if e["eval_s"]]
+    every = run.settings.get("eval_interval")
+    evaluations = math.ceil(goal / every) - steps // every if evals and every else 0
+    return max(0, goal - steps) * sorted(last)[len(last) // 2] / 1e3 + max(0, evaluations) * (evals or [0.0])[-1]
+
+
+def quiet_after_s(run: Run) -> float:
+    """Seconds without a line after which something is wrong: far longer than an evaluation, or the steps between."""
+    step_s = (median_ms(run) or 0.0) / 1e3
+    eval_s = max((e["eval_s"] for e in run.evals if e["eval_s"]), default=0.0)
+    return max(QUIET_S, 3 * eval_s, 20 * step_s * (run.settings.get("log_interval") or 1))
+
+
+def duration(seconds: float) -> str:
+    """About how long: 12 s, 10 minutes, 5 hours, 3 days."""
+    for unit, of_unit_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 2 * of_unit_s or (unit == "minute" and seconds >= of_unit_s):
+            n = int(seconds // of_unit_s)
+            return f"{n} {unit}{'s' if n > 1 else ''}"
+    return f"{seconds:.0f} s"
+
+
+# ---- what the page shows -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Described:
+    """What bench/report.py says about a run."""
+
+    headline: Headline
+    tables: list[Table]
+    about: str
+
+
+class Live:
+    """What the page shows now, as JSON."""
+
+    def __init__(self, out_dirs: list[str], describe: Callable[[Run], Described]) -> None:
+        names = [Path(os.path.abspath(path)).name for path in out_dirs]
+        if len(set(names)) < len(names):
+            names = out_dirs
+        names = [name.encode("utf-8", "replace").decode() for name in names]  # Linux allows names that are no text
+        self.followers = [Follower(path, name) for path, name in zip(out_dirs, names, strict=True)]
+        self.describe = describe
+        self.title = " and ".join(names) if len(names) < 4 else f"{len(names)} runs"
+        self.lock = threading.Lock()
+        self.of_this_server = secrets.token_hex(4)
+        self.version = ""
+        self.next_read_at = 0.0  # time.monotonic()
+        self.wait_s = POLL_S
+        self.runs: list[Run] = []
+        self.described: list[Described] = []
+        self.parts: dict[str, str] = {}
+        self.charts = "{}"
+
+    def document(self) -> str:
+        """The page, which then asks for the rest. Raises ValueError where plotly is missing."""
+        return page.live_page(self.title, [Run(follower.name) for follower in self.followers])
+
+    def answer(self, have: str) -> str:
+        """What has changed since the version that the page has; always where the runs are. A JSON object."""
+        with self.lock:
+            if time.monotonic() >= self.next_read_at:
+                self.read()
+            fields = {"version": self.version, "wait_ms": round(1000 * self.wait_s)}
+            parts = self.parts if have != self.version else {}
+            parts = parts | {"head": self.head()}
+            charts = self.charts if have != self.version else "null"
+        return f'{json.dumps(fields)[:-1]}, "parts": {json.dumps(parts)}, "charts": {charts}}}'
+
+    def read(self) -> None:
+        """Reads what is new in the logs, and makes the page's parts from it."""
+        t0 = time.thread_time()
+        for follower in self.followers:
+            follower.read()
+        version = f"{self.of_this_server}-{sum(follower.changes for follower in self.followers)}"
+        if version != self.version:
+            self.runs = [follower.run() for follower in self.followers]
+            self.described = [self.describe(run) for run in self.runs]
+            names = [run.name for run in self.runs]
+            of_all = zip(*(d.tables for d in self.described), strict=True)  # by kind, those of all runs
+            tables = [page.side_by_side(names, list(of_kind)) for of_kind in of_all]
+            about = "; ".join(d.about for d in self.described) if len(names) == 1 else ""
+            self.parts = page.parts_html(self.title, self.runs, tables, [], [], about, [])
+            self.charts = page.charts_json(page.make_charts(self.runs))
+            self.version = version
+        self.wait_s = max(POLL_S, (time.thread_time() - t0) / SHARE)
+        if any(follower.has_more for follower in self.followers):
+            self.wait_s = 0.1
+        self.next_read_at = time.monotonic() + 0.9 * self.wait_s
+
+    def head(self) -> str:
+        """The headlines of the runs, and where each is."""
+        headlines = []
+        several = len(self.runs) > 1
+        for number, (follower, run, d) in enumerate(zip(self.followers, self.runs, self.described, strict=True)):
+            goal = run.settings.get("max_iters")
+            d.headline.number = number if several else None
+            d.headline.status = status(follower, run, time.time())
+            d.headline.done = min(1.0, steps_done(run) / goal) if goal else None
+            headlines.append(d.headline)
+        return page.head_html(self.title, headlines)
+
+
+# ---- the server ----------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Listens on this machine's own address."""
+
+    allow_reuse_address = os.name != "nt"  # there it would let two servers share a port
+
+    def __init__(self, port: int, live: Live) -> None:
+        self.live = live
+        self.document = live.document().encode("utf-8", errors="replace")
+        super().__init__((HOST, port), Handler)
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer would also ask the network for this machine's name
+        self.server_name = HOST
+        self.server_port = self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # a page was closed
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET of the page and of its data; all else is refused."""
+
+    server: Server
+    server_version = "deskGPT"
+    sys_version = ""
+    timeout = 10.0  # seconds that a request may take to arrive
+
+    def do_GET(self) -> None:
+        hosts = [host.partition(":")[0].lower() for host in self.headers.get_all("Host", [])]
+        if len(hosts) != 1 or hosts[0] not in NAMES:
+            self.refuse(403, f"this server answers only as {' or '.join(NAMES)}")
+            return
+        path, _, query = self.path.partition("?")
+        if path == "/":
+            self.send(200, self.server.document, "text/html; charset=utf-8")
+        elif path == "/data":
+            have = parse_qs(query).get("have", [""])[0]
+            content = self.server.live.answer(have).encode("utf-8", errors="replace")
+            self.send(200, content, "application/json")
+        else:
+            self.refuse(404, "there is / and /data")
+
+    def other(self) -> None:
+        self.refuse(405, "only GET")
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = other
+
+    def refuse(self, code: int, why: str) -> None:
+        self.close_connection = True
+        self.send(code, f"{why}\n".encode(), "text/plain; charset=utf-8")
+
+    def send(self, code: int, content: bytes, kind: str) -> None:
+        self.send_response(code)
+        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
+        headers |= {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "frame-ancestors 'none'"}
+        headers |= {"Allow": "GET"} if code == 405 else {}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing: a page asks every two seconds."""
+
+
+def server_for(out_dirs: list[str], port: int | None, describe: Callable[[Run], Described]) -> Server:
+    """A server of these runs, on a port or, where that is None, on a free one. Raises OSError."""
+    live = Live(out_dirs, describe)
+    for candidate in [port] if port is not None else PORTS:
+        try:
+            return Server(candidate, live)
+        except OSError as e:
+            reason = e.strerror
+    taken = f"port {port}" if port is not None else f"ports {PORTS[0]} to {PORTS[-1]}"
+    raise OSError(f"cannot listen on {HOST}, {taken}: {reason}; choose another --port")
+
+
+def serve(out_dirs: list[str], port: int | None, describe: Callable[[Run], Described]) -> None:
+    """Serves the page until Ctrl+C. Raises OSError where the port is taken."""
+    server = server_for(out_dirs, port, describe)
+    print(f"http://{HOST}:{server.server_port}/ (Ctrl+C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("no longer served", file=sys.stderr)
+    finally:
+        server.server_close()

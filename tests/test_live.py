@@ -1,0 +1,359 @@
+"""The page that follows runs: what it reads of growing logs, its server, and a real run in a browser."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, needs_browser
+from conftest import ROOT, TINY, flags, tiny
+from logs import log
+
+import train
+from bench import report
+from bench.analysis import live
+from bench.analysis.live import Follower, Server, server_for, status
+from bench.analysis.logs import NO_END, Reading, read_run
+from bench.analysis.runs import Run, complete
+
+EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
+
+
+def followed(follower: Follower) -> Run:
+    follower.read()
+    return follower.run()
+
+
+def write(path: Path, *events: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.writelines(json.dumps(e) + "\n" for e in events)
+
+
+def start(step: int = 0, **settings: Any) -> dict[str, Any]:
+    return {"event": "start", "iter": step, "settings": {"max_iters": 100, "log_interval": 1} | settings}
+
+
+def step(i: int, **fields: Any) -> dict[str, Any]:
+    return {"event": "iter", "iter": i, "loss": 3.0, "time_ms": 10.0, "train_s": (i + 1) / 100} | fields
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def test_log_read_in_pieces_is_the_log_read_at_once(tmp_path, monkeypatch):
+    whole = Path(log(tmp_path / "whole", {0: 4.0, 30: 3.0, 60: 2.5})) / "log.jsonl"
+    lines = whole.read_text().splitlines()
+    again = [json.dumps(start(30, n_layer=2)), *lines[35:50]]  # killed and resumed
+    content = "\n".join([*lines[:-1], *again, "{torn", lines[-1], ""]).encode()
+    whole.write_bytes(content)
+    expected = read_run(str(whole))
+    complete(expected)
+    growing = tmp_path / "growing" / "log.jsonl"
+    follower = Follower(str(growing.parent), "whole")
+    follower.read()  # nothing is there yet
+    growing.parent.mkdir()
+    draw = random.Random(1)
+    cuts = [0, *sorted(draw.sample(range(1, len(content)), 40)), len(content)]
+    for begin, end in itertools.pairwise(cuts):
+        with open(growing, "ab") as file:
+            file.write(content[begin:end])
+        found = followed(follower)
+    assert found == expected
+    assert follower.lines == len(content.splitlines())
+    monkeypatch.setattr(live, "CHUNK", 1000)
+    follower = Follower(str(growing), "whole")
+    reads = 0
+    while not reads or follower.has_more:
+        follower.read()
+        reads += 1
+    assert reads > 10
+    assert follower.run() == expected
+
+
+def test_what_is_computed_again_replaces_what_was_computed_before(tmp_path):
+    path = tmp_path / "log.jsonl"
+    follower = Follower(str(path), "x")
+    write(path, start(), *map(step, range(50)), {"event": "sample", "iter": 40, "texts": ["a"]})
+    assert [e["iter"] for e in followed(follower).iters] == [*range(50)]
+    write(path, start(30), step(30, loss=1.0))
+    run = followed(follower)
+    assert [e["iter"] for e in run.iters] == [*range(31)]
+    assert run.iters[-1]["train_s"] == pytest.approx(0.30 + 0.31)  # the second start counts from 0
+    assert run.samples == []
+    write(path, {"event": "rewind", "iter": 10, "spike": 30})
+    assert [e["iter"] for e in followed(follower).iters] == [*range(10)]
+
+
+def test_log_of_another_run_in_the_same_place_is_read_from_its_start(tmp_path):
+    path = tmp_path / "log.jsonl"
+    follower = Follower(str(tmp_path), "x")
+    write(path, start(seed=1), step(0), step(1))
+    assert len(followed(follower).iters) == 2
+    path.rename(tmp_path / "aside")  # as train.py does
+    assert followed(follower).iters == []
+    write(path, start(seed=2), step(0, loss=1.0), step(1), step(2))  # longer than the one before
+    assert [e["loss"] for e in followed(follower).iters] == [1.0, 3.0, 3.0]
+    path.rename(tmp_path / "aside2")
+    write(path, start(seed=3), *[step(i, loss=2.0) for i in range(9)])  # before the next look
+    assert [e["loss"] for e in followed(follower).iters] == [2.0] * 9
+    first, second = path.read_text().splitlines()[:2]
+    path.write_text(f"{first}\n{second}\n")
+    assert len(followed(follower).iters) == 1
+    path.write_text("")
+    assert followed(follower).iters == []
+
+
+def test_long_logs_keep_few_steps_and_always_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "MOST_STEPS", 50)
+    path = tmp_path / "log.jsonl"
+    write(path, start(), *map(step, range(1000)))
+    follower = Follower(str(path), "x")
+    run = followed(follower)
+    assert 25 <= len(run.iters) <= 51
+    assert [e["iter"] for e in run.iters][::1][:3] == [0, 32, 64]
+    assert run.iters[-1]["iter"] == 999
+    assert "one of 32 logged steps is shown, so that the page stays quick" in run.notes
+    write(path, step(1000))
+    assert followed(follower).iters[-1]["iter"] == 1000
+    assert Reading(Run("x")).result(0).notes == [NO_END]
+
+
+def test_status_says_where_a_run_is_and_when_it_last_wrote(tmp_path):
+    path = tmp_path / "out" / "log.jsonl"
+    follower = Follower(str(tmp_path / "out"), "x")
+
+    def now(age_s: float) -> str:
+        run = followed(follower)
+        return status(follower, run, (follower.written_at or 0) + age_s)
+
+    assert now(0) == f"waiting for {path}"
+    write(path, start())
+    assert now(1) == "step 0 of 100, last line 1 s ago"
+    write(path, *map(step, range(40)))
+    assert now(12) == "step 40 of 100, 0.6s left, last line 12 s ago"
+    assert now(59) == "step 40 of 100, 0.6s left, last line 59 s ago"
+    assert now(600) == "no new line for 10 minutes, since step 40 of 100; was it stopped?"
+    write(path, step(40, time_ms=60_000.0), *[step(i, time_ms=60_000.0) for i in range(41, 100)])
+    assert "last line 10 minutes ago" in now(600)  # steps of a minute
+    write(path, {"event": "end", "iter": 100})
+    assert now(7300) == "ended 2 hours ago, at step 100 of 100"
+    shutil.rmtree(path.parent)
+    path.mkdir(parents=True)
+    assert now(0).startswith(f"cannot read {path}: ")
+
+
+# ---- the server ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Server]:
+    """Serves a run named "run"."""
+    log(tmp_path / "run", {0: 4.0, 10: 3.0})
+    made = server_for([str(tmp_path / "run")], 0, report.describe)
+    threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def ask(server: Server, path: str, method: str = "GET", host: str | None = "127.0.0.1") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(live.HOST, server.server_port, timeout=20)
+    connection.putrequest(method, path, skip_host=True)
+    if host is not None:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+def raw(server: Server, request: bytes) -> bytes:
+    with socket.create_connection((live.HOST, server.server_port), timeout=20) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        return connection.recv(1 << 16)
+
+
+def test_server_gives_the_page_and_its_data_and_nothing_else(server, tmp_path):
+    assert server.server_address[0] == "127.0.0.1"
+    code, content = ask(server, "/")
+    assert (code, content[:15]) == (200, b"<!doctype html>")
+    code, content = ask(server, "/data")
+    data = json.loads(content)
+    assert code == 200
+    assert re.search(r"ended \d+ s ago, at step 10", data["parts"]["head"])
+    assert {"loss", "time_ms"} <= data["charts"].keys()
+    again = json.loads(ask(server, f"/data?have={data['version']}")[1])
+    assert (again["parts"].keys(), again["charts"]) == ({"head"}, None)
+    (tmp_path / "secret").write_text("secret")
+    for path in ("/..", "/../secret", "/run/log.jsonl", "/data/", "/%2e%2e/secret", "/index.html", "*", "//["):
+        assert ask(server, path)[0] == 404
+    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+        assert ask(server, "/", method)[0] == 405
+
+
+def test_server_answers_only_under_this_machines_own_names(server):
+    for host in ("127.0.0.1", f"127.0.0.1:{server.server_port}", "localhost:9000", "LOCALHOST"):
+        assert ask(server, "/data", host=host)[0] == 200
+    for wrong in (
+        "example.com",
+        "127.0.0.1.example.com",
+        "localhost.example.com:80",
+        "",
+        "127.0.0.1@example.com",
+        None,
+    ):
+        assert ask(server, "/data", host=wrong)[0] == 403
+    assert b" 403 " in raw(server, b"GET /data HTTP/1.1\r\nHost: localhost\r\nHost: example.com\r\n\r\n")
+
+
+def test_server_survives_garbage(server, capfd):
+    for request in (
+        b"\0\xff\x16\x03\x01" * 50,
+        b"GET\r\n\r\n",
+        b"GET " + b"/" * 70_000,
+        b"\r\n" * 9,
+        b"GET / HTTP/9\r\n",
+    ):
+        answer = raw(server, request)
+        assert not answer or re.match(rb"HTTP/1.0 4|HTTP/1.0 5|<!DOCTYPE|<!doctype", answer), answer
+    silent = socket.create_connection((live.HOST, server.server_port))
+    assert ask(server, "/data?have=" + "%ff&" * 100 + EVIL.replace(" ", "+"))[0] == 200
+    silent.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_several_clients_share_what_was_read(server, tmp_path):
+    answers: list[bytes] = []
+    threads = [threading.Thread(target=lambda: answers.append(ask(server, "/data")[1])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({json.loads(answer)["version"] for answer in answers}) == 1
+    write(tmp_path / "run" / "log.jsonl", start(10, max_iters=20), step(10))
+    server.live.next_read_at = 0.0
+    assert "step 11 of 20" in json.loads(ask(server, "/data")[1])["parts"]["head"]
+
+
+def test_server_stays_within_its_share_of_a_core(server, tmp_path):
+    path = tmp_path / "run" / "log.jsonl"
+    path.unlink()
+    write(path, start(), *map(step, range(20_000)))
+    server.live.next_read_at = 0.0
+    t0 = time.process_time()
+    server.live.answer("")
+    spent_s = time.process_time() - t0
+    assert server.live.wait_s >= 0.5 * spent_s / live.SHARE
+    write(path, step(20_000))
+    assert "step 20,000 " in server.live.answer("")  # not read yet
+    server.live.next_read_at = 0.0
+    assert "step 20,001 " in server.live.answer("")
+
+
+def test_taken_port_is_an_error_and_by_default_the_next_one_is_tried(server, tmp_path):
+    with pytest.raises(OSError, match=rf"port {server.server_port}.*; choose another --port"):
+        server_for([str(tmp_path)], server.server_port, report.describe)
+    first = server_for([str(tmp_path)], None, report.describe)
+    second = server_for([str(tmp_path)], None, report.describe)
+    assert first.server_port < second.server_port
+    first.server_close()
+    second.server_close()
+
+
+# ---- in a browser --------------------------------------------------------------------------------------------
+
+TEXT = "document.getElementById('part-{}').textContent"
+
+
+@pytest.fixture(scope="module")
+def ended(chars, tmp_path_factory) -> Path:
+    """A run that has ended."""
+    out_dir = tmp_path_factory.mktemp("ended") / "ended"
+    train.main(tiny(chars, out_dir, sample_interval=1))
+    return out_dir
+
+
+@needs_browser
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
+def test_page_follows_a_run_that_is_killed_and_resumed_beside_another(browser: Browser, chars, ended, tmp_path):
+    out_dir = tmp_path / "out"
+    settings = TINY | {"dataset": chars, "out_dir": out_dir, "max_iters": 100_000, "eval_interval": 20}
+    settings |= {"sample_interval": 1}
+    command = [sys.executable, "train.py"]
+    quiet: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    serve = [sys.executable, "bench/report.py", str(out_dir), str(ended), "--serve"]
+    serving = subprocess.Popen(serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [serving]
+    try:
+        assert serving.stdout is not None
+        url = serving.stdout.readline().split()[0]
+        tab = browser.open(url)  # before the run
+        tab.wait(TEXT.format("head") + ".includes('waiting for')")
+        tab.wait("document.querySelector('#loss .trace')")  # of the other run
+
+        processes.append(subprocess.Popen([*command, *flags(**settings)], **quiet))
+        tab.wait(TEXT.format("head") + ".includes('of 100,000')")
+        tab.wait(TEXT.format("samples") + ".includes('out, step')")
+        tab.wait("document.getElementById('loss').data.filter(t => t.meta.run === 0).length >= 3")
+        processes[-1].kill()
+        processes[-1].wait()
+        stopped = steps_of(out_dir)
+        assert stopped > 20
+
+        more = {"init_from": "resume", "out_dir": out_dir, "max_iters": stopped + 40, "resume_changed": True}
+        processes.append(subprocess.Popen([*command, *flags(**more)], **quiet))
+        assert processes[-1].wait(120) == 0
+        tab.wait(TEXT.format("head") + f".includes('at step {stopped + 40:,} of {stopped + 40:,}')")
+        points = "document.getElementById('loss')._fullData.filter(t => t.meta.run === 0).flatMap(t => [...t.x])"
+        tab.wait(f"Math.max(...{points}) === {stopped + 40}")
+        assert tab.run("document.querySelectorAll('header').length") == 2
+        assert tab.console() == []
+        assert all(request.startswith(url) for request in tab.requests())
+
+        phone = browser.open(url, 360, dark=True)
+        phone.wait("document.querySelector('#loss .trace')")
+        assert phone.run("document.documentElement.scrollWidth") == 360
+        assert (
+            phone.run("Math.max(...[...document.querySelectorAll('main *')].map(e => e.getBoundingClientRect().right))")
+            <= 360
+        )
+        assert phone.run("document.getElementById('loss').layout.paper_bgcolor") == "#141414"
+        phone.run("document.querySelector('[data-run=\"1\"]').click()")
+        write(ended / "log.jsonl", {"event": "sample", "iter": 6, "texts": [EVIL]})
+        phone.wait(TEXT.format("samples") + ".includes('onerror')")
+        assert phone.run("document.getElementById('loss').data.filter(t => t.meta.run === 1 && t.visible).length") == 0
+        assert phone.run("document.title") == "out and ended"
+        assert phone.console() == []
+        phone.close()
+
+        serving.send_signal(signal.SIGINT)
+        _, err = serving.communicate(timeout=30)
+        assert (serving.returncode, err) == (0, "no longer served\n")
+        tab.wait("document.body.classList.contains('lost')")
+        tab.close()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def steps_of(out_dir: Path) -> int:
+    return int(read_run(str(out_dir)).iters[-1]["iter"])

@@ -1,0 +1,63 @@
+"""--sample_interval: texts in log.jsonl as the model learns, which leave the training alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, weights
+
+import train
+from data.text.prepare import prepare
+from sample import Sampler
+
+MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True}
+
+
+@pytest.mark.parametrize("choices", [{}, MODERN], ids=["gpt2", "modern"])
+def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path, choices):
+    for out, n in (("without", 0), ("with", 1)):
+        train.main(tiny(chars, tmp_path / out, dropout=0.1, sample_interval=n, **choices))
+    assert_equal(weights(tmp_path / "without"), weights(tmp_path / "with"))
+    assert trajectory(tmp_path / "without") == trajectory(tmp_path / "with")
+    assert events(tmp_path / "without", "sample") == []
+    found = events(tmp_path / "with", "sample")
+    assert [e["iter"] for e in found] == [0, 3, 6]
+    for e in found:
+        assert [len(text) for text in e["texts"]] == [16] * Sampler.TEXTS  # no more than the context
+        assert all(text.startswith("\n") for text in e["texts"])
+
+
+def test_same_weights_write_the_same_texts_and_the_last_step_samples(chars, tmp_path, capfd):
+    still = {"learning_rate": 0.0, "dropout": 0.5}
+    train.main(tiny(chars, tmp_path, eval_interval=1, sample_interval=4, **still))
+    found = events(tmp_path, "sample")
+    assert [e["iter"] for e in found] == [0, 4, 6]
+    assert found[0]["texts"] == found[1]["texts"] == found[2]["texts"]
+    assert found[0]["texts"][0] != found[0]["texts"][1]
+    assert found[0]["texts"][0][:8] not in capfd.readouterr().out
+
+
+def test_run_goes_on_without_samples_where_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
+    data = tmp_path / "data"
+    prepare("abc " * 1000, data, "char", "a text in one line")
+    train.main(tiny(data, tmp_path / "out", sample_interval=1))
+    said = [line for line in capfd.readouterr().out.splitlines() if "sample_interval" in line]
+    assert len(said) == 1
+    assert said[0].startswith("sample_interval=1: no samples, since the tokenizer does not know")
+    assert events(tmp_path / "out", "sample") == []
+    assert len(events(tmp_path / "out", "end")) == 1
+
+
+def test_eval_only_samples_nothing(chars, tmp_path):
+    train.main(tiny(chars, tmp_path / "out", sample_interval=1, eval_only=True))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_samples(chars, tmp_path):
+    settings = TINY | {"dataset": chars, "gradient_accumulation_steps": 2, "out_dir": tmp_path, "sample_interval": 1}
+    done = shell(*TORCHRUN, *flags(**settings))
+    assert done.returncode == 0, done.stderr
+    assert [e["iter"] for e in events(tmp_path, "sample")] == [0, 3, 6]
+    assert len(events(tmp_path, "end")) == 1
