@@ -214,6 +214,9 @@ def test_python_of_the_clone_starts_as_python_does_and_reports_what_fails(clone)
     assert python("../train.py", "--nlayer=3")[0] == 2
     assert python("-c", "1 / 0")[0] == 1
     assert python("-c", "import os; os.kill(os.getpid(), 9)")[0] != 0
+    asleep = f"timeout 3 {clone / '.venv' / 'bin' / 'python'} -c 'import time; time.sleep(1000)'"
+    killed = subprocess.run(["bash", "-c", asleep], capture_output=True, timeout=100)  # waits until all end that print
+    assert killed.returncode == 124
     assert python("-c", "import sys; print([name for name in sys.modules if 'deskgpt' in name])")[1] == "[]\n"
 
 
