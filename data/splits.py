@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.token_files import OpenFile, Shard, check_listed, open_masks, read_record, token_files
+from data.token_files import PIECE, OpenFile, Shard, check_listed, open_masks, read_record, token_files
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -34,7 +34,8 @@ class Split:
     token within its block_size, and stays where it is without one. Then some tokens are in two windows, some in none.
 
     Data that was packed into windows (meta.json says of how many tokens) is read in these very windows, all of them in
-    each epoch, whatever document_start is. Where shards have loss masks, targets that are not learned are -1.
+    each epoch, whatever document_start is. Where shards have loss masks, targets that are not learned are -1, and
+    windows without any other target are not evaluated.
 
     Raises ValueError where files are missing, damaged or too short, or hold ids of vocab_size and more; so does each
     call that reads, where a file has become shorter since.
@@ -76,6 +77,9 @@ class Split:
             self._windows = self._eval_windows
             self._offsets = np.ones_like(self._offsets)
         self.n_windows = int(self._windows.sum())  # per epoch
+        self._evaluated = np.flatnonzero(self._learned_windows()) if self.masks else None  # of all eval windows
+        if self._evaluated is not None and not len(self._evaluated):
+            raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 
     def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
         """(inputs, targets), each (len(rows), block_size), of rows 0..global_batch-1 of optimizer step `step`."""
@@ -104,24 +108,16 @@ class Split:
         """The number of targets that are learned (len(rows),) in each row of train_batch."""
         return self._learned(*self.places(step, rows, global_batch)).sum(1)
 
-    def check_eval_counts(self, n: int) -> None:
-        """Raises ValueError where none of the windows of eval_batch has a target that is learned."""
-        if not self._learned(*self._eval_places(np.arange(n), n)).any():
-            raise ValueError(
-                f"{self.masks[0].path}: none of the {n:,} windows to evaluate has a token of the assistant; "
-                "try a larger --eval_iters, or more dialogues"
-            )
-
     def first_counted_row(self) -> int:
         """The first row of all train batches with a target that is learned. Raises ValueError where none has one."""
         for row in range(self.n_windows):
             if not self.masks or self.counted(0, np.array([row]), 1)[0]:
                 return row
-        raise ValueError(f"{self.masks[0].path}: no token is learned; prepare the data again")
+        raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 
     def n_eval_windows(self, at_most: int) -> int:
         """Size of the evaluation set: all windows without overlap that the split has, but no more than at_most."""
-        return min(at_most, int(self._eval_windows.sum()))
+        return min(at_most, self._all_eval_windows())
 
     def fingerprint(self) -> str:
         """Identifies these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it.
@@ -183,9 +179,25 @@ class Split:
             )
         return shards
 
+    def _all_eval_windows(self) -> int:
+        return int(self._eval_windows.sum()) if self._evaluated is None else len(self._evaluated)
+
+    def _learned_windows(self) -> npt.NDArray[np.bool_]:
+        """Whether each window of all shards without overlap, from their beginnings on, has a target that is learned."""
+        found = []
+        at_once = max(1, PIECE // self.block_size)  # windows
+        for mask, windows in zip(self.masks, self._eval_windows.tolist(), strict=True):
+            for first in range(0, windows, at_once):
+                n = min(at_once, windows - first)
+                targets = mask.read(first * self.block_size + 1, n * self.block_size)
+                found.append(targets.reshape(n, self.block_size).any(1))
+        return np.concatenate(found)
+
     def _eval_places(self, rows: I64, n: int) -> tuple[I64, I64]:
         """As places, of the windows of eval_batch."""
-        window = np.minimum(rows, n - 1) * int(self._eval_windows.sum()) // n
+        window = np.minimum(rows, n - 1) * self._all_eval_windows() // n
+        if self._evaluated is not None:
+            window = self._evaluated[window]
         shard, window_of_shard = locate(window, self._eval_windows)
         return shard, window_of_shard * self.block_size
 
