@@ -118,6 +118,21 @@ def test_jinja_template_renders_the_same_text(dialogue, wants_prompt):
         assert ids.astype(np.uint8).tobytes() == expected
 
 
+@needs_bpe
+def test_text_of_the_jinja_template_encoded_as_a_whole_gives_the_same_tokens():
+    """As other programs do it, which look for special tokens in the text; but for contents that begin with a line end."""
+    jinja2 = pytest.importorskip("jinja2")
+    dialogue = [
+        Message("system", "Be kind: 1, 2"),
+        Message("user", " two  words\n\n"),
+        Message("assistant", "Käse 🧀."),
+    ]
+    fields = {"messages": [message._asdict() for message in dialogue], "eos_token": "<|endoftext|>"}
+    rendered = jinja2.Environment().from_string(JINJA).render(fields, add_generation_prompt=True)
+    tokenizer = TiktokenTokenizer("gpt2")
+    assert np.array_equal(tokenizer.encode_prompt(rendered), Template(tokenizer).prompt(dialogue))
+
+
 def test_tokenizer_without_an_end_of_text_is_refused(chars, script, tmp_path):
     with pytest.raises(ValueError, match="char has no token that ends an answer"):
         Template(CharTokenizer("abc"))

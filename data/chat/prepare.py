@@ -67,6 +67,8 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
         block_size = saved.model_args["block_size"]
     elif meta["name"] == "char":
         raise ValueError("--tokenizer=char has no token that ends an answer; use bytes, gpt2, or --like=CHECKPOINT")
+    elif meta["name"] == "bpe":
+        raise ValueError("--tokenizer=bpe: such a vocabulary is a model's own; take --like=CHECKPOINT")
     return from_meta(meta), args.block_size or block_size
 
 
