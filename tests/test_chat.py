@@ -120,7 +120,7 @@ def test_jinja_template_renders_the_same_text(dialogue, wants_prompt):
 
 @needs_bpe
 def test_text_of_the_jinja_template_encoded_as_a_whole_gives_the_same_tokens():
-    """As other programs do it, which look for special tokens in the text; but for contents that begin with a line end."""
+    """As other programs do it, which look for special tokens in the text. Contents must not begin with a line end."""
     jinja2 = pytest.importorskip("jinja2")
     dialogue = [
         Message("system", "Be kind: 1, 2"),
