@@ -143,8 +143,15 @@ def test_tokenizer_without_an_end_of_text_is_refused(chars, script, tmp_path):
 # ---- packing -------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 40))
-def test_packing_cuts_no_dialogue_that_fits_and_none_overlap(lengths, block_size):
+def lengths_for(block_size: int) -> st.SearchStrategy[tuple[list[int], int]]:
+    longest = st.sampled_from([block_size, 3 * block_size])
+    lengths = longest.flatmap(lambda most: st.lists(st.integers(1, most), min_size=1, max_size=60))
+    return st.tuples(lengths, st.just(block_size))
+
+
+@given(st.integers(1, 40).flatmap(lengths_for))
+def test_packing_cuts_no_dialogue_that_fits_and_none_overlap(case):
+    lengths, block_size = case
     starts, windows = pack(lengths, block_size)
     used = Counter(place for start, n in zip(starts, lengths, strict=True) for place in range(start, start + n))
     assert max(used.values()) == 1

@@ -55,16 +55,16 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
     """What the command line asks for: with --like, both are those of a checkpoint. Raises ValueError."""
     meta = {"name": args.tokenizer or TOKENIZER}
     block_size = BLOCK_SIZE
+    if args.like and args.tokenizer:
+        raise ValueError("--like and --tokenizer: the checkpoint's own tokenizer is taken; leave --tokenizer out")
     if args.like:
         from deskgpt import checkpoint  # imports torch, which takes seconds
 
         saved = checkpoint.load(args.like)
-        if args.tokenizer:
-            raise ValueError("--like and --tokenizer: the checkpoint's own tokenizer is taken; leave --tokenizer out")
         if not saved.tokenizer:
             raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
         meta = saved.tokenizer
-        block_size = saved.model_args["block_size"]
+        block_size = saved.model_args.get("block_size", BLOCK_SIZE)
     elif meta["name"] == "char":
         raise ValueError("--tokenizer=char has no token that ends an answer; use bytes, gpt2, or --like=CHECKPOINT")
     elif meta["name"] == "bpe":
