@@ -294,8 +294,8 @@ def main(c: TrainConfig) -> float:
             except (ValueError, OSError) as e:  # a token file is not what it was
                 agenda.fail(e)
                 break
-            is_last_of_step = micro_step == plan.micro_steps - 1
-            loss += runner.backward(x, y, plan.micro_steps, is_last_of_step, weight)
+            last = micro_step == plan.micro_steps - 1
+            loss += runner.backward(x, y, plan.micro_steps, last=last, weight=weight)
         if agenda.failure:
             optimizer.zero_grad(set_to_none=True)
             continue  # with the end of the run
