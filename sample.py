@@ -3,9 +3,10 @@
     python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=3
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.7 --top_p=0.9 --stream
     python sample.py --out_dir=out-a --serve --compare_with=out-b
+    python sample.py --out_dir=out-chat --chat
 
-Prints each sample, prompt included, followed by a line of dashes; with --serve, a page in the browser shows them.
-Writes no files.
+Prints each sample, prompt included, followed by a line of dashes. With --serve, a page in the browser shows them; with
+--chat, you talk with the model. Writes no files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import codecs
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,10 @@ import torch
 from torch import Tensor
 
 from configurator import configure
+from data.chat import talk, template
 from data.text.prepare import read_text
 from data.token_files import read_meta
-from data.tokenizer import Tokenizer, from_meta
+from data.tokenizer import Ids, Tokenizer, from_meta
 from deskgpt import checkpoint, compiling, estimate, hardware, kernels, peak_flops, playground
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.checks import TOLERANCE
@@ -48,6 +50,9 @@ class SampleConfig:
     max_new_tokens: int = 500  # per sample
     stop: str = ""  # a sample ends before this text, where it first occurs after the prompt; empty = none
     stream: bool = False  # show the text as it is generated, one sample after another
+    # talking
+    chat: bool = False  # answer what you type, line by line, with a model trained on chat data: docs/chat.md
+    system: str = ""  # what the dialogue begins with: instructions to the assistant
     # drawing
     temperature: float = 0.8  # below 1 = more likely text, above = more surprising; 0 = always the likeliest token
     top_k: int = 200  # draw from the k likeliest tokens; 0 = from all
@@ -96,6 +101,10 @@ def main(c: SampleConfig) -> list[str]:
     model = trained.model.eval().to(device)
     dtype = dtype_of(c, device)
     amp = hardware.autocast(device, dtype)
+
+    if c.chat:
+        chat(c, trained, dtype, amp)
+        return []
 
     # ---- prompt ----------------------------------------------------------------------------------------------
     prompt = prompt_text(c)
@@ -217,6 +226,46 @@ def encoded(c: SampleConfig, prompt: str, tokenizer: Tokenizer, model: GPT) -> T
     if ids.max() >= model.config.vocab_size:
         raise ValueError(f"the prompt has token {ids.max()}, the model only {model.config.vocab_size} tokens")
     return torch.from_numpy(ids)
+
+
+# ---- talking -------------------------------------------------------------------------------------------------
+
+
+def chat(c: SampleConfig, trained: Trained, dtype: str, amp: AbstractContextManager[None]) -> None:
+    """Answers on the terminal until the input ends. Raises ValueError where the model cannot talk."""
+    model = trained.model
+    of_chat = template.Template(trained.tokenizer)
+    saw_chat = trained.checkpoint is not None and trained.checkpoint.chat == template.NAME
+    if not saw_chat:
+        print(f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/chat.md", file=sys.stderr)
+    dialogue = talk.Dialogue(of_chat, model.config.block_size, c.system)
+    device = next(model.parameters()).device
+
+    def as_prompts(ids: Ids) -> Tensor:
+        return torch.from_numpy(ids.astype("int64")).to(device)[None]
+
+    def answer(prompt: Ids, n: int) -> Iterator[str]:
+        """The n-th answer, in pieces as they come."""
+        sample = Sample(trained.tokenizer, "", c.stop or template.FORGED_TURN)
+        with amp:
+            tokens = model.generate(
+                as_prompts(prompt),
+                c.max_new_tokens,
+                temperature=c.temperature,
+                top_k=c.top_k or None,
+                top_p=c.top_p,
+                seed=c.seed + n,
+                vocab_size=trained.tokenizer.vocab_size,
+            )
+            for new in tokens:
+                if new.item() == of_chat.end_of_text or sample.done:
+                    break
+                yield sample.add(int(new.item()))
+        yield sample.finish()
+
+    if c.compile:
+        compile_for_sampling(model, as_prompts(dialogue.prompt()), dtype, amp)
+    talk.talk(dialogue, answer)
 
 
 # ---- compiling -----------------------------------------------------------------------------------------------

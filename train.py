@@ -41,7 +41,7 @@ from configurator import build, read_settings
 from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.text_facts import TextFacts, text_facts
-from data.token_files import check_vocabulary, listed_sha256, read_meta, token_files
+from data.token_files import check_vocabulary, listed_sha256, read_meta, read_record, token_files
 from data.tokenizer import from_meta, from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
@@ -296,11 +296,12 @@ def main(c: TrainConfig) -> float:
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(plan.micro_steps):
             try:
-                x, y = loader.next()
+                x, y, weight = loader.next()
             except (ValueError, OSError) as e:  # a token file is not what it was
                 agenda.fail(e)
                 break
-            loss += runner.backward(x, y, plan.micro_steps, last=micro_step == plan.micro_steps - 1)
+            last = micro_step == plan.micro_steps - 1
+            loss += runner.backward(x, y, plan.micro_steps, last=last, weight=weight)
         if agenda.failure:
             optimizer.zero_grad(set_to_none=True)
             continue  # with the end of the run
@@ -364,12 +365,15 @@ def seconds_left(c: TrainConfig, began: float) -> float | None:
 
 
 def describe_data(c: TrainConfig) -> dict[str, Any]:
-    """What the data folder says about its tokens, as read_meta. Raises ValueError if a split is missing."""
+    """What the data folder says about its tokens, as read_meta, and "chat", the name of its template, None without one.
+
+    Raises ValueError if a split is missing.
+    """
     folder = DATA / c.dataset
     if not c.dry_run:
         for split in ("train", "val"):
             token_files(folder, split)
-    return read_meta(folder)
+    return read_meta(folder) | {"chat": read_record(folder).get("chat")}
 
 
 @dataclass
@@ -692,6 +696,7 @@ def state_of_run(
         config=asdict(c),
         scaler=runner.scaler.state_dict(),
         tokenizer=meta["tokenizer"],
+        chat=meta.get("chat"),
         train_tokens=facts[resuming.TRAIN_DATA]["tokens"],
         form=forms.saved_form(runner),
         wandb_run_id=log.wandb_run_id,

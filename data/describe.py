@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from data.token_files import read_meta, read_record, read_tokens, token_files
+from data.token_files import listed_with_masks, mask_of, read_meta, read_record, read_tokens, token_files
 from data.tokenizer import from_meta
 from deskgpt.errors import one_line_errors
 from deskgpt.files import file_sha256
@@ -31,7 +32,7 @@ def describe(folder: Path) -> bool:
     """
     meta = read_meta(folder)
     recorded = read_record(folder)
-    entries: Entries = recorded.get("files", {})
+    entries: Entries = listed_with_masks(recorded)
     shards = {split: token_files(folder, split) for split in ("train", "val")}
 
     revision = f", revision {recorded['revision']}" if recorded.get("revision") else ""
@@ -40,7 +41,13 @@ def describe(folder: Path) -> bool:
     for split, paths in shards.items():
         print(f"{split}: {counts(paths, entries)}")
 
-    faults = check(folder, [path for paths in shards.values() for path in paths], entries)
+    tokens = [path for paths in shards.values() for path in paths]
+    masks = [mask_of(path) for path in tokens if mask_of(path).exists()]
+    if masks:
+        learned = sum(int(np.count_nonzero(np.fromfile(path, np.uint8))) for path in masks)
+        window = f", windows of {recorded['packed']:,} tokens" if recorded.get("packed") else ""
+        print(f"loss mask: {learned:,} tokens are learned{window}")
+    faults = check(folder, tokens + masks, entries)
     for fault in faults:
         print(f"  {fault}; prepare the data again")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -20,6 +21,7 @@ THREADS = 4  # several, since a disk answers several requests as fast as one
 AHEAD = 8  # micro-batches
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch_size, block_size) int64
+Weighted = tuple[Tensor, Tensor, float | None]  # and what Runner.backward takes as the weight of its loss
 
 # ---- the plan ------------------------------------------------------------------------------------------------
 
@@ -77,22 +79,28 @@ def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
 
 
 def first_micro_batch(split: Split, plan: BatchPlan, device: torch.device, rows: int) -> Batch:
-    """The first sequences of the first step's global batch, (rows, block_size) each."""
-    return to_device(split.train_batch(0, np.arange(rows), plan.global_batch), device)
+    """The first sequences of the first step's global batch, (rows, block_size) each.
+
+    With a loss mask, they begin with the first sequence that has something to learn.
+    """
+    first = split.first_counted_row()
+    return to_device(split.train_batch(0, first + np.arange(rows), plan.global_batch), device)
 
 
 def eval_batches(
     split: Split, plan: BatchPlan, at_most: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, int]]:
+) -> Iterator[tuple[Tensor, Tensor, float]]:
     """This rank's batches of a fixed set of windows, `at_most` in all: inputs, targets, number of windows in them.
 
-    The last batch may hold fewer windows than rows. A terminal shows a progress bar.
+    The last batch may hold fewer windows than rows. With a loss mask, the number is that of the targets that are
+    learned, in windows. A terminal shows a progress bar.
     """
     n = split.n_eval_windows(at_most)
     batches = list(plan.eval_rows(n))
     for rows in tqdm(batches, "evaluating", leave=False, disable=True if plan.rank else None):
-        x, y = to_device(split.eval_batch(rows, n), device)
-        yield x, y, int((rows < n).sum())
+        batch = split.eval_batch(rows, n)
+        count = float((batch[1] >= 0).sum() / split.block_size) if split.masks else int((rows < n).sum())
+        yield *to_device(batch, device), count
 
 
 class Loader:
@@ -110,14 +118,20 @@ class Loader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._order = self._steps(step)
         self._pool = ThreadPoolExecutor(THREADS, "loader")
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[Future[Weighted]] = deque()
+        self._counted = functools.lru_cache(AHEAD)(self._count)  # by step
         for _ in range(AHEAD):
             self._submit()
 
-    def next(self) -> Batch:
-        """(inputs, targets) of the next micro-batch."""
+    def next(self) -> Weighted:
+        """(inputs, targets, weight) of the next micro-batch.
+
+        The weight is None where every target is learned. With a loss mask, it is what the micro-batch's mean loss
+        counts in the step's: its share of the targets that are learned in the whole global batch, times the ranks over
+        which gradients are averaged. So the step's loss is the mean over these targets, however the batch is split.
+        """
         t0 = time.perf_counter()
-        x, y = self._ahead.popleft().result()
+        x, y, weight = self._ahead.popleft().result()
         self._wait_s += time.perf_counter() - t0
         self._submit()
         if self._stream is not None:
@@ -125,7 +139,7 @@ class Loader:
             here.wait_stream(self._stream)
             for tensor in (x, y):
                 tensor.record_stream(here)  # otherwise the next copy would get its memory while it is still read
-        return x, y
+        return x, y, weight
 
     def take_wait_s(self) -> float:
         """Seconds that `next` has waited since this was last asked."""
@@ -145,7 +159,15 @@ class Loader:
         step, rows = next(self._order)
         self._ahead.append(self._pool.submit(self._make, step, rows))
 
-    def _make(self, step: int, rows: I64) -> Batch:
+    def _make(self, step: int, rows: I64) -> Weighted:
         batch = self.split.train_batch(step, rows, self.plan.global_batch)
+        weight = None
+        if self.split.masks:
+            counted = self._counted(step)
+            weight = self.plan.world * float(counted[rows].sum() / max(1, counted.sum()))
         with torch.cuda.stream(self._stream):  # does nothing without a stream
-            return to_device(batch, self.device)
+            return *to_device(batch, self.device), weight
+
+    def _count(self, step: int) -> I64:
+        """The targets that are learned in each row of a step's global batch, of all ranks."""
+        return self.split.counted(step, np.arange(self.plan.global_batch), self.plan.global_batch)

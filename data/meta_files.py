@@ -54,6 +54,10 @@ def from_json(path: Path) -> dict[str, Any]:
         if not is_name_of_tokens(name):
             raise ValueError(f"{reprlib.repr(name)} is not the name of a token file: train*.bin or val*.bin")
         check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
+    for name, entry in meta.get("masks", {}).items():
+        if not is_name_of_tokens(name, ".mask"):
+            raise ValueError(f"{reprlib.repr(name)} is not the name of a loss mask: train*.mask or val*.mask")
+        check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
     return meta if recorded is None else meta | {CHECKSUM: recorded}
 
 
@@ -104,9 +108,9 @@ def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
 
 
-def is_name_of_tokens(name: str) -> bool:
+def is_name_of_tokens(name: str, suffix: str = ".bin") -> bool:
     """Whether a file of this name is one of a split, and cannot be anywhere but in its folder."""
-    return re.fullmatch(r"(train|val)[\w.-]*\.bin", name, re.ASCII) is not None
+    return re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII) is not None
 
 
 def is_number(value: Any) -> bool:
@@ -129,6 +133,10 @@ META: Fields = {
     "val_tokens": is_number,
     "revision": lambda value: value is None or is_text(value),
     "files": lambda value: isinstance(value, dict),
+    # of chat data
+    "masks": lambda value: isinstance(value, dict),
+    "packed": lambda value: value is None or (is_number(value) and value >= 1),
+    "chat": lambda value: value is None or is_text(value),
 }
 ENTRY: Fields = {
     "tokens": is_number,

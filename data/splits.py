@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.token_files import Shard, check_listed, token_files
+from data.token_files import PIECE, OpenFile, Shard, check_listed, open_masks, read_record, token_files
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -33,6 +33,10 @@ class Split:
     With document_start, the token that documents begin with, a window of train_batch moves on to the first such
     token within its block_size, and stays where it is without one. Then some tokens are in two windows, some in none.
 
+    Data that was packed into windows (meta.json says of how many tokens) is read in these very windows, all of them in
+    each epoch, whatever document_start is. Where shards have loss masks, targets that are not learned are -1, and
+    windows without any other target are not evaluated.
+
     Raises ValueError where files are missing, damaged or too short, or hold ids of vocab_size and more; so does each
     call that reads, where a file has become shorter since.
     """
@@ -49,8 +53,15 @@ class Split:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.seed = seed
-        self.document_start = document_start
+        packed = read_record(folder).get("packed")
+        if packed not in (None, block_size):
+            raise ValueError(
+                f"{folder} is packed into windows of {packed:,} tokens, and block_size={block_size}; try "
+                f"--block_size={packed}, or prepare the data again with --block_size={block_size}"
+            )
+        self.document_start = None if packed else document_start
         self.shards = self._open(folder, split)
+        self.masks = open_masks(folder, split, self.shards)  # one for each shard, or none
         self.lengths = np.array([len(shard) for shard in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
         if self.tokens <= SCANNED:
@@ -61,8 +72,14 @@ class Split:
         # with room for one window only has that one, and fewer offsets.
         self._windows = np.maximum(1, (self.lengths - block_size) // block_size)  # per shard and epoch
         self._offsets = np.minimum(block_size, self.lengths - self._windows * block_size)  # to choose from, per shard
-        self.n_windows = int(self._windows.sum())  # per epoch
         self._eval_windows = (self.lengths - 1) // block_size  # per shard
+        if packed:
+            self._windows = self._eval_windows
+            self._offsets = np.ones_like(self._offsets)
+        self.n_windows = int(self._windows.sum())  # per epoch
+        self._evaluated = np.flatnonzero(self._learned_windows()) if self.masks else None  # of all eval windows
+        if self._evaluated is not None and not len(self._evaluated):
+            raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 
     def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
         """(inputs, targets), each (len(rows), block_size), of rows 0..global_batch-1 of optimizer step `step`."""
@@ -83,21 +100,35 @@ class Split:
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
         """As train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
-        window = np.minimum(rows, n - 1) * int(self._eval_windows.sum()) // n
-        shard, window_of_shard = locate(window, self._eval_windows)
-        x, y = self._read(shard, window_of_shard * self.block_size)
+        x, y = self._read(*self._eval_places(rows, n))
         y[rows >= n] = -1  # fill the last batch rather than shorten it: a new shape would be compiled again
         return x, y
 
+    def counted(self, step: int, rows: I64, global_batch: int) -> I64:
+        """The number of targets that are learned (len(rows),) in each row of train_batch."""
+        return self._learned(*self.places(step, rows, global_batch)).sum(1)
+
+    def first_counted_row(self) -> int:
+        """The first row of all train batches with a target that is learned. Raises ValueError where none has one."""
+        for row in range(self.n_windows):
+            if not self.masks or self.counted(0, np.array([row]), 1)[0]:
+                return row
+        raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
+
     def n_eval_windows(self, at_most: int) -> int:
         """Size of the evaluation set: all windows without overlap that the split has, but no more than at_most."""
-        return min(at_most, int(self._eval_windows.sum()))
+        return min(at_most, self._all_eval_windows())
 
     def fingerprint(self) -> str:
-        """Identifies these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it."""
+        """Identifies these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it.
+
+        Masks, where there are any, are part of it.
+        """
         digest = hashlib.sha256(self.lengths.tobytes())
         for shard in self.shards:
             digest.update(shard.read(0, min(FINGERPRINTED, len(shard))).tobytes())
+        for mask in self.masks:
+            digest.update(mask.read(0, min(FINGERPRINTED, len(mask))).tobytes())
         return digest.hexdigest()[:16]
 
     def poverty(self) -> str | None:
@@ -125,10 +156,14 @@ class Split:
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since it was opened, or since this was last asked."""
         return [
-            f"{shard.path} was written into while this run reads it: from here on its tokens may be others than before"
-            for shard in self.shards
-            if shard.was_written()
+            f"{file.path} was written into while this run reads it: from here on its tokens may be others than before"
+            for file in self.files()
+            if file.was_written()
         ]
+
+    def files(self) -> list[OpenFile]:
+        """All files that it reads."""
+        return [*self.shards, *self.masks]
 
     def _open(self, folder: Path, split: str) -> list[Shard]:
         """The shards that hold at least one window. Raises ValueError where none does or one is damaged."""
@@ -143,6 +178,28 @@ class Split:
                 f"{longest:,}; {remedy}"
             )
         return shards
+
+    def _all_eval_windows(self) -> int:
+        return int(self._eval_windows.sum()) if self._evaluated is None else len(self._evaluated)
+
+    def _learned_windows(self) -> npt.NDArray[np.bool_]:
+        """Whether each window of all shards without overlap, from their beginnings on, has a target that is learned."""
+        found = []
+        at_once = max(1, PIECE // self.block_size)  # windows
+        for mask, windows in zip(self.masks, self._eval_windows.tolist(), strict=True):
+            for first in range(0, windows, at_once):
+                n = min(at_once, windows - first)
+                targets = mask.read(first * self.block_size + 1, n * self.block_size)
+                found.append(targets.reshape(n, self.block_size).any(1))
+        return np.concatenate(found)
+
+    def _eval_places(self, rows: I64, n: int) -> tuple[I64, I64]:
+        """As places, of the windows of eval_batch."""
+        window = np.minimum(rows, n - 1) * self._all_eval_windows() // n
+        if self._evaluated is not None:
+            window = self._evaluated[window]
+        shard, window_of_shard = locate(window, self._eval_windows)
+        return shard, window_of_shard * self.block_size
 
     def _aligned(self, shard: int, start: int) -> int:
         """Where a window moves that began at `start`: to the first document's start in it, else nowhere.
@@ -160,7 +217,20 @@ class Split:
             windows.append(self.shards[s].read(first, self.block_size + 1))
         block = np.stack(windows)
         self._check(shard, start, block)
-        return block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)
+        x = block[:, :-1].astype(np.int64)
+        y = block[:, 1:].astype(np.int64)
+        if self.masks:
+            y[~self._learned(shard, start)] = -1
+        return x, y
+
+    def _learned(self, shard: I64, start: I64) -> npt.NDArray[np.bool_]:
+        """Which targets (rows, block_size) of windows are learned, given the shard of each and its first token."""
+        if not self.masks:
+            return np.ones((len(shard), self.block_size), bool)
+        windows = []
+        for s, first in zip(shard.tolist(), start.tolist(), strict=True):
+            windows.append(self.masks[s].read(first + 1, self.block_size))
+        return np.stack(windows)
 
     def _check(self, shard: I64, start: I64, block: npt.NDArray[Any]) -> None:
         """Raises ValueError where block (rows, tokens) holds an id past the vocabulary.

@@ -4,6 +4,9 @@ A data folder holds `train*.bin` and `val*.bin`: little-endian uint16 token ids,
 llm.c's header of 256 int32 (magic 20240520, version 1, number of tokens). Several files of one split are its
 shards, in name order. `meta.json` in the same folder describes tokenizer, source and files; where it is missing,
 nanoGPT's `meta.pkl` is read.
+
+Beside a token file there may be a loss mask of the same name, `train*.mask` or `val*.mask`: one uint8 per token, 0
+where it is not to be learned as a target. Either all shards of a split have one or none has.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from data.meta_files import from_json, from_pickle, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
@@ -29,6 +33,7 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
+MASK_SUFFIX = ".mask"
 PIECE = 1 << 20  # tokens that are read at once from a file that is read whole
 
 
@@ -94,36 +99,21 @@ def place_of_tokens(path: Path) -> tuple[int, int]:
     return 0, size // TOKEN_BYTES
 
 
-class Shard:
-    """A token file that is open for reading: `len(shard)` tokens, any of them at hand, none held in memory.
+class OpenFile:
+    """A file that is open for reading, of which nothing is held in memory.
 
     It is read, not mapped: where a mapped file is cut short under a run, the system ends the process with SIGBUS. When
     a new file takes its place by a rename, as prepare.py does it, the old content is still read here.
 
-    Several threads may read at once. Raises ValueError where the file is not a token file, OSError.
+    Several threads may read at once. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._begin, self._tokens = place_of_tokens(path)
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._fd).atexit = False  # at exit a thread may still read
         self.facts = self.current_facts()
-        if self.facts.size != self._begin + TOKEN_BYTES * self._tokens:
-            raise ValueError(f"{path} changed while it was opened; start again")
         self._seen = self.facts
-
-    def __len__(self) -> int:
-        return self._tokens
-
-    def read(self, first: int, n: int) -> Ids:
-        """Tokens first .. first + n - 1, all of which the file had when it was opened. Raises as read_bytes."""
-        return np.frombuffer(self._read_bytes(self._begin + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
-
-    def pieces(self) -> Iterator[tuple[int, Ids]]:
-        """All tokens, PIECE at a time, each time with the place of the first one. Raises as read_bytes."""
-        for first in range(0, self._tokens, PIECE):
-            yield first, self.read(first, min(PIECE, self._tokens - first))
 
     def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
         """The SHA-256 of the whole file, header included, in hex digits; None if cancelled before its end."""
@@ -160,6 +150,58 @@ class Shard:
         except OSError as e:
             raise OSError(e.errno, e.strerror, str(self.path)) from None
         return content
+
+
+class Shard(OpenFile):
+    """A token file that is open for reading: `len(shard)` tokens, any of them at hand.
+
+    Raises ValueError where the file is not a token file, OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._begin, self._tokens = place_of_tokens(path)
+        super().__init__(path)
+        if self.facts.size != self._begin + TOKEN_BYTES * self._tokens:
+            raise ValueError(f"{path} changed while it was opened; start again")
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def read(self, first: int, n: int) -> Ids:
+        """Tokens first .. first + n - 1, all of which the file had when it was opened. Raises as read_bytes."""
+        return np.frombuffer(self._read_bytes(self._begin + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
+
+    def pieces(self) -> Iterator[tuple[int, Ids]]:
+        """All tokens, PIECE at a time, each time with the place of the first one. Raises as read_bytes."""
+        for first in range(0, self._tokens, PIECE):
+            yield first, self.read(first, min(PIECE, self._tokens - first))
+
+
+class Mask(OpenFile):
+    """The loss mask of a shard, open for reading. Raises ValueError where it is not one, OSError."""
+
+    def __init__(self, shard: Shard) -> None:
+        path = mask_of(shard.path)
+        if not path.is_file():
+            raise ValueError(f"{shard.path} has no loss mask {path.name} beside it; prepare the data again")
+        super().__init__(path)
+        if self.facts.size != len(shard):
+            raise ValueError(
+                f"{path} has {self.facts.size:,} bytes, and {shard.path.name} {len(shard):,} tokens, which need one "
+                "each; prepare the data again"
+            )
+
+    def __len__(self) -> int:
+        return self.facts.size
+
+    def read(self, first: int, n: int) -> npt.NDArray[np.bool_]:
+        """Whether tokens first .. first + n - 1 are learned as targets. Raises as read_bytes."""
+        return np.frombuffer(self._read_bytes(first, n), np.uint8) != 0
+
+
+def mask_of(path: Path) -> Path:
+    """Where the loss mask of a token file is, if it has one."""
+    return path.with_suffix(MASK_SUFFIX)
 
 
 _seeking = threading.Lock()
@@ -213,6 +255,13 @@ def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
         )
 
 
+def open_masks(folder: Path, split: str, shards: list[Shard]) -> list[Mask]:
+    """The loss masks of a split's shards; [] where every token is learned. Raises ValueError where one is missing."""
+    listed = [name for name in read_record(folder).get("masks", {}) if name.startswith(split)]
+    is_masked = any(mask_of(shard.path).exists() for shard in shards)
+    return [Mask(shard) for shard in shards] if listed or is_masked else []
+
+
 def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
     """What meta.json says about each token file: tokens, sha256 ...; {} without a list, as in nanoGPT's folders.
 
@@ -221,19 +270,35 @@ def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
     return read_record(folder).get("files", {})
 
 
+def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a folder's record says about each token file and each mask."""
+    return meta.get("files", {}) | meta.get("masks", {})
+
+
 def listed_sha256(folder: Path, split: str) -> str | None:
     """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
-    files = listed_files(folder)
+    files = listed_with_masks(read_record(folder))
     names = [path.name for path in token_files(folder, split)]
     if any(name not in files for name in names):
         return None
+    names += [mask_of(Path(name)).name for name in names if mask_of(Path(name)).name in files]
     return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
 
 
 # ---- a whole data set ----------------------------------------------------------------------------------------
 
 
-def write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, source: str) -> dict[str, Any]:
+class Masks(NamedTuple):
+    """What write_dataset writes beside the tokens of chat data."""
+
+    counts: dict[str, npt.NDArray[np.uint8]]  # the mask of each split
+    packed: int  # tokens of a window: documents are cut at these windows' ends only
+    chat: str  # the name of the template
+
+
+def write_dataset(
+    folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, source: str, masks: Masks | None = None
+) -> dict[str, Any]:
     """Writes {"train": ids, "val": ids} as bare token files with their meta.json, which it returns.
 
     val.bin gets its name last: wherever this stops, the folder holds the old data, the new, or no val.bin. Raises
@@ -241,25 +306,40 @@ def write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, so
     unharmed.
     """
     with locked(folder):
-        return _write_dataset(folder, splits, tokenizer, source)
+        return _write_dataset(folder, splits, tokenizer, source, masks)
 
 
-def _write_dataset(folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, source: str) -> dict[str, Any]:
+def _write_dataset(
+    folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, source: str, masks: Masks | None
+) -> dict[str, Any]:
     files = {}
     for split, ids in splits.items():
         files[f"{split}.bin"] = {"tokens": len(ids), "sha256": sha256(ids.astype("<u2"))}
     meta = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": source, "files": files}
+    mask_names = {split: f"{split}{MASK_SUFFIX}" for split in splits}
+    if masks is not None:
+        of_masks = {}
+        for split, counts in masks.counts.items():
+            of_masks[mask_names[split]] = {"tokens": len(counts), "sha256": sha256(counts)}
+        meta |= {"end_of_text": tokenizer.end_of_text, "masks": of_masks, "packed": masks.packed, "chat": masks.chat}
     others = {path.name for split in splits for path in folder.glob(f"{split}*.bin")} - set(files)
     if others:
         raise ValueError(
             f"{folder} holds other shards ({', '.join(sorted(others))}), which would be read too; choose another name"
         )
-    new = {name: folder / f"{name}.new" for name in files}
+    new = {name: folder / f"{name}.new" for name in (*files, *mask_names.values())}
     try:
         # First everything that takes space, then the names.
         for split, ids in splits.items():
             write_tokens(new[f"{split}.bin"], ids)
+            if masks is not None:
+                write_atomically(new[mask_names[split]], masks.counts[split].tobytes())
         (folder / "val.bin").unlink(missing_ok=True)
+        for name in mask_names.values():
+            if masks is not None:
+                os.replace(new[name], folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)
         os.replace(new["train.bin"], folder / "train.bin")
         write_meta(folder, meta)
         os.replace(new["val.bin"], folder / "val.bin")
@@ -274,7 +354,7 @@ def is_prepared(folder: Path, source: str) -> bool:
     """Whether folder holds what was prepared from `source`, unharmed: every file has the checksum of meta.json."""
     try:
         meta = read_record(folder)
-        unharmed = [file_sha256(folder / name) == entry["sha256"] for name, entry in meta["files"].items()]
+        unharmed = [file_sha256(folder / name) == e["sha256"] for name, e in listed_with_masks(meta).items()]
         return meta["source"] == source and all(unharmed)
     except (OSError, ValueError, KeyError):
         return False

@@ -14,7 +14,7 @@ from typing import Any
 
 from data.meta_files import CHECKSUM
 from data.splits import Split
-from data.token_files import Shard, read_record
+from data.token_files import OpenFile, listed_with_masks, read_record
 from deskgpt import remembered
 
 REMEMBERED = ".checked.json"
@@ -25,9 +25,10 @@ RECENT_S = 2.0
 
 
 class Verification:
-    """Verifies the files of splits that meta.json lists. Raises ValueError where one is not what it says, OSError.
+    """Verifies the files of splits that meta.json lists, masks included.
 
-    Of a large data set, `check` raises that later. `state` says in a few words for the log what is verified.
+    Raises ValueError where one is not what it says, OSError. Of a large data set, `check` raises that later. `state`
+    says in a few words for the log what is verified.
     """
 
     def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
@@ -37,22 +38,22 @@ class Verification:
         self._thread: threading.Thread | None = None
 
         meta = read_record(folder)
-        listed = meta.get("files", {})
-        shards = [shard for split in splits for shard in split.shards]
+        listed = listed_with_masks(meta)
+        files = [file for split in splits for file in split.files()]
         self._checksums = {name: entry["sha256"] for name, entry in listed.items()}
         known = remembered.read_file(self._memory)
         to_do = []
-        for shard in shards:
-            name = shard.path.name
-            if name in listed and known.get(name) != self._entry(shard):
-                to_do.append(shard)
+        for file in files:
+            name = file.path.name
+            if name in listed and known.get(name) != self._entry(file):
+                to_do.append(file)
 
         if not listed:
             there = (folder / "meta.json").exists()
             self.state = "no checksums (meta.json lists no files)" if there else "no checksums (no meta.json)"
         elif not to_do:
             self.state = "checksums verified before"
-        elif sum(shard.facts.size for shard in to_do) <= AT_ONCE:
+        elif sum(file.facts.size for file in to_do) <= AT_ONCE:
             self._verify(to_do)
             self.check()
             self.state = "checksums verified"
@@ -62,7 +63,7 @@ class Verification:
             self.state = "checksums are verified while it trains"
         if listed and CHECKSUM not in meta:
             self.state += "; meta.json is of an older version and has none of its own"
-        unlisted = [shard.path.name for shard in shards if listed and shard.path.name not in listed]
+        unlisted = [file.path.name for file in files if listed and file.path.name not in listed]
         if unlisted:
             more = f" and {len(unlisted) - 1} more" if unlisted[1:] else ""
             self.state += f"; meta.json does not list {unlisted[0]}{more}"
@@ -81,26 +82,26 @@ class Verification:
         self.check()
         return finished
 
-    def _verify(self, shards: list[Shard]) -> None:
-        for shard in shards:
+    def _verify(self, files: list[OpenFile]) -> None:
+        for file in files:
             try:
-                checksum = shard.sha256(cancelled=self._stop.is_set)
+                checksum = file.sha256(cancelled=self._stop.is_set)
             except Exception as e:  # may be in a thread of its own: raised by `check`
                 self._fault = e
                 return
             if checksum is None:
                 return
-            if checksum != self._checksums[shard.path.name]:
+            if checksum != self._checksums[file.path.name]:
                 self._fault = ValueError(
-                    f"{shard.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
+                    f"{file.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
                     "prepare the data again"
                 )
                 return
-            last_ns = max(shard.facts.written_ns, shard.facts.changed_ns)
+            last_ns = max(file.facts.written_ns, file.facts.changed_ns)
             settled = time.time() - last_ns / 1e9 > RECENT_S
-            if settled and shard.current_facts() == shard.facts:
-                remembered.keep_in_file(self._memory, shard.path.name, self._entry(shard))
+            if settled and file.current_facts() == file.facts:
+                remembered.keep_in_file(self._memory, file.path.name, self._entry(file))
 
-    def _entry(self, shard: Shard) -> dict[str, Any]:
+    def _entry(self, file: OpenFile) -> dict[str, Any]:
         """What is remembered of a file that has its checksum."""
-        return shard.facts._asdict() | {"sha256": self._checksums[shard.path.name]}
+        return file.facts._asdict() | {"sha256": self._checksums[file.path.name]}

@@ -187,14 +187,15 @@ def tokens_per_chunk(N: int, V: int, logits: int) -> int:
 def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, in float32, of the logits h @ weight.T against targets; the logits are never kept whole.
 
-    h (N, C) hidden states, weight (V, C) of the head, targets (N,) with -1 ignored.
+    h (N, C) hidden states, weight (V, C) of the head, targets (N,) with -1 ignored; the mean is 0 where all are.
     """
     N, V = h.size(0), weight.size(0)
     most = logits_per_chunk(h.device)
     chunk = tokens_per_chunk(N, V, most)
     is_small = chunk == N and N * V <= LOGITS_ON_CPU
     if is_small or most == WHOLE:
-        return F.cross_entropy(F.linear(h, weight).float(), targets, ignore_index=-1)
+        loss = F.cross_entropy(F.linear(h, weight).float(), targets, ignore_index=-1)
+        return loss.masked_fill((targets < 0).all(), 0.0)  # torch's mean of no targets is NaN
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     needs_grad = torch.is_grad_enabled()
@@ -202,7 +203,7 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         total, _, _ = torch.ops.deskgpt.chunked_cross_entropy.default(h, weight, targets, dtype, chunk, needs_grad)
     else:
         total = ChunkedCrossEntropy.apply(h, weight, targets, dtype, chunk, needs_grad)
-    return total / (targets >= 0).sum()
+    return total / (targets >= 0).sum().clamp(min=1)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

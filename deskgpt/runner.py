@@ -72,14 +72,20 @@ class Runner:
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         self.trained = DDP(self.module, device_ids=device_ids)
 
-    def backward(self, x: Tensor, y: Tensor, micro_steps: int = 1, last: bool = True) -> Tensor:
+    def backward(
+        self, x: Tensor, y: Tensor, micro_steps: int = 1, last: bool = True, weight: float | None = None
+    ) -> Tensor:
         """Adds the gradients of the loss of (x, y), divided by micro_steps, to those there; returns that loss.
 
-        last: whether it is the step's last micro-batch, with which the ranks exchange gradients.
+        last: whether it is the step's last micro-batch, with which the ranks exchange gradients. weight: what the loss
+        is multiplied by instead, of data with a loss mask (Loader.next).
         """
         with kernels.explicit_attention(self.form.explicit):
             if self.graph is not None:
                 loss, grads = self.graph(x, y, micro_steps)
+                if weight is not None:  # not in the graph, which then is the one that was compiled and checked
+                    loss = loss * (weight * micro_steps)
+                    torch._foreach_mul_(grads, weight * micro_steps)
                 for p, grad in zip(self.parameters, grads, strict=True):
                     p.grad = grad if p.grad is None else p.grad.add_(grad)
                 return loss
@@ -87,7 +93,8 @@ class Runner:
             exchanged = nullcontext() if last or self.trained is None else self.trained.no_sync()  # type: ignore[operator]
             with exchanged:
                 with self.amp:
-                    loss = module(x, y)[1] / micro_steps
+                    loss = module(x, y)[1]
+                    loss = loss / micro_steps if weight is None else loss * weight
                 self.scaler.scale(loss).backward()
             return loss.detach()
 
@@ -112,9 +119,10 @@ class Runner:
         with self.amp:
             return self.module(x, y)[1]
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, int]], ranks: Ranks) -> Evaluation:
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: Ranks) -> Evaluation:
         """The mean loss over the batches of all ranks: inputs, targets and the number of rows that count.
 
+        With a loss mask, that number is the targets that are learned, in rows, and the mean is over these targets.
         The standard error comes from the spread of the batches' means. Fewer than eight tell too little of it.
         """
         losses = []
@@ -127,7 +135,7 @@ class Runner:
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)
-        n_rows = int(ranks.sum(rows_of.sum()).item())
+        n_rows = ranks.sum(rows_of.sum()).item()
         n_batches = int(ranks.sum(torch.tensor(len(counts), dtype=torch.float64)).item())
         mean = ranks.sum(sums.sum()).item() / n_rows if n_rows else math.nan
         squares = ranks.sum((sums - mean * rows_of).square().sum()).item()

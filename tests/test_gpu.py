@@ -375,7 +375,7 @@ def test_batches_made_ahead_are_those_made_on_the_spot(chars):
     for step in range(50):
         whole = split.train_batch(step, np.arange(16), 16)
         for micro in range(2):
-            for ours, rows in zip(loader.next(), whole, strict=True):
+            for ours, rows in zip(loader.next()[:2], whole, strict=True):
                 assert ours.device.type == DEVICE.type
                 assert torch.equal(ours.cpu(), torch.from_numpy(rows[micro * 8 : micro * 8 + 8]))
     loader.close()

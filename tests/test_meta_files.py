@@ -83,6 +83,9 @@ WRONG = [
     ({"files": {"train.bin": ENTRY | {"tokens": 1e300}}}, "tokens=1e\\+300 cannot be right"),
     ({"files": {"train.bin": ENTRY | {"sha256": "0" * 63}}}, "sha256='0+...0+' cannot be right"),
     ({"files": {"../../VICTIM.txt": ENTRY}}, "'../../VICTIM.txt' is not the name of a token file"),
+    ({"masks": {"../train.mask": ENTRY}}, "'../train.mask' is not the name of a loss mask"),
+    ({"masks": {"train.mask": ENTRY | {"tokens": -1}}}, "tokens=-1 cannot be right"),
+    ({"packed": 0}, "packed=0 cannot be right"),
 ]
 
 

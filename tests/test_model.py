@@ -134,6 +134,48 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
         torch.testing.assert_close(model(idx, targets)[1], loss, rtol=1e-6, atol=1e-6)
 
 
+def loss_and_gradients(loss: Any, chunk: int | None, targets: torch.Tensor) -> list[torch.Tensor]:
+    """Of `loss`, a function of hidden states, weight and targets, with this number of logits in a chunk."""
+    h, w = torch.randn(12, 8, generator=seeded(0)), torch.randn(20, 8, generator=seeded(1))
+    h, w = h.requires_grad_(), w.requires_grad_()
+    with kernels.loss_chunk(chunk):
+        value = loss(h, w, targets) / 3
+    return [value.detach(), *torch.autograd.grad(value, (h, w))]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("chunk", [None, 100, kernels.WHOLE], ids=["small", "in chunks", "whole"])
+def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torchs(chunk):
+    for values in loss_and_gradients(kernels.linear_cross_entropy, chunk, torch.full((12,), -1)):
+        assert not values.any()  # NaN would be true
+    targets = torch.randint(0, 20, (12,), generator=seeded(2))
+    targets[3:5] = -1
+    ours = loss_and_gradients(kernels.linear_cross_entropy, chunk, targets)
+    plain = loss_and_gradients(lambda h, w, t: F.cross_entropy(F.linear(h, w), t, ignore_index=-1), chunk, targets)
+    for a, b in zip(ours, plain, strict=True):
+        if chunk == 100:
+            torch.testing.assert_close(a, b)
+        else:
+            assert torch.equal(a, b)  # bit for bit
+
+
+@pytest.mark.slow
+def test_compiled_loss_without_targets_is_zero_with_gradients_of_zero():
+    kernels.register_operators()
+    compiled = torch.compile(kernels.linear_cross_entropy)
+    try:
+        found = loss_and_gradients(compiled, None, torch.full((12,), -1))
+    except Exception as e:
+        if "compiler" in str(e).lower():
+            pytest.skip("no working C++ compiler here")
+        raise
+    for values in found:
+        assert not values.any()
+
+
 def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypatch):
     model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
     exact = model(idx, targets)[1]

@@ -53,7 +53,7 @@ NOT_RUN = {
     "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
     "python bench/report.py out-shakespeare-char-cpu out-first --serve": "ends with Ctrl+C; test_live.py runs it",
 }
-NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune")
+NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "--name chat ", "--out_dir=out-chat ")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
 
 RUN_SHORT = "--batch_size=2 --max_iters=2 --eval_interval=2 --eval_iters=1 --compile=False --device=cpu"
@@ -74,6 +74,8 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     (folder / "prompt.txt").write_text("the ")
     documents = [dict.fromkeys(("text", "body"), corpus[i : i + 2000]) for i in range(0, 100_000, 2000)]
     (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
+    turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
+    (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     write_program(programs / "python3", sys.executable)
@@ -134,6 +136,8 @@ def shortened(command: str, clone: Path) -> str:
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
     if "data/text/prepare.py" in command and WITHOUT_BPE:
         return command.replace("--tokenizer gpt2", "--tokenizer bytes")
+    if "data/chat/prepare.py" in command and "--like" not in command:
+        return f"{command} --block_size 32"
     if "fineweb_edu/prepare.py" in command:
         command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
         encoding = "" if "--encoding bpe" in command else " --encoding bytes"

@@ -1,0 +1,227 @@
+"""Makes token files with a loss mask from dialogues, to finetune a model that answers.
+
+    python data/chat/prepare.py dialogues.jsonl --name chat
+    python data/chat/prepare.py dialogues.jsonl --name chat --like out-mine
+    python train.py config/finetune_chat.py
+
+Each line of a file is one dialogue, {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant",
+"content": "Hi, how are you?"}]}, or the bare list; roles are system, user and assistant. data/chat/template.py says how
+it becomes text. Only what the assistant says is learned.
+
+Writes data/NAME/train.bin, val.bin (the last tenth of the dialogues) and meta.json, and beside each token file a mask,
+train.mask and val.mask: a byte for each token, 1 where the loss counts it as a target. Dialogues are packed into
+windows of --block_size tokens, and cut only where one is longer than a window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
+
+from data.chat.template import NAME, Encoded, Message, Template, as_messages
+from data.token_files import Masks, is_prepared, write_dataset
+from data.tokenizer import Tokenizer, from_meta
+from deskgpt.errors import one_line_errors
+from deskgpt.files import file_sha256, sha256
+
+DATA = Path(__file__).resolve().parents[1]
+VAL_PART = 10  # one dialogue of so many is val
+NAMED_FILES = 10  # in the source that meta.json names
+TOKENIZER = "gpt2"
+BLOCK_SIZE = 1024
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.name in ("", "."):
+        raise ValueError(f"--name={args.name!r}: give the data a name")
+    if args.block_size is not None and args.block_size < 1:
+        raise ValueError(f"--block_size={args.block_size} must be at least 1")
+    tokenizer, block_size = tokenizer_and_window(args)
+    prepare(args.files, DATA / args.name, tokenizer, block_size)
+
+
+def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
+    """What the command line asks for: with --like, both are those of a checkpoint. Raises ValueError."""
+    meta = {"name": args.tokenizer or TOKENIZER}
+    block_size = BLOCK_SIZE
+    if args.like and args.tokenizer:
+        raise ValueError("--like and --tokenizer: the checkpoint's own tokenizer is taken; leave --tokenizer out")
+    if args.like:
+        from deskgpt import checkpoint  # imports torch, which takes seconds
+
+        saved = checkpoint.load(args.like)
+        if not saved.tokenizer:
+            raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
+        meta = saved.tokenizer
+        block_size = saved.model_args.get("block_size", BLOCK_SIZE)
+    elif meta["name"] == "char":
+        raise ValueError("--tokenizer=char has no token that ends an answer; use bytes, gpt2, or --like=CHECKPOINT")
+    elif meta["name"] == "bpe":
+        raise ValueError("--tokenizer=bpe: such a vocabulary is a model's own; take --like=CHECKPOINT")
+    return from_meta(meta), args.block_size or block_size
+
+
+def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
+    """Writes the packed token files and masks of the dialogues in `paths`, and prints what is in them.
+
+    Does nothing if folder already holds them unharmed. Raises ValueError where a line is no dialogue or there are fewer
+    than two, OSError.
+    """
+    source = source_of(paths, tokenizer, block_size)
+    if is_prepared(folder, source):
+        print(f"{folder.name}: already prepared")
+        return
+    template = Template(tokenizer)
+    dialogues = []
+    for path in paths:
+        read = read_dialogues(path)
+        dialogues += [template.encode(messages) for messages in tqdm(read, path.name, unit="dialogues", disable=None)]
+    if len(dialogues) < 2:
+        raise ValueError(f"{paths[0]} holds only one dialogue; at least two are needed, one of them for val")
+
+    cut = len(dialogues) - max(1, len(dialogues) // VAL_PART)
+    splits = {"train": dialogues[:cut], "val": dialogues[cut:]}
+    packed = {split: packed_tokens(of_split, block_size, template.end_of_text) for split, of_split in splits.items()}
+    ids = {split: encoded.ids for split, encoded in packed.items()}
+    counts = {split: encoded.counts for split, encoded in packed.items()}
+    write_dataset(folder, ids, tokenizer, source, Masks(counts, block_size, NAME))
+
+    print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, windows of {block_size:,} tokens")
+    for split, of_split in splits.items():
+        print(f"{split}.bin has {in_words(of_split, packed[split], block_size)}")
+    n_long = sum(len(dialogue.ids) > block_size for dialogue in dialogues)
+    if n_long:
+        print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
+
+
+def source_of(paths: list[Path], tokenizer: Tokenizer, block_size: int) -> str:
+    """The description in meta.json by which the same data is recognised. Raises OSError."""
+    try:
+        checksums = [file_sha256(path) for path in paths]
+    except OSError as e:
+        raise OSError(f"cannot read {e.filename}: {e.strerror}; is its name right?") from None
+    names = ", ".join(path.name for path in paths[:NAMED_FILES])
+    made_by = [*checksums, tokenizer.meta(), tokenizer.end_of_text]
+    return f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
+
+
+def in_words(dialogues: list[Encoded], packed: Encoded, block_size: int) -> str:
+    tokens = len(packed.ids)
+    padding = tokens - sum(len(dialogue.ids) for dialogue in dialogues)
+    return (
+        f"{len(dialogues):,} dialogues in {tokens // block_size:,} windows: {packed.counts.mean():.1%} of the tokens "
+        f"are learned, {padding / tokens:.1%} are padding"
+    )
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def read_dialogues(path: Path) -> Iterator[list[Message]]:
+    """The dialogues of a jsonl file; empty lines are passed over.
+
+    Raises ValueError, which names the line, where one is no dialogue, or the file has none.
+    """
+    n = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # -sig: some editors put a mark first
+                if not text.strip():
+                    continue
+                messages = as_messages(json.loads(text))
+            except UnicodeDecodeError as e:
+                raise ValueError(f"{path}, line {number}: byte {e.start + 1:,} is not UTF-8 text") from None
+            except json.JSONDecodeError as e:
+                raise ValueError(f"{path}, line {number}: not JSON ({e.msg}, character {e.pos + 1:,})") from None
+            except RecursionError:
+                raise ValueError(f"{path}, line {number}: nested too deeply") from None
+            except ValueError as e:
+                raise ValueError(f"{path}, line {number}: {e}") from None
+            n += 1
+            yield messages
+    if n == 0:
+        raise ValueError(f"{path} holds no dialogues; it needs one JSON object a line")
+
+
+# ---- packing -------------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    starts: list[int]  # the place of each dialogue's first token
+    windows: int
+
+
+def pack(lengths: list[int], block_size: int) -> Layout:
+    """Places for dialogues of these numbers of tokens in windows of block_size tokens.
+
+    Best fit, the longest first: each goes where it leaves the least room, and into a new window where it fits nowhere.
+    One that is longer than a window takes several in a row; the last of them is filled as others are.
+    """
+    starts = [0] * len(lengths)
+    windows = 0
+    free_from: dict[int, list[int]] = {}  # by the room left in a window: the place where it begins
+    rooms: list[int] = []  # the keys, in ascending order
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        n = lengths[i]
+        at = bisect.bisect_left(rooms, n)
+        if at < len(rooms):
+            room = rooms[at]
+            starts[i] = free_from[room].pop()
+            if not free_from[room]:
+                del free_from[room]
+                del rooms[at]
+            room -= n
+        else:
+            starts[i] = windows * block_size
+            windows += math.ceil(n / block_size)
+            room = -n % block_size
+        if room:
+            if room not in free_from:
+                bisect.insort(rooms, room)
+            free_from.setdefault(room, []).append(starts[i] + n)
+    return Layout(starts, windows)
+
+
+def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -> Encoded:
+    """The tokens of all windows, (windows * block_size + 1,); what no dialogue fills is end_of_text.
+
+    The last token is a target only: that of the last window's last input.
+    """
+    layout = pack([len(dialogue.ids) for dialogue in dialogues], block_size)
+    n = layout.windows * block_size + 1
+    ids = np.full(n, end_of_text, np.uint16)
+    counts = np.zeros(n, np.uint8)
+    for dialogue, start in zip(dialogues, layout.starts, strict=True):
+        end = start + len(dialogue.ids)
+        ids[start:end] = dialogue.ids
+        counts[start:end] = dialogue.counts
+    return Encoded(ids, counts)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument("--name", default="chat", help="folder below data/, or a path; later the value of --dataset")
+    parser.add_argument(
+        "--like", metavar="CHECKPOINT", help="tokenizer and window of a checkpoint, to finetune that one"
+    )
+    parser.add_argument("--tokenizer", help=f"bytes, gpt2 or another tiktoken encoding ({TOKENIZER})")
+    parser.add_argument("--block_size", type=int, help=f"tokens of a window; also that of training ({BLOCK_SIZE})")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(arguments())

@@ -1,0 +1,88 @@
+"""A dialogue on the terminal: what was said so far, as much of it as the model's context holds, and the next answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from data.chat.template import Message, Template
+from data.tokenizer import Ids
+
+LEAST_ROOM = 4  # for an answer, at least this part of the context is left free
+
+Answer = Callable[[Ids, int], Iterator[str]]  # of a prompt and the number of the answer: its text, in pieces
+
+
+class Dialogue:
+    """The messages so far. The oldest turns are forgotten once they do not fit; the system's message never is.
+
+    Raises ValueError where the system's message leaves no room.
+    """
+
+    def __init__(self, template: Template, block_size: int, system: str = "") -> None:
+        self.template = template
+        self.most_tokens = block_size - max(1, block_size // LEAST_ROOM)  # of a prompt
+        self.system = [Message("system", system)] if system else []
+        self.turns: list[list[Message]] = []  # each what the user said and, but for the last one, the answer
+        if len(self.prompt()) > self.most_tokens:
+            raise ValueError(
+                f"the system's message takes {len(self.prompt()):,} tokens with its header, and {self.most_tokens:,} "
+                f"of the model's context of {block_size:,} are for what was said; take a shorter --system"
+            )
+
+    def ask(self, text: str) -> None:
+        """The user says something. Raises ValueError, and forgets it, where it does not fit by itself."""
+        turn = [Message("user", text)]
+        alone = len(self.template.prompt(self.system + turn))
+        if alone > self.most_tokens:
+            raise ValueError(
+                f"this takes {alone:,} tokens, and the model's context has room for {self.most_tokens:,}; say less"
+            )
+        self.turns.append(turn)
+        while len(self.prompt()) > self.most_tokens:
+            del self.turns[0]
+
+    def answered(self, text: str) -> None:
+        self.turns[-1].append(Message("assistant", text))
+
+    def prompt(self) -> Ids:
+        """What the next answer continues (n,)."""
+        messages = [message for turn in self.turns for message in turn]
+        return self.template.prompt(self.system + messages)
+
+
+def talk(dialogue: Dialogue, answer: Answer) -> None:
+    """Reads a line at a time and prints the answer as it comes, until the input ends, or Ctrl+C.
+
+    Where the input is not a terminal, only the answers are printed. Raises ValueError where it is not UTF-8.
+    """
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401 (input() edits lines with it)
+    n = 0
+    try:
+        while True:
+            text = input("you: " if on_terminal else "").strip()
+            if not text:
+                continue
+            try:
+                if any("\ud800" <= char <= "\udfff" for char in text):
+                    raise ValueError("this is not UTF-8 text")
+                dialogue.ask(text)
+            except ValueError as e:
+                print(f"error: {e}", file=sys.stderr)
+                continue
+            said = ""
+            for piece in answer(dialogue.prompt(), n):
+                print(piece, end="", flush=True)
+                said += piece
+            print()
+            dialogue.answered(said)
+            n += 1
+    except UnicodeDecodeError as e:
+        raise ValueError(f"the input is not UTF-8 text (byte {e.start:,}); convert it first") from None
+    except (EOFError, KeyboardInterrupt):
+        if on_terminal:
+            print()

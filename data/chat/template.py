@@ -1,0 +1,121 @@
+"""The text of a dialogue for the model: which tokens a dialogue is made of, and which of them are learned.
+
+A dialogue begins with the tokenizer's end_of_text, as documents do. Each message is a header line, its content and
+end_of_text again:
+
+    <|endoftext|>User:
+    Hello!<|endoftext|>Assistant:
+    Hi, how are you?<|endoftext|>
+
+Learned are the assistant's contents and the end_of_text after each, with which an answer ends. Headers and contents are
+encoded one by one, as plain text: a content that looks like a header, or holds the characters "<|endoftext|>", is not
+preceded by the token end_of_text, so nobody can make a turn of another role out of it. After end_of_text, GPT-2 expects
+a new document; that the dialogue goes on is learned soon, as DialoGPT's turns, arXiv:1911.00536, which end likewise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data.tokenizer import Ids, Tokenizer
+
+ROLES = ("system", "user", "assistant")
+NAME = "deskgpt-chat-1"  # as meta.json and checkpoints record it: another number for another template
+HEADERS = {role: f"{role.capitalize()}:\n" for role in ROLES}
+# A model that has learned too little may write the next turn by itself, without an end_of_text before it.
+FORGED_TURN = f"\n{HEADERS['user']}"
+
+# The same text for Jinja, as `chat_template` in Hugging Face's tokenizers. There the special token is found in the
+# text, so that contents can forge it.
+JINJA = (
+    "{{ eos_token }}"
+    "{% for message in messages %}{{ message['role'] | capitalize + ':\\n' + message['content'] + eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
+)
+
+
+class Message(NamedTuple):
+    role: str  # one of ROLES
+    content: str
+
+
+class Encoded(NamedTuple):
+    """A dialogue as tokens."""
+
+    ids: Ids  # (n,)
+    counts: npt.NDArray[np.uint8]  # (n,) 1 where a token is a target to learn
+
+
+class Template:
+    """The template with a tokenizer. Raises ValueError where the tokenizer has no end_of_text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.end_of_text is None:
+            raise ValueError(
+                f"the tokenizer {tokenizer.meta().get('name')} has no token that ends an answer; use bytes, gpt2, or "
+                "a checkpoint's own bpe"
+            )
+        self.tokenizer = tokenizer
+        self.end_of_text = tokenizer.end_of_text
+        self._end = np.array([self.end_of_text], np.uint16)
+        self._headers = {role: tokenizer.encode(header) for role, header in HEADERS.items()}
+
+    def encode(self, messages: list[Message]) -> Encoded:
+        """A whole dialogue."""
+        contents = self.tokenizer.encode_batch([message.content for message in messages])
+        ids = [self._end]
+        counts = [np.zeros(1, np.uint8)]
+        for message, content in zip(messages, contents, strict=True):
+            header = self._headers[message.role]
+            ids += [header, content, self._end]
+            is_learned = message.role == "assistant"
+            counts.append(np.zeros(len(header), np.uint8))
+            counts.append(np.full(len(content) + 1, is_learned, np.uint8))
+        return Encoded(np.concatenate(ids), np.concatenate(counts))
+
+    def prompt(self, messages: list[Message]) -> Ids:
+        """What the assistant's answer to these messages continues."""
+        return np.concatenate([self.encode(messages).ids, self._headers["assistant"]])
+
+
+def as_messages(value: Any) -> list[Message]:
+    """The messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or the bare list.
+
+    Raises ValueError, whose message says in a few words what is wrong.
+    """
+    if isinstance(value, dict):
+        if "messages" not in value:
+            raise ValueError('it has no "messages"')
+        value = value["messages"]
+    if not isinstance(value, list):
+        raise ValueError(f"its messages are {kind_of(value)}, not a list")
+    messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
+    if not any(message.role == "assistant" for message in messages):
+        raise ValueError("it has no assistant turn, so nothing is learned from it; leave it out")
+    return messages
+
+
+def as_message(value: Any, n: int) -> Message:
+    """The message number n. Raises ValueError as as_messages."""
+    if not isinstance(value, dict):
+        raise ValueError(f"message {n} is {kind_of(value)}, not an object with role and content")
+    for key in ("role", "content"):
+        if key not in value:
+            raise ValueError(f"message {n} has no {key}")
+        if not isinstance(value[key], str):
+            raise ValueError(f"message {n} has a {key} that is {kind_of(value[key])}, not text")
+    if value["role"] not in ROLES:
+        raise ValueError(f"message {n} has the role {value['role'][:40]!r}, which is not one of {', '.join(ROLES)}")
+    if any("\ud800" <= char <= "\udfff" for char in value["content"]):
+        raise ValueError(f"message {n} holds half of a surrogate pair, which is no character")
+    return Message(value["role"], value["content"])
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value from JSON, in words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

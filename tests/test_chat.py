@@ -1,0 +1,545 @@
+"""Chat data: from dialogues to tokens, masks and windows, the loss of what is learned, and talking."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, TORCHRUN, assert_equal, events, flags, needs_bpe, shell, tiny, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.chat.prepare import pack, packed_tokens, prepare
+from data.chat.talk import Dialogue, talk
+from data.chat.template import JINJA, Message, Template
+from data.describe import describe
+from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
+from data.splits import Split
+from data.text.prepare import prepare as prepare_text
+from data.token_files import read_record
+from data.tokenizer import BytesTokenizer, CharTokenizer, TiktokenTokenizer, Tokenizer
+from deskgpt import checkpoint
+from deskgpt.ranks import Ranks
+from deskgpt.runner import Form, Runner
+from model import GPT, GPTConfig
+from train import main as train
+
+CPU = torch.device("cpu")
+T = 32
+HELLO = [Message("user", "Hello!"), Message("assistant", "Hi.")]
+
+
+def as_json(messages: list[Message]) -> str:
+    return json.dumps({"messages": [message._asdict() for message in messages]}) + "\n"
+
+
+def write(path: Path, dialogues: list[list[Message]]) -> Path:
+    path.write_text("".join(map(as_json, dialogues)))
+    return path
+
+
+def varied(n: int) -> list[list[Message]]:
+    """Dialogues of very different lengths, from less than half a window to several windows."""
+    out = []
+    for i in range(n):
+        turns = [Message("system", "Be kind.")] if i % 3 == 0 else []
+        for k in range(1 + i % 4 // 3):
+            turns += [Message("user", f"{i}?" * (1 + i % 5)), Message("assistant", f"{i}{k}!" * (1 + i * 7 % 11))]
+        out.append(turns)
+    return out
+
+
+@pytest.fixture(scope="module")
+def chat_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packed dialogues in bytes."""
+    folder = tmp_path_factory.mktemp("chat")
+    prepare([write(folder / "d.jsonl", varied(60))], folder / "data", BytesTokenizer(), T)
+    return folder / "data"
+
+
+# ---- the template --------------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
+    ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
+)
+messages = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5)
+
+
+@pytest.fixture(params=["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])], scope="module")
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return BytesTokenizer() if request.param == "bytes" else TiktokenTokenizer("gpt2")
+
+
+@given(dialogue=messages)
+def test_contents_cannot_forge_a_turn_and_only_the_assistants_words_and_ends_are_learned(tokenizer, dialogue):
+    ids, counts = Template(tokenizer).encode(dialogue)
+    ends = np.flatnonzero(ids == tokenizer.end_of_text)
+    assert len(ends) == 1 + len(dialogue)
+    assert ends[0] == 0
+    for message, first, last in zip(dialogue, ends[:-1] + 1, ends[1:], strict=True):
+        header = f"{message.role.capitalize()}:\n"
+        assert tokenizer.decode_bytes(ids[first:last].tolist()).decode() == header + message.content
+        learned = ids[first : last + 1][counts[first : last + 1] == 1].tolist()
+        if message.role == "assistant":
+            assert learned.pop() == tokenizer.end_of_text
+            assert tokenizer.decode_bytes(learned).decode() == message.content
+        else:
+            assert learned == []
+
+
+@given(dialogue=messages, answer=texts)
+def test_an_answer_continues_in_talking_what_it_continues_in_training(tokenizer, dialogue, answer):
+    template = Template(tokenizer)
+    prompt = template.prompt(dialogue)
+    whole = template.encode([*dialogue, Message("assistant", answer)])
+    assert np.array_equal(whole.ids[: len(prompt)], prompt)
+    assert whole.counts[len(prompt) :].all()
+
+
+@given(dialogue=messages, wants_prompt=st.booleans())
+def test_jinja_template_renders_the_same_text(dialogue, wants_prompt):
+    jinja2 = pytest.importorskip("jinja2")
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(JINJA)  # as transformers does
+    rendered = template.render(
+        messages=[message._asdict() for message in dialogue], eos_token="\xff", add_generation_prompt=wants_prompt
+    )
+    ours = Template(BytesTokenizer())
+    ids = ours.prompt(dialogue) if wants_prompt else ours.encode(dialogue).ids
+    if not any("\xff" in message.content for message in dialogue):
+        expected = b"".join(b"\xff" if char == "\xff" else char.encode() for char in rendered)
+        assert ids.astype(np.uint8).tobytes() == expected
+
+
+@needs_bpe
+def test_text_of_the_jinja_template_encoded_as_a_whole_gives_the_same_tokens():
+    """As other programs do it, which look for special tokens in the text. Contents must not begin with a line end."""
+    jinja2 = pytest.importorskip("jinja2")
+    dialogue = [
+        Message("system", "Be kind: 1, 2"),
+        Message("user", " two  words\n\n"),
+        Message("assistant", "Käse 🧀."),
+    ]
+    fields = {"messages": [message._asdict() for message in dialogue], "eos_token": "<|endoftext|>"}
+    rendered = jinja2.Environment().from_string(JINJA).render(fields, add_generation_prompt=True)
+    tokenizer = TiktokenTokenizer("gpt2")
+    assert np.array_equal(tokenizer.encode_prompt(rendered), Template(tokenizer).prompt(dialogue))
+
+
+def test_tokenizer_without_an_end_of_text_is_refused(chars, script, tmp_path):
+    with pytest.raises(ValueError, match="char has no token that ends an answer"):
+        Template(CharTokenizer("abc"))
+    done = script("data/chat/prepare.py", write(tmp_path / "d.jsonl", [HELLO] * 2), "--tokenizer=char")
+    assert done.err.startswith("error: --tokenizer=char has no token that ends an answer")
+
+
+# ---- packing -------------------------------------------------------------------------------------------------
+
+
+def lengths_for(block_size: int) -> st.SearchStrategy[tuple[list[int], int]]:
+    longest = st.sampled_from([block_size, 3 * block_size])
+    lengths = longest.flatmap(lambda most: st.lists(st.integers(1, most), min_size=1, max_size=60))
+    return st.tuples(lengths, st.just(block_size))
+
+
+@given(st.integers(1, 40).flatmap(lengths_for))
+def test_packing_cuts_no_dialogue_that_fits_and_none_overlap(case):
+    lengths, block_size = case
+    starts, windows = pack(lengths, block_size)
+    used = Counter(place for start, n in zip(starts, lengths, strict=True) for place in range(start, start + n))
+    assert max(used.values()) == 1
+    assert max(used) < windows * block_size
+    for start, n in zip(starts, lengths, strict=True):
+        if n <= block_size:
+            assert start // block_size == (start + n - 1) // block_size
+        else:
+            assert start % block_size == 0
+    if max(lengths) <= block_size:  # then any two windows hold more than one could
+        fill = Counter(place // block_size for place in used)
+        assert sum(2 * fill[window] <= block_size for window in range(windows)) <= 1
+    assert (starts, windows) == pack(lengths, block_size)
+
+
+@settings(max_examples=20)
+@given(st.lists(messages.filter(lambda d: any(m.role == "assistant" for m in d)), min_size=2, max_size=6))
+def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_path_factory, dialogues):
+    folder = tmp_path_factory.mktemp("c")
+    prepare([write(folder / "d.jsonl", dialogues)], folder / "data", BytesTokenizer(), 16)
+    template = Template(BytesTokenizer())
+    for name, of_split in (("train", dialogues[:-1]), ("val", dialogues[-1:])):
+        split = Split(folder / "data", name, 16, 256)
+        learned = [template.encode(dialogue) for dialogue in of_split]
+        expected = Counter(token for encoded in learned for token in encoded.ids[encoded.counts == 1].tolist())
+        rows = np.arange(split.n_windows)
+        for step in (0, 3):
+            x, y = split.train_batch(step, rows, len(rows))
+            assert Counter(y[y >= 0].tolist()) == expected
+            assert (split.counted(step, rows, len(rows)) == (y >= 0).sum(1)).all()
+            assert np.array_equal(y[:, :-1][y[:, :-1] >= 0], x[:, 1:][y[:, :-1] >= 0])
+        n = split.n_eval_windows(10**6)
+        x, y = split.eval_batch(np.arange(n), n)
+        assert Counter(y[y >= 0].tolist()) == expected
+
+
+def test_windows_of_packed_data_begin_where_they_were_packed(chat_data):
+    packed = packed_tokens([Template(BytesTokenizer()).encode(d) for d in varied(60)[:54]], T, 255)
+    windows = {tuple(packed.ids[i : i + T].tolist()) for i in range(0, len(packed.ids) - 1, T)}
+    split = Split(chat_data, "train", T, 256, seed=5, document_start=255)
+    x, _ = split.train_batch(7, np.arange(split.n_windows), split.n_windows)
+    assert {tuple(row) for row in x.tolist()} == windows
+    assert split.n_windows == (len(packed.ids) - 1) // T
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+
+def test_prepared_once_and_again_where_a_mask_is_damaged(tmp_path, script):
+    source = write(tmp_path / "d.jsonl", varied(40))
+    command = ("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", f"--block_size={T}")
+    done = script(*command)
+    assert (done.code, done.err) == (0, "")
+    assert "val.bin has 4 dialogues in " in done.out
+    assert "of 40 dialogues are longer than a window and were cut" in done.out
+    record = read_record(tmp_path / "c")
+    assert (record["packed"], record["chat"], record["end_of_text"]) == (T, "deskgpt-chat-1", 255)
+    assert script(*command).out == "c: already prepared\n"
+    assert describe(tmp_path / "c")
+    mask = tmp_path / "c" / "val.mask"
+    before = mask.read_bytes()
+    mask.write_bytes(bytes(len(before)))
+    assert not describe(tmp_path / "c")
+    assert "already" not in script(*command).out
+    assert mask.read_bytes() == before
+    prepare_text("plain text " * 20, tmp_path / "c", "bytes", "text")  # leaves no mask behind
+    assert not list(tmp_path.glob("c/*.mask"))
+    assert Split(tmp_path / "c", "train", 8, 256).masks == []
+
+
+def test_jsonl_as_people_have_it(tmp_path):
+    line = as_json(HELLO).strip()
+    bare = json.dumps([message._asdict() | {"name": "extra"} for message in HELLO])
+    (tmp_path / "d.jsonl").write_bytes(f"\ufeff{line}\r\n\r\n{bare}\n  {line}".encode())
+    prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
+    assert read_record(tmp_path / "c")["files"]["train.bin"]["tokens"] == 2 * T + 1
+
+
+WRONG = [
+    ('{"messages": [', r"line 3: not JSON \(Expecting value, character 16\)"),
+    ("[" * 100_000, "line 3: nested too deeply"),
+    ("1" * 5000, "line 3: "),
+    ("7", "line 3: its messages are a number, not a list"),
+    ("{}", 'line 3: it has no "messages"'),
+    ('{"messages": null}', "line 3: its messages are null, not a list"),
+    ('{"messages": []}', "line 3: it has no assistant turn"),
+    ('["hi"]', "line 3: message 1 is text, not an object"),
+    ('[{"role": "user"}]', "line 3: message 1 has no content"),
+    ('[{"content": "x"}]', "line 3: message 1 has no role"),
+    ('[{"role": "assistant", "content": ["x"]}]', "line 3: message 1 has a content that is a list, not text"),
+    ('[{"role": "tool", "content": "x"}]', "line 3: message 1 has the role 'tool', which is not one of system, user"),
+    ('[{"role": "user", "content": "x"}]', "line 3: it has no assistant turn, so nothing is learned from it; leave it"),
+    (r'[{"role": "assistant", "content": "\ud800"}]', "line 3: message 1 holds half of a surrogate pair"),
+    (b"\xff\xfe", "line 3: byte 1 is not UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line, message):
+    content = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "d.jsonl").write_bytes((as_json(HELLO) * 2).encode() + content + b"\n" + as_json(HELLO).encode())
+    with pytest.raises(ValueError, match=rf"d\.jsonl, {message}") as e:
+        prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
+    assert len(str(e.value).splitlines()) == 1
+    assert not (tmp_path / "c").exists()
+
+
+def test_files_without_enough_dialogues_are_named(tmp_path):
+    (tmp_path / "d.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"d\.jsonl holds no dialogues"):
+        prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
+    with pytest.raises(ValueError, match="holds only one dialogue; at least two are needed"):
+        prepare([write(tmp_path / "d.jsonl", [HELLO])], tmp_path / "c", BytesTokenizer(), T)
+    with pytest.raises(OSError, match=r"cannot read .*nowhere\.jsonl: No such file"):
+        prepare([tmp_path / "nowhere.jsonl"], tmp_path / "c", BytesTokenizer(), T)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.slow
+def test_tokenizer_and_window_of_a_checkpoint(chat_data, chars, tmp_path, script):
+    train(tiny(chat_data, tmp_path / "run", max_iters=1, eval_interval=1, block_size=T))
+    assert checkpoint.load(tmp_path / "run").chat == "deskgpt-chat-1"
+    source = write(tmp_path / "d.jsonl", varied(20))
+    done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--like", tmp_path / "run")
+    assert done.code == 0, done.err
+    assert f"c: tokenizer bytes, windows of {T} tokens" in done.out
+    train(tiny(chars, tmp_path / "char", max_iters=1, eval_interval=1))
+    assert checkpoint.load(tmp_path / "char").chat is None
+    done = script("data/chat/prepare.py", source, "--name", tmp_path / "d", "--like", tmp_path / "char")
+    assert done.err == (
+        "error: the tokenizer char has no token that ends an answer; use bytes, gpt2, or a checkpoint's own bpe\n"
+    )
+    assert not (tmp_path / "d").exists()
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------
+
+
+def small() -> Runner:
+    torch.manual_seed(0)
+    return Runner(GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=2, n_head=2, n_embd=16)), Form())
+
+
+def by_hand(runner: Runner, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
+    """The mean cross-entropy over the targets that are learned."""
+    log_p = torch.log_softmax(runner.model(torch.from_numpy(x))[0], -1)
+    total, n = torch.zeros(()), 0
+    for row, column in np.argwhere(y >= 0):
+        total = total - log_p[row, column, y[row, column]]
+        n += 1
+    return total / n
+
+
+def step_of(runner: Runner, split: Split, plans: list[BatchPlan], step: int) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of a step: the means over ranks, one after another here, as DDP and Health take them."""
+    loss = 0.0
+    for plan in plans:
+        loader = Loader(split, plan, CPU, step)
+        for micro_step in range(plan.micro_steps):
+            x, y, weight = loader.next()
+            loss += runner.backward(x, y, plan.micro_steps, micro_step == plan.micro_steps - 1, weight).item()
+        loader.close()
+    gradients = [g / len(plans) for g in runner.gradients()]
+    runner.drop_gradients()
+    return loss / len(plans), gradients
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps", "world"), [(8, 1, 1), (4, 2, 1), (1, 8, 1), (2, 2, 2)], ids=["8x1", "4x2", "1x8", "2x2 on 2"]
+)
+def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it_is_split(
+    chat_data, micro, steps, world
+):
+    split = Split(chat_data, "train", T, 256, seed=1)
+    runner = small()
+    plans = [BatchPlan(micro, steps, rank, world) for rank in range(world)]
+    for step in (0, 5):
+        whole = by_hand(runner, *split.train_batch(step, np.arange(8), 8))
+        expected = torch.autograd.grad(whole, runner.parameters)
+        loss, gradients = step_of(runner, split, plans, step)
+        assert loss == pytest.approx(whole.item(), rel=1e-5)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-8
+
+
+def test_graph_of_forward_and_backward_pass_weighs_as_the_plain_model_does(chat_data):
+    split = Split(chat_data, "train", T, 256, seed=1)
+    joint = small()
+    joint.graph = joint._loss_and_gradients  # as where it is compiled
+    loss, expected = step_of(small(), split, [BatchPlan(2, 4)], 0)
+    got, gradients = step_of(joint, split, [BatchPlan(2, 4)], 0)
+    assert got == pytest.approx(loss, rel=1e-6)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm() + 1e-8
+
+
+def masked(folder: Path, counts: dict[str, list[int]], n: int = 1 + 8 * T) -> Path:
+    """A folder whose tokens of a split are learned at the given places only."""
+    folder.mkdir()
+    for split, places in counts.items():
+        mask = np.zeros(n, np.uint8)
+        mask[places] = 1
+        np.resize(np.arange(250, dtype="<u2"), n).tofile(folder / f"{split}.bin")
+        mask.tofile(folder / f"{split}.mask")
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256, "packed": T}))
+    return folder
+
+
+def test_micro_batches_and_steps_without_anything_to_learn_add_zero(tmp_path):
+    """Eight windows, of which one is learned from: one step of two has nothing, the other one micro-batch of four."""
+    split = Split(masked(tmp_path / "m", {"train": [3 * T + 5, 3 * T + 6]}), "train", T, 256)
+    runner = small()
+    norms = []
+    for step in (0, 1):
+        loss, gradients = step_of(runner, split, [BatchPlan(1, 4)], step)
+        norms.append(sum(g.norm().item() for g in gradients))
+        if norms[-1]:
+            assert loss == pytest.approx(by_hand(runner, *split.train_batch(step, np.arange(4), 4)).item(), rel=1e-5)
+        else:
+            assert loss == 0
+    assert min(norms) == 0
+    assert max(norms) > 0
+    x, y = first_micro_batch(split, BatchPlan(2, 4), CPU, 1)
+    assert x.shape == (1, T)
+    assert (y >= 0).any()  # a comparison of forms needs a loss
+
+
+def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tmp_path):
+    split = Split(masked(tmp_path / "m", {"val": [5, 6, 7, 3 * T, 6 * T + 1]}), "val", T, 256)
+    runner = small()
+    expected = by_hand(runner, *split.eval_batch(np.arange(3), 3)).item()
+    xs, ys = (torch.from_numpy(a) for a in split.eval_batch(np.arange(3), 3))
+    nothing = (xs[:1], torch.full_like(ys[:1], -1), 0.0)
+    batches = [*eval_batches(split, BatchPlan(1), 99, CPU), *[nothing] * 5]
+    one = runner.evaluate(batches, Ranks(CPU))
+    assert one.loss == pytest.approx(expected, rel=1e-5)
+    assert one.standard_error is not None
+    assert 0 < one.standard_error < 10
+    assert runner.evaluate(eval_batches(split, BatchPlan(3), 99, CPU), Ranks(CPU)).loss == pytest.approx(expected, 1e-5)
+    assert all(
+        (y >= 0).any() for _, y, _ in eval_batches(split, BatchPlan(1), 2, CPU)
+    )  # of few windows, those that tell
+    with pytest.raises(ValueError, match=r"val\.mask: it leaves no token to learn"):
+        Split(masked(tmp_path / "n", {"val": []}), "val", T, 256)
+
+
+@pytest.mark.slow
+def test_resumed_run_goes_on_exactly_and_a_step_may_be_split_otherwise(chat_data, tmp_path):
+    batch: dict[str, Any] = {"block_size": T, "batch_size": 4, "gradient_accumulation_steps": 2}
+    train(tiny(chat_data, tmp_path / "whole", **batch))
+    train(tiny(chat_data, tmp_path / "halves", **batch | {"max_iters": 3, "lr_decay_iters": 6}))
+    train(tiny(chat_data, tmp_path / "halves", **batch | {"lr_decay_iters": 6}, init_from="resume"))
+    assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
+    train(tiny(chat_data, tmp_path / "other", **batch | {"batch_size": 1, "gradient_accumulation_steps": 8}))
+    one, other = ([e["loss"] for e in events(tmp_path / name, "iter")] for name in ("whole", "other"))
+    assert other == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+def test_two_ranks_learn_what_one_does(chat_data, tmp_path):
+    c = tiny(chat_data, tmp_path / "one", block_size=T, gradient_accumulation_steps=4, batch_size=2)
+    train(c)
+    same = {name: getattr(c, name) for name in (*TINY, "dataset")}
+    done = shell(*TORCHRUN, *flags(**same, out_dir=tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    for kind, key in (("iter", "loss"), ("eval", "val_loss")):
+        one, two = ([e[key] for e in events(tmp_path / run, kind)] for run in ("one", "two"))
+        assert two == pytest.approx(one, rel=1e-4)
+
+
+# ---- faults of masks -----------------------------------------------------------------------------------------
+
+
+def test_other_window_than_the_packed_one_says_what_to_do(chat_data):
+    with pytest.raises(ValueError, match=f"windows of {T} tokens, and block_size=16; try --block_size={T}, or prepare"):
+        Split(chat_data, "train", 16, 256)
+
+
+def test_missing_or_shorter_mask_is_named(tmp_path):
+    folder = masked(tmp_path / "m", {"train": [5], "val": [5]})
+    (folder / "train.mask").write_bytes(b"\1" * 7)
+    with pytest.raises(ValueError, match=r"train\.mask has 7 bytes, and train\.bin 257 tokens"):
+        Split(folder, "train", T, 256)
+    (folder / "train_2.bin").write_bytes((folder / "train.bin").read_bytes())
+    (folder / "train.mask").write_bytes(bytes(257))
+    with pytest.raises(ValueError, match=r"train_2\.bin has no loss mask train_2\.mask beside it"):
+        Split(folder, "train", T, 256)
+
+
+def test_masks_without_windows_are_read_at_any_place(tmp_path):
+    folder = masked(tmp_path / "m", {"train": list(range(100, 140))})
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256}))
+    split = Split(folder, "train", 10, 256)
+    x, y = split.train_batch(1, np.arange(split.n_windows), split.n_windows)
+    for inputs, targets in zip(x.tolist(), y.tolist(), strict=True):
+        for token, target in zip(inputs, targets, strict=True):
+            following = (token + 1) % 250
+            assert target == (following if 100 <= following < 140 else -1)
+
+
+def test_fingerprint_tells_masks_apart(tmp_path):
+    prints = [Split(masked(tmp_path / str(k), {"train": [k]}), "train", T, 256).fingerprint() for k in (5, 6)]
+    (tmp_path / "5" / "train.mask").unlink()
+    assert len({*prints, Split(tmp_path / "5", "train", T, 256).fingerprint()}) == 3
+
+
+# ---- talking -------------------------------------------------------------------------------------------------
+
+
+def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
+    dialogue = Dialogue(Template(BytesTokenizer()), 160, "Be kind.")
+    for n in range(9):
+        dialogue.ask(f"question {n}")
+        prompt = bytes(dialogue.prompt().astype(np.uint8).tolist())
+        assert len(prompt) <= 120  # a quarter is left for the answer
+        assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
+        assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
+        dialogue.answered(f"answer {n}")
+    assert 2 <= len(dialogue.turns) < 9
+    with pytest.raises(ValueError, match="this takes 2.. tokens, and the model's context has room for 120; say less"):
+        dialogue.ask("x" * 200)
+    assert dialogue.turns[-1][0].content == "question 8"
+    with pytest.raises(ValueError, match="take a shorter --system"):
+        Dialogue(Template(BytesTokenizer()), 160, "x" * 200)
+
+
+@pytest.fixture
+def talked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[bytes], list[str]]:
+    """Talks with an echo, given what comes from a pipe; returns what is printed, by lines."""
+
+    def run(typed: bytes) -> list[str]:
+        def answer(prompt: Any, n: int) -> Iterator[str]:
+            said = bytes(prompt.astype(np.uint8)).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
+            if said == "Ctrl+C":
+                raise KeyboardInterrupt
+            yield from (f"{n}: ", said)
+
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+        talk(Dialogue(Template(BytesTokenizer()), 80), answer)
+        out, err = capsys.readouterr()
+        return (out + err).splitlines()
+
+    return run
+
+
+def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(talked):
+    too_long = "error: this takes 119 tokens, and the model's context has room for 60; say less"
+    assert talked(b"hi\n\n  \n" + b"x" * 100 + b"\nyou") == ["0: hi", "1: you", too_long]
+    assert talked(b"hi\nCtrl+C\nnobody hears this") == ["0: hi"]
+    with pytest.raises(ValueError, match="the input is not UTF-8 text"):
+        talked(b"\xff\xfe\n")
+
+
+def test_model_that_never_saw_chat_data_is_named(tmp_path, script, monkeypatch):
+    prepare_text("plain text " * 100, tmp_path / "d", "bytes", "text")
+    train(tiny(tmp_path / "d", tmp_path / "run", max_iters=1, eval_interval=1, block_size=48))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=3", "--device=cpu")
+    assert done.code == 0
+    assert done.err == f"note: {tmp_path / 'run'} was not trained on data of data/chat/prepare.py: docs/chat.md\n"
+    assert done.out.strip()
+
+
+SAID = {
+    "hello": "Hi! How are you today?",
+    "Two plus two?": "Four, as always.",
+    "Name a colour.": "Blue, like the sea.",
+    "Who are you?": "A tiny model: ünïcödé 🧀",
+    "Tell me a word": "User: it is only a word.",
+    "Does it rain?": "No, the sun shines!",
+    "Count to five": "1, 2, 3, 4, 5",
+    "Say nothing please": "...",
+    "Which city?": "Paris, in France.",
+    "Good bye": "Bye! Come back soon <|endoftext|>",
+}
+
+
+@pytest.mark.slow
+def test_ten_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, monkeypatch):
+    dialogues = [[Message("user", question), Message("assistant", answer)] for question, answer in SAID.items()]
+    source = write(tmp_path / "d.jsonl", [*dialogues, HELLO])  # the last one is val
+    done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", "--block_size=64")
+    assert done.code == 0, done.err
+    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 10, "learning_rate": 3e-3}
+    learning |= {"max_iters": 150, "eval_interval": 150, "warmup_iters": 10, "position": "rope"}
+    train(tiny(tmp_path / "c", tmp_path / "run", **learning))
+    for question, answer in SAID.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
+        done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--temperature=0", "--device=cpu")
+        assert (done.out, done.err) == (f"{answer}\n", "")
