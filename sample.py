@@ -33,7 +33,7 @@ from deskgpt import checkpoint, compiling, estimate, hardware, kernels, peak_flo
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.checks import TOLERANCE
 from deskgpt.errors import is_out_of_memory, one_line_errors
-from deskgpt.gpt2_weights import load_gpt2
+from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
 from model import GPT, Decoder, GPTConfig
 
 DATA = Path(__file__).parent / "data"
@@ -173,7 +173,7 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
         source = init_from
         model_args, weights = load_gpt2(init_from)
         config = GPTConfig.from_args(model_args, source)
-        meta = {"name": "gpt2"}
+        meta = tokenizer_of(init_from)
     estimate.refuse_beyond_memory(config, 1, device)
     model = GPT.from_state(config, weights, source)
     if not all(p.isfinite().all() for p in model.parameters()):

@@ -47,7 +47,7 @@ from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import message_for_user, one_line_errors
-from deskgpt.gpt2_weights import load_gpt2
+from deskgpt.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 from deskgpt.gpu_peaks import find_card
 from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
 from deskgpt.lock import only_run_in
@@ -452,8 +452,8 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], No
     else:
         model_args, weights = load_gpt2(c.init_from)
         config = GPTConfig.from_args(model_args | {"dropout": c.dropout}, c.init_from)
-        start = StartingPoint(c.init_from, config, weights, {"name": "gpt2"})
-        given = MODERN_CHOICES
+        start = StartingPoint(c.init_from, config, weights, tokenizer_of(c.init_from))
+        given = MODERN_CHOICES if exported_model_args(c.init_from) is None else RESUMED_SETTINGS
 
     for name in given:
         wanted = getattr(c, name)
@@ -1071,7 +1071,7 @@ def command(*words: str) -> str:
 def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     """The settings of the run in out_dir, overridden by config files (but for the model's size) and command line."""
     saved = checkpoint.load(out_dir)
-    of_model = [f"--{name}={value}" for name, value in settings_of_model(saved, out_dir).items()]
+    of_model = [f"--{name}={value}" for name, value in settings_of_model(saved.model_args, out_dir).items()]
     known = {k: v for k, v in saved.config.items() if k in TrainConfig.__dataclass_fields__}
     # The checkpoint's max_iters may come from its max_minutes. A user who names new minutes wants more steps.
     known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
@@ -1089,13 +1089,17 @@ def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
 
 
 def finetuning_settings(argv: list[str], source: str) -> dict[str, Any]:
-    """The settings of a new run with the weights of a checkpoint; those of its model are the defaults."""
-    return read_settings(TrainConfig, argv, settings_of_model(checkpoint.load(source), source))
+    """The settings of a new run with the weights of a checkpoint or of an exported folder.
+
+    Those of its model are the defaults.
+    """
+    saved = checkpoint.load(source).model_args if checkpoint.is_one(source) else exported_model_args(source)
+    return read_settings(TrainConfig, argv, settings_of_model(saved or {}, source))
 
 
-def settings_of_model(saved: Checkpoint, source: str) -> dict[str, Any]:
-    """Those of a checkpoint's model, without dropout, which may change."""
-    config = GPTConfig.from_args(saved.model_args, source)
+def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:
+    """Those of a saved model, without dropout, which may change."""
+    config = GPTConfig.from_args(model_args, source)
     return {name: getattr(config, name) for name in RESUMED_SETTINGS}
 
 
@@ -1116,6 +1120,6 @@ if __name__ == "__main__":
         with lock_of(settings):
             if settings["init_from"] == "resume":
                 settings = resumed_settings(sys.argv[1:], settings["out_dir"])
-            elif checkpoint.is_one(settings["init_from"]):
+            elif checkpoint.is_one(settings["init_from"]) or exported_model_args(settings["init_from"]):
                 settings = finetuning_settings(sys.argv[1:], settings["init_from"])
             main(build(TrainConfig, settings))

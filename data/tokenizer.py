@@ -217,9 +217,13 @@ class TiktokenTokenizer:
 
     def token_bytes(self) -> Lengths:
         lengths = np.zeros(self.vocab_size, np.int64)
-        for token in self._encoding.token_byte_values():  # the special tokens are not among them
-            lengths[self._encoding.encode_single_token(token)] = len(token)
+        for token, i in self.ranks().items():
+            lengths[i] = len(token)
         return lengths
+
+    def ranks(self) -> dict[bytes, int]:
+        """The ids of all tokens but the special ones."""
+        return {token: self._encoding.encode_single_token(token) for token in self._encoding.token_byte_values()}
 
     def meta(self) -> dict[str, Any]:
         return {"name": self.name}

@@ -49,6 +49,46 @@ def write_atomically(path: Path, content: bytes | bytearray) -> None:
         ) from None
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `path`, in one step, when the block ends well.
+
+    Meanwhile it lies beside `path`, under that name and an ending of its own. When the block or the disk fails, it is
+    removed with all that is in it. Raises OSError where it cannot be written, ValueError where `path` is in use.
+    """
+    check_unused(path)
+    tmp = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}")
+    try:
+        tmp.mkdir()
+        yield tmp
+        for file in sorted(tmp.iterdir()):
+            with open(file, "rb+") as written:
+                os.fsync(written.fileno())
+        sync_folder(tmp)
+        check_unused(path)
+        if path.is_dir():
+            path.rmdir()  # it is empty; Windows renames no folder to an existing one
+        os.rename(tmp, path)
+        sync_folder(path.parent)
+    except BaseException as e:
+        shutil.rmtree(tmp, ignore_errors=True)
+        if isinstance(e, OSError):
+            raise OSError(
+                f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder"
+            ) from None
+        raise
+
+
+def check_unused(path: Path) -> None:
+    """Raises ValueError where a new folder cannot become `path`: something is there, or nothing is where it lies."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{path} is not empty; choose another folder, or remove it first")
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ValueError(f"{path} exists and is not a folder; choose another name")
+
+
 def read_small(path: Path, at_most: int) -> bytes:
     """The content of a file that has no reason to be larger than `at_most` bytes.
 

@@ -1,4 +1,4 @@
-"""GPT-2's weights in Hugging Face's format: from a local folder, the hub or its cache."""
+"""Weights in Hugging Face's format: GPT-2's from a local folder, the hub or its cache; those that export.py wrote."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
+from deskgpt import hugging_face
+from deskgpt.files import read_small
+from deskgpt.hugging_face import OUR_KEY
+
+JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
 
-    The folder holds config.json and model.safetensors as Hugging Face writes them. Raises ValueError where the
-    weights cannot be had or are not a GPT-2.
+    The folder holds config.json and model.safetensors as Hugging Face or export.py writes them. Raises ValueError where
+    the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
     """
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
@@ -35,6 +40,8 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         weights = load_file(folder / "model.safetensors")
     except (ValueError, TypeError, RecursionError, SafetensorError) as e:
         raise ValueError(f"init_from={name}: a damaged file in {folder} ({e}); fetch it again") from None
+    if OUR_KEY in config:
+        return hugging_face.from_hugging_face(config, weights, name)
     # What our GPT does not have. An absent key has the value that makes the model plain GPT-2.
     plain = {
         "model_type": "gpt2",
@@ -67,6 +74,37 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except KeyError as e:
         raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None
     return args, state
+
+
+def exported_model_args(name: str) -> dict[str, Any] | None:
+    """The model_args of a folder that export.py wrote; None if `name` is something else. Raises ValueError."""
+    config = read_json(Path(name) / "config.json", name)
+    if OUR_KEY not in config:
+        return None
+    return hugging_face.exported_config(config, name).as_args()
+
+
+def tokenizer_of(name: str) -> dict[str, Any]:
+    """The description of the tokenizer that belongs to the weights of load_gpt2: GPT-2's unless export.py wrote them.
+
+    Raises ValueError where that one is missing.
+    """
+    if exported_model_args(name) is None:
+        return {"name": "gpt2"}
+    meta = read_json(Path(name) / "tokenizer_config.json", name).get(OUR_KEY)
+    if not isinstance(meta, dict):
+        raise ValueError(f"init_from={name}: tokenizer_config.json is missing or has no {OUR_KEY!r}; export it again")
+    return meta
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """The record in a JSON file, {} without one. Raises ValueError, which names init_from, where it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(read_small(path, JSON_BYTES)))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f"init_from={name}: {path} is damaged ({e}); fetch or export it again") from None
 
 
 def download_gpt2(name: str) -> Path:

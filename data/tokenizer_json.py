@@ -1,0 +1,145 @@
+"""Our tokenizers as Hugging Face's tokenizer.json and tokenizer_config.json, which AutoTokenizer reads.
+
+The files are written as plain JSON, without the tokenizers package. tokenizer_config.json has one key of our own,
+"deskgpt": the description from which `from_meta` makes our tokenizer again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from data.tokenizer import (
+    CHAR_OF_BYTE,
+    END_OF_TEXT,
+    BpeTokenizer,
+    BytesTokenizer,
+    CharTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+)
+
+OUR_KEY = "deskgpt"  # the one of config.json, too: deskgpt/hugging_face.py
+NO_SUCH_TOKEN = "<unknown>"  # longer than any character, so that it is in no vocabulary: unknown ones are an error
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What tokenizer.json says. Raises ValueError for a tokenizer that the format cannot hold."""
+    if isinstance(tokenizer, CharTokenizer):
+        return of_chars(tokenizer)
+    if isinstance(tokenizer, BytesTokenizer):
+        vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(255)}
+        return of_bytes(vocab | {END_OF_TEXT: 255}, [], splits=False)
+    if isinstance(tokenizer, TiktokenTokenizer):
+        ranks = tokenizer.ranks()
+        vocab = {letters(token): rank for token, rank in ranks.items()}
+        merges = [[letters(left), letters(right)] for left, right in merges_of(ranks)]
+        return of_bytes(vocab | {END_OF_TEXT: tokenizer.end_of_text}, merges)
+    if isinstance(tokenizer, BpeTokenizer):
+        merges = [line.split(" ") for line in tokenizer.merges.split("\n") if line]
+        vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(256)}
+        vocab |= {left + right: 256 + i for i, (left, right) in enumerate(merges)}
+        return of_bytes(vocab | {END_OF_TEXT: tokenizer.end_of_text}, merges)
+    raise ValueError(f"Hugging Face's tokenizer.json cannot hold the tokenizer {tokenizer.meta()['name']!r}")
+
+
+def tokenizer_config_json(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
+    """What tokenizer_config.json says."""
+    special = {}
+    if tokenizer.end_of_text is not None:
+        special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": block_size,
+        "padding_side": "left",  # as generating in batches needs it
+        "clean_up_tokenization_spaces": False,
+        **special,
+        OUR_KEY: tokenizer.meta(),
+    }
+
+
+# ---- tokenizer.json ------------------------------------------------------------------------------------------
+
+
+def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
+    """One token per character. An unknown character is an error, as it is here, and nothing takes its place."""
+    lone = [char for char in tokenizer.chars if "\ud800" <= char <= "\udfff"]
+    if lone:
+        raise ValueError(
+            f"the vocabulary has {lone[0]!r}, which is no character: the training text was not UTF-8, and Hugging "
+            "Face's tokenizers are for UTF-8 only; convert the text, for instance with iconv, and train again"
+        )
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {char: i for i, char in enumerate(tokenizer.chars)},
+            "unk_token": NO_SUCH_TOKEN,
+        },
+    }
+
+
+def of_bytes(vocab: dict[str, Any], merges: list[list[str]], splits: bool = True) -> dict[str, Any]:
+    """A byte-pair encoding. splits: first by GPT-2's pattern, which tokens do not cross."""
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
+    end = {
+        "id": vocab[END_OF_TEXT],
+        "content": END_OF_TEXT,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": by_bytes,
+        "post_processor": None,
+        "decoder": by_bytes,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+
+
+# ---- byte pairs ----------------------------------------------------------------------------------------------
+
+
+def letters(token: bytes) -> str:
+    """A token in GPT-2's printable letters, one for each byte."""
+    return "".join(CHAR_OF_BYTE[byte] for byte in token)
+
+
+def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The pairs that make up tiktoken's tokens, in the order of their ranks, which tiktoken itself does not keep.
+
+    They are what the tokens of lower ranks make of each token's bytes.
+    """
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        if len(token) > 1:
+            left, right = parts_below(ranks, token)
+            merges.append((left, right))
+    return merges
+
+
+def parts_below(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
+    """The token's bytes merged by all pairs that have a lower rank than it."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while True:
+        pairs = [ranks.get(a + b, ranks[token]) for a, b in itertools.pairwise(parts)]
+        least = min(pairs)
+        if least >= ranks[token]:
+            return parts
+        at = pairs.index(least)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]

@@ -1,0 +1,217 @@
+"""Writes a trained model as a Hugging Face folder, which transformers and other programs load.
+
+    python export.py --out_dir=out-shakespeare-char --to=my-model
+    python export.py --out_dir=out/ckpt_best.pt --to=my-model
+
+The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
+(the model card), and for settings that no class of transformers has the model's own code, modeling_deskgpt.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configurator import configure
+from data.token_files import read_record
+from data.tokenizer_json import tokenizer_config_json, tokenizer_json
+from deskgpt import checkpoint, hugging_face
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.errors import one_line_errors
+from deskgpt.files import check_unused, new_folder
+from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.hugging_face import MODELING_FILE
+from deskgpt.runlog import read_events
+from sample import DATA, Trained, load
+
+CARD_SETTINGS = (
+    *("batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "min_lr", "lr_schedule"),
+    *("warmup_iters", "max_iters", "weight_decay", "grad_clip", "seed", "init_from"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
+    out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
+    to: str = ""  # the new folder
+
+    def __post_init__(self) -> None:
+        if not self.to:
+            raise ValueError("to is empty; name the folder to write, such as --to=my-model")
+
+
+def main(c: ExportConfig) -> None:
+    """Writes the folder c.to. Raises ValueError and OSError; nothing is left of it then."""
+    to = Path(c.to)
+    check_unused(to)
+    trained = load(c.init_from, c.out_dir, torch.device("cpu"))
+    config = trained.model.config
+    tokenizer = trained.tokenizer
+    kind = hugging_face.class_of(config)
+    ids = (tokenizer.vocab_size, tokenizer.end_of_text)
+    with new_folder(to) as folder:
+        write_json(folder / "config.json", hugging_face.config_json(config, tokenizer.end_of_text))
+        write_json(folder / "generation_config.json", hugging_face.generation_config_json(config, *ids))
+        write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
+        write_json(folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size))
+        if kind.is_own:
+            shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
+        (folder / "README.md").write_text(model_card(trained, to.resolve().name), encoding="utf-8")
+        weights = trained.model.state_dict()
+        write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, weights))
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
+        check(folder, trained)
+    if kind.is_own:
+        print(
+            f"no class of transformers has {hugging_face.why_own(config)}: the folder has code of its own, "
+            f"{MODELING_FILE}, and loading it needs trust_remote_code=True"
+        )
+    print(f"{to}: {kind.name}, {millions(config)} parameters, tokenizer {tokenizer.meta()['name']}")
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+
+
+def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    """Raises OSError where the disk fails."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # its own wrapping of the system's errors
+        raise OSError(str(e)) from None
+
+
+def check(folder: Path, trained: Trained) -> None:
+    """Reads the folder back. Raises OSError where that does not give the very model that was written."""
+    model_args, weights = load_gpt2(str(folder))
+    ours = trained.model.state_dict()
+    same = model_args == trained.model.config.as_args() and tokenizer_of(str(folder)) == trained.tokenizer.meta()
+    if not same or weights.keys() != ours.keys() or not all(torch.equal(weights[key], ours[key]) for key in ours):
+        raise OSError("what was written is not what is read back; check the disk")
+
+
+# ---- model card ----------------------------------------------------------------------------------------------
+
+
+def model_card(trained: Trained, name: str) -> str:
+    """README.md of the folder `name`: what the model is, how it was trained, how it is loaded."""
+    config = trained.model.config
+    kind = hugging_face.class_of(config)
+    remote = ", trust_remote_code=True" if kind.is_own else ""
+    if kind.is_own:
+        reason = (
+            f"No class of transformers has {hugging_face.why_own(config)}, so the folder has its own code, "
+            f"`{MODELING_FILE}`. `trust_remote_code=True` runs it: read it before."
+        )
+    else:
+        reason = f"Its class is `{kind.name}` because {kind.why}; in float32 it computes what deskGPT does."
+    settings = asdict(config)
+    facts = {"parameters": millions(config)}
+    if trained.checkpoint is not None:
+        facts |= training_facts(trained.checkpoint, checkpoint.folder_of(trained.source))
+        settings |= {k: trained.checkpoint.config[k] for k in CARD_SETTINGS if k in trained.checkpoint.config}
+        settings["init_from"] = Path(settings.get("init_from", "scratch")).name  # not where this machine has it
+    new_tokens = max(1, min(100, config.block_size // 2))
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- deskgpt",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A language model trained with deskGPT. {reason}",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
+        f"model = AutoModelForCausalLM.from_pretrained({name!r}{remote})",
+        f"prompt = tokenizer({prompt_of(trained)!r}, return_tensors='pt')",
+        f"print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens={new_tokens})[0]))",
+        "```",
+        "",
+        f"The context is {config.block_size} tokens.",
+        "",
+        *table("fact", facts),
+        "",
+        *table("setting", settings),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def training_facts(saved: Checkpoint, folder: Path) -> dict[str, Any]:
+    """What a checkpoint and the log in its folder know of the training and the last evaluation."""
+    c = saved.config
+    facts = saved.facts or {}
+    batch: list[Any] = [c.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
+    trained_on = saved.iter_num * math.prod(batch) if None not in batch else None
+    found = evaluation_at(saved, folder)
+    loss = found.get("val_loss")
+    error = found.get("val_se")
+    bits = found.get("val_bpb")
+    dataset = c.get("dataset", "")
+    return {
+        "data": Path(dataset).name or None,
+        "source of the data": read_record(DATA / dataset).get("source") if dataset else None,
+        "steps": saved.iter_num,
+        "tokens trained on": None if trained_on is None else f"{trained_on:,}",
+        "validation loss (nats per token)": None if loss is None else f"{loss:.4f}",
+        "its standard error": None if error is None else f"{error:.4f}",
+        "bits per byte": None if bits is None else f"{bits:.4f}",
+        "git commit of deskGPT": facts.get("code"),
+        "torch": facts.get("versions", {}).get("torch"),
+    }
+
+
+def evaluation_at(saved: Checkpoint, folder: Path) -> dict[str, Any]:
+    """The evaluation of the checkpoint's step, by the names of log.jsonl; {} where there was none."""
+    for step, _, val_loss, error in (saved.health or {}).get("evaluations", []):
+        if step == saved.iter_num:
+            found = {"val_loss": val_loss, "val_se": error}
+            break
+    else:
+        return {}
+    log = folder / "log.jsonl"
+    for event in read_events(log) if log.is_file() else []:
+        if event["event"] == "eval" and event.get("iter") == saved.iter_num and event.get("val_loss") == val_loss:
+            found["val_bpb"] = event.get("val_bpb")
+    return found
+
+
+def table(heading: str, rows: dict[str, Any]) -> list[str]:
+    cells = {name: "n/a" if value is None else str(value).replace("|", "\\|") for name, value in rows.items()}
+    return [f"| {heading} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())]
+
+
+def prompt_of(trained: Trained) -> str:
+    """A prompt that the tokenizer knows."""
+    chars = trained.tokenizer.meta().get("chars")
+    return "\n" if chars is None or "\n" in chars else chars[0]
+
+
+def millions(config: Any) -> str:
+    return f"{config.count_parameters(config.vocab_size) / 1e6:.2f}M"
+
+
+if __name__ == "__main__":
+    with one_line_errors("take a machine with twice the model's memory"):
+        main(configure(ExportConfig, sys.argv[1:]))

@@ -1,0 +1,403 @@
+"""export.py: the folder holds the very model, other programs compute what ours does, and nothing half-written stays."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_equal, events, needs_bpe, shell, tiny
+from tiny_models import make, tokens
+
+from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
+from data.tokenizer_json import merges_of, tokenizer_config_json, tokenizer_json
+from deskgpt import checkpoint, hugging_face
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from export import ExportConfig, check, main
+from model import GPT, GPTConfig
+from sample import load
+from train import main as train
+
+CHARS = "".join(map(chr, range(48, 48 + 65)))
+SMALL = GPTConfig(block_size=64, vocab_size=67, n_layer=2, n_head=2, n_embd=16)  # the last two rows are padding
+OF_CLASS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {},
+    "ArceeForCausalLM": {"position": "rope", "norm": "rms", "activation": "relu2"},
+    "ApertusForCausalLM": {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2"},
+    "Starcoder2ForCausalLM": {"position": "rope", "activation": "gelu"},
+    "DeskGPTForCausalLM": {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True},
+}
+CHOICES: dict[str, list[Any]] = {
+    "position": ["learned", "rope"],
+    "norm": ["layer", "rms"],
+    "qk_norm": [False, True],
+    "activation": ["gelu_tanh", "gelu", "relu2"],
+    "tie_weights": [True, False],
+    "bias": [False, True],
+    "token_shift": [False, True],
+}
+
+# What transformers copies from folders is remembered by their names: kept out of the user's own cache.
+_modules = tempfile.TemporaryDirectory()
+os.environ.setdefault("HF_MODULES_CACHE", _modules.name)
+
+
+def saved(out_dir: Path, config: GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None) -> GPT:
+    """A model of random weights, gains and biases, and its checkpoint in out_dir."""
+    model = make(config).eval()
+    out_dir.mkdir(exist_ok=True)
+    content = Checkpoint(
+        model=model.state_dict(),
+        optimizer={},
+        model_args=config.as_args(),
+        iter_num=0,
+        best_val_loss=1.0,
+        config={},
+        tokenizer=tokenizer or {"name": "char", "chars": CHARS},
+    )
+    checkpoint.save(content, out_dir, best=False)
+    return model
+
+
+def exported(folder: Path, config: GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None) -> tuple[GPT, Path]:
+    """(a model of random weights, the folder that it was exported to)"""
+    model = saved(folder / "out", config, tokenizer)
+    main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "exported")))
+    return model, folder / "exported"
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+# ---- there and back ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OF_CLASS)
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
+    config = replace(SMALL, **OF_CLASS[name], bias=bias and name != "ApertusForCausalLM", tie_weights=bias, dropout=0.1)
+    model, folder = exported(tmp_path, config)
+    args, weights = load_gpt2(str(folder))
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
+    assert GPTConfig.from_args(args, "") == config
+    assert_equal(weights, dict(model.state_dict()))
+    assert tokenizer_of(str(folder)) == {"name": "char", "chars": CHARS}
+    assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
+
+
+def test_folder_that_differs_from_the_model_is_found_before_it_gets_its_name(tmp_path):
+    _, folder = exported(tmp_path)
+    trained = load("resume", str(tmp_path / "out"), torch.device("cpu"))
+    check(folder, trained)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(OSError, match="not what is read back"):
+        check(folder, trained)
+
+
+def test_change_that_our_model_cannot_have_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    _, folder = exported(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"activation_function": "silu"}))
+    with pytest.raises(ValueError, match="activation_function='silu' now, it was exported with 'gelu_new'"):
+        load_gpt2(str(folder))
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    weights["transformer.h.0.mlp.c_fc.bias"][0] = 1
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="c_fc.bias was trained since the export"):
+        load_gpt2(str(folder))
+
+
+@pytest.mark.slow
+def test_exported_model_is_sampled_from_and_trained_on_with_its_own_tokenizer(chars, tmp_path, script):
+    train(tiny(chars, tmp_path / "out", position="rope", norm="rms", max_iters=3))
+    folder = tmp_path / "exported"
+    done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}")
+    assert done.code == 0, done.err
+    sampling = ("--start=the", "--num_samples=1", "--max_new_tokens=20", "--device=cpu")
+    ours = script("sample.py", f"--out_dir={tmp_path / 'out'}", *sampling)
+    assert script("sample.py", f"--init_from={folder}", *sampling).out == ours.out
+    short = ("--max_iters=1", "--eval_iters=2", "--batch_size=4", "--gradient_accumulation_steps=1", "--compile=False")
+    flags = [f"--init_from={folder}", f"--dataset={chars}", f"--out_dir={tmp_path / 'more'}", "--device=cpu", *short]
+    done = script("train.py", *flags)
+    assert done.code == 0, done.err
+    more = checkpoint.load(tmp_path / "more")
+    assert more.model_args["position"] == "rope"
+    before = events(tmp_path / "out", "eval")[-1]["val_loss"]
+    assert events(tmp_path / "more", "eval")[0]["val_loss"] == pytest.approx(before, abs=0.01)
+    done = script("train.py", *flags, "--norm=layer")
+    assert "norm=layer, but" in done.err
+
+
+@pytest.mark.slow
+def test_model_card_has_the_facts_of_the_run(chars, tmp_path):
+    train(tiny(chars, tmp_path / "out", max_iters=3, learning_rate=0.00321, eval_iters=40))
+    main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "exported")))
+    card = (tmp_path / "exported" / "README.md").read_text()
+    last = events(tmp_path / "out", "eval")[-1]
+    facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.M))
+    assert facts["tokens trained on"] == f"{3 * 4 * 16:,}"
+    assert facts["validation loss (nats per token)"] == f"{last['val_loss']:.4f}"
+    assert facts["its standard error"] == f"{last['val_se']:.4f}"
+    assert facts["data"] == chars.name
+    assert facts["torch"] == torch.__version__
+    assert facts["learning_rate"] == "0.00321"
+    assert str(tmp_path) not in card
+    code = card.split("```python\n")[1].split("```")[0]
+    assert shell("python", "-c", code, cwd=tmp_path).returncode == 0
+
+
+# ---- what transformers computes ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_logits_and_greedy_tokens_are_ours_for_every_combination_of_the_choices(tmp_path):
+    prompts = tokens(2, 14, vocab=65)
+    for values in itertools.product(*CHOICES.values()):
+        choices = dict(zip(CHOICES, values, strict=True))
+        model, folder = exported(tmp_path, replace(SMALL, **choices))
+        theirs = loaded(folder)
+        with torch.inference_mode():
+            new, cache, texts = prompts, None, prompts
+            for _ in range(50):
+                out = theirs(new, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                new = out.logits[:, -1:].argmax(-1)
+                texts = torch.cat((texts, new), 1)
+            ours = model(texts[:, :-1])[0]
+            assert (theirs(texts[:, :-1]).logits - ours).abs().max() <= 1e-5, choices
+        assert torch.equal(ours[:, 13:].argmax(-1), texts[:, 14:]), choices  # what our own greedy generation takes
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_CLASS)
+def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tmp_path, name):
+    model, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name]))
+    with torch.no_grad():
+        model.lm_head.weight[65:] = 5 * model.lm_head.weight[:2]  # likelier than any other
+    checkpoint.save(replace(checkpoint.load(tmp_path / "out"), model=model.state_dict()), tmp_path / "out", best=False)
+    shutil.rmtree(folder)
+    main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(folder)))
+    theirs = loaded(folder)
+    rows = tokens(3, 9, vocab=65)
+    lengths = (9, 4, 1)
+    mask = torch.tensor([[0] * (9 - n) + [1] * n for n in lengths])
+    greedy: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    together = theirs.generate(rows, attention_mask=mask, **greedy)[:, 9:]
+    for row, new, n in zip(rows, together, lengths, strict=True):
+        alone = list(model.generate(row[None, -n:], 20, temperature=0, vocab_size=65))
+        assert new.tolist() == torch.cat(alone).tolist()
+    padded = rows * mask + 3 * (1 - mask)  # other tokens in the padding change nothing
+    assert torch.equal(theirs.generate(padded, attention_mask=mask, **greedy)[:, 9:], together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ApertusForCausalLM", "DeskGPTForCausalLM"])
+def test_beam_search_with_the_cache_finds_what_it_finds_without(tmp_path, name):
+    _, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name]))
+    theirs = loaded(folder)
+    rows = tokens(2, 9, vocab=65)
+    mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    beams: dict[str, Any] = {"num_beams": 4, "do_sample": False, "max_new_tokens": 30}
+    found = [theirs.generate(rows, attention_mask=mask, use_cache=use, **beams) for use in (True, False)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.slow
+def test_own_code_trains_takes_padding_and_refuses_what_it_does_not_have(tmp_path):
+    model, folder = exported(tmp_path, replace(SMALL, norm="rms", token_shift=True))
+    theirs = loaded(folder)
+    x = tokens(2, 30, vocab=65)
+    loss = theirs(x, labels=x).loss
+    assert loss.item() == pytest.approx(model(x[:, :-1], x[:, 1:])[1].item(), abs=1e-5)
+    loss.backward()
+    assert all(p.grad is not None for p in theirs.parameters())
+    padded = torch.cat((tokens(2, 5, vocab=65), x), 1)
+    mask = torch.arange(35).expand(2, -1) >= 5
+    assert (theirs(padded, attention_mask=mask.long()).logits[:, 5:] - model(x)[0]).abs().max() <= 1e-5
+    with pytest.raises(ValueError, match="65 tokens do not fit into block_size=64"):
+        theirs(tokens(1, 65, vocab=65))
+    with pytest.raises(ValueError, match="dynamic caches only"):
+        theirs.generate(x, max_new_tokens=3, cache_implementation="static")
+    theirs.save_pretrained(tmp_path / "again")
+    assert_equal(dict(loaded(tmp_path / "again").state_dict()), dict(theirs.state_dict()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_CLASS)
+def test_folder_that_transformers_saved_again_is_taken_back(tmp_path, name):
+    from transformers import AutoTokenizer
+
+    model, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name], tie_weights=False))
+    loaded(folder).save_pretrained(tmp_path / "again")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    _, weights = load_gpt2(str(tmp_path / "again"))
+    assert_equal(weights, dict(model.state_dict()))
+    assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------
+
+ODD = "\r\n\t\0  \0 a  b\r\r\n\n\n   \ufffd é e\u0301 "
+ODD += "👩\u200d👩\u200d👧 नमस्ते ’s don't I'LL 12345 ½² ٣ \u3000x \x85 \u2028 ẞß ﬁ \u00a0"
+
+
+def odd_text(text: str) -> str:
+    """A million bytes: plain text, every third character of Unicode, and what splits and spaces trip over."""
+    rare = "".join(chr(c) for c in range(0, 0x110000, 3) if not 0xD800 <= c < 0xE000)
+    return text[:200_000] + rare[:250_000] + ODD * 500 + " " * 3000 + "\n" * 300 + "🧀" * 500
+
+
+def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64)))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
+def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
+    odd = odd_text(text)
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+        from data.bpe import train as train_bpe
+
+        tokenizer: Tokenizer = train_bpe([text[:100_000]], 1000)
+    elif kind == "char":
+        known = CharTokenizer.of(odd[:250_000] + ODD)
+        tokenizer = known
+        chars = set(known.chars)
+        odd = "".join(char for char in odd if char in chars)
+    else:
+        tokenizer = from_meta({"name": kind})
+    theirs = auto_tokenizer(tokenizer, tmp_path)
+    ids = theirs(odd)["input_ids"]
+    assert ids == tokenizer.encode(odd).tolist()
+    assert theirs.decode(ids) == odd
+    assert len(theirs) == tokenizer.vocab_size
+    assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == tokenizer.end_of_text
+    assert theirs.model_max_length == 64
+    assert theirs.unk_token_id is None
+
+
+@pytest.mark.slow
+def test_character_that_is_unknown_is_an_error_there_too(tmp_path):
+    theirs = auto_tokenizer(CharTokenizer(CHARS), tmp_path)
+    with pytest.raises(Exception, match="Missing"):
+        theirs("A~B")
+
+
+def test_bytes_end_of_text_is_the_byte_that_utf8_never_has():
+    description = tokenizer_json(BytesTokenizer())
+    assert description["model"]["vocab"]["<|endoftext|>"] == 255
+    assert sorted(description["model"]["vocab"].values()) == list(range(256))
+
+
+def test_vocabulary_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match="training text was not UTF-8"):
+        tokenizer_json(CharTokenizer("ab\udcff"))
+
+
+def test_merges_are_found_from_the_ranks():
+    ranks = {b"a": 0, b"b": 1, b"ab": 2, b"abab": 3, b"ababa": 4, b"bb": 5}
+    assert merges_of(ranks) == [(b"a", b"b"), (b"ab", b"ab"), (b"abab", b"a"), (b"b", b"b")]
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------
+
+
+def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
+    saved(tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "other").mkdir()
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "other" / "ckpt.pt")
+    before = sorted(tmp_path.rglob("*"))
+    out = f"--out_dir={tmp_path / 'out'}"
+    new = f"--to={tmp_path / 'new'}"
+    mistakes = {
+        (out, f"--to={tmp_path / 'full'}"): "full is not empty; choose another folder",
+        (out, f"--to={tmp_path / 'file'}"): "file exists and is not a folder",
+        (out, f"--to={tmp_path / 'no' / 'new'}"): "there is no folder",
+        (out,): "to is empty; name the folder to write",
+        (f"--out_dir={tmp_path / 'nowhere'}", new): "no such checkpoint",
+        (f"--out_dir={tmp_path / 'other'}", new): "is not a training checkpoint",
+        (f"--init_from={tmp_path / 'full'}", new): "has no config.json and no model.safetensors",
+    }
+    for args, expected in mistakes.items():
+        done = script("export.py", *args)
+        assert done.code in (1, 2), args
+        assert done.err.count("\n") == 1, done.err
+        assert expected in done.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a limit to the size of files is POSIX's")
+@pytest.mark.parametrize("limit_bytes", [1500, 20_000])  # in the tokenizer; in the weights
+def test_disk_that_fails_leaves_nothing(tmp_path, script, limit_bytes):
+    import resource
+
+    saved(tmp_path / "out")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.code == 1
+    assert "cannot write" in done.err
+    assert "File too large" in done.err
+    assert done.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
+    saved(tmp_path / "out")
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("export.check", interrupted)  # all files are written by then
+    with pytest.raises(KeyboardInterrupt):
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "new")))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_empty_folder_is_taken(tmp_path):
+    (tmp_path / "exported").mkdir()
+    _, folder = exported(tmp_path)
+    assert (folder / "model.safetensors").exists()
+
+
+def test_class_is_named_where_there_is_one_and_the_choice_where_there_is_none():
+    for values in itertools.product(*CHOICES.values()):
+        config = replace(SMALL, **dict(zip(CHOICES, values, strict=True)))
+        if not hugging_face.class_of(config).is_own:
+            continue
+        why = hugging_face.why_own(config)
+        named = dict(part.split("=") for part in why.replace(" with ", ", ").split(", "))
+        assert all(str(getattr(config, name)) == value for name, value in named.items()), why
+        # Any model with the choices that are named needs the code.
+        plain = replace(SMALL, **{name: getattr(config, name) for name in named})
+        assert hugging_face.class_of(plain).is_own, why
