@@ -18,9 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[1]
-# The repository instead of this folder, where lm_eval's `import evaluate` would find this very file.
-sys.path = [str(ROOT), *(p for p in sys.path if Path(p).resolve() != ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from bench import output
 from bench.output import markdown_table
@@ -31,6 +29,8 @@ from deskgpt.files import write_atomically
 from deskgpt.gpt2_weights import download_gpt2
 from deskgpt.runlog import git_commit, versions
 from sample import Trained, load
+
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,8 @@ class EvaluateConfig:
 
 def main(c: EvaluateConfig) -> dict[str, Any]:
     """Evaluates as c says; prints, writes and returns the results."""
+    # Some tasks import the package "evaluate", which in this folder would be this very file.
+    sys.path = [folder for folder in sys.path if Path(folder).resolve() != HERE]
     from deskgpt import harness  # imports lm_eval, which takes seconds
 
     device = hardware.resolve_device(c.device)
@@ -102,7 +104,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
         "settings": asdict(c),
     }
     text = as_markdown(result)
-    print(text)
+    print(text, end="")
     write(c, text, result)
     return result
 
@@ -159,7 +161,7 @@ def as_markdown(result: dict[str, Any]) -> str:
     model = result["model"]
     of_step = "" if model["step"] is None else f" of step {model['step']:,}"
     lines = [
-        f"{result['date']}, {result['device']}, {result['dtype']}; {result['versions']}, commit {result['git_commit']}.",
+        f"{output.about(result)}. Matmuls in {result['dtype']}.",
         f"{model['source']}: {model['file']}{of_step}, {model['parameters']:,} parameters, SHA-256 {model['sha256']}.",
     ]
     if result["truncated"]:

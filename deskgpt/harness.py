@@ -10,11 +10,13 @@ Shape legend: B batch, T time, C channels, N tokens of continuations, V vocabula
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -39,6 +41,8 @@ MAX_NEW_TOKENS = 256  # of tasks that name no number, as in lm_eval's hf
 LOGITS_PER_CHUNK = 1 << 26  # 256 MB in float32
 # Resamplings for a standard error without a formula, such as perplexity's. They know it to 1 / sqrt(2 * 1000) = 2%.
 BOOTSTRAP = 1000
+CHECKED = 100  # items of each task, before the first evaluation
+Figures = dict[str, dict[str, float | None]]  # by task and metric
 # lm_eval's own seeds: of Python's random numbers, and of numpy's and the few-shot examples.
 RANDOM_SEED = 0
 SEED = 1234
@@ -91,7 +95,7 @@ class Backend(TemplateLM):
         self.model = model
         self.tokenizer = tokenizer
         self.amp = amp or nullcontext()
-        self.rows_at_a_time = batch_size
+        self.batch_size = batch_size
         self.use_cache = use_cache
         self.seed = seed
         self.stopped = stopped
@@ -329,11 +333,12 @@ class Backend(TemplateLM):
     # ---- batches -----------------------------------------------------------------------------------------
 
     def batches(self, items: list[Any], what: str) -> Iterator[list[Any]]:
-        """The items, rows_at_a_time of them at once, until stopped; a terminal shows how far they are."""
-        first = takewhile(lambda _: not self.stopped(), range(0, len(items), self.rows_at_a_time))
-        with tqdm(total=len(items), desc=what, leave=False, disable=None if self.rank == 0 else True) as bar:
+        """The items, batch_size of them at once, until stopped; a terminal shows how far they are."""
+        first = takewhile(lambda _: not self.stopped(), range(0, len(items), self.batch_size))
+        shown = {"desc": what, "leave": False, "file": stderr(), "disable": None if self.rank == 0 else True}
+        with tqdm(total=len(items), **shown) as bar:
             for i in first:
-                batch = items[i : i + self.rows_at_a_time]
+                batch = items[i : i + self.batch_size]
                 yield batch
                 bar.update(len(batch))
 
@@ -392,9 +397,10 @@ class Tasks:
             raise ValueError(f"include_path={include_path} is not a folder")
         manager = manager_of(wanted, include_path)
         built = []
-        for name in found_tasks(manager, wanted):
-            built += loaded(manager, name)
-        self.loaded = manager.load(built)
+        with random_numbers_kept():
+            for name in found_tasks(manager, wanted):
+                built += loaded(manager, name)
+            self.loaded = manager.load(built)
         self.groups = self.loaded.get("groups", {})
         for name, task in self.loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
@@ -406,26 +412,29 @@ class Tasks:
                 task.set_config("num_fewshot", 0)
 
     def check(self, backend: Backend) -> None:
-        """Raises ValueError where a request of a task cannot be answered by this model and tokenizer."""
+        """Raises ValueError where this model and tokenizer cannot answer one of the first requests of a task.
+
+        Not of all: lm_eval takes milliseconds to write one, and writes them again for each evaluation.
+        """
         if self.limit and self.limit < backend.world_size:
             raise ValueError(f"{self.limit} items of a task cannot be shared by {backend.world_size} ranks; take more")
         for task in self.loaded["tasks"].values():
-            with self.seeded():
-                task.build_all_requests(limit=self.limit)
+            with self.seeded(), quiet():
+                task.build_all_requests(limit=min(self.limit or CHECKED, CHECKED))
             for request in task.instances:
                 backend.check(request)
 
     def evaluate(self, backend: Backend, log_samples: bool = False) -> dict[str, Any]:
         """lm_eval's results: by task its metrics ("results"), "versions", "n-shot", "n-samples"; {} on other ranks.
 
-        The model is in evaluation mode meanwhile. Random numbers of Python, numpy and torch go on afterwards as if
-        nothing had been. "truncated" counts the requests that lost the beginning of their context.
+        The model is in evaluation mode meanwhile, and random numbers go on afterwards as if nothing had been.
+        "truncated" counts the requests that lost the beginning of their context.
         """
         was_training = backend.model.training
         backend.model.eval()
         backend.n_truncated = 0
         try:
-            with self.seeded(), one_process():
+            with self.seeded(), one_process(), quiet():
                 found = evaluate(
                     backend, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=log_samples
                 )
@@ -434,21 +443,41 @@ class Tasks:
         n_truncated = int(backend.all_gather(torch.tensor(backend.n_truncated)).sum())
         return {} if found is None else found | {"truncated": n_truncated}
 
+    def in_words(self, found: Figures) -> str:
+        """Such as "lambada_openai perplexity 40.06 ± 1.48, acc 0.3256 ± 0.0066; hellaswag acc ..."
+
+        A group that has figures of its own stands for its tasks.
+        """
+        covered = set()
+        for name, group in self.groups.items():
+            if found.get(name):
+                covered |= {task.task_name for task in group.get_all_tasks()}
+                covered |= {inner.name for inner in group.get_all_groups()}
+        shown = [task for task in found if task not in covered and found[task]]
+        return "; ".join(f"{task} {', '.join(metrics_in_words(found[task]))}" for task in shown)
+
     @contextmanager
     def seeded(self) -> Iterator[None]:
         """Seeds the random numbers as lm_eval does, and restores them afterwards."""
-        python_state = random.getstate()
-        numpy_state = np.random.get_state()
-        random.seed(RANDOM_SEED if self.seed is None else self.seed)
-        np.random.seed(SEED if self.seed is None else self.seed)
-        for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(SEED if self.seed is None else self.seed)
-        try:
-            with torch.random.fork_rng(devices=()):
-                yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+        with random_numbers_kept():
+            random.seed(RANDOM_SEED if self.seed is None else self.seed)
+            np.random.seed(SEED if self.seed is None else self.seed)
+            for task in self.loaded["tasks"].values():
+                task.set_fewshot_seed(SEED if self.seed is None else self.seed)
+            yield
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Random numbers of Python, numpy and torch go on after the block as if it had not been."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 @contextmanager
@@ -467,6 +496,33 @@ def one_process() -> Iterator[None]:
             del os.environ["DISABLE_MULTIPROC"]
         else:
             os.environ["DISABLE_MULTIPROC"] = before
+
+
+class Quiet:
+    """A stream without what lm_eval says about its progress: bars, also on no terminal, and when it resamples."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.has_dropped = False
+
+    def write(self, text: str) -> int:
+        drops = text.startswith(("\r", "bootstrapping for stddev")) or (self.has_dropped and text == "\n")
+        self.has_dropped = drops and text != "\n"
+        return len(text) if drops else self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with redirect_stdout(Quiet(sys.stdout)), redirect_stderr(Quiet(sys.stderr)):
+        yield
+
+
+def stderr() -> Any:
+    """The stream for progress bars of our own."""
+    return getattr(sys.stderr, "stream", sys.stderr)
 
 
 def manager_of(wanted: list[str], include_path: str) -> Any:
@@ -498,6 +554,9 @@ def found_tasks(manager: Any, wanted: list[str]) -> list[str]:
 
 def loaded(manager: Any, name: str) -> list[Any]:
     """The task or group, or the tasks of a tag, with their data. Raises ValueError where they cannot be had."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)  # without a line for each time that it tries again
     try:
         found = manager.load([name])
     except Exception as e:  # of datasets, the hub, the network, YAML, a package that a task needs
@@ -505,9 +564,11 @@ def loaded(manager: Any, name: str) -> list[Any]:
             raise
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ValueError(
-            f"task {name}: its data or file cannot be loaded ({reason[:200]}); the data of lm_eval's tasks come from the "
-            "Hugging Face hub, once: connect, or give a YAML file with local data"
+            f"task {name}: its data or its file cannot be loaded ({reason[:200]}); the data of lm_eval's tasks are "
+            "downloaded once, from the Hugging Face hub: connect, or name a YAML file with local data"
         ) from None
+    finally:
+        hub.setLevel(level)
     children = {child for names in found.get("group_map", {}).values() for child in names}
     in_groups = {task.task_name for group in found.get("groups", {}).values() for task in group.get_all_tasks()}
     groups = [group for group_name, group in found.get("groups", {}).items() if group_name not in children]
@@ -516,8 +577,6 @@ def loaded(manager: Any, name: str) -> list[Any]:
 
 # ---- figures -------------------------------------------------------------------------------------------------
 
-Figures = dict[str, dict[str, float | None]]
-
 
 def figures(results: dict[str, Any]) -> Figures:
     """By task and group: each metric and its standard error, as `acc` and `acc_stderr`; None where it is not known.
@@ -525,7 +584,7 @@ def figures(results: dict[str, Any]) -> Figures:
     A metric of one of several filters has its name after a comma: `exact_match,strict-match`.
     """
     out: Figures = {}
-    for task, values in results["results"].items():
+    for task, values in results.get("results", {}).items():
         out[task] = {}
         for key, value in values.items():
             metric, _, of_filter = key.partition(",")
@@ -537,11 +596,6 @@ def figures(results: dict[str, Any]) -> Figures:
             is_number = isinstance(value, int | float) and math.isfinite(value)
             out[task][name] = float(value) if is_number else None
     return out
-
-
-def in_words(found: Figures, tasks: Iterable[str]) -> str:
-    """Such as "lambada_openai perplexity 40.06 ± 1.48, acc 0.3256 ± 0.0066; hellaswag acc ..."."""
-    return "; ".join(f"{task} {', '.join(metrics_in_words(found[task]))}" for task in tasks if found.get(task))
 
 
 def metrics_in_words(values: dict[str, float | None]) -> list[str]:
@@ -563,13 +617,3 @@ def number(value: float | None) -> str:
     if value is None:
         return "n/a"
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-
-
-def headline(tasks: Tasks, found: Figures) -> list[str]:
-    """The tasks and groups to show: groups that have figures stand for their tasks."""
-    covered = set()
-    for name, group in tasks.groups.items():
-        if found.get(name):
-            covered |= {task.task_name for task in group.get_all_tasks()}
-            covered |= {inner.name for inner in group.get_all_groups()}
-    return [task for task in found if task not in covered and found[task]]
