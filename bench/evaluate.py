@@ -166,8 +166,8 @@ def as_markdown(result: dict[str, Any]) -> str:
     ]
     if result["truncated"]:
         lines.append(
-            f"{result['truncated']:,} requests were longer than the context of {model['model_args']['block_size']} "
-            "tokens and lost their beginning."
+            f"Requests longer than the context of {model['model_args']['block_size']} tokens, which lost their "
+            f"beginning: {result['truncated']:,}."
         )
     if result["settings"]["limit"]:
         lines.append("Only the first items of each task: not a figure to compare.")
