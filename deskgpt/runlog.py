@@ -68,8 +68,8 @@ class RunLog:
                 metrics[name] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
         if self.wandb_run and event == "tasks":
-            values = {f"tasks/{task}/{k}": v for task, found in fields["results"].items() for k, v in found.items()}
-            self._wandb(lambda run: run.log(values, step=fields["iter"]))
+            figures = {f"tasks/{task}/{k}": v for task, found in fields["results"].items() for k, v in found.items()}
+            self._wandb(lambda run: run.log(figures, step=fields["iter"]))
 
     def _append(self, line: bytes) -> None:
         """Raises OSError, with the file ending in a whole line. A file that was deleted or moved is begun anew."""
