@@ -284,9 +284,9 @@ def main(c: TrainConfig) -> float:
             agenda.saved_at = time.perf_counter()
 
         # ---- benchmark, after the save: it can take minutes --------------------------------------------------
-        if benchmark and evaluated and not stop and benchmark.is_due(step, is_last or out_of_patience):
+        if benchmark and evaluated and not stop and benchmark.is_due(c, step, is_last or out_of_patience):
             with timer.evaluation(more=True), progress(ranks):
-                found, in_words = benchmark.run(runner)
+                found, in_words = benchmark.run(c, runner)
             if agenda.broken_off():
                 continue  # with the end of the run
             report.tasks(step, found, in_words)
@@ -657,7 +657,6 @@ class Benchmark:
         """Loads and checks the tasks. Raises ValueError where one cannot be had or does not fit model and tokenizer."""
         from deskgpt import harness  # imports lm_eval, which takes seconds
 
-        self.c = c
         self.harness = harness
         if not tokenizer:
             raise ValueError(f"tasks={c.tasks}: {DATA / c.dataset} does not name the tokenizer that texts need")
@@ -667,20 +666,21 @@ class Benchmark:
         if ranks.is_first:
             ranks.agree(0)
         self.backend = harness.Backend(
-            model, from_meta(tokenizer), None, c.batch_size, ranks=ranks, stopped=lambda: listener.signal is not None
+            model, from_meta(tokenizer), ranks=ranks, stopped=lambda: listener.signal is not None
         )
         if ranks.is_first:
             self.tasks.check(self.backend)
 
-    def is_due(self, step: int, is_last: bool) -> bool:
-        return is_last or step // self.c.eval_interval % self.c.tasks_interval == 0
+    def is_due(self, c: TrainConfig, step: int, is_last: bool) -> bool:
+        return is_last or step // c.eval_interval % c.tasks_interval == 0
 
-    def run(self, runner: Runner) -> tuple[dict[str, dict[str, float | None]], str]:
+    def run(self, c: TrainConfig, runner: Runner) -> tuple[dict[str, dict[str, float | None]], str]:
         """What it found, as harness.figures, and in words; empty on other ranks than the first.
 
         A signal breaks it off: its figures then mean nothing.
         """
         self.backend.amp = runner.amp
+        self.backend.batch_size = c.batch_size
         found = self.harness.figures(self.tasks.evaluate(self.backend))
         return found, self.tasks.in_words(found)
 

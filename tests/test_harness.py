@@ -7,7 +7,7 @@ import multiprocessing
 import random
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,10 +21,12 @@ from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.ranks import Ranks
 from model import GPT, GPTConfig
 
-pytestmark = pytest.mark.slow
+if TYPE_CHECKING:
+    import lm_eval
 
-lm_eval = pytest.importorskip("lm_eval")
-from deskgpt import harness  # noqa: E402 (it imports lm_eval)
+    from deskgpt import harness
+
+pytestmark = pytest.mark.slow
 
 BLOCK_SIZE = 96
 WORDS = ["the", "old", "sea", "was", "calm", "and", "no", "one", "on", "board", "knew", "what", "Zoë", "had", "seen"]
@@ -101,6 +103,14 @@ def write_task(folder: Path, name: str, **changes: Any) -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(TASKS[name] | own | changes, ensure_ascii=False))
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _harness():
+    """Imports lm_eval, which takes seconds, only if a test here runs."""
+    global harness, lm_eval
+    lm_eval = pytest.importorskip("lm_eval")
+    from deskgpt import harness
 
 
 @pytest.fixture(scope="module")
