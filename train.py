@@ -655,7 +655,7 @@ class Benchmark:
 
     def __init__(self, c: TrainConfig, tokenizer: dict[str, Any], model: GPT, ranks: Ranks) -> None:
         """Loads and checks the tasks. Raises ValueError where one cannot be had or does not fit model and tokenizer."""
-        from deskgpt import harness  # imports lm_eval, which takes seconds
+        from bench import harness  # imports lm_eval, which takes seconds
 
         self.harness = harness
         if not tokenizer:

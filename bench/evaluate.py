@@ -68,7 +68,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     """Evaluates as c says; prints, writes and returns the results."""
     # Some tasks import the package "evaluate", which in this folder would be this very file.
     sys.path = [folder for folder in sys.path if Path(folder).resolve() != HERE]
-    from deskgpt import harness  # imports lm_eval, which takes seconds
+    from bench import harness  # imports lm_eval, which takes seconds
 
     device = hardware.resolve_device(c.device)
     hardware.forbid_spilling(device)
@@ -147,7 +147,7 @@ def file_of_weights(c: EvaluateConfig, trained: Trained) -> Path:
 
 def as_markdown(result: dict[str, Any]) -> str:
     """The results as a page without its heading."""
-    from deskgpt.harness import is_error, number
+    from bench.harness import is_error, number
 
     rows = []
     for task, values in result["results"].items():

@@ -24,7 +24,7 @@ from model import GPT, GPTConfig
 if TYPE_CHECKING:
     import lm_eval
 
-    from deskgpt import harness
+    from bench import harness
 
 pytestmark = pytest.mark.slow
 
@@ -110,7 +110,7 @@ def _harness():
     """Imports lm_eval, which takes seconds, only if a test here runs."""
     global harness, lm_eval
     lm_eval = pytest.importorskip("lm_eval")
-    from deskgpt import harness
+    from bench import harness
 
 
 @pytest.fixture(scope="module")

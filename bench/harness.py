@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
+from data.tokenizer import Tokenizer
 from deskgpt.ranks import Ranks
 from model import GPT, Decoder, sample_tokens
 
@@ -46,17 +47,6 @@ Figures = dict[str, dict[str, float | None]]  # by task and metric
 # lm_eval's own seeds: of Python's random numbers, and of numpy's and the few-shot examples.
 RANDOM_SEED = 0
 SEED = 1234
-
-
-class Tokens(Protocol):
-    """What this file needs of a tokenizer."""
-
-    vocab_size: int
-    end_of_text: int | None
-
-    def encode(self, text: str) -> Any: ...
-
-    def decode_bytes(self, ids: list[int]) -> bytes: ...
 
 
 # ---- the backend ---------------------------------------------------------------------------------------------
@@ -83,7 +73,7 @@ class Backend(TemplateLM):
     def __init__(
         self,
         model: GPT,
-        tokenizer: Tokens,
+        tokenizer: Tokenizer,
         amp: AbstractContextManager[Any] | None = None,
         batch_size: int = 16,
         use_cache: bool = True,
@@ -346,7 +336,7 @@ class Backend(TemplateLM):
 class Row:
     """A text that is generated, until it is done."""
 
-    def __init__(self, tokenizer: Tokens, way: Generation) -> None:
+    def __init__(self, tokenizer: Tokenizer, way: Generation) -> None:
         self.tokenizer = tokenizer
         self.way = way
         self.ids: list[int] = []
