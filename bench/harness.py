@@ -390,7 +390,10 @@ class Tasks:
         with random_numbers_kept():
             for name in found_tasks(manager, wanted):
                 built += loaded(manager, name)
-            self.loaded = manager.load(built)
+            try:
+                self.loaded = manager.load(built)
+            except ValueError as e:  # a task by itself and in a group
+                raise ValueError(f"tasks={names}: {e}") from None
         self.groups = self.loaded.get("groups", {})
         for name, task in self.loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
@@ -406,11 +409,15 @@ class Tasks:
 
         Not of all: lm_eval takes milliseconds to write one, and writes them again for each evaluation.
         """
-        if self.limit and self.limit < backend.world_size:
-            raise ValueError(f"{self.limit} items of a task cannot be shared by {backend.world_size} ranks; take more")
-        for task in self.loaded["tasks"].values():
-            with self.seeded(), quiet():
-                task.build_all_requests(limit=min(self.limit or CHECKED, CHECKED))
+        for name, task in self.loaded["tasks"].items():
+            try:
+                with self.seeded(), quiet():
+                    task.build_all_requests(limit=min(self.limit or CHECKED, CHECKED))
+            except Exception as e:  # such as a template's, about a field that the items lack
+                raise ValueError(f"task {name}: its questions cannot be written ({type(e).__name__}: {e})") from None
+            items = len(task.eval_docs)
+            if min(self.limit or items, items) < backend.world_size:
+                raise ValueError(f"task {name}: too few items for {backend.world_size} ranks to share")
             for request in task.instances:
                 backend.check(request)
 
@@ -583,7 +590,7 @@ def figures(results: dict[str, Any]) -> Figures:
             name = metric.removesuffix("_stderr")
             name = name if of_filter == "none" else f"{name},{of_filter}"
             name += "_stderr" if metric.endswith("_stderr") else ""
-            is_number = isinstance(value, int | float) and math.isfinite(value)
+            is_number = isinstance(value, int | float | np.number) and math.isfinite(value)
             out[task][name] = float(value) if is_number else None
     return out
 

@@ -303,6 +303,7 @@ def test_results_say_which_weights_and_which_tasks(chars, plain_task, tmp_path, 
         ({"generation_kwargs": {"min_p": 0.1}}, "task until: its generation_kwargs {'min_p': 0.1} are not supported"),
         ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "until.yaml: its data or its file cannot be loaded"),
         ({"dataset_path": "EleutherAI/lambada_openai"}, "until.yaml: its data or its file cannot be loaded (Couldn't"),
+        ({"num_fewshot": 30}, "task until: its questions cannot be written (ValueError: Sample larger"),
         ({"doc_to_text": "{{question}} 🧀"}, "task until: the tokenizer does not know '🧀'"),
     ],
 )
