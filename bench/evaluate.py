@@ -74,6 +74,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     hardware.forbid_spilling(device)
     tasks = harness.Tasks(c.tasks, c.include_path, c.limit, c.num_fewshot, c.seed)
     trained = load(c.init_from, c.out_dir, device)
+    facts = facts_of_model(c, trained)  # at once: a run that goes on would soon replace the file
     model = trained.model.eval().to(device)
     amp = hardware.autocast(device, c.dtype)
     seed = harness.SEED if c.seed is None else c.seed
@@ -85,7 +86,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "command": output.command_line("evaluate.py"),
-        "model": facts_of_model(c, trained),
+        "model": facts,
         "device": hardware.device_name(device),
         "dtype": c.dtype,
         "versions": versions() | {"lm_eval": metadata.version("lm_eval")},
