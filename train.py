@@ -650,6 +650,11 @@ def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, rank
     return runner.evaluate(itertools.takewhile(lambda _: not listener.signal, batches), ranks)
 
 
+def progress(ranks: Ranks) -> AbstractContextManager[None]:
+    """Says now and then that an evaluation goes on. A terminal shows a progress bar instead."""
+    return nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", ranks.say)
+
+
 class Benchmark:
     """Tasks of lm_eval for the model as it trains, which they leave as it is; the ranks share the items."""
 
@@ -683,11 +688,6 @@ class Benchmark:
         self.backend.batch_size = c.batch_size
         found = self.harness.figures(self.tasks.evaluate(self.backend))
         return found, self.tasks.in_words(found)
-
-
-def progress(ranks: Ranks) -> AbstractContextManager[None]:
-    """Says now and then that an evaluation goes on. A terminal shows a progress bar instead."""
-    return nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", ranks.say)
 
 
 def state_of_run(
@@ -891,15 +891,15 @@ class Report:
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}"
         )
 
-    def tasks(self, step: int, found: dict[str, dict[str, float | None]], in_words: str) -> None:
-        """found: by task its metrics and their standard errors."""
-        self.log.write("tasks", iter=step, results=found)
-        self.ranks.say(f"step {step}: {in_words}")
-
     def saved(self, saved: Saved) -> None:
         if saved.error is None:
             fields = {"iter": saved.step, "best": saved.best, "save_s": saved.save_s, "write_s": saved.write_s}
             self.log.write("save", **fields)
+
+    def tasks(self, step: int, found: dict[str, dict[str, float | None]], in_words: str) -> None:
+        """found: by task its metrics and their standard errors."""
+        self.log.write("tasks", iter=step, results=found)
+        self.ranks.say(f"step {step}: {in_words}")
 
     def step(self, step: int, lr: float, health: Health, window: Window) -> None:
         """window: the steps since the last of these lines."""
