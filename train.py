@@ -83,6 +83,9 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
     log_interval: int = 1  # steps per log line
+    tasks: str = ""  # benchmarks after evaluations: names of lm_eval's tasks, or YAML files (docs/benchmarks.md)
+    tasks_interval: int = 1  # evaluations from one benchmark to the next; the last evaluation always has one
+    tasks_limit: int = 0  # items per task, its first ones; 0 = all
     always_save_checkpoint: bool = True  # False: an evaluation saves only if the validation loss has improved
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
@@ -127,7 +130,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
-        least = dict.fromkeys(("eval_interval", "eval_iters", "log_interval", "batch_size"), 1)
+        least = dict.fromkeys(("eval_interval", "eval_iters", "tasks_interval", "log_interval", "batch_size"), 1)
         least["gradient_accumulation_steps"] = 1
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
@@ -179,6 +182,7 @@ def main(c: TrainConfig) -> float:
         say_changes(c, start, data, val_split, ranks)
     estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
     model = start.build_model(c.block_size).to(ranks.device)
+    benchmark = Benchmark(c, start.tokenizer or meta["tokenizer"], model, ranks) if c.tasks else None
 
     # ---- how it runs here ------------------------------------------------------------------------------------
     batch_of = functools.partial(first_micro_batch, train_split, plan, ranks.device)
@@ -284,6 +288,14 @@ def main(c: TrainConfig) -> float:
             kept = Kept(out_dir_of(c) / checkpoint.NAME, step)
             rewound = False
             agenda.saved_at = time.perf_counter()
+
+        # ---- benchmark, after the save: it can take minutes --------------------------------------------------
+        if benchmark and evaluated and not stop and benchmark.is_due(c, step, is_last or out_of_patience):
+            with timer.evaluation(more=True), progress(ranks):
+                found, in_words = benchmark.run(c, runner)
+            if agenda.broken_off():
+                continue  # with the end of the run
+            report.tasks(step, found, in_words)
         if is_last or stop or out_of_patience:
             break
 
@@ -676,6 +688,41 @@ def progress(ranks: Ranks) -> AbstractContextManager[None]:
     return nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", ranks.say)
 
 
+class Benchmark:
+    """Tasks of lm_eval for the model as it trains, which they leave as it is; the ranks share the items."""
+
+    def __init__(self, c: TrainConfig, tokenizer: dict[str, Any], model: GPT, ranks: Ranks) -> None:
+        """Loads and checks the tasks. Raises ValueError where one cannot be had or does not fit model and tokenizer."""
+        from bench import harness  # imports lm_eval, which takes seconds
+
+        self.harness = harness
+        if not tokenizer:
+            raise ValueError(f"tasks={c.tasks}: {DATA / c.dataset} does not name the tokenizer that texts need")
+        if not ranks.is_first:
+            ranks.agree(0)  # until the first rank has downloaded the data
+        self.tasks = harness.Tasks(c.tasks, limit=c.tasks_limit)
+        if ranks.is_first:
+            ranks.agree(0)
+        self.backend = harness.Backend(
+            model, from_meta(tokenizer), ranks=ranks, stopped=lambda: listener.signal is not None
+        )
+        if ranks.is_first:
+            self.tasks.check(self.backend)
+
+    def is_due(self, c: TrainConfig, step: int, is_last: bool) -> bool:
+        return is_last or step // c.eval_interval % c.tasks_interval == 0
+
+    def run(self, c: TrainConfig, runner: Runner) -> tuple[dict[str, dict[str, float | None]], str]:
+        """What it found, as harness.figures, and in words; empty on other ranks than the first.
+
+        A signal breaks it off: its figures then mean nothing.
+        """
+        self.backend.amp = runner.amp
+        self.backend.batch_size = c.batch_size
+        found = self.harness.figures(self.tasks.evaluate(self.backend))
+        return found, self.tasks.in_words(found)
+
+
 def state_of_run(
     c: TrainConfig,
     runner: Runner,
@@ -896,6 +943,11 @@ class Report:
         if saved.error is None:
             fields = {"iter": saved.step, "best": saved.best, "save_s": saved.save_s, "write_s": saved.write_s}
             self.log.write("save", **fields)
+
+    def tasks(self, step: int, found: dict[str, dict[str, float | None]], in_words: str) -> None:
+        """found: by task its metrics and their standard errors."""
+        self.log.write("tasks", iter=step, results=found)
+        self.ranks.say(f"step {step}: {in_words}")
 
     def step(self, step: int, lr: float, health: Health, window: Window) -> None:
         """window: the steps since the last of these lines."""

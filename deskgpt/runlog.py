@@ -67,6 +67,9 @@ class RunLog:
             for name in {"mfu", "mfu_measured"} & metrics.keys():
                 metrics[name] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
+        if self.wandb_run and event == "tasks":
+            figures = {f"tasks/{task}/{k}": v for task, found in fields["results"].items() for k, v in found.items()}
+            self._wandb(lambda run: run.log(figures, step=fields["iter"]))
 
     def _append(self, line: bytes) -> None:
         """Raises OSError, with the file ending in a whole line. A file that was deleted or moved is begun anew."""
@@ -213,13 +216,14 @@ class StepTimer:
         return window
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Times an evaluation, while the clock of the steps stands still."""
+    def evaluation(self, more: bool = False) -> Iterator[None]:
+        """Times an evaluation, while the clock of the steps stands still. more: it belongs to the one before."""
         self.pause()
         t0 = time.perf_counter()
         yield
-        self.last_eval_s = time.perf_counter() - t0
-        self.eval_s += self.last_eval_s
+        seconds = time.perf_counter() - t0
+        self.last_eval_s = seconds + (self.last_eval_s if more else 0.0)
+        self.eval_s += seconds
         self.resume()
 
     @contextmanager

@@ -59,6 +59,7 @@ def test_training_and_sampling_need_only_torch_numpy_tqdm_and_filelock(without, 
         ("datasets", "data/fineweb_edu/prepare.py --source {} --encoding bytes --out"),
         ("zstandard", "data/fineweb_edu/prepare.py --source {}.zst --encoding bytes --out"),
         ("safetensors", "train.py --dataset={data} --init_from=. --device=cpu --out_dir"),
+        ("lm_eval", "train.py --dataset={data} --tasks=hellaswag --device=cpu --n_embd=12 --out_dir"),
     ],
 )
 def test_feature_names_its_missing_package(without, chars, tmp_path, package, command):

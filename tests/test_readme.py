@@ -56,6 +56,17 @@ NOT_RUN = {
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "--name chat ", "--out_dir=out-chat ")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
 
+# Stands for the tasks of lm_eval whose data would have to be downloaded.
+WORDS_TASK = {
+    "task": "words",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "words.jsonl"}},
+    "test_split": "test",
+    "output_type": "loglikelihood",
+    "doc_to_text": "{{text}}",
+    "doc_to_target": " or not",
+    "metric_list": [{"metric": "acc"}],
+}
 RUN_SHORT = "--batch_size=2 --max_iters=2 --eval_interval=2 --eval_iters=1 --compile=False --device=cpu"
 MODEL_SHORT = "--n_layer=1 --n_head=1 --n_embd=8 --block_size=16"
 SHORT = f"{MODEL_SHORT} {RUN_SHORT}"
@@ -72,6 +83,8 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     (folder / "novel.txt").write_text(corpus[:20_000])
     (folder / "notes.txt").write_text(corpus[:20_000])
     (folder / "prompt.txt").write_text("the ")
+    (folder / "words.jsonl").write_text(json.dumps({"text": "to be or not to be"}) + "\n")
+    (folder / "words.yaml").write_text(json.dumps(WORDS_TASK))  # JSON is YAML
     documents = [dict.fromkeys(("text", "body"), corpus[i : i + 2000]) for i in range(0, 100_000, 2000)]
     (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
     turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
@@ -134,6 +147,7 @@ def is_training(command: str) -> bool:
 def shortened(command: str, clone: Path) -> str:
     """The same command with a tiny model, few steps, and data that is here instead of on the hub."""
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
+    command = re.sub(r"--tasks=\S+", "--tasks=words.yaml", command)
     if "data/text/prepare.py" in command and WITHOUT_BPE:
         return command.replace("--tokenizer gpt2", "--tokenizer bytes")
     if "data/chat/prepare.py" in command and "--like" not in command:
@@ -148,8 +162,10 @@ def shortened(command: str, clone: Path) -> str:
         return f"{command} {training_flags(command, clone)}"
     if "bench/sweep.py" in command:
         return f"{command} {SHORT} --steps=3 --rounds=1"
+    weights = f" --init_from={gpt2_weights(clone)}" if "init_from=gpt2" in command else ""
+    if "bench/evaluate.py" in command:
+        return f"{command} --device=cpu{weights}"
     if "sample.py" in command:
-        weights = f" --init_from={gpt2_weights(clone)}" if "init_from=gpt2" in command else ""
         return f"{command} --max_new_tokens=20 --num_samples=1 --device=cpu{weights}"
     return command
 

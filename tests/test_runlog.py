@@ -34,6 +34,19 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     assert all(f"-{run_id}" in run.name and list(run.glob("*.wandb")) for run in runs)
 
 
+def test_wandb_gets_benchmarks_under_their_tasks():
+    logged = []
+
+    class Run:
+        id = "x"
+
+        def log(self, figures: dict[str, float], step: int) -> None:
+            logged.append((step, figures))
+
+    RunLog(None, Run()).write("tasks", iter=7, results={"lambada_openai": {"acc": 0.3, "acc_stderr": 0.1}})
+    assert logged == [(7, {"tasks/lambada_openai/acc": 0.3, "tasks/lambada_openai/acc_stderr": 0.1})]
+
+
 def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
     class Broken:
         id = "abc"

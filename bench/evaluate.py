@@ -1,0 +1,192 @@
+"""Benchmarks of a trained model through lm_eval, the harness that published figures come from.
+
+    python bench/evaluate.py --out_dir=out --tasks=lambada_openai,hellaswag
+    python bench/evaluate.py --init_from=gpt2 --tasks=lambada_openai --device=cuda --save=gpt2-lambada
+
+Needs the package lm_eval, which downloads the data of a task once. Prints a table; --save=NAME writes it to
+bench/results/DATE-NAME.md and .json, --md=FILE and --json=FILE write it elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+
+from bench import output
+from bench.output import markdown_table
+from configurator import configure
+from deskgpt import checkpoint, hardware
+from deskgpt.errors import one_line_errors
+from deskgpt.files import write_atomically
+from deskgpt.gpt2_weights import download_gpt2
+from deskgpt.runlog import git_commit, versions
+from sample import Trained, load
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig:
+    # model
+    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
+    out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
+    # tasks
+    tasks: str = "lambada_openai,hellaswag"  # names of lm_eval's tasks, groups and tags, or paths of YAML files
+    include_path: str = ""  # a folder with YAML files of further tasks
+    limit: int = 0  # items of each task, its first ones; 0 = all, which figures to compare need
+    num_fewshot: int | None = None  # examples before each question; None = the task's own number
+    seed: int | None = None  # of the choice of these examples; None = lm_eval's own
+    # machine
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the matmuls; the others are faster on most GPUs
+    batch_size: int = 16  # rows at a time; lower this if memory runs out
+    use_cache: bool = True  # where text is generated: keep keys and values instead of computing them again
+    # results, beside those on the terminal
+    save: str = ""  # a name: bench/results/DATE-NAME.md and .json
+    md: str = ""  # a file
+    json: str = ""  # a file
+
+    def __post_init__(self) -> None:
+        for name, low in {"limit": 0, "num_fewshot": 0, "seed": 0, "batch_size": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(f"{name}={value} must be at least {low}")
+        if self.seed is not None and self.seed >= 2**32:  # numpy's limit
+            raise ValueError(f"seed={self.seed} must be below {2**32}")
+        output.check_name(self.save or None)
+
+
+def main(c: EvaluateConfig) -> dict[str, Any]:
+    """Evaluates as c says; prints, writes and returns the results."""
+    # Some tasks import the package "evaluate", which in this folder would be this very file.
+    sys.path = [folder for folder in sys.path if Path(folder).resolve() != HERE]
+    from bench import harness  # imports lm_eval, which takes seconds
+
+    device = hardware.resolve_device(c.device)
+    hardware.forbid_spilling(device)
+    tasks = harness.Tasks(c.tasks, c.include_path, c.limit, c.num_fewshot, c.seed)
+    trained = load(c.init_from, c.out_dir, device)
+    facts = facts_of_model(c, trained)  # at once: a run that goes on would soon replace the file
+    model = trained.model.eval().to(device)
+    amp = hardware.autocast(device, c.dtype)
+    seed = harness.SEED if c.seed is None else c.seed
+    backend = harness.Backend(model, trained.tokenizer, amp, c.batch_size, c.use_cache, seed)
+    tasks.check(backend)
+    t0 = time.perf_counter()
+    found = tasks.evaluate(backend)
+
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": output.command_line("evaluate.py"),
+        "model": facts,
+        "device": hardware.device_name(device),
+        "dtype": c.dtype,
+        "versions": versions() | {"lm_eval": metadata.version("lm_eval")},
+        "git_commit": git_commit(),
+        "seconds": time.perf_counter() - t0,
+        "truncated": found["truncated"],
+        "results": harness.figures(found),
+        "tasks": {
+            name: {
+                "version": found["versions"].get(name),
+                "num_fewshot": found["n-shot"].get(name),
+                "items": found["n-samples"].get(name, {}).get("effective"),
+            }
+            for name in found["results"]
+        },
+        "settings": asdict(c),
+    }
+    text = as_markdown(result)
+    print(text, end="")
+    write(c, text, result)
+    return result
+
+
+# ---- the model -----------------------------------------------------------------------------------------------
+
+
+def facts_of_model(c: EvaluateConfig, trained: Trained) -> dict[str, Any]:
+    """Which weights these are."""
+    saved = trained.checkpoint
+    path = file_of_weights(c, trained)
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    facts = (saved.facts if saved else None) or {}
+    return {
+        "source": trained.source,
+        "file": path.name,
+        "sha256": sha256,
+        "step": saved.iter_num if saved else None,
+        "trained_by": facts.get("code"),  # commit of the code that trained it
+        "parameters": trained.model.num_params(),
+        "model_args": asdict(trained.model.config),
+        "tokenizer": trained.tokenizer.meta()["name"],
+    }
+
+
+def file_of_weights(c: EvaluateConfig, trained: Trained) -> Path:
+    """The file that `load` has read."""
+    path = Path(trained.source)
+    if trained.checkpoint is None:
+        return (path if path.is_dir() else download_gpt2(c.init_from)) / "model.safetensors"
+    if checkpoint.folder_of(path) != path:
+        return path
+    last = path / checkpoint.NAME
+    return path / checkpoint.BEST if checkpoint.damage_of(last) else last
+
+
+# ---- what is written -----------------------------------------------------------------------------------------
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    """The results as a page without its heading."""
+    from bench.harness import is_error, number
+
+    rows = []
+    for task, values in result["results"].items():
+        about = result["tasks"][task]
+        facts = [str("n/a" if about[name] is None else about[name]) for name in ("version", "num_fewshot", "items")]
+        for name, value in values.items():
+            if not is_error(name):
+                rows.append([task, *facts, name, number(value), number(values.get(f"{name}_stderr"))])
+    head = ["task", "version", "n-shot", "items", "metric", "value", "standard error"]
+
+    model = result["model"]
+    of_step = "" if model["step"] is None else f" of step {model['step']:,}"
+    lines = [
+        f"{output.about(result)}. Matmuls in {result['dtype']}.",
+        f"{model['source']}: {model['file']}{of_step}, {model['parameters']:,} parameters, SHA-256 {model['sha256']}.",
+    ]
+    if result["truncated"]:
+        lines.append(
+            f"Requests longer than the context of {model['model_args']['block_size']} tokens, which lost their "
+            f"beginning: {result['truncated']:,}."
+        )
+    if result["settings"]["limit"]:
+        lines.append("Only the first items of each task: not a figure to compare.")
+    text = "\n".join(lines)
+    return f"{text}\n\n```sh\n{result['command']}\n```\n\n{markdown_table(head, rows, left_columns=5)}\n"
+
+
+def write(c: EvaluateConfig, text: str, result: dict[str, Any]) -> None:
+    """Writes what c asks for. Raises OSError."""
+    page = f"# Benchmarks: {c.save or result['model']['source']}\n\n{text}"
+    if c.save:
+        output.save(c.save, page, result, None)
+    if c.md:
+        write_atomically(Path(c.md), page.encode())
+    if c.json:
+        write_atomically(Path(c.json), json.dumps(result).encode())
+
+
+if __name__ == "__main__":
+    with one_line_errors("lower --batch_size"):
+        main(configure(EvaluateConfig, sys.argv[1:]))

@@ -1,0 +1,616 @@
+"""Benchmarks by lm_eval, the harness that published figures come from: a GPT as its backend, and its tasks.
+
+The backend answers as `lm_eval --model hf` does with the same weights in Hugging Face's format: the same tokens, the
+same truncation from the left, the same stop texts. bench/evaluate.py and train.py import this file only where they run
+tasks: lm_eval is an optional package and takes seconds to import.
+
+Shape legend: B batch, T time, C channels, N tokens of continuations, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from tqdm import tqdm
+
+from data.tokenizer import Tokenizer
+from deskgpt.ranks import Ranks
+from model import GPT, Decoder, sample_tokens
+
+END_OF_TEXT = "<|endoftext|>"  # the end_of_text of all tokenizers, as text
+MAX_NEW_TOKENS = 256  # of tasks that name no number, as in lm_eval's hf
+LOGITS_PER_CHUNK = 1 << 26  # 256 MB in float32
+# Resamplings for a standard error without a formula, such as perplexity's. They know it to 1 / sqrt(2 * 1000) = 2%.
+BOOTSTRAP = 1000
+CHECKED = 100  # items of each task, before the first evaluation
+Figures = dict[str, dict[str, float | None]]  # by task and metric
+# lm_eval's own seeds: of Python's random numbers, and of numpy's and the few-shot examples.
+RANDOM_SEED = 0
+SEED = 1234
+
+
+# ---- the backend ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How a task wants text to be generated."""
+
+    stop: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
+class Backend(TemplateLM):
+    """A GPT as lm_eval asks it: how likely a continuation of a text is, and what comes next.
+
+    amp: the autocast context of the matmuls. batch_size: rows at a time. stopped: once it returns True, all further
+    answers are empty, so that the harness comes to its end at once, on all ranks; its results are then meaningless.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        amp: AbstractContextManager[Any] | None = None,
+        batch_size: int = 16,
+        use_cache: bool = True,
+        seed: int = SEED,
+        ranks: Ranks | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.amp = amp or nullcontext()
+        self.batch_size = batch_size
+        self.use_cache = use_cache
+        self.seed = seed
+        self.stopped = stopped
+        self.n_truncated = 0  # requests that lost the beginning of their context
+        self.weights_device = model.lm_head.weight.device
+        if ranks is not None:
+            self._rank = ranks.rank
+            self._world_size = ranks.world
+
+    # ---- what lm_eval asks about it ----------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where lm_eval puts what the ranks exchange, which gloo does."""
+        return torch.device("cpu")
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        gathered = [torch.zeros_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor)
+        return torch.stack(gathered)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        if self.world_size == 1:
+            return [obj]
+        gathered = [None] * self.world_size if self.rank == dst else None
+        dist.gather_object(obj, gathered, dst=dst)
+        return gathered
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.prefix_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context becomes: end_of_text, as GPT-2's. Characters have none: a line begins, or token 0."""
+        if self.tokenizer.end_of_text is not None:
+            return self.tokenizer.end_of_text
+        try:
+            return int(self.tokenizer.encode("\n")[0])
+        except ValueError:
+            return 0
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids of a text, in which "<|endoftext|>" is that token. Raises ValueError for unknown characters."""
+        end = self.tokenizer.end_of_text
+        pieces = [string] if end is None else string.split(END_OF_TEXT)
+        ids: list[int] = []
+        for i, piece in enumerate(pieces):
+            if i and end is not None:
+                ids.append(end)
+            ids += self.tokenizer.encode(piece).tolist()
+        return ids
+
+    def check(self, request: Any) -> None:
+        """Raises ValueError, naming the task, where a request (lm_eval's Instance) cannot be answered."""
+        try:
+            texts = [text for text in request.args if isinstance(text, str)]
+            self.tok_encode("".join(texts))
+            if request.request_type == "generate_until":
+                self.generation_of(request.args[1])
+        except ValueError as e:
+            raise ValueError(f"task {request.task_name}: {e}") from None
+
+    # ---- how likely --------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihoods of whole texts, in windows of the context's length, each text by itself."""
+        windows = []
+        owners = []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            limit = self.model.config.block_size
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, limit, context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(i)
+        sums = [0.0] * len(requests)
+        for i, (log_likelihood, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[i] += log_likelihood
+        return sums
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """For each (texts, context, continuation): its log-likelihood, and whether it is what greedy decoding gives.
+
+        Requests that differ in their last token only, such as answers A to D, share a row.
+        """
+        limit = self.model.config.block_size
+        requests_of: dict[tuple[int, ...], list[int]] = {}  # by the tokens of a row
+        for i, (texts, context, continuation) in enumerate(requests):
+            if not context or not 0 < len(continuation) <= limit:
+                raise ValueError(
+                    f"a task asks for a continuation of {len(continuation)} tokens after {len(context)}; with "
+                    f"block_size={limit} it must have 1 to {limit}, after at least one: {str(texts)[-200:]}"
+                )
+            tokens = context + continuation
+            self.n_truncated += len(tokens) > limit + 1
+            row = tuple(tokens[-(limit + 1) : -1])
+            requests_of.setdefault(row, []).append(i)
+
+        answers = [(0.0, False)] * len(requests)
+        rows = sorted(requests_of, key=len, reverse=True)  # what memory cannot hold fails at once
+        for batch in self.batches(rows, "log-likelihoods"):
+            T = len(batch[0])
+            at: list[int] = []  # of the position before each token of a continuation, in B * T
+            targets: list[int] = []
+            counts = []
+            asked = []
+            for b, row in enumerate(batch):
+                for i in requests_of[row]:
+                    continuation = requests[i][2]
+                    end = b * T + len(row)
+                    at += range(end - len(continuation), end)
+                    targets += continuation
+                    counts.append(len(continuation))
+                    asked.append(i)
+            # Padding on the right is later than every token that counts: causal attention does not see it.
+            idx = torch.tensor([row + (0,) * (T - len(row)) for row in batch], device=self.weights_device)  # (B, T)
+            log_p, greedy = self.scores(idx, torch.tensor(at), torch.tensor(targets))
+            for i, p, g in zip(asked, log_p.split(counts), greedy.split(counts), strict=True):
+                answers[i] = (p.sum().item(), bool(g.all()))
+        return answers
+
+    def scores(self, idx: Tensor, at: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probabilities of the targets (N,), whether each is the likeliest token (N,)), on the CPU.
+
+        idx: (B, T); at: (N,), places in B * T after which the targets (N,) are expected.
+        """
+        log_ps = []
+        greedy = []
+        rows = max(1, LOGITS_PER_CHUNK // self.model.config.vocab_size)
+        targets = targets.to(idx.device)
+        with self.amp:
+            h = self.model.transformer(idx).flatten(0, 1)[at.to(idx.device)]  # (N, C)
+            for part, expected in zip(h.split(rows), targets.split(rows), strict=True):
+                log_p = F.log_softmax(self.model.lm_head(part).float(), -1)  # (rows, V)
+                log_ps.append(log_p.gather(1, expected[:, None])[:, 0])
+                greedy.append(log_p.argmax(1) == expected)
+        return torch.cat(log_ps).cpu(), torch.cat(greedy).cpu()
+
+    # ---- what comes next ---------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to the first stop text, likeliest tokens only unless the task wants them drawn."""
+        ways = []
+        prompts = []
+        for request in requests:
+            text, options = request.args
+            way = self.generation_of(options)
+            ids = self.tok_encode(text) or [self.prefix_token_id]
+            room = self.model.config.block_size - way.max_new_tokens
+            self.n_truncated += len(ids) > room
+            ways.append(way)
+            prompts.append(ids[-room:])
+
+        texts = [""] * len(requests)
+        for way in dict.fromkeys(ways):
+            same = [i for i in range(len(requests)) if ways[i] == way]
+            same.sort(key=lambda i: len(prompts[i]), reverse=True)
+            for batch in self.batches(same, "texts"):
+                new = self.continuations([prompts[i] for i in batch], way, [self.seed + i for i in batch])
+                for i, text in zip(batch, new, strict=True):
+                    texts[i] = text
+        return texts
+
+    def generation_of(self, options: dict[str, Any]) -> Generation:
+        """What a task's generation_kwargs say. Raises ValueError where they cannot be followed."""
+        left = dict(options)
+        stop = left.pop("until", None) or []
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if self.tokenizer.end_of_text is not None:
+            stop.append(END_OF_TEXT)
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
+        given = [value for value in (left.pop(name, None) for name in names) if value is not None]
+        most = int(given[0]) if given else MAX_NEW_TOKENS
+        temperature = float(left.pop("temperature", None) or 0.0)
+        if left.pop("do_sample", None) is False:
+            temperature = 0.0
+        top_k = left.pop("top_k", None)
+        top_p = left.pop("top_p", None)
+        if left.get("num_beams") == 1:
+            del left["num_beams"]
+        if left:
+            raise ValueError(f"its generation_kwargs {left} are not supported here")
+        limit = self.model.config.block_size
+        if most >= limit:
+            raise ValueError(f"it generates up to {most} tokens; block_size={limit} leaves none for the prompt")
+        return Generation(tuple(stop), most, temperature, top_k or None, top_p or 1.0)
+
+    @torch.inference_mode()
+    def continuations(self, prompts: list[list[int]], way: Generation, seeds: list[int]) -> list[str]:
+        """The texts that follow prompts, which are sorted by length, the longest first.
+
+        All rows begin at position 0: the longer prompts' last tokens are given one by one, while the others' texts
+        already grow. So there is no padding, and each row gets what it would get alone.
+        """
+        rows = [Row(self.tokenizer, way) for _ in prompts]
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.weights_device)
+        longest = len(prompts[0])
+        known = len(prompts[-1])  # tokens that all rows have
+        idx = torch.zeros(len(prompts), longest + way.max_new_tokens, dtype=torch.long, device=self.weights_device)
+        for b, prompt in enumerate(prompts):
+            idx[b, : len(prompt)] = torch.tensor(prompt)
+        decoder = Decoder(self.model) if self.use_cache else None
+        seen = 0  # tokens in the decoder's cache
+        with self.amp:
+            while not all(row.done for row in rows) and not self.stopped():
+                if decoder is not None:
+                    logits = decoder(idx[:, seen:known])  # (B, V)
+                else:
+                    logits = self.model.lm_head(self.model.transformer(idx[:, :known])[:, -1])
+                logits = logits.float()[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+                u = torch.zeros(len(rows), 1)
+                if way.temperature > 0:
+                    u = torch.stack([torch.rand(1, generator=s, dtype=torch.float64) for s in streams])  # (B, 1)
+                new = sample_tokens(logits, u, way.temperature, way.top_k, way.top_p)[:, 0]
+                in_prompt = known < lengths
+                for row, token, given in zip(rows, new.tolist(), in_prompt.tolist(), strict=True):
+                    if not given:
+                        row.add(token)
+                if known == idx.size(1):
+                    break
+                idx[:, known] = torch.where(in_prompt, idx[:, known], new)
+                seen = known
+                known += 1
+        return [row.text for row in rows]
+
+    # ---- batches -----------------------------------------------------------------------------------------
+
+    def batches(self, items: list[Any], what: str) -> Iterator[list[Any]]:
+        """The items, batch_size of them at once, until stopped; a terminal shows how far they are."""
+        first = takewhile(lambda _: not self.stopped(), range(0, len(items), self.batch_size))
+        shown = {"desc": what, "leave": False, "file": stderr(), "disable": None if self.rank == 0 else True}
+        with tqdm(total=len(items), **shown) as bar:
+            for i in first:
+                batch = items[i : i + self.batch_size]
+                yield batch
+                bar.update(len(batch))
+
+
+class Row:
+    """A text that is generated, until it is done."""
+
+    def __init__(self, tokenizer: Tokenizer, way: Generation) -> None:
+        self.tokenizer = tokenizer
+        self.way = way
+        self.ids: list[int] = []
+        self.text = ""
+        self.done = False
+
+    def add(self, token: int) -> None:
+        if self.done:
+            return
+        if token == self.tokenizer.end_of_text:
+            self.done = True
+            return
+        self.ids.append(token)
+        self.text = self.tokenizer.decode_bytes(self.ids).decode("utf-8", "replace")
+        self.done = len(self.ids) == self.way.max_new_tokens
+        for stop in self.way.stop:
+            before, found, _ = self.text.partition(stop) if stop else (self.text, "", "")
+            self.text = before
+            self.done = self.done or bool(found)
+
+
+# ---- tasks ---------------------------------------------------------------------------------------------------
+
+
+class Tasks:
+    """Tasks of lm_eval, loaded once, to be evaluated as often as wanted.
+
+    names: of tasks, groups and tags of lm_eval, with wildcards, or paths of YAML files, separated by commas.
+    include_path: a folder with further tasks. limit: items of each task, 0 = all. num_fewshot: examples before each
+    question, None = the task's own number. seed: None = lm_eval's own. Raises ValueError, naming the task, where one
+    cannot be had.
+    """
+
+    def __init__(
+        self,
+        names: str,
+        include_path: str = "",
+        limit: int = 0,
+        num_fewshot: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.limit = limit or None
+        self.seed = seed
+        wanted = [name.strip() for name in names.split(",") if name.strip()]
+        if not wanted:
+            raise ValueError("no task is named; try --tasks=lambada_openai,hellaswag")
+        if include_path and not Path(include_path).is_dir():
+            raise ValueError(f"include_path={include_path} is not a folder")
+        manager = manager_of(wanted, include_path)
+        built = []
+        with random_numbers_kept():
+            for name in found_tasks(manager, wanted):
+                built += loaded(manager, name)
+            try:
+                self.loaded = manager.load(built)
+            except ValueError as e:  # a task by itself and in a group
+                raise ValueError(f"tasks={names}: {e}") from None
+        self.groups = self.loaded.get("groups", {})
+        for name, task in self.loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                raise ValueError(f"task {name}: it runs code of the model, or shows it pictures; not supported here")
+            own = task.get_config("num_fewshot")
+            if num_fewshot is not None and own != 0:  # 0 in a task's file is meant
+                task.set_config("num_fewshot", num_fewshot)
+            elif own is None:
+                task.set_config("num_fewshot", 0)
+
+    def check(self, backend: Backend) -> None:
+        """Raises ValueError where this model and tokenizer cannot answer one of the first requests of a task.
+
+        Not of all: lm_eval takes milliseconds to write one, and writes them again for each evaluation.
+        """
+        for name, task in self.loaded["tasks"].items():
+            try:
+                with self.seeded(), quiet():
+                    task.build_all_requests(limit=min(self.limit or CHECKED, CHECKED))
+            except Exception as e:  # such as a template's, about a field that the items lack
+                raise ValueError(f"task {name}: its questions cannot be written ({type(e).__name__}: {e})") from None
+            items = len(task.eval_docs)
+            if min(self.limit or items, items) < backend.world_size:
+                raise ValueError(f"task {name}: too few items for {backend.world_size} ranks to share")
+            for request in task.instances:
+                backend.check(request)
+
+    def evaluate(self, backend: Backend, log_samples: bool = False) -> dict[str, Any]:
+        """lm_eval's results: by task its metrics ("results"), "versions", "n-shot", "n-samples"; {} on other ranks.
+
+        The model is in evaluation mode meanwhile, and random numbers go on afterwards as if nothing had been.
+        "truncated" counts the requests that lost the beginning of their context.
+        """
+        was_training = backend.model.training
+        backend.model.eval()
+        backend.n_truncated = 0
+        try:
+            with self.seeded(), one_process(), quiet():
+                found = evaluate(
+                    backend, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=log_samples
+                )
+        finally:
+            backend.model.train(was_training)
+        n_truncated = int(backend.all_gather(torch.tensor(backend.n_truncated)).sum())
+        return {} if found is None else found | {"truncated": n_truncated}
+
+    def in_words(self, found: Figures) -> str:
+        """Such as "lambada_openai perplexity 40.06 ± 1.48, acc 0.3256 ± 0.0066; hellaswag acc ..."
+
+        A group that has figures of its own stands for its tasks.
+        """
+        covered = set()
+        for name, group in self.groups.items():
+            if found.get(name):
+                covered |= {task.task_name for task in group.get_all_tasks()}
+                covered |= {inner.name for inner in group.get_all_groups()}
+        shown = [task for task in found if task not in covered and found[task]]
+        return "; ".join(f"{task} {', '.join(metrics_in_words(found[task]))}" for task in shown)
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Seeds the random numbers as lm_eval does, and restores them afterwards."""
+        with random_numbers_kept():
+            random.seed(RANDOM_SEED if self.seed is None else self.seed)
+            np.random.seed(SEED if self.seed is None else self.seed)
+            for task in self.loaded["tasks"].values():
+                task.set_fewshot_seed(SEED if self.seed is None else self.seed)
+            yield
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Random numbers of Python, numpy and torch go on after the block as if it had not been."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Makes lm_eval resample for standard errors in this process.
+
+    The processes that it would fork inherit the signals' socket of deskgpt/stopping.py: when they are ended with
+    SIGTERM, this run would take that for a wish to stop.
+    """
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+class Quiet:
+    """A stream without what lm_eval says about its progress: bars, also on no terminal, and when it resamples."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.has_dropped = False
+
+    def write(self, text: str) -> int:
+        drops = text.startswith(("\r", "bootstrapping for stddev")) or (self.has_dropped and text == "\n")
+        self.has_dropped = drops and text != "\n"
+        return len(text) if drops else self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with redirect_stdout(Quiet(sys.stdout)), redirect_stderr(Quiet(sys.stderr)):
+        yield
+
+
+def stderr() -> Any:
+    """The stream for progress bars of our own."""
+    return getattr(sys.stderr, "stream", sys.stderr)
+
+
+def manager_of(wanted: list[str], include_path: str) -> Any:
+    """A TaskManager; lm_eval's own thousands of tasks, which take seconds to list, only where they are needed."""
+    if include_path or all(is_file(name) for name in wanted):
+        manager = TaskManager(include_path=include_path or None, include_defaults=False)
+        if all(is_file(name) or manager.match_tasks([name]) for name in wanted):
+            return manager
+    return TaskManager(include_path=include_path or None)
+
+
+def is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and Path(name).is_file()
+
+
+def found_tasks(manager: Any, wanted: list[str]) -> list[str]:
+    """Names that the manager knows, and paths. Raises ValueError with the nearest names for another one."""
+    names: list[str] = []
+    for name in wanted:
+        matching = [name] if is_file(name) else manager.match_tasks([name])
+        if not matching:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=5)
+            near = near or [known for known in manager.all_tasks if name.lower() in known.lower()][:5]
+            meant = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
+            raise ValueError(f"task {name}: lm_eval has no such task; {meant}")
+        names += matching
+    return list(dict.fromkeys(names))
+
+
+def loaded(manager: Any, name: str) -> list[Any]:
+    """The task or group, or the tasks of a tag, with their data. Raises ValueError where they cannot be had."""
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)  # without a line for each time that it tries again
+    try:
+        found = manager.load([name])
+    except Exception as e:  # of datasets, the hub, the network, YAML, a package that a task needs
+        if isinstance(e, ModuleNotFoundError) and e.name:
+            raise
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise ValueError(
+            f"task {name}: its data or its file cannot be loaded ({reason[:200]}); the data of lm_eval's tasks are "
+            "downloaded once, from the Hugging Face hub: connect, or name a YAML file with local data"
+        ) from None
+    finally:
+        hub.setLevel(level)
+    children = {child for names in found.get("group_map", {}).values() for child in names}
+    in_groups = {task.task_name for group in found.get("groups", {}).values() for task in group.get_all_tasks()}
+    groups = [group for group_name, group in found.get("groups", {}).items() if group_name not in children]
+    return groups + [task for task_name, task in found["tasks"].items() if task_name not in in_groups]
+
+
+# ---- figures -------------------------------------------------------------------------------------------------
+
+
+def figures(results: dict[str, Any]) -> Figures:
+    """By task and group: each metric and its standard error, as `acc` and `acc_stderr`; None where it is not known.
+
+    A metric of one of several filters has its name after a comma: `exact_match,strict-match`.
+    """
+    out: Figures = {}
+    for task, values in results.get("results", {}).items():
+        out[task] = {}
+        for key, value in values.items():
+            metric, _, of_filter = key.partition(",")
+            if not of_filter:  # the name, an alias, the number of items
+                continue
+            name = metric.removesuffix("_stderr")
+            name = name if of_filter == "none" else f"{name},{of_filter}"
+            name += "_stderr" if metric.endswith("_stderr") else ""
+            is_number = isinstance(value, int | float | np.number) and math.isfinite(value)
+            out[task][name] = float(value) if is_number else None
+    return out
+
+
+def metrics_in_words(values: dict[str, float | None]) -> list[str]:
+    out = []
+    for name, value in values.items():
+        if is_error(name):
+            continue
+        error = values.get(f"{name}_stderr")
+        out.append(f"{name} {number(value)}" + ("" if error is None else f" ± {number(error)}"))
+    return out
+
+
+def is_error(name: str) -> bool:
+    return name.endswith("_stderr")
+
+
+def number(value: float | None) -> str:
+    """Four decimals of a share, four digits of anything larger."""
+    if value is None:
+        return "n/a"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

@@ -1,0 +1,332 @@
+"""The backend for lm_eval: item by item the same answers as lm_eval's own `hf` gives with the same weights."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_equal, events, flags, tiny, weights
+
+import train
+from data.tokenizer import BytesTokenizer, CharTokenizer
+from deskgpt.gpt2_weights import load_gpt2
+from deskgpt.ranks import Ranks
+from model import GPT, GPTConfig
+
+if TYPE_CHECKING:
+    import lm_eval
+
+    from bench import harness
+
+pytestmark = pytest.mark.slow
+
+BLOCK_SIZE = 96
+WORDS = ["the", "old", "sea", "was", "calm", "and", "no", "one", "on", "board", "knew", "what", "Zoë", "had", "seen"]
+
+# By name: lm_eval's own description of a task, but for its data.
+TASKS: dict[str, dict[str, Any]] = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}\nAnswer:",
+        "doc_to_choice": "{{options}}",
+        "doc_to_target": "{{answer}}",
+        "num_fewshot": 1,
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "letters": {  # answers of one token, which share a row
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}} ",
+        "doc_to_choice": ["A", "B", "C", "D"],
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "last_word": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{start}}",
+        "doc_to_target": "{{word}}",
+        "metric_list": [{"metric": "perplexity", "higher_is_better": False}, {"metric": "acc"}],
+    },
+    "whole_text": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "byte_perplexity"}],
+    },
+    "until": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{word}}",
+        "generation_kwargs": {"until": ["<stop>", "\n\n"], "max_gen_toks": 24, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def documents(n: int = 20) -> list[dict[str, Any]]:
+    """Questions and texts of 0 to twice BLOCK_SIZE bytes."""
+    draw = random.Random(1)
+    out = []
+    for i in range(n):
+        words = draw.choices(WORDS, k=i * 2)
+        start = " ".join(words)
+        out.append(
+            {
+                "question": start or "why?",
+                "start": start,
+                "word": " " + draw.choice(WORDS),
+                "text": " ".join(words * 2),
+                "options": [" ".join(draw.choices(WORDS, k=k)) for k in (1, 2, 4)],
+                "answer": i % 3,
+            }
+        )
+    return out
+
+
+def write_items(path: Path, items: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+
+
+def write_task(folder: Path, name: str, **changes: Any) -> Path:
+    """A task's YAML file (JSON is YAML) for the data beside it."""
+    data = folder / "items.jsonl"
+    files = {"test": str(data), "train": str(data)}
+    own = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+    own |= {"fewshot_split": "train", "metadata": {"version": 1.0}}
+    path = folder / f"{name}.yaml"
+    path.write_text(json.dumps(TASKS[name] | own | changes, ensure_ascii=False))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _harness():
+    """Imports lm_eval, which takes seconds, only if a test here runs."""
+    global harness, lm_eval
+    lm_eval = pytest.importorskip("lm_eval")
+    from bench import harness
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory) -> tuple[Any, Any, Path]:
+    """(model, tokenizer, their folder) of a tiny GPT-2 of bytes that is sure of its guesses."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    letter = {bytes_letter(b): b for b in range(255)} | {"<|endoftext|>": 255}
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE(letter, []))
+    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    coder.decoder = tokenizers.decoders.ByteLevel()
+    end = "<|endoftext|>"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=coder, bos_token=end, eos_token=end)
+
+    torch.manual_seed(3)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": BLOCK_SIZE, "vocab_size": 256}
+    config = transformers.GPT2Config(**sizes, initializer_range=0.4, bos_token_id=255, eos_token_id=255)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    folder = tmp_path_factory.mktemp("gpt2")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer, folder
+
+
+def bytes_letter(byte: int) -> str:
+    """The letter that stands for a byte in GPT-2's vocabulary."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in visible]
+    return chr(byte) if byte in visible else chr(256 + hidden.index(byte))
+
+
+@pytest.fixture(scope="module")
+def gpt(hugging_face) -> GPT:
+    model_args, state = load_gpt2(str(hugging_face[2]))
+    return GPT.from_state(GPTConfig(**model_args), state, "test").eval()
+
+
+@pytest.fixture(scope="module")
+def tasks(gpt, tmp_path_factory) -> harness.Tasks:
+    """All of TASKS; "<stop>" becomes a text that the model writes, and some words are its own guesses."""
+    folder = tmp_path_factory.mktemp("tasks")
+    backend = harness.Backend(gpt, BytesTokenizer())
+
+    def guess(prompt: str, n: int) -> str:
+        [text] = backend.continuations([backend.tok_encode(prompt)[-BLOCK_SIZE + n :]], harness.Generation((), n), [0])
+        return text
+
+    text = guess("why?", 24)
+    items = documents()
+    for item in items[1:]:
+        own = guess(item["start"], 1)
+        if own.isprintable() and own.isascii():
+            item["word"] = own
+    write_items(folder / "items.jsonl", items)
+    until = TASKS["until"]["generation_kwargs"] | {"until": [text[6:8], "\n\n"]}
+    paths = [write_task(folder, name) for name in TASKS if name != "until"]
+    paths.append(write_task(folder, "until", generation_kwargs=until))
+    return harness.Tasks(",".join(map(str, paths)))
+
+
+@pytest.fixture(scope="module")
+def theirs(hugging_face, tasks) -> dict[str, Any]:
+    """The results of lm_eval's own backend."""
+    pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer, _ = hugging_face
+    backend = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3)
+    with tasks.seeded(), harness.one_process():
+        return lm_eval.evaluate(backend, tasks.loaded, bootstrap_iters=1000, log_samples=True)
+
+
+def known(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def answers(results: dict[str, Any], task: str) -> list[Any]:
+    """Of all items of a task, in their order."""
+    samples = sorted(results["samples"][task], key=lambda s: s["doc_id"])
+    return [answer for s in samples for [answer] in s["resps"]]
+
+
+@pytest.mark.parametrize(("batch_size", "use_cache"), [(4, True), (7, False)])
+def test_every_answer_is_that_of_lm_evals_own_hf_backend(gpt, tasks, theirs, batch_size, use_cache):
+    backend = harness.Backend(gpt, BytesTokenizer(), batch_size=batch_size, use_cache=use_cache)
+    ours = tasks.evaluate(backend, log_samples=True)
+    for name in ("choices", "letters", "last_word"):
+        found = answers(ours, name)
+        expected = answers(theirs, name)
+        assert len(found) >= 20
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        np.testing.assert_allclose([p for p, _ in found], [p for p, _ in expected], atol=1e-4)
+    np.testing.assert_allclose(answers(ours, "whole_text"), answers(theirs, "whole_text"), atol=1e-3, rtol=1e-6)
+    assert {greedy for _, greedy in answers(ours, "last_word")} == {True, False}
+    texts = answers(ours, "until")
+    assert texts == answers(theirs, "until")
+    assert len(texts[0]) <= 6  # the stop text has ended it
+    assert max(len(text) for text in texts) > 12  # and not others
+    assert ours["truncated"] > 20
+    for name in TASKS:
+        assert known(harness.figures(ours)[name]) == pytest.approx(known(harness.figures(theirs)[name]), rel=1e-4)
+
+
+def test_ranks_share_the_items_and_find_what_one_finds(gpt, tasks, tmp_path):
+    alone = tasks.evaluate(harness.Backend(gpt, BytesTokenizer()))
+
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=rank, world_size=2)
+        ranks = Ranks(torch.device("cpu"), rank, 2, distributed=True)
+        found = tasks.evaluate(harness.Backend(gpt, BytesTokenizer(), ranks=ranks))
+        shown = harness.figures(found)
+        (tmp_path / f"{rank}.json").write_text(json.dumps([shown, found.get("truncated")]))
+        dist.destroy_process_group()
+
+    context = multiprocessing.get_context("fork")  # which has imported everything
+    processes = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    shown, truncated = json.loads((tmp_path / "0.json").read_text())
+    assert json.loads((tmp_path / "1.json").read_text()) == [{}, None]
+    for name in ("letters", "last_word", "whole_text", "until"):  # "choices" draws other examples on each rank
+        values = known(harness.figures(alone)[name])
+        values.pop("perplexity_stderr", None)  # comes from random draws
+        assert {k: shown[name][k] for k in values} == pytest.approx(values, rel=1e-5), name
+    assert truncated > 20
+
+
+def test_a_wish_to_stop_ends_a_benchmark_without_asking_the_model(gpt, tasks):
+    calls = []
+    hook = gpt.transformer.register_forward_hook(lambda *_: calls.append(1))
+    tasks.evaluate(harness.Backend(gpt, BytesTokenizer(), stopped=lambda: len(calls) >= 3))
+    hook.remove()
+    assert len(calls) == 3
+
+
+@pytest.fixture
+def plain_task(tmp_path) -> Path:
+    """A task whose texts have letters and spaces only."""
+    items = [item | {"start": f"the old {item['start']}"} for item in documents()]
+    plain = json.loads(json.dumps(items, ensure_ascii=False).replace("ë", "e"))
+    write_items(tmp_path / "items.jsonl", plain)
+    return write_task(tmp_path, "last_word")
+
+
+def test_a_run_with_benchmarks_ends_with_the_weights_of_one_without(chars, plain_task, tmp_path, capsys):
+    own: dict[str, Any] = {"dropout": 0.1, "max_iters": 10, "eval_interval": 2}
+    train.main(tiny(chars, tmp_path / "without", **own))
+    random.seed(5)
+    np.random.seed(5)
+    capsys.readouterr()
+    train.main(tiny(chars, tmp_path / "with", tasks=str(plain_task), tasks_interval=3, tasks_limit=5, **own))
+    assert random.random() == random.Random(5).random()
+    assert np.random.random() == np.random.RandomState(5).random_sample()
+    assert_equal(weights(tmp_path / "with"), weights(tmp_path / "without"))
+
+    found = events(tmp_path / "with", "tasks")
+    assert [e["iter"] for e in found] == [0, 6, 10]  # every third evaluation, and the last
+    results = found[-1]["results"]["last_word"]
+    assert results.keys() == {"acc", "acc_stderr", "perplexity", "perplexity_stderr"}
+    assert results["perplexity"] < found[0]["results"]["last_word"]["perplexity"]
+    out, err = capsys.readouterr()
+    assert f"step 10: last_word perplexity {harness.number(results['perplexity'])} ± " in out
+    assert "it/s]" not in err
+    assert not events(tmp_path / "without", "tasks")
+
+
+def test_results_say_which_weights_and_which_tasks(chars, plain_task, tmp_path, script):
+    train.main(tiny(chars, tmp_path / "out"))
+    files = {"json": tmp_path / "a" / "r.json", "md": tmp_path / "a" / "r.md"}
+    named = {"tasks": "last_word", "include_path": tmp_path, "limit": 7, "num_fewshot": 2}
+    done = script("bench/evaluate.py", *flags(out_dir=tmp_path / "out", device="cpu", **named, **files))
+    assert done.code == 0, done.err
+    result = json.loads(files["json"].read_text())
+    assert result["model"]["sha256"] == sha256((tmp_path / "out" / "ckpt.pt").read_bytes()).hexdigest()
+    assert result["model"]["step"] == 6
+    assert result["tasks"]["last_word"] == {"version": 1.0, "num_fewshot": 2, "items": 7}
+    assert 0 <= result["results"]["last_word"]["acc"] <= 1
+    page = files["md"].read_text()
+    assert result["model"]["sha256"] in page
+    assert "| last_word | 1.0 | 2 | 7 | acc | " in page
+    assert page.endswith(done.out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation_kwargs": {"max_gen_toks": 16}}, "task until: it generates up to 16 tokens; block_size=16 leaves"),
+        ({"generation_kwargs": {"min_p": 0.1}}, "task until: its generation_kwargs {'min_p': 0.1} are not supported"),
+        ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "until.yaml: its data or its file cannot be loaded"),
+        ({"dataset_path": "EleutherAI/lambada_openai"}, "until.yaml: its data or its file cannot be loaded (Couldn't"),
+        ({"num_fewshot": 30}, "task until: its questions cannot be written (ValueError: Sample larger"),
+        ({"doc_to_text": "{{question}} 🧀"}, "task until: the tokenizer does not know '🧀'"),
+    ],
+)
+def test_a_task_that_cannot_run_is_one_line(chars, tmp_path, plain_task, script, changes, message):
+    path = write_task(tmp_path, "until", **changes)
+    small = flags(device="cpu", dataset=chars, out_dir=tmp_path / "out", n_layer=1, n_head=1, n_embd=8, block_size=16)
+    done = script("train.py", *small, f"--tasks={path}")
+    assert done.code == 1
+    assert message in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "out" / "log.jsonl").exists()
+
+
+def test_a_name_that_is_no_task_gets_the_nearest_ones(tmp_path, plain_task, script):
+    manager = harness.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    assert harness.found_tasks(manager, ["last_*"]) == ["last_word"]
+    with pytest.raises(ValueError, match="task last_wrod: lm_eval has no such task; did you mean last_word"):
+        harness.found_tasks(manager, ["last_wrod"])
+
+
+def test_an_empty_context_begins_like_a_text():
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
+    assert harness.Backend(model, BytesTokenizer()).prefix_token_id == 255
+    assert harness.Backend(model, CharTokenizer("ab\nc")).prefix_token_id == 2
+    assert harness.Backend(model, CharTokenizer("abc")).prefix_token_id == 0
+    assert harness.Backend(model, BytesTokenizer()).tok_encode("a<|endoftext|>b") == [97, 255, 98]
