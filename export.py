@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from configurator import configure
+from data.chat import template
 from data.token_files import read_record
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt import checkpoint, hugging_face
@@ -62,7 +63,11 @@ def main(c: ExportConfig) -> None:
         write_json(folder / "config.json", hugging_face.config_json(config, tokenizer.end_of_text))
         write_json(folder / "generation_config.json", hugging_face.generation_config_json(config, *ids))
         write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        write_json(folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size))
+        of_chat = trained.checkpoint is not None and trained.checkpoint.chat == template.NAME
+        chat_template = template.JINJA if of_chat else None
+        write_json(
+            folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size, chat_template)
+        )
         if kind.is_own:
             shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
         (folder / "README.md").write_text(model_card(trained, to.resolve().name), encoding="utf-8")

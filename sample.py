@@ -80,6 +80,8 @@ class SampleConfig:
             raise ValueError(f"port={self.port} must be from 0 to 65535")
         if self.compare_with and not self.serve:
             raise ValueError(f"compare_with={self.compare_with} needs the page; add --serve")
+        if self.serve and self.chat:
+            raise ValueError("serve=True and chat=True are two ways to use a model; leave one of them out")
         if self.serve and self.compile:
             raise ValueError("compile=True is not for --serve; leave one of them out")
 

@@ -845,6 +845,7 @@ class Report:
         self.timer = timer
         self.log = log
         self.warm_up_s = 0.0
+        self.is_chat = False  # whether the data are dialogues
         self.val_text: TextFacts | None = None  # on the first rank, where it is known
         self.global_batch = plan.global_batch
         self.tokens_per_step = plan.global_batch * c.block_size
@@ -873,6 +874,7 @@ class Report:
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
         name = hardware.device_name(device)
         self.warm_up_s = warm_up_s
+        self.is_chat = meta["chat"] is not None
         say(f"data: {(DATA / c.dataset).name}, {train.tokens:,} train and {val.tokens:,} val tokens, {checksums}")
         for poverty in (train.poverty(), val.poverty()):
             if poverty:
@@ -1097,7 +1099,7 @@ class Report:
             best = kept.path
         of_step = "" if best_step is None else f" of step {best_step}"
         say(f"best model{of_step}: {best}")
-        say("sample:  " + command("python", "sample.py", f"--out_dir={best}"))
+        say("sample:  " + command("python", "sample.py", f"--out_dir={best}", *(["--chat"] if self.is_chat else [])))
         say("resume:  " + resume_command(self.c, self.ranks, *more))
         say("compare: " + command("python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"))
 

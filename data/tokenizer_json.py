@@ -43,8 +43,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     raise ValueError(f"Hugging Face's tokenizer.json cannot hold the tokenizer {tokenizer.meta()['name']!r}")
 
 
-def tokenizer_config_json(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
-    """What tokenizer_config.json says."""
+def tokenizer_config_json(tokenizer: Tokenizer, block_size: int, chat_template: str | None) -> dict[str, Any]:
+    """What tokenizer_config.json says. chat_template: for Jinja, of a model that was trained on dialogues."""
     special = {}
     if tokenizer.end_of_text is not None:
         special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
@@ -54,6 +54,7 @@ def tokenizer_config_json(tokenizer: Tokenizer, block_size: int) -> dict[str, An
         "padding_side": "left",  # as generating in batches needs it
         "clean_up_tokenization_spaces": False,
         **special,
+        **({"chat_template": chat_template} if chat_template else {}),
         OUR_KEY: tokenizer.meta(),
     }
 

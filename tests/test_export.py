@@ -17,6 +17,7 @@ import torch
 from conftest import assert_equal, events, needs_bpe, shell, tiny
 from tiny_models import make, tokens
 
+from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import merges_of, tokenizer_config_json, tokenizer_json
 from deskgpt import checkpoint, hugging_face
@@ -51,7 +52,9 @@ _modules = tempfile.TemporaryDirectory()
 os.environ.setdefault("HF_MODULES_CACHE", _modules.name)
 
 
-def saved(out_dir: Path, config: GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None) -> GPT:
+def saved(
+    out_dir: Path, config: GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None, chat: str | None = None
+) -> GPT:
     """A model of random weights, gains and biases, and its checkpoint in out_dir."""
     model = make(config).eval()
     out_dir.mkdir(exist_ok=True)
@@ -63,6 +66,7 @@ def saved(out_dir: Path, config: GPTConfig = SMALL, tokenizer: dict[str, Any] | 
         best_val_loss=1.0,
         config={},
         tokenizer=tokenizer or {"name": "char", "chars": CHARS},
+        chat=chat,
     )
     checkpoint.save(content, out_dir, best=False)
     return model
@@ -270,7 +274,7 @@ def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
 
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64)))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64, None)))
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -298,6 +302,25 @@ def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == tokenizer.end_of_text
     assert theirs.model_max_length == 64
     assert theirs.unk_token_id is None
+
+
+@pytest.mark.slow
+def test_model_of_dialogues_has_their_template(tmp_path):
+    from transformers import AutoTokenizer
+
+    saved(tmp_path / "out", replace(SMALL, vocab_size=256), {"name": "bytes"}, chat=template.NAME)
+    main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "exported")))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    messages = [("system", "Be short."), ("user", "Who's there?\n"), ("assistant", "Me."), ("user", "Who?")]
+    rendered = theirs.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    prompt = template.Template(BytesTokenizer()).prompt([template.Message(*message) for message in messages])
+    assert theirs(rendered)["input_ids"] == prompt.tolist()
+    (tmp_path / "plain").mkdir()
+    assert AutoTokenizer.from_pretrained(exported(tmp_path / "plain")[1]).chat_template is None
 
 
 @pytest.mark.slow
