@@ -193,6 +193,13 @@ def test_a_loss_is_interpolated_only_between_evaluations(tmp_path):
     assert spent_until(run, "steps", 1.9) is None
 
 
+def test_loss_before_training_is_no_end_of_a_line_to_the_first_evaluation(tmp_path):
+    run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, warm_up_s=5.0))  # it cost time, too
+    complete(run)
+    assert at(run, "time", 6.0) is None
+    assert spent_until(run, "time", 3.5) is None
+
+
 def test_scatter_of_evaluations_is_their_noise():
     draw = random.Random(3)
     losses = [3 + 1 / i + draw.gauss(0, 0.02) for i in range(1, 401)]

@@ -65,8 +65,11 @@ AMOUNT: dict[str, Callable[[float], str]] = {
 
 
 def curve(run: Run, axis: str) -> list[tuple[float, float]]:
-    """(amount spent, val loss) of each evaluation after the first step."""
-    points = [(AXES[axis](run, e), e["val_loss"]) for e in run.val]
+    """(amount spent, val loss) of each evaluation after the first step.
+
+    The one before it has cost time too, for compiling; but between it and the next one no line tells the loss.
+    """
+    points = [(AXES[axis](run, e), e["val_loss"]) for e in run.val if e["iter"]]
     return [(x, y) for x, y in points if x]
 
 
