@@ -413,9 +413,12 @@ def test_other_schedules_fall_along_straight_lines():
 def test_importing_the_scripts_does_nothing():
     code = "import os, torch; before = dict(os.environ);"
     code += "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
+    code += "import export, data.chat.prepare, data.text.prepare, bench.report, bench.evaluate;"
     code += "import data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
-    code += "[__import__('deskgpt.' + m.name) for m in pkgutil.iter_modules(deskgpt.__path__)];"
+    code += "names = {m.name for m in pkgutil.iter_modules(deskgpt.__path__)} - {'modeling_deskgpt'};"  # transformers'
+    code += "[__import__('deskgpt.' + name) for name in names];"
     slow = ("wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo")
+    slow += ("tokenizers", "lm_eval")
     code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"
     code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
     done = shell("python", "-c", code)
