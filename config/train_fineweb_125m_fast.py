@@ -28,7 +28,7 @@ qk_norm = True
 activation = "relu2"
 tie_weights = False
 zero_init = True
-token_shift = True
+token_shift = True  # False: no model code of its own is needed to load it elsewhere (docs/export.md)
 
 batch_size = 8  # sequences per micro-batch
 gradient_accumulation_steps = 64  # x 8 x 1024 = 524,288 tokens per step
