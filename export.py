@@ -65,9 +65,7 @@ def main(c: ExportConfig) -> None:
         write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
         of_chat = trained.checkpoint is not None and trained.checkpoint.chat == template.NAME
         chat_template = template.JINJA if of_chat else None
-        write_json(
-            folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size, chat_template)
-        )
+        write_json(folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size, chat_template))
         if kind.is_own:
             shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
         (folder / "README.md").write_text(model_card(trained, to.resolve().name), encoding="utf-8")
