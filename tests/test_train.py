@@ -417,8 +417,8 @@ def test_importing_the_scripts_does_nothing():
     code += "import data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
     code += "names = {m.name for m in pkgutil.iter_modules(deskgpt.__path__)} - {'modeling_deskgpt'};"  # transformers'
     code += "[__import__('deskgpt.' + name) for name in names];"
-    slow = ("wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo")
-    slow += ("tokenizers", "lm_eval")
+    slow = ["wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo"]
+    slow += ["tokenizers", "lm_eval"]
     code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"
     code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
     done = shell("python", "-c", code)
