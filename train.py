@@ -74,7 +74,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # input and output
     out_dir: str = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
     dataset: str = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
-    init_from: str = "scratch"  # scratch, resume, gpt2[-medium|-large|-xl], a checkpoint, a folder in GPT-2's format
+    init_from: str = "scratch"  # scratch, resume, auto (resume if there is one), gpt2..., a checkpoint, a folder
     eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
     eval_iters: int = 200  # micro-batches per split and evaluation; a split with fewer is read whole
     eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
@@ -90,6 +90,8 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
     save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
+    save_async: bool = True  # False: training waits until a checkpoint is on the disk
+    keep_checkpoints: int = 1  # the latest ones that are kept, beside the best
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
@@ -121,8 +123,14 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
     compile: Literal["auto", True, False] = "auto"  # a slow start, faster steps; auto: on CUDA, and on a CPU if it pays
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
+    activation_checkpoint: Literal["none", "full", "selective"] = "none"  # compute activations again: less memory
     seed: int = 1337  # of initial weights, batch order and dropout
+    # several ranks, started by torchrun (docs/many-gpus.md)
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
+    dp_shard: int = 1  # ranks that share one copy of weights and moments (FSDP); -1 = all; 1 = each has its own (DDP)
+    reshard_after_forward: bool = True  # sharded: gather weights again for the backward pass; False: keep them
+    dist_timeout_s: float = 600.0  # the longest that ranks wait for each other; then the run ends
+    world: int = 0  # a dry run for so many ranks, which need not be here; 0 = those that torchrun started
     # Weights & Biases
     wandb_log: bool = False
     wandb_project: str = "owt"
@@ -131,7 +139,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         least = dict.fromkeys(("eval_interval", "eval_iters", "tasks_interval", "log_interval", "batch_size"), 1)
-        least["gradient_accumulation_steps"] = 1
+        least |= {"gradient_accumulation_steps": 1, "keep_checkpoints": 1, "dp_shard": -1}
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             low = least.get(name, 0)
