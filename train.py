@@ -44,7 +44,7 @@ from data.text_facts import TextFacts, text_facts
 from data.token_files import check_vocabulary, listed_sha256, read_meta, read_record, token_files
 from data.tokenizer import from_meta, from_meta_offline, padded_vocab_size
 from data.verify import Verification
-from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
+from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, sharding, stopping
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import message_for_user, one_line_errors
 from deskgpt.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
@@ -189,7 +189,7 @@ def main(c: TrainConfig) -> float:
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
     estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
-    model = start.build_model(c.block_size).to(ranks.device)
+    model = placed_model(start, c, ranks)
     benchmark = Benchmark(c, start.tokenizer or meta["tokenizer"], model, ranks) if c.tasks else None
 
     # ---- how it runs here ------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def main(c: TrainConfig) -> float:
             continue  # with the end of the run
 
         runner.scaler.unscale_(optimizer)
-        grad_norms = torch.stack(torch._foreach_norm(runner.gradients()))
+        grad_norms = runner.gradient_norms()
         grad_norm = torch.linalg.vector_norm(grad_norms)
         torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
 
@@ -484,6 +484,20 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], No
         if wanted != there:
             raise ValueError(f"{name}={wanted}, but {start.source} has {name}={there}: leave it out")
     return start
+
+
+def placed_model(start: StartingPoint, c: TrainConfig, ranks: Ranks) -> GPT:
+    """The model on this rank's device, as a whole or sharded. Raises ValueError.
+
+    Where it is sharded, only the first rank builds it in the machine's memory.
+    """
+    shards = sharding.shards_of(c.dp_shard, ranks.world)
+    if shards == 1:
+        return start.build_model(c.block_size).to(ranks.device)
+    with nullcontext() if ranks.is_first else torch.device("meta"):
+        model = start.build_model(c.block_size)
+    mesh = sharding.make_mesh(ranks.device.type, shards, ranks.world)
+    return sharding.sharded_copy(model, mesh, c.reshard_after_forward, ranks.device)
 
 
 def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deskgpt.errors import is_out_of_memory
 from deskgpt.runner import Form, Runner
+from deskgpt.sharding import whole
 from model import GPT
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
@@ -122,6 +123,8 @@ def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor
     errors = {}
     for name, found_grad, expected_grad in zip(names, found, expected, strict=True):
         parts = ("q", "k", "v") if ".c_attn." in name else ("",)
+        found_grad = whole(found_grad)
+        expected_grad = whole(expected_grad)
         found_parts = found_grad.chunk(len(parts))
         expected_parts = expected_grad.chunk(len(parts))
         for part, a, b in zip(parts, found_parts, expected_parts, strict=True):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deskgpt import compiling, estimate, hardware, kernels, peak_flops, remembered
+from deskgpt import compiling, estimate, hardware, kernels, peak_flops, remembered, sharding
 from deskgpt.checks import PLAIN, Batch, Wrong, check, nothing_is_zero
 from deskgpt.errors import is_out_of_memory
 from deskgpt.ranks import Ranks
@@ -82,7 +82,9 @@ def settle(
     ValueError where no form that c admits is right, the user wants it compiled and that fails, or memory runs out.
     """
     trials = Trials(model, c, ranks, batch_of)
-    measured = ranks.device.type == "cpu" and not c.eval_only
+    is_sharded = sharding.is_sharded(model)
+    # Ranks that share weights must go through the same passes, and their clocks differ.
+    measured = ranks.device.type == "cpu" and not c.eval_only and not is_sharded
 
     dtype = c.dtype if c.dtype != "auto" else earlier.dtype
     if dtype is None and not measured:
