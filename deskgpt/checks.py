@@ -119,19 +119,17 @@ def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor
     smaller than those of values. A gradient that may be only rounding in this precision is measured by the whole that
     it is part of.
     """
-    total = math.sqrt(sum(g.square().sum().item() for g in expected))
+    total = math.sqrt(sum(whole(g).square().sum().item() for g in expected))
     errors = {}
-    for name, found_grad, expected_grad in zip(names, found, expected, strict=True):
+    for name, found_grad, expected_grad in zip(names, map(whole, found), map(whole, expected), strict=True):
         parts = ("q", "k", "v") if ".c_attn." in name else ("",)
-        found_grad = whole(found_grad)
-        expected_grad = whole(expected_grad)
         found_parts = found_grad.chunk(len(parts))
         expected_parts = expected_grad.chunk(len(parts))
         for part, a, b in zip(parts, found_parts, expected_parts, strict=True):
-            whole = expected_grad.norm().item() if part else total
-            least = (CANCELLED_PART[precision] if part else CANCELLED) * whole
+            of_all = expected_grad.norm().item() if part else total
+            least = (CANCELLED_PART[precision] if part else CANCELLED) * of_all
             size = b.norm().item()
-            error = (a - b).norm().item() / (size if size > least else whole)
+            error = (a - b).norm().item() / (size if size > least else of_all)
             errors[f"{name} ({part})" if part else name] = error if math.isfinite(error) else math.inf
     return errors
 

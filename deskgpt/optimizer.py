@@ -116,7 +116,7 @@ class Muon(torch.optim.AdamW):
                 torch.where(found_inf > 0, momentum, grad, out=grad)
         torch._foreach_add_([self.state[p]["step"] for p in params], made)  # AdamW expects all states to have it
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        steps = torch._foreach_lerp(grads, momenta, group["momentum"])
+        steps = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
         torch._foreach_mul_(weights, torch.where(made > 0, 1 - group["lr"] * group["weight_decay"], 1.0))
         if is_dtensor(params[0]):
             owners = Owners(params)

@@ -46,7 +46,7 @@ class Evaluation:
 def computed_by(forwards: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
     """Within the block, these modules compute by these functions. Hooks around them, as FSDP's, stay as they are."""
     for module, forward in forwards.items():
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     try:
         yield
     finally:

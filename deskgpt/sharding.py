@@ -82,7 +82,7 @@ def is_sharded(model: GPT) -> bool:
 def drop_gathered(model: GPT) -> None:
     """Frees the gathered weights that an evaluation leaves."""
     for module in (model, *model.transformer.h):
-        module.reshard()  # type: ignore[operator]
+        module.reshard()
 
 
 def is_dtensor(x: Any) -> bool:
@@ -132,7 +132,7 @@ class Owners:
     def owned(self, rank: int) -> list[int]:
         return [i for i, owner in enumerate(self.owner) if owner == rank]
 
-    def gather(self, shards: list[Tensor]) -> list[Tensor]:
+    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The whole matrices that this rank owns, given this rank's rows of all."""
         mine = self.owned(self.rank)
         sent = [[shards[i] for i in self.owned(rank)] for rank in range(self.world)]
