@@ -129,8 +129,10 @@ class Runner:
         counts = []
         self.module.eval()
         for x, y, rows in batches:
-            losses.append(self.loss(x, y) * rows)
-            counts.append(rows)
+            loss = self.loss(x, y)  # of padding too: other ranks may need this rank's part of the weights for theirs
+            if rows:
+                losses.append(loss * rows)
+                counts.append(rows)
         self.module.train()
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
