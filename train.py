@@ -41,7 +41,7 @@ from configurator import build, read_settings
 from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.text_facts import TextFacts, text_facts
-from data.token_files import check_vocabulary, listed_sha256, read_meta, record_of, token_files
+from data.token_files import check_vocabulary, listed_sha256, read_meta, record_of, shard_names
 from data.tokenizer import from_meta, from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
@@ -394,7 +394,7 @@ def describe_data(c: TrainConfig) -> dict[str, Any]:
     folder = DATA / c.dataset
     if not c.dry_run:
         for split in ("train", "val"):
-            token_files(folder, split)
+            shard_names(folder, split)
     return read_meta(folder) | {"chat": record_of(folder).get("chat")}
 
 

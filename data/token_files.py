@@ -11,6 +11,7 @@ where it is not to be learned as a target. Either all shards of a split have one
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import hashlib
 import json
@@ -280,10 +281,15 @@ def pread(fd: int, n: int, at: int) -> bytes:
 
 def token_files(folder: Path, split: str) -> list[Path]:
     """The shards of a split, in order. Raises ValueError, which says how to make them, where there are none."""
-    paths = sorted(folder.glob(f"{split}*.bin"), key=os.path.normcase)  # compares faster than paths do
-    if not paths:
+    return [folder / name for name in shard_names(folder, split)]
+
+
+def shard_names(folder: Path, split: str) -> list[str]:
+    """The names of token_files, much faster where they are very many."""
+    found = fnmatch.filter(os.listdir(folder) if folder.is_dir() else [], f"{split}*.bin")
+    if not found:
         raise ValueError(how_to_make(folder, split))
-    return paths
+    return sorted(found, key=os.path.normcase)
 
 
 def how_to_make(folder: Path, split: str) -> str:
@@ -340,12 +346,11 @@ def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def listed_sha256(folder: Path, split: str) -> str | None:
     """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
     files = listed_with_masks(record_of(folder))
-    paths = token_files(folder, split)
-    names = [path.name for path in paths]
+    names = shard_names(folder, split)
     if any(name not in files for name in names):
         return None
     if record_of(folder).get("masks"):
-        names += [mask_of(path).name for path in paths if mask_of(path).name in files]
+        names += [mask_of(Path(name)).name for name in names if mask_of(Path(name)).name in files]
     return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
 
 
