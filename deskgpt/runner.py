@@ -157,8 +157,10 @@ class Runner:
         counts = []
         self.module.eval()
         for x, y, rows in batches:
-            losses.append(self.loss(x, y) * rows)
-            counts.append(rows)
+            loss = self.loss(x, y)  # of padding too: other ranks may need this rank's part of the weights for theirs
+            if rows:
+                losses.append(loss * rows)
+                counts.append(rows)
         self.module.train()
         if self.sharded:
             sharding.drop_gathered(self.model)
