@@ -37,6 +37,15 @@ def from_json(path: Path) -> dict[str, Any]:
 
     Raises ValueError, whose message says in a few words what is wrong, and OSError.
     """
+    meta = part_from_json(path, required=("tokenizer", "vocab_size"))
+    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
+    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
+        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
+    return meta
+
+
+def part_from_json(path: Path, required: tuple[str, ...] = ("file", "job", "files")) -> dict[str, Any]:
+    """As from_json, of the record of one source file's shards, which names no tokenizer."""
     try:
         meta = json.loads(read_small(path, JSON_BYTES).decode())
         if not isinstance(meta, dict):
@@ -46,10 +55,7 @@ def from_json(path: Path) -> dict[str, Any]:
             raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    check_record(meta, META, required=("tokenizer", "vocab_size"), only_known=recorded is None)
-    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
-    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
-        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
+    check_record(meta, META, required, only_known=recorded is None)
     for name, entry in meta.get("files", {}).items():
         if not is_name_of_tokens(name):
             raise ValueError(f"{reprlib.repr(name)} is not the name of a token file: train*.bin or val*.bin")
@@ -133,6 +139,12 @@ META: Fields = {
     "val_tokens": is_number,
     "revision": lambda value: value is None or is_text(value),
     "files": lambda value: isinstance(value, dict),
+    # where source files were made one by one
+    "listing": lambda value: isinstance(value, list) and len(value) > 0 and all(map(is_text, value)),
+    "parts": is_number,
+    "file": is_text,
+    "job": is_text,
+    "done": lambda value: value is True,
     # of chat data
     "masks": lambda value: isinstance(value, dict),
     "packed": lambda value: value is None or (is_number(value) and value >= 1),
