@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
@@ -327,7 +328,8 @@ def make_part(args: argparse.Namespace, i: int, n: int) -> None:
         finally:
             held.release()
     if not args.workers:
-        print(f"part {i}/{n}: {len(order) - len(others)} of {len(order)} source files are made, others make the rest")
+        rest = f"; others are making {len(others)}" if others else ""
+        print(f"part {i}/{n}: {len(order) - len(others)} of {len(order)} source files are made{rest}")
         print("once all parts are made: the same command with --merge instead of --part")
 
 
@@ -409,6 +411,7 @@ def work(args: argparse.Namespace, i: int) -> None:
     """What one of the processes does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the parent too, which says so and ends
     threading.Thread(target=end_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, left behind when the process is ended
     with one_line_errors():
         make_part(args, i, args.workers)
 
