@@ -194,24 +194,31 @@ def test_options_that_parts_cannot_have_are_usage_errors(tmp_path, script: Scrip
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_killed_workers_two_to_a_part_leave_the_same_bytes(tmp_path, source, whole):
-    command = [sys.executable, PREPARE, "--source", str(source), *SMALL, "--out", str(tmp_path)]
+def test_killed_workers_two_to_a_part_leave_the_same_bytes(tmp_path, source):
+    options = ("--encoding=bytes", "--shard_tokens=10_000", "--val_tokens=50_000", "--source", source)
+    for option in ("--part=0/1", "--merge"):
+        made(*options, option, "--out", tmp_path / "whole")
+    n_shards = len(list((tmp_path / "whole").glob("*.bin")))
+    out = tmp_path / "killed"
     draw = random.Random(os.getpid())
-    quiet = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     killed = 0
-    for kills in (4, 4, 4, 0):
-        workers = [subprocess.Popen([*command, f"--part={i}/2"], **quiet) for i in (0, 0, 1, 1)]  # type: ignore[call-overload]
-        time.sleep(0.4 + draw.random() * 0.4)
+    for kills in (4, 3, 0):
+        command = [sys.executable, PREPARE, *options, "--out", out]
+        workers = [
+            subprocess.Popen([*command, f"--part={i}/2"], cwd=ROOT, stdout=subprocess.DEVNULL) for i in (0, 0, 1, 1)
+        ]
+        until = len(list(out.glob("*.bin"))) + draw.randint(0, n_shards // 3)  # shards, when the first one is killed
+        while kills and len(list(out.glob("*.bin"))) < until and any(worker.poll() is None for worker in workers):
+            time.sleep(0.005)
         for worker in draw.sample(workers, kills):
-            time.sleep(draw.random() * 0.1)
-            worker.send_signal(signal.SIGKILL)
+            time.sleep(draw.random() * 0.02)
+            worker.kill()
         for worker in workers:
-            worker.communicate()
-            assert worker.returncode in (0, -signal.SIGKILL)
+            assert worker.wait() in (0, -signal.SIGKILL)
             killed += worker.returncode != 0
-    assert killed > 3
-    subprocess.run([*command, "--merge"], cwd=ROOT, check=True, capture_output=True)
-    assert everything(tmp_path) == everything(whole)
+    assert killed > 2
+    made(*options, "--merge", "--out", out)
+    assert everything(out) == everything(tmp_path / "whole")
 
 
 @pytest.mark.slow
