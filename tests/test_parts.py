@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -152,6 +153,17 @@ def test_what_is_missing_or_harmed_is_named_with_the_command_that_makes_it(tmp_p
         assert script(*prepare, f"--part={int(name[6:12])}/7").code == 0
     assert script(*prepare, "--merge").code == 0
     assert everything(tmp_path) == everything(whole)  # the leftover is gone too
+
+
+def test_file_system_without_locks_gets_the_same_bytes(tmp_path, source, whole, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.FileLock, "_acquire", refuse)
+    for option in ("--part=1/2", "--part=0/2", "--merge"):
+        made("--source", source, *SMALL, option, "--out", tmp_path)
+    assert everything(tmp_path) == everything(whole)
+    assert not [*tmp_path.rglob(".*")]  # each lease was given back
 
 
 def test_others_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_path, script: Script, texts):

@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,12 +82,14 @@ Entries = dict[str, Entry]  # of meta.json, by file name
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.workers:
-        make_in_processes(args)
-    elif args.part:
+    if args.part:
         make_part(args, *args.part)
-    elif args.merge:
-        with locked(args.out):
+    elif args.merge or args.workers:
+        if args.workers:
+            make_in_processes(args)
+        with if_free(args.out, "") as free:
+            if not free:
+                raise ValueError(f"another prepare.py is at work in {args.out}; wait for it")
             merge(args)
     else:
         with locked(args.out):
@@ -254,10 +256,6 @@ class Parts(NamedTuple):
 
 def parts_of(args: argparse.Namespace) -> Parts:
     """What args.out is made of; the first one who comes lists the source. Raises ValueError where others differ."""
-    from filelock import Timeout
-
-    from deskgpt import lock
-
     folder = args.out
     if (folder / "meta.json").exists() and not (folder / PARTS / "meta.json").exists():
         raise ValueError(f"{folder} was not prepared in parts; choose another --out")
@@ -269,21 +267,32 @@ def parts_of(args: argparse.Namespace) -> Parts:
         sizes = [(os.path.basename(path), os.path.getsize(path)) for path in job.local.files]
         identity["listing"] = [f"{name} ({size:,} bytes)" for name, size in sizes]
     while not (record := read_record(folder / PARTS)):
-        with suppress(Timeout):  # another one lists it just now
-            held = lock.locked(folder / PARTS)
-            try:
-                if not (folder / PARTS / "meta.json").exists():
-                    source = job.local or hub_source(args.subset, args.text_column, None)
-                    found = {"listing": source.files} | identity | {"revision": source.revision}
-                    write_meta(folder / PARTS, found)
-            finally:
-                held.release()
-        time.sleep(0.1)
+        with if_free(folder / PARTS, "") as free:
+            if free and not (folder / PARTS / "meta.json").exists():
+                source = job.local or hub_source(args.subset, args.text_column, None)
+                write_meta(folder / PARTS, {"listing": source.files} | identity | {"revision": source.revision})
+        time.sleep(0.1)  # another one may be listing it
     check_identity(folder, record, identity)
-    listing = record["listing"]
-    numbers = range(len(listing))[: args.files]
-    source = job.local or Source(job.source, listing, args.text_column, record["revision"])
-    return Parts(record, source, tokenizer, job, numbers)
+    source = job.local or Source(job.source, record["listing"], args.text_column, record["revision"])
+    return Parts(record, source, tokenizer, job, range(len(record["listing"]))[: args.files])
+
+
+@contextmanager
+def if_free(folder: Path, name: str) -> Iterator[bool]:
+    """Whether nobody has the lock of this name in folder; if so, it is held meanwhile. Raises OSError."""
+    from filelock import Timeout
+
+    from deskgpt import lock
+
+    try:
+        held = lock.locked(folder, name=name)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        held.release()
 
 
 def part_record(folder: Path, parts: Parts, number: int) -> dict[str, Any]:
@@ -298,15 +307,16 @@ def part_record(folder: Path, parts: Parts, number: int) -> dict[str, Any]:
     return record
 
 
+def is_made(folder: Path, record: dict[str, Any]) -> bool:
+    """Whether all shards of a source file, whose record this is, are there."""
+    return "done" in record and all(is_there(folder / name, 0, entry) for name, entry in record["files"].items())
+
+
 def make_part(args: argparse.Namespace, i: int, n: int) -> None:
     """Makes the shards that source files i, i + n, i + 2n ... lack, but for those files that others are making.
 
     One of --workers then helps with the rest of the files. Raises ValueError, OSError.
     """
-    from filelock import Timeout
-
-    from deskgpt import lock
-
     folder = args.out
     parts = parts_of(args)
     mine = parts.numbers[i::n]
@@ -318,15 +328,11 @@ def make_part(args: argparse.Namespace, i: int, n: int) -> None:
     check_disk(folder, replace(parts.job, available=parts.job.available * share, by_file=True), entries, [])
     others = []
     for number in order:
-        try:
-            held = lock.locked(folder / PARTS, name=f".{number:06}")
-        except Timeout:
-            others.append(number)
-            continue
-        try:
-            make_file(folder, parts, number, args.num_proc, verify=number in mine)
-        finally:
-            held.release()
+        with if_free(folder / PARTS, f".{number:06}") as free:
+            if free:
+                make_file(folder, parts, number, args.num_proc, verify=number in mine)
+            else:
+                others.append(number)
     if not args.workers:
         rest = f"; others are making {len(others)}" if others else ""
         print(f"part {i}/{n}: {len(order) - len(others)} of {len(order)} source files are made{rest}")
@@ -336,12 +342,10 @@ def make_part(args: argparse.Namespace, i: int, n: int) -> None:
 def make_file(folder: Path, parts: Parts, number: int, threads: int, verify: bool) -> None:
     """Makes the shards of a source file that folder lacks or that are damaged, for one who holds the file's lock."""
     record = part_record(folder, parts, number)
-    entries = record["files"]
-    bad = []
-    if "done" in record and all(is_there(folder / name, 0, entry) for name, entry in entries.items()):
-        bad = damaged(folder, entries) if verify else []
-        if not bad:
-            return
+    made = is_made(folder, record)
+    bad = damaged(folder, record["files"]) if made and verify else []
+    if made and not bad:
+        return
     name = f"{PARTS}/{number:06}.json"
     remove_leftovers(folder, f"*_{number:06}_*.bin*.tmp*", f"{name}*.tmp*")
     source = replace(parts.source, files=[parts.source.files[number]])
@@ -359,22 +363,18 @@ def merge(args: argparse.Namespace) -> None:
     missing = []
     for number in parts.numbers:
         record = part_record(folder, parts, number)
-        if "done" not in record or not all(
-            is_there(folder / name, 0, entry) for name, entry in record["files"].items()
-        ):
+        if not is_made(folder, record):
             missing.append(number)
             continue
         for name, entry in record["files"].items():
             entries[name] = {key: entry[key] for key in ("tokens", "documents", "sha256")}
     missing = sorted({*missing, *map(file_of, damaged(folder, entries))})
     if missing:
-        names = ", ".join(
-            f"{number:06} ({os.path.basename(parts.record['listing'][number])})" for number in missing[:3]
-        )
+        listing = parts.record["listing"]
+        names = ", ".join(f"{number:06} ({os.path.basename(listing[number])})" for number in missing[:3])
         raise ValueError(
             f"{folder}: {len(missing)} of {len(parts.numbers)} source files are not made: {names}; the same command "
-            f"with --part={missing[0]}/{len(parts.record['listing'])} instead of --merge makes the first of them, with "
-            "--part=0/1 all"
+            f"with --part={missing[0]}/{len(listing)} instead of --merge makes the first of them, with --part=0/1 all"
         )
     refuse_foreign(folder, entries.__contains__)
     shared = {key: value for key, value in parts.record.items() if key not in ("listing", CHECKSUM)}
@@ -390,21 +390,18 @@ def file_of(name: str) -> int:
 
 
 def make_in_processes(args: argparse.Namespace) -> None:
-    """Makes all parts in processes of this machine, which end when this one does, and merges them."""
+    """Makes all parts in processes of this machine, which end when this one does. Raises ValueError where one fails."""
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=work, args=(args, i), daemon=True) for i in range(args.workers)]
     for worker in workers:
         worker.start()
     while workers:
         multiprocessing.connection.wait([worker.sentinel for worker in workers])
-        for status in [worker.exitcode for worker in workers if worker.exitcode]:
+        for failed in [worker.exitcode for worker in workers if worker.exitcode]:
             raise ValueError(
-                f"a worker ended with exit status {status}; finished shards are kept, and the same command goes on "
-                "after them"
+                f"a worker ended with exit status {failed}; the same command goes on after finished shards"
             )
         workers = [worker for worker in workers if worker.exitcode is None]
-    with locked(args.out):
-        merge(args)
 
 
 def work(args: argparse.Namespace, i: int) -> None:
@@ -781,9 +778,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--shard_tokens", type=whole_number, help="per file (default: 1e8)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add(
-        "--num_proc",
-        type=whole_number,
-        help=f"threads that tokenize (default: all cores, {cores}, shared by --workers)",
+        "--num_proc", type=whole_number, help=f"threads that tokenize (default: all cores, {cores}, over all --workers)"
     )
     by_file = parser.add_mutually_exclusive_group()
     by_file.add_argument(
