@@ -2,7 +2,7 @@
 
     python data/fineweb_edu/cluster.py --executor local --tasks 14 --workers 4 --out data/mine
     python data/fineweb_edu/cluster.py --executor slurm --sbatch partition=cpu time=8:00:00 --tasks 140 --workers 32 \\
-        --subset sample-100BT --out /shared/fineweb
+        --subset sample-100BT --out /scratch/fineweb
 
 Takes prepare.py's options too; task i of n makes --part=i/n, and the last step is --merge. Working directory and --out
 are ones that all machines share. Logs are in --out/.datatrove. The same command, given again, makes what is missing.

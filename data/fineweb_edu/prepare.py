@@ -6,8 +6,8 @@
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
     python data/fineweb_edu/prepare.py --encoding bpe --vocab_size 16384 --out data/own_vocabulary
     python data/fineweb_edu/prepare.py --workers 8 --out data/mine      # each source file by itself, in 8 processes
-    python data/fineweb_edu/prepare.py --part 0/3 --out /shared/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
-    python data/fineweb_edu/prepare.py --merge --out /shared/mine       # once all of them are made
+    python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
+    python data/fineweb_edu/prepare.py --merge --out /scratch/mine       # once all of them are made
 
 Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 bytes of header, uint16 token ids) and
 meta.json, which lists them. Every document begins with <|endoftext|>; a document may go on in the next shard.
