@@ -429,9 +429,9 @@ def is_prepared(folder: Path, source: str) -> bool:
         return False
 
 
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
     """Writes the description of a folder's token files, and its checksum, to its meta.json. Raises OSError."""
-    write_atomically(folder / "meta.json", json.dumps(with_checksum(meta), indent=1).encode())
+    write_atomically(folder / name, json.dumps(with_checksum(meta), indent=1).encode())
 
 
 @contextmanager
