@@ -68,6 +68,7 @@ def memory(
     accumulates: bool = True,
     explicit: bool = False,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+    activation_checkpoint: str = "none",
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
@@ -80,8 +81,9 @@ def memory(
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
-        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
+        options = (dtype, device_type, compiled, accumulates, explicit, loss_logits, activation_checkpoint)
+        small = memory(config, n, *options)
+        large = memory(config, 2 * n, *options)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
@@ -91,6 +93,7 @@ def memory(
         stack.enter_context(kernels.loss_chunk(loss_logits if device_type == "cuda" else None))
         live = stack.enter_context(Live(device_type))
         model = GPT(config)
+        model.checkpoint_activations(activation_checkpoint)
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
             p.grad = torch.empty_like(p) if accumulates else None
@@ -113,7 +116,9 @@ def memory(
         live.peak = 0
         loss.backward()
         backward = live.peak - weights
-    if compiled and device_type != "cpu":  # on a CPU the whole step is one graph, which nothing partitions
+    # On a CPU the whole step is one graph, which nothing partitions. Of what is checkpointed the partitioner keeps what
+    # the checkpoints say.
+    if compiled and device_type != "cpu" and activation_checkpoint == "none":
         kept_before = kept
         kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
         forward += kept - kept_before
@@ -204,10 +209,12 @@ def largest_batch(
     device_type: str,
     limit_bytes: float,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+    activation_checkpoint: str = "none",
 ) -> int:
     """The largest micro-batch of batch_size, batch_size/2, batch_size/4 ... predicted to fit; 0 where none does."""
     while True:
-        parts = memory(config, batch_size, dtype, device_type, compiled=True, loss_logits=loss_logits)
+        options = {"loss_logits": loss_logits, "activation_checkpoint": activation_checkpoint}
+        parts = memory(config, batch_size, dtype, device_type, compiled=True, **options)
         if sum(parts.values()) <= limit_bytes:
             return batch_size
         if batch_size % 2:
@@ -367,7 +374,8 @@ def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.d
     smaller = 1 if c.batch_size % 2 else c.batch_size // 2
     if not c.auto_batch and device.type == "cuda" and limit:
         logits = kernels.logits_for_memory(hardware.memory_bytes(device) or 0)
-        smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit, logits) or 1
+        usable = USABLE * limit
+        smaller = largest_batch(config, smaller, dtype, device.type, usable, logits, c.activation_checkpoint) or 1
     same = same_training(c, smaller)
     if not c.auto_batch:
         flags = " ".join(f"--{k}={v}" for k, v in same.items())
