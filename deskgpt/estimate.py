@@ -115,7 +115,7 @@ def memory(
         forward = live.peak - weights
         live.peak = 0
         # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -217,8 +217,15 @@ def largest_batch(
 ) -> int:
     """The largest micro-batch of batch_size, batch_size/2, batch_size/4 ... predicted to fit; 0 where none does."""
     while True:
-        options = {"loss_logits": loss_logits, "activation_checkpoint": activation_checkpoint}
-        parts = memory(config, batch_size, dtype, device_type, compiled=True, **options)
+        parts = memory(
+            config,
+            batch_size,
+            dtype,
+            device_type,
+            compiled=True,
+            loss_logits=loss_logits,
+            activation_checkpoint=activation_checkpoint,
+        )
         if sum(parts.values()) <= limit_bytes:
             return batch_size
         if batch_size % 2:

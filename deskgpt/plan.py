@@ -178,8 +178,16 @@ class Fitting:
         def peak_bytes(batch_size: int, dtype: str, loss_logits: int) -> int:
             compiled = c.compile is not False
             accumulates = batch_size < sequences
-            options = {"loss_logits": loss_logits, "activation_checkpoint": c.activation_checkpoint}
-            parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, **options)
+            parts = estimate.memory(
+                config,
+                batch_size,
+                dtype,
+                "cuda",
+                compiled,
+                accumulates,
+                loss_logits=loss_logits,
+                activation_checkpoint=c.activation_checkpoint,
+            )
             return sum(parts.values())
 
         self.peak_bytes = peak_bytes
