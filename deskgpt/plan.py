@@ -14,7 +14,7 @@ import bisect
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -178,16 +178,8 @@ class Fitting:
         def peak_bytes(batch_size: int, dtype: str, loss_logits: int) -> int:
             compiled = c.compile is not False
             accumulates = batch_size < sequences
-            parts = estimate.memory(
-                config,
-                batch_size,
-                dtype,
-                "cuda",
-                compiled,
-                accumulates,
-                loss_logits=loss_logits,
-                activation_checkpoint=c.activation_checkpoint,
-            )
+            options: dict[str, Any] = {"loss_logits": loss_logits, "activation_checkpoint": c.activation_checkpoint}
+            parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, **options)
             return sum(parts.values())
 
         self.peak_bytes = peak_bytes

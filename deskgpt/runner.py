@@ -54,6 +54,7 @@ class Runner:
         self.form = form
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
+        # Checkpointed, no weights in 16 bits need to stay: the backward pass casts them again.
         keeps_all = model.activation_checkpoint == "none"
         self.amp = hardware.autocast(self.device, form.dtype, cached=keeps_all)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
@@ -66,7 +67,7 @@ class Runner:
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            # In one graph of both passes, nothing would be computed again.
+            # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
             if self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled():
                 torch._dynamo.config.trace_autograd_ops = True
                 self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
