@@ -74,7 +74,8 @@ def memory(
 
     dtype is that of the matmuls, not auto. accumulates: whether a step has several micro-batches, so that earlier
     gradients are alive in a forward pass. explicit: kernels.explicit_attention. loss_logits: of a chunk of the loss on
-    CUDA, as kernels.logits_for_memory has them for the card. activation_checkpoint: as in TrainConfig. The parts: activations are what the
+    CUDA, as kernels.logits_for_memory has them for the card. activation_checkpoint: as in
+    TrainConfig. The parts: activations are what the
     forward pass keeps until the loss begins, token ids included. logits are all that the loss adds to it, or what the
     backward pass adds, if that is more. optimizer are AdamW's moments; Muon keeps less, and takes about as much while
     it steps, when the activations are gone.

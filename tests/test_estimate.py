@@ -184,7 +184,8 @@ def test_compiled_model_keeps_what_its_checkpoints_keep(settings, which):
         real = Real(config, 5, dtype, which)
         real.model.transformer.compile(backend="aot_eager_decomp_partition")
         predicted = estimate.memory(config, 5, dtype, "cuda", compiled=True, activation_checkpoint=which)["activations"]
-        assert predicted == pytest.approx(kept_by(real), rel=0.03)
+        kept = kept_by(real)
+        assert 0.99 * kept < predicted < kept + 1.1 * 5 * 256 * 64 * 4  # compiled, the final norm keeps one tensor less
 
 
 @pytest.mark.slow
