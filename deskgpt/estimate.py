@@ -68,20 +68,23 @@ def memory(
     accumulates: bool = True,
     explicit: bool = False,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+    activation_checkpoint: str = "none",
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
     dtype is that of the matmuls, not auto. accumulates: whether a step has several micro-batches, so that earlier
     gradients are alive in a forward pass. explicit: kernels.explicit_attention. loss_logits: of a chunk of the loss on
-    CUDA, as kernels.logits_for_memory has them for the card. The parts: activations are what the
+    CUDA, as kernels.logits_for_memory has them for the card. activation_checkpoint: as in
+    TrainConfig. The parts: activations are what the
     forward pass keeps until the loss begins, token ids included. logits are all that the loss adds to it, or what the
     backward pass adds, if that is more. optimizer are AdamW's moments; Muon keeps less, and takes about as much while
     it steps, when the activations are gone.
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
-        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
+        options = (dtype, device_type, compiled, accumulates, explicit, loss_logits, activation_checkpoint)
+        small = memory(config, n, *options)
+        large = memory(config, 2 * n, *options)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
@@ -91,6 +94,7 @@ def memory(
         stack.enter_context(kernels.loss_chunk(loss_logits if device_type == "cuda" else None))
         live = stack.enter_context(Live(device_type))
         model = GPT(config)
+        model.checkpoint_activations(activation_checkpoint)
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         for p in model.parameters():
             p.grad = torch.empty_like(p) if accumulates else None
@@ -107,13 +111,19 @@ def memory(
 
         model.transformer.register_forward_hook(loss_begins)
         live.peak = 0
-        with hardware.autocast(cpu, dtype):
+        with hardware.autocast(cpu, dtype, cached=activation_checkpoint == "none"):
             loss = model(idx, targets)[1]
         forward = live.peak - weights
         live.peak = 0
-        loss.backward()
+        # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
+        engine = torch.autograd.Variable._execution_engine
+        engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
         backward = live.peak - weights
-    if compiled and device_type != "cpu":  # on a CPU the whole step is one graph, which nothing partitions
+    # On a CPU the whole step is one graph, which nothing partitions. Of what is checkpointed the partitioner keeps what
+    # the checkpoints say.
+    if compiled and device_type != "cpu" and activation_checkpoint == "none":
         kept_before = kept
         kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
         forward += kept - kept_before
@@ -204,10 +214,12 @@ def largest_batch(
     device_type: str,
     limit_bytes: float,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+    activation_checkpoint: str = "none",
 ) -> int:
     """The largest micro-batch of batch_size, batch_size/2, batch_size/4 ... predicted to fit; 0 where none does."""
+    options: dict[str, Any] = {"loss_logits": loss_logits, "activation_checkpoint": activation_checkpoint}
     while True:
-        parts = memory(config, batch_size, dtype, device_type, compiled=True, loss_logits=loss_logits)
+        parts = memory(config, batch_size, dtype, device_type, compiled=True, **options)
         if sum(parts.values()) <= limit_bytes:
             return batch_size
         if batch_size % 2:
@@ -367,7 +379,8 @@ def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.d
     smaller = 1 if c.batch_size % 2 else c.batch_size // 2
     if not c.auto_batch and device.type == "cuda" and limit:
         logits = kernels.logits_for_memory(hardware.memory_bytes(device) or 0)
-        smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit, logits) or 1
+        usable = USABLE * limit
+        smaller = largest_batch(config, smaller, dtype, device.type, usable, logits, c.activation_checkpoint) or 1
     same = same_training(c, smaller)
     if not c.auto_batch:
         flags = " ".join(f"--{k}={v}" for k, v in same.items())

@@ -14,7 +14,7 @@ import bisect
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -143,6 +143,7 @@ def say_memory(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks
         accumulates,
         explicit,
         machine.loss_logits(),
+        activation_checkpoint=c.activation_checkpoint,
     )
     total = sum(parts.values())
     of = f" of {hardware.memory_in_words(machine.free_bytes, machine.memory_bytes)}" if machine.free_bytes else " GiB"
@@ -190,7 +191,8 @@ class Fitting:
         def peak_bytes(batch_size: int, dtype: str, loss_logits: int) -> int:
             compiled = c.compile is not False
             accumulates = batch_size < sequences
-            parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, loss_logits=loss_logits)
+            options: dict[str, Any] = {"loss_logits": loss_logits, "activation_checkpoint": c.activation_checkpoint}
+            parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, **options)
             return sum(parts.values())
 
         self.peak_bytes = peak_bytes

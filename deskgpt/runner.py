@@ -1,11 +1,13 @@
 """How a model runs in training: plain or compiled, in which precision; on one device, or on one of several under DDP.
 
 On a CPU without DDP, a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
-as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autograd's hooks.
+as a whole. Elsewhere, and where activations are checkpointed, it is `torch.compile(model)`, whose two graphs keep
+autograd's hooks.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -65,7 +67,9 @@ class Runner:
         self.form = form
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
-        self.amp = hardware.autocast(self.device, form.dtype)
+        # Checkpointed, no weights in 16 bits need to stay: the backward pass casts them again.
+        keeps_all = model.activation_checkpoint == "none"
+        self.amp = hardware.autocast(self.device, form.dtype, cached=keeps_all)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
         self.module: nn.Module = model  # takes (x, y) in evaluation
         self.trained: nn.Module | None = None  # module under DDP
@@ -74,11 +78,14 @@ class Runner:
         self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
         if form.compiled:
             kernels.register_operators()
+            # Selective checkpoints warn of operations in place. A block has none.
+            logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
             if self.sharded:
                 self.forwards = {block: torch.compile(block.forward) for block in model.transformer.h}
-            elif self.device.type == "cpu" and not distributed and not self.scaler.is_enabled():
+            # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
+            elif self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled():
                 torch._dynamo.config.trace_autograd_ops = True
                 self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
             else:
