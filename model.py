@@ -277,14 +277,14 @@ ATTENTION = (
 
 
 def is_kept(dropout: float, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether selective checkpointing keeps what op returns: attention and a block's matmuls, but for the last one's.
+    """Whether selective checkpointing keeps what op returns: attention and its matmuls, not those of the MLP.
 
-    The last one goes to fewer channels, and no gradient needs its result. Attention with dropout is computed again: it
-    draws random numbers, and without it the dropouts after it would draw others than in the forward pass.
+    The MLP's first result is its largest, and no gradient needs the last one. Attention with dropout is computed again:
+    it draws random numbers, and without it the dropouts after it would draw others than in the forward pass.
     """
     if op in MATMULS:
-        n_in, n_out = args[-1].shape
-        return n_out >= n_in
+        n_in, n_out = args[-1].shape  # to 3C and C in attention, to 4C and C in the MLP
+        return n_in <= n_out < 4 * n_in
     return op in ATTENTION and not dropout
 
 

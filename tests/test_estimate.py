@@ -117,7 +117,7 @@ def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, c
     assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.01)
 
 
-# Not compiled, a block of GPT-2's keeps 16 tensors of its input's size and full checkpointing one; selective keeps 10.
+# Not compiled, a block of GPT-2's keeps 16 tensors of its input's size and full checkpointing one; selective keeps 6.
 CHECKPOINTED = [
     (CASES[5], "full"),
     ((replace(SMALL, **MODERN_SETTINGS), 4, "bfloat16", 64), "selective"),
@@ -151,7 +151,7 @@ def test_checkpointing_saves_activations_of_12_layers_of_768(compiled):
         for which in ("none", "full", "selective")
     )
     assert full < 0.15 * none
-    assert full < selective < 0.65 * none
+    assert full < selective < 0.4 * none
 
 
 @pytest.mark.usefixtures("no_onednn")
