@@ -127,6 +127,12 @@ def place_of(environ: Mapping[str, str]) -> Place:
     number("MASTER_PORT", environ)
     if rank >= world:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}; {USE_TORCHRUN}")
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ValueError(
+            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of those before (its issue "
+            "167288); put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 into its environment"
+        )
     return Place(rank, world, local_rank, local_world, distributed=True)
 
 
