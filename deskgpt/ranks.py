@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,13 @@ class Ranks:
     def all(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks."""
         return self.max(float(not yes)) == 0
+
+    def gather(self, x: Any) -> list[Any]:
+        """The x of all ranks, in their order. Any small object."""
+        everyone = [x] * self.world
+        if dist.is_initialized():
+            dist.all_gather_object(everyone, x)
+        return everyone
 
     def close(self) -> None:
         """Ends the process group. No rank leaves while another works: torchrun would take that for a failure."""
@@ -130,8 +138,8 @@ def place_of(environ: Mapping[str, str]) -> Place:
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
-            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of those before (its issue "
-            "167288); put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 into its environment"
+            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch issue "
+            "167288); start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and --rdzv_backend=c10d"
         )
     return Place(rank, world, local_rank, local_world, distributed=True)
 
