@@ -32,7 +32,7 @@ HOLDER = ".holder.json"  # who is in the folder, for the message of a run that i
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
 LEASE_S = 60.0  # a lease is stale when it was not refreshed for so long; its holder refreshes it three times as often
-SEEN_WITHIN_S = 30.0  # the longest that a network file system may hide a new file from another host
+SEEN_WITHIN_S = 10.0  # the longest that a network file system may hide a new file from another host
 
 
 @contextmanager
