@@ -39,7 +39,8 @@ SEEN_WITHIN_S = 10.0  # the longest that a network file system may hide a new fi
 def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Makes the folder if need be, and keeps other runs out of it during the block; leaves nothing of its own.
 
-    wait_s: how long another run may take to leave it. Raises ValueError where another run is in it, OSError where it cannot be written.
+    wait_s: how long another run may take to leave it. Raises ValueError where one stays, OSError where it cannot be
+    written.
     """
     is_new = not folder.exists()
     try:

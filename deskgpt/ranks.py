@@ -138,8 +138,8 @@ def place_of(environ: Mapping[str, str]) -> Place:
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
-            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch issue "
-            "167288); start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment and --rdzv_backend=c10d"
+            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch's "
+            "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
         )
     return Place(rank, world, local_rank, local_world, distributed=True)
 
@@ -155,8 +155,8 @@ def number(name: str, environ: Mapping[str, str], default: int | None = None) ->
 def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
     """This process's Ranks on its device, connected to the others where torchrun started several.
 
-    device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo; timeout_s: the longest that ranks wait for each
-    other. Raises ValueError where device or backend do not fit this machine, OSError where the ranks do not meet.
+    device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo; timeout_s: the longest that ranks wait for
+    each other. Raises ValueError where these do not fit this machine, OSError where the ranks do not meet.
     """
     place = place_of(os.environ)
     device = hardware.resolve_device(device_name, place.local_rank, place.local_world)

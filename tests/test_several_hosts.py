@@ -167,7 +167,7 @@ def test_out_dir_or_settings_or_data_that_differ_between_hosts_are_refused_on_al
     host = platform.node()
     same, elsewhere, equal, settings, odd_data, checkpoints = found[0]
     assert same == equal == ""
-    assert elsewhere.startswith(f"out_dir={tmp_path / 'a'} on host {host} (rank 2) is not the folder that rank 0 writes")
+    assert elsewhere.startswith(f"out_dir={tmp_path / 'a'} on host {host} (rank 2) is not the folder that rank 0")
     assert re.match(rf"learning_rate is 0\.0006 on rank 0 \(host {host}\), but 0\.001 on rank 2 \(host", settings)
     assert odd_data.startswith("train data is fingerprint x on rank 0")
     assert checkpoints.startswith("checkpoint is step 0 on rank 0")
@@ -227,17 +227,17 @@ def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, t
             return wrapped
 
         if moment == "warm-up":
-            train.optimizer_for = signalled(1, train.optimizer_for)
-        elif moment == "evaluation":
-            train.eval_batches = signalled(6, train.eval_batches)  # of the val split, at step 6
-        elif moment == "save":
-            train.Kept = signalled(2, train.Kept)  # of step 6, while the first rank's thread writes
-        else:
-            train.Report.step = signalled(7, train.Report.step)  # of step 6
+            monkeypatch.setattr(train, "optimizer_for", signalled(1, train.optimizer_for))
+        elif moment == "evaluation":  # of the val split, at step 6
+            monkeypatch.setattr(train, "eval_batches", signalled(6, train.eval_batches))
+        elif moment == "save":  # of step 6, while the first rank's thread writes
+            monkeypatch.setattr(train, "Kept", signalled(2, train.Kept))
+        else:  # step 6
+            monkeypatch.setattr(train.Report, "step", signalled(7, train.Report.step))
         try:
             main(tiny(chars, tmp_path / "out", **settings))
         except SystemExit as e:
-            os._exit(e.code)
+            os._exit(int(e.code or 0))
         except RuntimeError as e:
             print(message_for_user(e, ""), file=sys.stderr)
             os._exit(1)
@@ -371,14 +371,15 @@ def test_stop_of_one_host_stops_both_at_the_same_step_and_the_same_command_goes_
     two.until("number of parameters")  # warming up, or in the first evaluation
     two.processes[0].terminate()
     assert two.ends() == [1, 1]
-    assert "Traceback (most recent call last):\n  File \"train.py" not in two.printed()
+    assert 'Traceback (most recent call last):\n  File "train.py' not in two.printed()
     for host in range(2):
         two.begin(host, out_dir)
     two.until("iter 20:")
     two.processes[1].terminate()
     assert two.ends() == [1, 1]
     stopped = re.search(r"stopped by SIGTERM at step (\d+)", two.printed())
-    assert stopped and checkpoint.load(tmp_path / "out").iter_num == int(stopped[1])
+    assert stopped
+    assert checkpoint.load(tmp_path / "out").iter_num == int(stopped[1])
     for host in range(2):
         two.begin(host, out_dir)
     assert two.ends() == [0, 0]
@@ -428,7 +429,7 @@ def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_goes_on(
 
     def submit() -> subprocess.Popen[bytes]:
         with open(terminal, "a") as file:
-            command = ["bash", ROOT / "slurm.sbatch", *settings]
+            command = ["bash", str(ROOT / "slurm.sbatch"), *settings]
             return subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
 
     job = submit()
