@@ -154,7 +154,9 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
                 f"batch_size={self.batch_size} x gradient_accumulation_steps={self.gradient_accumulation_steps} are "
                 f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
             )
-        if self.plan_for:  # who asks for a plan does not want to train
+        if self.world > MOST_SEQUENCES:
+            raise ValueError(f"world={self.world:,} must be at most {MOST_SEQUENCES:,}: each rank has a sequence")
+        if self.plan_for or self.world:  # who asks for a plan does not want to train
             object.__setattr__(self, "dry_run", True)
         if self.plan_for not in ("", "all"):
             try:
@@ -1181,7 +1183,7 @@ def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keeps other runs out of out_dir, where this process is one that writes there."""
-    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
+    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"] or settings["world"]
     if reads_only or place_of(os.environ).rank > 0:
         return nullcontext()
     return only_run_in(checkpoint.folder_of(settings["out_dir"]))

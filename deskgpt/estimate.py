@@ -22,7 +22,7 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -39,12 +39,14 @@ from deskgpt import hardware, kernels
 from deskgpt.ranks import Ranks
 from deskgpt.runlog import clock
 from deskgpt.runner import Runner
+from deskgpt.sharding import local
 from model import BYTES, GPT, GPTConfig, with_unit
 
 if TYPE_CHECKING:
     from data.splits import Split
     from train import TrainConfig
 
+LAYERS_REHEARSED = 3  # of a sharded model: the first gathers ahead, the last has nothing behind it
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 TRACED_SEQUENCES = 2  # of a compiled form; torch takes a dimension of 1 for a special case
@@ -68,6 +70,7 @@ def memory(
     accumulates: bool = True,
     explicit: bool = False,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+    shard: Callable[[GPT], object] | None = None,
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
@@ -77,12 +80,21 @@ def memory(
     forward pass keeps until the loss begins, token ids included. logits are all that the loss adds to it, or what the
     backward pass adds, if that is more. optimizer are AdamW's moments; Muon keeps less, and takes about as much while
     it steps, when the activations are gone.
+
+    shard: what shards the model's parameters among the ranks, of which this is the first (traffic.fake_ranks). Its
+    shards of the gradients then always count, and there is a further part: gathered are whole weights and gradients,
+    those of the blocks alive at once and of embedding and head, and the buffers that they are sent in.
     """
     n = REHEARSED // config.block_size or 1
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
-        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit, loss_logits)
+        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
+        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
+    if shard and config.n_layer > LAYERS_REHEARSED + 1:  # ... and for each layer more
+        few, more = (replace(config, n_layer=LAYERS_REHEARSED + i) for i in (0, 1))
+        small = memory(few, batch_size, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
+        large = memory(more, batch_size, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
+        return {k: small[k] + (large[k] - small[k]) * (config.n_layer - LAYERS_REHEARSED) for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
         stack.enter_context(fake_tensors(device_type))
@@ -91,25 +103,33 @@ def memory(
         stack.enter_context(kernels.loss_chunk(loss_logits if device_type == "cuda" else None))
         live = stack.enter_context(Live(device_type))
         model = GPT(config)
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        if shard:
+            shard(model)
+        weights = sum(local(p).nbytes for p in model.parameters())
         for p in model.parameters():
-            p.grad = torch.empty_like(p) if accumulates else None
+            p.grad = torch.empty_like(p) if accumulates or shard else None
         before = live.bytes
         kept = 0
+        at_loss = 0
+        before_loss = 0
         result_bytes = 0
         idx = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
         targets = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
 
         def loss_begins(module: Any, args: Any, h: Tensor) -> None:
-            nonlocal kept, result_bytes
-            kept = live.bytes - before
+            nonlocal kept, at_loss, before_loss, result_bytes
+            at_loss = live.bytes
+            kept = at_loss - before - live.gathered()
+            before_loss = live.peak
+            live.peak = at_loss
             result_bytes = h.nbytes
 
         model.transformer.register_forward_hook(loss_begins)
         live.peak = 0
         with hardware.autocast(cpu, dtype):
             loss = model(idx, targets)[1]
-        forward = live.peak - weights
+        of_loss = live.peak - at_loss
+        forward = max(before_loss, live.peak) - weights
         live.peak = 0
         loss.backward()
         backward = live.peak - weights
@@ -118,6 +138,10 @@ def memory(
         kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
         forward += kept - kept_before
         backward += kept - kept_before
+    if shard:
+        parts = {"weights": weights, "gradients": weights, "optimizer": 2 * weights}
+        parts |= {"activations": kept, "logits": of_loss}
+        return parts | {"gathered": max(forward, backward) - weights - kept - of_loss}
     if compiled:  # all gradients come at the end of its backward pass; only then are they added to those there
         backward = max(backward, 2 * weights if accumulates else weights)
     # clip_grad_norm_ and the fused AdamW work in place.
@@ -223,9 +247,17 @@ class Live(TorchDispatchMode):
         self.bytes = self.peak = 0
         self.device_type = device_type
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
+        self._gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # it comes here again, as operations on this rank's part
+        kwargs = kwargs or {}
+        if func.namespace == "fsdp":  # gathers weights into storages, which it empties and fills again
+            for tensor in tree_leaves(kwargs.get("out", args[1])):
+                self._gathered.add(tensor.untyped_storage())
+        self._count_gathered()
+        out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
@@ -238,6 +270,15 @@ class Live(TorchDispatchMode):
             self._sizes[key] = storage.nbytes()
             self.bytes += storage.nbytes()
             weakref.finalize(storage, self._free, key)
+
+    def gathered(self) -> int:
+        """Bytes of whole weights of several ranks."""
+        return sum(storage.nbytes() for storage in self._gathered)
+
+    def _count_gathered(self) -> None:
+        for storage in self._gathered:
+            self.bytes += storage.nbytes() - self._sizes[storage._cdata]
+            self._sizes[storage._cdata] = storage.nbytes()
 
     def _free(self, key: int) -> None:
         self.bytes -= self._sizes.pop(key)
