@@ -8,6 +8,7 @@ Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, V vocab
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,6 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from deskgpt import graphs
 from deskgpt.kernels import activation, attention, linear_cross_entropy, linear_to_fewer
@@ -253,10 +255,37 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.checkpoint_options: dict[str, Any] | None = None  # set by GPT.checkpoint_activations
 
     def forward(self, x: Tensor, cache: KVCache | None, rotary: Tensor | None) -> Tensor:
+        if self.checkpoint_options is None or cache is not None or not torch.is_grad_enabled():
+            return self.compute(x, cache, rotary)
+        return checkpoint(self.compute, x, None, rotary, use_reentrant=False, **self.checkpoint_options)
+
+    def compute(self, x: Tensor, cache: KVCache | None, rotary: Tensor | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache, rotary)
         return x + self.mlp(self.ln_2(x), cache)
+
+
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def is_kept(dropout: float, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether selective checkpointing keeps what op returns: attention and a block's matmuls, but for the last one's.
+
+    The last one goes to fewer channels, and no gradient needs its result. Attention with dropout is computed again: it
+    draws random numbers, and without it the dropouts after it would draw others than in the forward pass.
+    """
+    if op in MATMULS:
+        n_in, n_out = args[-1].shape
+        return n_out >= n_in
+    return op in ATTENTION and not dropout
 
 
 class Transformer(nn.Module):
@@ -308,6 +337,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.activation_checkpoint = "none"
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -342,6 +372,22 @@ class GPT(nn.Module):
         return model
 
     # ---- training ----------------------------------------------------------------------------------------
+
+    def checkpoint_activations(self, which: str) -> None:
+        """What the backward pass computes again, block by block, instead of keeping it: less memory, more time.
+
+        which: none; full, all but each block's input; selective, what is cheap to compute, see is_kept. Gradients stay
+        bit-equal in a form that is not compiled. Passes without gradients, and with a cache, are left alone.
+        """
+        self.activation_checkpoint = which
+        options: dict[str, Any] | None = None
+        if which != "none":
+            options = {"preserve_rng_state": self.config.dropout > 0}
+        if which == "selective":
+            policy = functools.partial(is_kept, self.config.dropout)
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        for block in self.transformer.h:
+            block.checkpoint_options = options
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """(logits, None) without targets, (None, loss) with them: the logits of a training batch are never kept.

@@ -192,6 +192,7 @@ def main(c: TrainConfig) -> float:
         say_changes(c, start, data, val_split, ranks)
     estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
     model = placed_model(start, c, ranks)
+    model.checkpoint_activations(c.activation_checkpoint)
     benchmark = Benchmark(c, start.tokenizer or meta["tokenizer"], model, ranks) if c.tasks else None
 
     # ---- how it runs here ------------------------------------------------------------------------------------

@@ -170,6 +170,7 @@ def predicted_bytes(c: train.TrainConfig, vocab_size: int) -> int:
         compiled=c.compile is not False,
         accumulates=c.gradient_accumulation_steps > 1,
         loss_logits=kernels.logits_per_chunk(device),
+        activation_checkpoint=c.activation_checkpoint,
     )
     return sum(parts.values())
 

@@ -70,6 +70,7 @@ def memory(
     accumulates: bool = True,
     explicit: bool = False,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+    activation_checkpoint: str = "none",
     shard: Callable[[GPT], object] | None = None,
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
@@ -86,14 +87,14 @@ def memory(
     those of the blocks alive at once and of embedding and head, and the buffers that they are sent in.
     """
     n = REHEARSED // config.block_size or 1
+    options = (dtype, device_type, compiled, accumulates, explicit, loss_logits, activation_checkpoint, shard)
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small = memory(config, n, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
-        large = memory(config, 2 * n, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
+        small = memory(config, n, *options)
+        large = memory(config, 2 * n, *options)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
     if shard and config.n_layer > LAYERS_REHEARSED + 1:  # ... and for each layer more
-        few, more = (replace(config, n_layer=LAYERS_REHEARSED + i) for i in (0, 1))
-        small = memory(few, batch_size, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
-        large = memory(more, batch_size, dtype, device_type, compiled, accumulates, explicit, loss_logits, shard)
+        small = memory(replace(config, n_layer=LAYERS_REHEARSED), batch_size, *options)
+        large = memory(replace(config, n_layer=LAYERS_REHEARSED + 1), batch_size, *options)
         return {k: small[k] + (large[k] - small[k]) * (config.n_layer - LAYERS_REHEARSED) for k in small}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
@@ -103,6 +104,7 @@ def memory(
         stack.enter_context(kernels.loss_chunk(loss_logits if device_type == "cuda" else None))
         live = stack.enter_context(Live(device_type))
         model = GPT(config)
+        model.checkpoint_activations(activation_checkpoint)
         if shard:
             shard(model)
         weights = sum(local(p).nbytes for p in model.parameters())
@@ -133,7 +135,9 @@ def memory(
         live.peak = 0
         loss.backward()
         backward = live.peak - weights
-    if compiled and device_type != "cpu":  # on a CPU the whole step is one graph, which nothing partitions
+    # On a CPU the whole step is one graph, which nothing partitions. Of what is checkpointed the partitioner keeps what
+    # the checkpoints say.
+    if compiled and device_type != "cpu" and activation_checkpoint == "none":
         kept_before = kept
         kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
         forward += kept - kept_before
@@ -228,10 +232,12 @@ def largest_batch(
     device_type: str,
     limit_bytes: float,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
+    activation_checkpoint: str = "none",
 ) -> int:
     """The largest micro-batch of batch_size, batch_size/2, batch_size/4 ... predicted to fit; 0 where none does."""
     while True:
-        parts = memory(config, batch_size, dtype, device_type, compiled=True, loss_logits=loss_logits)
+        options = {"loss_logits": loss_logits, "activation_checkpoint": activation_checkpoint}
+        parts = memory(config, batch_size, dtype, device_type, compiled=True, **options)
         if sum(parts.values()) <= limit_bytes:
             return batch_size
         if batch_size % 2:
@@ -408,7 +414,8 @@ def smaller_batch(c: TrainConfig, config: GPTConfig, dtype: str, device: torch.d
     smaller = 1 if c.batch_size % 2 else c.batch_size // 2
     if not c.auto_batch and device.type == "cuda" and limit:
         logits = kernels.logits_for_memory(hardware.memory_bytes(device) or 0)
-        smaller = largest_batch(config, smaller, dtype, device.type, USABLE * limit, logits) or 1
+        usable = USABLE * limit
+        smaller = largest_batch(config, smaller, dtype, device.type, usable, logits, c.activation_checkpoint) or 1
     same = same_training(c, smaller)
     if not c.auto_batch:
         flags = " ".join(f"--{k}={v}" for k, v in same.items())

@@ -523,7 +523,8 @@ class Trials:
     def digest(self, batch: Batch, *more: Any) -> str:
         """A name for what a graph is made from: the model, the shape of a micro-batch, torch and our own code."""
         code = b"".join((ROOT / name).read_bytes() for name in CODE)
-        what = (self.model.config, tuple(batch[0].shape), self.ranks.distributed, torch.__version__, *more)
+        model = (self.model.config, self.model.activation_checkpoint)
+        what = (model, tuple(batch[0].shape), self.ranks.distributed, torch.__version__, *more)
         return hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]
 
     def check_key(self, form: Form, batch: Batch) -> str:

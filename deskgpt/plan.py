@@ -158,6 +158,7 @@ def say_memory(
         accumulates,
         explicit,
         machine.loss_logits(),
+        activation_checkpoint=c.activation_checkpoint,
         shard=sharder(c, mesh),
     ) | buckets(config, ranks.world, mesh)
     total = sum(parts.values())
@@ -290,6 +291,7 @@ class Fitting:
                 compiled,
                 accumulates,
                 loss_logits=loss_logits,
+                activation_checkpoint=c.activation_checkpoint,
                 shard=sharder(c, mesh),
             ) | buckets(config, world, mesh)
             return sum(parts.values())

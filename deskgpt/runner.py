@@ -1,7 +1,8 @@
 """How a model runs in training: plain or compiled, in which precision; on one device, or on one of several under DDP.
 
 On a CPU without DDP, a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
-as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autograd's hooks.
+as a whole. Elsewhere, and where activations are checkpointed, it is `torch.compile(model)`, whose two graphs keep
+autograd's hooks.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ class Runner:
             kernels.register_operators()
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
+            keeps_all = model.activation_checkpoint == "none"  # in one graph nothing would be computed again
             if self.sharded:
                 self.forwards = {block: torch.compile(block.forward) for block in model.transformer.h}
-            elif self.device.type == "cpu" and not distributed and not self.scaler.is_enabled():
+            elif self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled():
                 torch._dynamo.config.trace_autograd_ops = True
                 self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
             else:

@@ -115,6 +115,7 @@ def of_step(c: TrainConfig, config: GPTConfig, mesh: DeviceMesh | None, world: i
         return {group: group.sent(4 * config.count_parameters(config.vocab_size))}
     with FakeTensorMode():
         model = GPT(config)
+        model.checkpoint_activations(c.activation_checkpoint)
         sharding.shard(model, mesh, c.reshard_after_forward)
         runner = Runner(model, Form())
         optimizer = make_optimizer(model, c.optimizer, 0.0, 0.0, (0.0, 0.0), 0.0, "cpu")
