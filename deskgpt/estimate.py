@@ -128,12 +128,16 @@ def memory(
 
         model.transformer.register_forward_hook(loss_begins)
         live.peak = 0
-        with hardware.autocast(cpu, dtype):
+        with hardware.autocast(cpu, dtype, cached=activation_checkpoint == "none"):
             loss = model(idx, targets)[1]
         of_loss = live.peak - at_loss
         forward = max(before_loss, live.peak) - weights
         live.peak = 0
-        loss.backward()
+        # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
         backward = live.peak - weights
     # On a CPU the whole step is one graph, which nothing partitions. Of what is checkpointed the partitioner keeps what
     # the checkpoints say.

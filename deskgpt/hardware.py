@@ -139,11 +139,14 @@ def why_torch_cannot_use(gpu: str, table: str) -> str:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
-    """A context in which matmuls run in `dtype`; for float32, one that does nothing."""
+def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractContextManager:
+    """A context in which matmuls run in `dtype`; for float32, one that does nothing.
+
+    cached: weights in `dtype` stay until its end, for those that are used again.
+    """
     if dtype == "float32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=DTYPES[dtype])
+    return torch.autocast(device.type, dtype=DTYPES[dtype], cache_enabled=cached)
 
 
 def synchronize(device: torch.device) -> None:

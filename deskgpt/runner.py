@@ -7,6 +7,7 @@ autograd's hooks.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -66,7 +67,8 @@ class Runner:
         self.form = form
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
-        self.amp = hardware.autocast(self.device, form.dtype)
+        keeps_all = model.activation_checkpoint == "none"
+        self.amp = hardware.autocast(self.device, form.dtype, cached=keeps_all)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
         self.module: nn.Module = model  # takes (x, y) in evaluation
         self.trained: nn.Module | None = None  # module under DDP
@@ -75,9 +77,11 @@ class Runner:
         self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
         if form.compiled:
             kernels.register_operators()
+            # Selective checkpoints warn of operations in place. A block has none.
+            logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            keeps_all = model.activation_checkpoint == "none"  # in one graph nothing would be computed again
+            # In one graph of both passes, nothing would be computed again.
             if self.sharded:
                 self.forwards = {block: torch.compile(block.forward) for block in model.transformer.h}
             elif self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled():

@@ -18,6 +18,7 @@ from configurator import read_settings
 from deskgpt import estimate, hardware, kernels
 from deskgpt.estimate import memory
 from deskgpt.optimizer import make_optimizer
+from deskgpt.runner import Form, Runner
 from model import GPT, GPTConfig
 from train import TrainConfig, main, resumed_settings
 
@@ -28,11 +29,12 @@ SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64,
 class Real:
     """A model on the CPU that takes steps, and the bytes that torch's allocator then holds, by its profiler."""
 
-    def __init__(self, config: GPTConfig, batch_size: int, dtype: str) -> None:
+    def __init__(self, config: GPTConfig, batch_size: int, dtype: str, activation_checkpoint: str = "none") -> None:
         self.model = GPT(config)
+        self.model.checkpoint_activations(activation_checkpoint)
         self.optimizer = make_optimizer(self.model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
         self.x, self.y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
-        self.amp: AbstractContextManager = hardware.autocast(CPU, dtype)
+        self.amp = Runner(self.model, Form(dtype)).amp
 
     def step(self, micro_steps: int) -> None:
         for _ in range(micro_steps):
@@ -115,6 +117,42 @@ def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, c
     assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.01)
 
 
+# Not compiled, a block of GPT-2's keeps 16 tensors of its input's size and full checkpointing one; selective keeps 10.
+CHECKPOINTED = [
+    (CASES[1], "full"),
+    (CASES[5], "selective"),
+    ((replace(SMALL, **MODERN_SETTINGS), 4, "bfloat16", 64), "selective"),
+    *(pytest.param(case, "full", marks=pytest.mark.slow) for case in CASES),
+    *(pytest.param(case, "selective", marks=pytest.mark.slow) for case in CASES),
+    *(
+        pytest.param((replace(SMALL, n_layer=4, n_embd=256, block_size=256, **s), 8, d, 1024), w, marks=pytest.mark.slow)
+        for s in ({}, MODERN_SETTINGS)
+        for d in ("float32", "bfloat16")
+        for w in ("full", "selective")
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "which"), CHECKPOINTED)
+@pytest.mark.usefixtures("no_onednn")
+def test_predicted_total_is_the_peak_of_a_real_step_that_computes_activations_again(case, which, monkeypatch):
+    config, batch_size, dtype, chunk = case
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
+    predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, activation_checkpoint=which)
+    peak = Real(config, batch_size, dtype, which).peak_of_step(2)
+    assert sum(predicted.values()) == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize(("which", "saved"), [("full", 0.6), ("selective", 0.35)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpointing_saves_activations_of_12_layers_of_768(which, saved, compiled):
+    none, checkpointed = (
+        estimate.memory(GPTConfig(), 1, "bfloat16", "cuda", compiled, activation_checkpoint=w)["activations"]
+        for w in ("none", which)
+    )
+    assert checkpointed < (1 - saved) * none
+
+
 @pytest.mark.usefixtures("no_onednn")
 def test_muon_needs_no_more_than_is_predicted():
     real = Real(SMALL, 4, "float32")
@@ -134,6 +172,18 @@ def test_predicted_activations_are_what_a_compiled_model_keeps(settings, dtype):
     ids_and_result = real.x.nbytes + real.y.nbytes + 5 * 256 * 64 * 4
     predicted = ids_and_result + estimate.kept_compiled(config, 5, dtype, "cpu")
     assert predicted == pytest.approx(kept_by(real), rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["full", "selective"])
+@pytest.mark.parametrize("settings", [{}, MODERN_SETTINGS])
+def test_compiled_model_keeps_what_its_checkpoints_keep(settings, which):
+    config = replace(SMALL, n_layer=4, block_size=256, **settings)
+    for dtype in ("float32", "bfloat16"):
+        real = Real(config, 5, dtype, which)
+        real.model.transformer.compile(backend="aot_eager_decomp_partition")
+        predicted = estimate.memory(config, 5, dtype, "cuda", compiled=True, activation_checkpoint=which)["activations"]
+        assert predicted == pytest.approx(kept_by(real), rel=0.03)
 
 
 @pytest.mark.slow
@@ -265,6 +315,8 @@ def test_largest_batch_is_the_largest_that_fits(batch_size, candidates):
         fitting = [b for b, total in totals.items() if total <= limit]
         largest = estimate.largest_batch(config, batch_size, "bfloat16", "cuda", limit)
         assert largest == max(fitting, default=0)
+    checkpointed = (config, candidates[-1], "bfloat16", "cuda", totals[candidates[-1]] - 1)
+    assert estimate.largest_batch(*checkpointed, activation_checkpoint="full") == candidates[-1]
 
 
 def test_estimate_leaves_no_fakes_behind_and_the_random_stream_alone():

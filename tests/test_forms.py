@@ -70,6 +70,15 @@ def some_trials(model: GPT) -> Trials:
     return Trials(model, TrainConfig(**SIZES), Listening(CPU), batch_of)
 
 
+def test_what_is_remembered_of_a_form_is_not_for_other_activation_checkpoints():
+    trials = some_trials(a_model())
+    digests = set()
+    for which in ("none", "full", "selective"):
+        trials.model.checkpoint_activations(which)
+        digests.add(trials.digest(batch_of(4)))
+    assert len(digests) == 3
+
+
 # ---- the check -----------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from deskgpt import hardware, kernels
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.optimizer import make_optimizer
 from deskgpt.runner import Form, Runner
-from model import GPT, GPTConfig, rotate
+from model import ATTENTION, GPT, Block, GPTConfig, is_kept, rotate
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -45,6 +45,68 @@ def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype):
         a, b = (model(ids)[0].float() for ids in (idx, changed))
     torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
     assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
+
+
+# ---- activation checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, dropout, dtype):
+    model = make(replace(config, dropout=dropout))
+    names = list(model.state_dict())
+    idx = tokens(3, 32)
+    results = []
+    for which in ("none", "full", "selective"):
+        model.checkpoint_activations(which)
+        assert list(model.state_dict()) == names
+        for explicit in (False, True):
+            runner = Runner(model, Form(dtype, explicit=explicit))
+            torch.manual_seed(3)
+            loss = runner.backward(idx, idx.roll(-1, 1))
+            results.append([loss, *gradients(model).values(), torch.rand(3)])  # the same random stream afterwards
+            runner.drop_gradients()
+    for i, found in enumerate(results[2:]):
+        assert all(torch.equal(a, b) for a, b in zip(found, results[i % 2], strict=True))
+
+
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_only_passes_with_gradients_are_checkpointed(which, monkeypatch):
+    model = make(MODERN)
+    model.checkpoint_activations(which)
+    blocks = []
+    compute = Block.compute
+    monkeypatch.setattr(Block, "compute", lambda *args: blocks.append(args[0]) or compute(*args))
+    loss = model(tokens(2, 32), tokens(2, 32))[1]
+    loss.backward()
+    assert len(blocks) == 2 * MODERN.n_layer
+    blocks.clear()
+
+    def refuse(*args, **options):
+        raise AssertionError
+
+    monkeypatch.setattr("model.checkpoint", refuse)
+    with torch.no_grad():
+        model(tokens(2, 32), tokens(2, 32))
+    list(model.generate(tokens(2, 4), 3))
+    model.checkpoint_activations("none")
+    model(tokens(2, 32), tokens(2, 32))
+    assert blocks
+
+
+def test_selective_checkpoints_compute_no_matmul_again_but_all_that_draws_random_numbers():
+    for attention in ATTENTION:
+        assert is_kept(0.0, None, attention)
+        assert not is_kept(0.1, None, attention)
+    flops = {}
+    for which in ("none", "selective", "full"):
+        model = make(SMALL)
+        model.checkpoint_activations(which)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens(2, 32), tokens(2, 32))[1].backward()
+        flops[which] = counter.get_total_flops()
+    assert flops["none"] == flops["selective"] < flops["full"]
 
 
 # ---- GPT-2 as transformers has it ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import flags
 
-from deskgpt import estimate, gpu_peaks, known_runs, plan, remembered
+from deskgpt import estimate, gpu_peaks, kernels, known_runs, plan, remembered
 from deskgpt.ranks import Ranks
 from model import GPTConfig
 from train import TrainConfig, main
@@ -169,6 +169,21 @@ def test_micro_batches_of_a_plan_divide_the_step_and_the_largest_that_fits_is_fo
         assert fitting.largest(enough) == n
         assert fitting.largest(too_little) in [0, *(smaller for smaller in fitting.batch_sizes if smaller < n)]
     assert fitting.largest(replace(card, free_bytes=None)) is None
+
+
+def test_largest_micro_batch_of_a_plan_follows_activation_checkpoints():
+    c = TrainConfig(**TINY, batch_size=12, activation_checkpoint="full")
+    parts = estimate.memory(TINY_CONFIG, 12, "bfloat16", "cuda", True, activation_checkpoint="full")
+    fitting = plan.Fitting(c, TINY_CONFIG, world=1)
+    assert fitting.peak_bytes(12, "bfloat16", kernels.LEAST_LOGITS_ON_GPU) == sum(parts.values())
+
+
+@pytest.mark.slow
+def test_memory_of_a_plan_follows_activation_checkpoints(capsys):
+    said = set()
+    for which in ("none", "selective", "full"):
+        said |= set(plan_of_tiny(capsys, plan_for="RTX 4070", batch_size=4096, activation_checkpoint=which).splitlines())
+    assert len([line for line in said if line.startswith("predicted peak memory")]) == 3
 
 
 # ---- the speed that a plan expects ---------------------------------------------------------------------------

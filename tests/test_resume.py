@@ -44,6 +44,17 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
         assert_equal(getattr(a, key), getattr(b, key))
 
 
+def test_resumed_run_may_compute_activations_again_and_is_bit_identical(chars, tmp_path):
+    options = {"lr_decay_iters": 6, "dropout": 0.3, "dtype": "bfloat16"}
+    main(tiny(chars, tmp_path / "whole", **options))
+    main(tiny(chars, tmp_path / "halves", max_iters=3, activation_checkpoint="selective", **options))
+    main(tiny(chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **options))
+    assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
+    a, b = (checkpoint.load(tmp_path / run) for run in ("whole", "halves"))
+    assert_equal(a.model, b.model)
+    assert a.model_args == b.model_args  # it is not part of the model
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):

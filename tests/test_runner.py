@@ -62,6 +62,22 @@ def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(settin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_compiled_model_that_computes_activations_again_gives_the_gradients_of_the_plain_one(which):
+    for settings in ({"activation": "gelu"}, MODERN_SETTINGS):
+        plain = make(**settings)
+        checkpointed = make(**settings)
+        checkpointed.model.checkpoint_activations(which)
+        compiled = Runner(checkpointed.model, Form(compiled=True))
+        assert compiled.graph is None  # one graph of both passes would compute nothing again
+        loss, expected = taken(plain, 2)
+        got, gradients = taken(compiled, 2)
+        assert got == pytest.approx(loss, rel=1e-5)
+        for a, b in zip(gradients, expected, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+
+
+@pytest.mark.slow
 def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
     before = counters["stats"]["unique_graphs"]
     main(tiny(chars, tmp_path, compile=True, gradient_accumulation_steps=2))
