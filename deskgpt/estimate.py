@@ -92,10 +92,34 @@ def memory(
         small = memory(config, n, *options)
         large = memory(config, 2 * n, *options)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
-    if shard and config.n_layer > LAYERS_REHEARSED + 1:  # ... and for each layer more
-        small = memory(replace(config, n_layer=LAYERS_REHEARSED), batch_size, *options)
-        large = memory(replace(config, n_layer=LAYERS_REHEARSED + 1), batch_size, *options)
-        return {k: small[k] + (large[k] - small[k]) * (config.n_layer - LAYERS_REHEARSED) for k in small}
+    if not shard:
+        return rehearsal(config, batch_size, *options)
+    if config.n_layer > LAYERS_REHEARSED + 1:  # ... and each of the peaks for each layer more
+        small = rehearsal(replace(config, n_layer=LAYERS_REHEARSED), batch_size, *options)
+        large = rehearsal(replace(config, n_layer=LAYERS_REHEARSED + 1), batch_size, *options)
+        parts = {k: small[k] + (large[k] - small[k]) * (config.n_layer - LAYERS_REHEARSED) for k in small}
+    else:
+        parts = rehearsal(config, batch_size, *options)
+    peak = max(parts.pop(name) for name in PEAKS)
+    return parts | {"gathered": peak + parts["optimizer"] - sum(parts.values())}
+
+
+PEAKS = ("before the loss", "in the loss", "after it", "after the last block's gradients")
+
+
+def rehearsal(
+    config: GPTConfig,
+    batch_size: int,
+    dtype: str,
+    device_type: str,
+    compiled: bool,
+    accumulates: bool,
+    explicit: bool,
+    loss_logits: int,
+    activation_checkpoint: str,
+    shard: Callable[[GPT], object] | None,
+) -> dict[str, int]:
+    """As memory, of a model that is not too large; sharded, PEAKS without the optimizer's part instead of gathered."""
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
         stack.enter_context(fake_tensors(device_type))
@@ -114,6 +138,7 @@ def memory(
         kept = 0
         at_loss = 0
         before_loss = 0
+        in_blocks = 0
         result_bytes = 0
         idx = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
         targets = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
@@ -126,19 +151,28 @@ def memory(
             live.peak = at_loss
             result_bytes = h.nbytes
 
+        def blocks_end(grad: Tensor) -> None:
+            nonlocal in_blocks
+            in_blocks = live.peak
+            live.peak = live.bytes
+
+        def blocks_begin(module: Any, args: tuple[Tensor, ...]) -> None:
+            args[0].register_hook(blocks_end)
+
+        model.transformer.h[0].register_forward_pre_hook(blocks_begin)
         model.transformer.register_forward_hook(loss_begins)
         live.peak = 0
         with hardware.autocast(cpu, dtype, cached=activation_checkpoint == "none"):
             loss = model(idx, targets)[1]
-        of_loss = live.peak - at_loss
-        forward = max(before_loss, live.peak) - weights
+        in_loss = live.peak
+        forward = max(before_loss, in_loss) - weights
         live.peak = 0
         # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-        backward = live.peak - weights
+        backward = max(in_blocks, live.peak) - weights
     # On a CPU the whole step is one graph, which nothing partitions. Of what is checkpointed the partitioner keeps what
     # the checkpoints say.
     if compiled and device_type != "cpu" and activation_checkpoint == "none":
@@ -146,10 +180,13 @@ def memory(
         kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
         forward += kept - kept_before
         backward += kept - kept_before
+        at_loss, before_loss, in_loss, in_blocks = (
+            x + kept - kept_before for x in (at_loss, before_loss, in_loss, in_blocks)
+        )
     if shard:
         parts = {"weights": weights, "gradients": weights, "optimizer": 2 * weights}
-        parts |= {"activations": kept, "logits": of_loss}
-        return parts | {"gathered": max(forward, backward) - weights - kept - of_loss}
+        parts |= {"activations": kept, "logits": in_loss - at_loss}
+        return parts | dict(zip(PEAKS, (before_loss, in_loss, in_blocks, live.peak), strict=True))
     if compiled:  # all gradients come at the end of its backward pass; only then are they added to those there
         backward = max(backward, 2 * weights if accumulates else weights)
     # clip_grad_norm_ and the fused AdamW work in place.

@@ -182,7 +182,9 @@ def test_largest_micro_batch_of_a_plan_follows_activation_checkpoints():
 def test_memory_of_a_plan_follows_activation_checkpoints(capsys):
     said = set()
     for which in ("none", "selective", "full"):
-        said |= set(plan_of_tiny(capsys, plan_for="RTX 4070", batch_size=4096, activation_checkpoint=which).splitlines())
+        said |= set(
+            plan_of_tiny(capsys, plan_for="RTX 4070", batch_size=4096, activation_checkpoint=which).splitlines()
+        )
     assert len([line for line in said if line.startswith("predicted peak memory")]) == 3
 
 

@@ -4,8 +4,8 @@ import multiprocessing
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def rehearsed(c: TrainConfig, config: GPTConfig, world: int) -> dict[Group, floa
 
 @pytest.mark.parametrize(
     ("world", "shards", "reshard"),
-    [(8, 8, True), (1024, 64, False), *(pytest.param(w, 4, r, marks=pytest.mark.slow) for w in (4, 8) for r in (0, 1))],
+    [(1024, 64, True), *(pytest.param(w, 4, r, marks=pytest.mark.slow) for w in (4, 8) for r in (True, False))],
 )
 def test_traffic_of_sharded_ranks_is_the_closed_form(world, shards, reshard):
     c = settings(world, shards, micro_steps=3, reshard_after_forward=reshard, **EVEN)
@@ -119,9 +119,8 @@ class Real:
 
 
 def check_traffic(runs: list[TrainConfig], world: int, tmp_path: Path) -> None:
-    expected = [rehearsed(c, ODD, world) for c in runs]
     found = on_ranks(world, lambda ranks: [Real(c, ODD, ranks).sent() for c in runs], tmp_path)
-    assert found[0] == [pytest.approx(sent) for sent in expected]
+    assert found[0] == [pytest.approx(rehearsed(c, ODD, world)) for c in runs]
     for c, *of_ranks in zip(runs, *found, strict=True):
         totals = [sum(sent.values()) for sent in of_ranks]
         # Only Muon's matrices may not divide among the ranks.
@@ -174,20 +173,27 @@ def memory(c: TrainConfig, config: GPTConfig, world: int, device_type: str = "cu
         return estimate.memory(config, c.batch_size, dtype, device_type, compiled=False, **options)
 
 
-LARGE = GPTConfig(n_layer=9, n_head=8, n_embd=1024, block_size=256, vocab_size=50304)
+LARGE = GPTConfig(n_layer=2, n_head=8, n_embd=1024, block_size=256, vocab_size=50304)
+BLOCK = 4 * 12 * 1024**2  # bytes
+ROOT = 4 * (50304 + 256) * 1024
 
 
 def test_sharded_state_is_16_bytes_per_parameter_over_the_shards():
     parts = memory(settings(16, 8, batch_size=2), LARGE, 16)
     state = parts["weights"] + parts["gradients"] + parts["optimizer"]
     assert state == pytest.approx(16 * LARGE.count_parameters(50304) / 8, rel=0.01)
-    whole = estimate.memory(LARGE, 2, "bfloat16", "cuda", compiled=False)
-    assert parts["activations"] == pytest.approx(whole["activations"], rel=0.01)
-    block = 4 * 12 * 1024**2
-    root = 4 * (50304 + 256) * 1024
-    assert root <= parts["gathered"] < root + 4 * block
-    kept = memory(settings(16, 8, batch_size=2, reshard_after_forward=False), LARGE, 16)
-    assert kept["gathered"] > root + 9 * block
+
+
+@pytest.mark.slow
+def test_sharded_rank_gathers_a_few_blocks_or_all_and_keeps_the_activations_of_one_that_is_not():
+    config = replace(LARGE, n_layer=9)
+    few = memory(settings(16, 8, batch_size=2), config, 16)
+    assert ROOT <= few["gathered"] < ROOT + 4 * BLOCK
+    all_ = memory(settings(16, 8, batch_size=2, reshard_after_forward=False), config, 16)
+    assert ROOT + 9 * BLOCK <= all_["gathered"] < ROOT + 12 * BLOCK
+    alone = estimate.memory(config, 2, "bfloat16", "cuda", compiled=False)
+    for parts in (few, all_):
+        assert parts["activations"] == pytest.approx(alone["activations"], rel=0.01)
 
 
 @pytest.mark.slow
@@ -195,16 +201,17 @@ def test_sharded_state_is_16_bytes_per_parameter_over_the_shards():
 @pytest.mark.parametrize("reshard", [True, False])
 def test_layers_of_a_sharded_model_are_extrapolated_to_what_a_rehearsal_gives(which, reshard, monkeypatch):
     c = settings(16, 8, batch_size=2, activation_checkpoint=which, reshard_after_forward=reshard)
-    few = memory(c, LARGE, 16)
+    config = replace(LARGE, n_layer=9)
+    few = memory(c, config, 16)
     monkeypatch.setattr(estimate, "LAYERS_REHEARSED", 100)
-    assert few == memory(c, LARGE, 16)
+    assert few == memory(c, config, 16)
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------
 
 
 def said(capsys: pytest.CaptureFixture[str], **options: Any) -> str:
-    main(TrainConfig(**EVEN | {"plan_for": "H100", "batch_size": 2, "compile": False} | options))
+    main(TrainConfig(**EVEN | {"n_layer": 1, "plan_for": "H100", "batch_size": 2, "compile": False} | options))
     assert not dist.is_initialized()
     return capsys.readouterr().out
 
@@ -224,16 +231,12 @@ def test_plan_says_memory_traffic_and_time_of_ranks_that_are_not_here(capsys, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_plan_of_ddp_counts_the_buckets_and_8_bytes_per_parameter(capsys):
-    out = said(capsys, world=8, gradient_accumulation_steps=8, n_embd=768)
-    n = GPTConfig(**EVEN | {"n_embd": 768}).count_parameters(50304)
+def test_plan_of_ddp_counts_the_buckets_and_8_bytes_per_parameter_and_says_which_batch_divides(capsys):
+    out = said(capsys, world=16, gradient_accumulation_steps=40, n_embd=768)
+    n = GPTConfig(**EVEN | {"n_layer": 1, "n_embd": 768}).count_parameters(50304)
     assert f"buckets {4 * n / 2**30:.2f} GiB" in out
-    assert f"each rank sends per step: all-reduce {8 * n * 7 / 8 / 1e6:.1f} MB" in out
-    assert "8 ranks, each with all weights" in out
-
-
-def test_global_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(capsys):
-    out = said(capsys, world=16, gradient_accumulation_steps=40)
+    assert f"each rank sends per step: all-reduce {8 * n * 15 / 16 / 1e6:.1f} MB" in out
+    assert "16 ranks, each with all weights; micro-batches of each rank and step: 3" in out
     assert "gradient_accumulation_steps=40 does not divide among 16 ranks" in out
     assert "--gradient_accumulation_steps=48" in out
     assert "tokens per step: 6,144 = 2 x 48 x 64" in out
@@ -290,13 +293,12 @@ def test_plan_of_a_large_model_takes_less_than_a_minute_and_8_gb(billions):
     options = flags(plan_for="H100", world=1024, dp_shard=64, batch_size=1, **SIZES[billions])
     code = (
         "import resource, runpy, sys; sys.argv[:] = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__'); "
-        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
     )
-    began = time.perf_counter()
     done = shell("python", "-c", code, "train.py", *options)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - began < 60
-    kib = int(done.stdout.split()[-1]) / (1024 if sys.platform == "darwin" else 1)
-    assert kib * 1024 < 8e9
+    cpu_s, peak = map(float, done.stdout.split()[-2:])
+    assert cpu_s < 60
+    assert peak * (1 if sys.platform == "darwin" else 1024) < 8e9
     n = float(re.findall(r"number of parameters: (\S+)M", done.stdout)[0]) / 1e3
     assert n == pytest.approx(billions, rel=0.05)
