@@ -381,14 +381,13 @@ class GPT(nn.Module):
         bit-equal in a form that is not compiled. Passes without gradients, and with a cache, are left alone.
         """
         self.activation_checkpoint = which
-        options: dict[str, Any] | None = None
-        if which != "none":
-            options = {"preserve_rng_state": self.config.dropout > 0}
+        options: dict[str, Any] = {"preserve_rng_state": self.config.dropout > 0}
         if which == "selective":
             policy = functools.partial(is_kept, self.config.dropout)
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
         for block in self.transformer.h:
-            block.checkpoint_options = options
+            assert isinstance(block, Block)
+            block.checkpoint_options = None if which == "none" else options
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """(logits, None) without targets, (None, loss) with them: the logits of a training batch are never kept.

@@ -41,7 +41,7 @@ from configurator import build, read_settings
 from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.text_facts import TextFacts, text_facts
-from data.token_files import check_vocabulary, listed_sha256, read_meta, read_record, token_files
+from data.token_files import check_vocabulary, listed_sha256, read_meta, record_of, shard_names
 from data.tokenizer import from_meta, from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, sharding, stopping
@@ -316,10 +316,12 @@ def main(c: TrainConfig) -> float:
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        if model.config.dropout:  # a new random stream at each step, so that a resumed run needs no generator state
-            torch.manual_seed(hash((c.seed, step, ranks.rank)) % 2**63)
         loss = torch.zeros((), device=ranks.device)
         for micro_step in range(plan.micro_steps):
+            # A random stream of its own for each micro-batch: a resumed run needs no generator state, and a row is
+            # dropped out alike on whichever rank.
+            if model.config.dropout:
+                torch.manual_seed(hash((c.seed, step, plan.number(micro_step))) % 2**63)
             try:
                 x, y, weight = loader.next()
             except (ValueError, OSError) as e:  # a token file is not what it was
@@ -397,8 +399,8 @@ def describe_data(c: TrainConfig) -> dict[str, Any]:
     folder = DATA / c.dataset
     if not c.dry_run:
         for split in ("train", "val"):
-            token_files(folder, split)
-    return read_meta(folder) | {"chat": read_record(folder).get("chat")}
+            shard_names(folder, split)
+    return read_meta(folder) | {"chat": record_of(folder).get("chat")}
 
 
 @dataclass
@@ -682,9 +684,14 @@ class Agenda:
 
 
 def evaluate(c: TrainConfig, runner: Runner, split: Split, plan: BatchPlan, ranks: Ranks) -> Evaluation:
-    """The split's loss; a signal breaks it off."""
+    """The split's loss; a signal breaks it off, at the same batch on all ranks where these share the weights."""
     batches = eval_batches(split, plan, estimate.eval_windows(c), ranks.device)
-    return runner.evaluate(itertools.takewhile(lambda _: not listener.signal, batches), ranks)
+
+    def goes_on(_: object) -> bool:
+        stop = listener.signal or 0
+        return not (stop if c.dp_shard == 1 else ranks.agree(stop))
+
+    return runner.evaluate(itertools.takewhile(goes_on, batches), ranks)
 
 
 def sampler_for(c: TrainConfig, runner: Runner, ranks: Ranks, tokenizer: dict[str, Any]) -> Sampler | None:

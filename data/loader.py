@@ -54,15 +54,22 @@ class BatchPlan:
         """Sequences per optimizer step."""
         return self.batch_size * self.micro_steps * self.world
 
+    def number(self, micro_step: int) -> int:
+        """That of this rank's micro-batch among those of the step, over all ranks: the same rows at any world size."""
+        return micro_step * self.world + self.rank
+
     def rows(self, micro_step: int) -> I64:
         """This rank's rows (batch_size,) of the global batch in one micro-batch."""
-        first = (micro_step * self.world + self.rank) * self.batch_size
-        return first + np.arange(self.batch_size)
+        return self.number(micro_step) * self.batch_size + np.arange(self.batch_size)
 
     def eval_rows(self, n: int) -> Iterator[I64]:
-        """This rank's rows of an evaluation of n windows, a batch at a time. Rows from n on are padding."""
-        for first in range(self.rank * self.batch_size, n, self.world * self.batch_size):
-            yield first + np.arange(self.batch_size)
+        """This rank's rows of an evaluation of n windows, a batch at a time. Rows from n on are padding.
+
+        All ranks have equally many batches, some of them perhaps of padding only: where weights are sharded, a rank
+        that had finished would leave the others waiting for its part.
+        """
+        for first in range(0, n, self.world * self.batch_size):
+            yield first + self.rank * self.batch_size + np.arange(self.batch_size)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """Documents to shards of token ids: tokenized in several threads, continued where an earlier run stopped.
 
-The shards of a folder are one sequence of tokens, cut every `shard_tokens`; each document begins with the
-tokenizer's end-of-text token. meta.json records for each shard where in the source it ends, so that any of them
-can be made again, byte for byte, without those before it.
+The shards of a folder, or of each source file in it, are one sequence of tokens, cut every `shard_tokens`; each
+document begins with the tokenizer's end-of-text token. meta.json, or the source file's own record, says for each shard
+where in the source it ends, so that any of them can be made again, byte for byte, without those before it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import multiprocessing
 import shutil
 import time
 from collections import deque
@@ -59,6 +61,7 @@ class TokenStream:
         self.bytes_read = 0  # of text, in UTF-8
         self.documents = 0  # begun so far
         self._skip = position.used  # tokens to leave out of the next row
+        self._begins = False  # whether a document begins with the row at hand
         self._ids = np.zeros(0, np.uint16)  # the tokens left of the row at hand
         tokenizer.encode_batch(["x"])  # builds what it needs, before several threads ask for it
         self._rows = encoded_rows(source, tokenizer, threads, position)
@@ -79,9 +82,15 @@ class TokenStream:
         taken = self._ids[:at_most]
         self._ids = self._ids[at_most:]
         file, row, used = self.position
+        self.documents += self._begins and used == 0
         row_is_used_up = len(self._ids) == 0
         self.position = Position(file, row + 1, 0) if row_is_used_up else Position(file, row, used + len(taken))
         return taken
+
+    def skip_document(self) -> None:
+        """Leaves out the rest of the document at hand, if some of it was taken."""
+        while not self.at_end() and (self.position.used or not self._begins):
+            self._ids = self._ids[:0]
 
     def close(self) -> None:
         self._rows.close()
@@ -89,8 +98,7 @@ class TokenStream:
     def _begin(self, encoded: Encoded) -> None:
         """Makes this row the one at hand."""
         self.bytes_read += encoded.n_bytes
-        if encoded.begins and len(encoded.ids) and self._skip == 0:
-            self.documents += 1
+        self._begins = encoded.begins
         self.position = Position(encoded.file, encoded.row, self._skip)
         self._ids = encoded.ids[self._skip :]
         self._skip = 0
@@ -184,6 +192,13 @@ def plan(val_tokens: int, train_tokens: float, shard_tokens: int) -> Iterator[tu
             left -= shard_tokens
 
 
+def plan_of_file(file: int, val_tokens: int, shard_tokens: int) -> Iterator[tuple[str, int]]:
+    """As plan, of all of one source file: val_000000_000000.bin, train_000000_000001.bin and so on."""
+    for name, size in plan(val_tokens, math.inf, shard_tokens):
+        split, number = name.split("_")
+        yield f"{split}_{file:06}_{number}", size
+
+
 def is_there(path: Path, size: int, entry: Entry) -> bool:
     """Whether the file has the tokens of its entry, and these are at least `size` or all that the source has."""
     if not entry:
@@ -205,10 +220,13 @@ def write_shards(
     damaged: list[str],
     threads: int,
     total: int | None,
+    record: str = "meta.json",
+    whole_documents: bool = False,
 ) -> None:
-    """Writes the shards that folder lacks or that are damaged, and updates meta.json after each.
+    """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
 
     The last one that the source fills is marked "last" there. `total` tokens are expected, None if that is not known.
+    With whole_documents, the rest of the document in which val ends is left out.
     Raises ValueError where the source cannot be read or has changed, OSError where folder cannot be written.
     """
     entries: dict[str, Entry] = meta["files"]
@@ -237,6 +255,8 @@ def write_shards(
                 made_alike = bool(old) and (old["tokens"] == size or "last" in old)
                 if stream is None:
                     stream = TokenStream(source, tokenizer, threads, position)
+                if whole_documents and previous and previous.startswith("val") and name.startswith("train"):
+                    stream.skip_document()
                 bar.set_description(name)
                 entry = write_shard(folder / name, size, stream, bar, old["sha256"] if made_alike else None)
                 if entry:
@@ -245,7 +265,7 @@ def write_shards(
                 ended = entry is None or entry["tokens"] < size or "last" in old
                 if ended and previous:
                     entries[previous]["last"] = True
-                write_meta(folder, meta)
+                write_meta(folder, meta, record)
                 if ended:
                     break
         finally:
@@ -310,7 +330,8 @@ class Progress(tqdm):
     n: int
 
     def __init__(self, folder: Path, total: int | None) -> None:
-        super().__init__(total=total, unit="tok", unit_scale=True, disable=None, smoothing=0.05)
+        hidden = True if multiprocessing.parent_process() else None  # the bars of several processes would mix
+        super().__init__(total=total, unit="tok", unit_scale=True, disable=hidden, smoothing=0.05)
         self.folder = folder
         self.t0 = time.perf_counter()
         self.bytes_read = 0  # since t0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.token_files import PIECE, OpenFile, Shard, check_listed, open_masks, read_record, token_files
+from data.token_files import (
+    MOST_OPEN,
+    PIECE,
+    Mask,
+    OpenFile,
+    Shard,
+    check_listed,
+    listed_files,
+    open_masks,
+    record_of,
+    token_files,
+)
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 SCANNED = 1 << 28  # tokens: a split of at most this size is checked when opened, in a second; a larger one when read
 FINGERPRINTED = 1 << 20  # tokens at the beginning of each shard
+FINGERPRINTED_SHARDS = 1024  # at most, evenly spread
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
 FEISTEL_ROUNDS = 6
 
@@ -53,7 +66,7 @@ class Split:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.seed = seed
-        packed = read_record(folder).get("packed")
+        packed = record_of(folder).get("packed")
         if packed not in (None, block_size):
             raise ValueError(
                 f"{folder} is packed into windows of {packed:,} tokens, and block_size={block_size}; try "
@@ -76,7 +89,9 @@ class Split:
         if packed:
             self._windows = self._eval_windows
             self._offsets = np.ones_like(self._offsets)
-        self.n_windows = int(self._windows.sum())  # per epoch
+        self._ends = self._windows.cumsum()
+        self._eval_ends = self._eval_windows.cumsum()
+        self.n_windows = int(self._ends[-1])  # per epoch
         self._evaluated = np.flatnonzero(self._learned_windows()) if self.masks else None  # of all eval windows
         if self._evaluated is not None and not len(self._evaluated):
             raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
@@ -91,7 +106,7 @@ class Split:
         epoch = position // self.n_windows
         key = keys(self.seed, epoch)
         window = permute(position % self.n_windows, self.n_windows, key)
-        shard, window_of_shard = locate(window, self._windows)
+        shard, window_of_shard = locate(window, self._windows, self._ends)
         offset = mix(key + shard.astype(np.uint64)) % self._offsets[shard].astype(np.uint64)
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         if self.document_start is not None:
@@ -122,13 +137,14 @@ class Split:
     def fingerprint(self) -> str:
         """Identifies these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it.
 
-        Masks, where there are any, are part of it.
+        Masks, where there are any, are part of it. With more than 1,024 shards, it has every n-th one and an n-th of
+        these tokens, so that it never reads more than 2 GB.
         """
+        every = math.ceil(len(self.shards) / FINGERPRINTED_SHARDS)
         digest = hashlib.sha256(self.lengths.tobytes())
-        for shard in self.shards:
-            digest.update(shard.read(0, min(FINGERPRINTED, len(shard))).tobytes())
-        for mask in self.masks:
-            digest.update(mask.read(0, min(FINGERPRINTED, len(mask))).tobytes())
+        files: list[Shard | Mask] = [*self.shards[::every], *self.masks[::every]]
+        for file in files:
+            digest.update(file.read(0, min(FINGERPRINTED // every, len(file))).tobytes())
         return digest.hexdigest()[:16]
 
     def poverty(self) -> str | None:
@@ -138,14 +154,13 @@ class Split:
         """
         found = np.zeros(0, np.int64)
         n = 0
-        for shard in self.shards:
-            for _, ids in shard.pieces():
-                found = np.union1d(found, np.flatnonzero(np.bincount(ids)))
-                n += len(ids)
-                if len(found) > 2:
-                    return None
-                if n >= SCANNED:
-                    break
+        for _, ids in itertools.chain.from_iterable(shard.pieces() for shard in self.shards):
+            found = np.union1d(found, np.flatnonzero(np.bincount(ids)))
+            n += len(ids)
+            if len(found) > 2:
+                return None
+            if n >= SCANNED:
+                break
         path = self.shards[0].path
         where = str(path) if len(self.shards) == 1 else f"each of the files from {path} on"
         holds = "holds only" if n == self.tokens else "begins with only"
@@ -167,7 +182,9 @@ class Split:
 
     def _open(self, folder: Path, split: str) -> list[Shard]:
         """The shards that hold at least one window. Raises ValueError where none does or one is damaged."""
-        found = [Shard(path) for path in token_files(folder, split)]
+        paths = token_files(folder, split)
+        listed = listed_files(folder) if len(paths) > MOST_OPEN else {}  # it takes long to look into so many files
+        found = [Shard(path, listed.get(path.name, {}).get("tokens")) for path in paths]
         check_listed(folder, split, {shard.path.name: len(shard) for shard in found})
         shards = [shard for shard in found if len(shard) > self.block_size]
         if not shards:
@@ -198,7 +215,7 @@ class Split:
         window = np.minimum(rows, n - 1) * self._all_eval_windows() // n
         if self._evaluated is not None:
             window = self._evaluated[window]
-        shard, window_of_shard = locate(window, self._eval_windows)
+        shard, window_of_shard = locate(window, self._eval_windows, self._eval_ends)
         return shard, window_of_shard * self.block_size
 
     def _aligned(self, shard: int, start: int) -> int:
@@ -247,12 +264,10 @@ class Split:
         )
 
 
-def locate(window: I64, windows_per_shard: I64) -> tuple[I64, I64]:
-    """(shard, number within that shard) of windows that are numbered through all the shards."""
-    ends = windows_per_shard.cumsum()
-    begins = ends - windows_per_shard
+def locate(window: I64, windows_per_shard: I64, ends: I64) -> tuple[I64, I64]:
+    """(shard, number within that shard) of windows that are numbered through all the shards, which end at `ends`."""
     shard = np.searchsorted(ends, window, side="right")
-    return shard, window - begins[shard]
+    return shard, window - (ends[shard] - windows_per_shard[shard])
 
 
 # ---- pseudo-random order -------------------------------------------------------------------------------------

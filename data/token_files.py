@@ -11,6 +11,8 @@ where it is not to be learned as a target. Either all shards of a split have one
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import hashlib
 import json
 import os
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.meta_files import from_json, from_pickle, with_checksum
+from data.meta_files import from_json, from_pickle, shared_from_json, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
 from deskgpt.files import file_sha256, sha256, write_atomically
 
@@ -35,6 +37,7 @@ HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
 PIECE = 1 << 20  # tokens that are read at once from a file that is read whole
+MOST_OPEN = 128  # files at once, of all splits: a process may have 1,024 on most Linux systems, 256 on macOS
 
 
 class Facts(NamedTuple):
@@ -99,21 +102,44 @@ def place_of_tokens(path: Path) -> tuple[int, int]:
     return 0, size // TOKEN_BYTES
 
 
+class Descriptor:
+    """The system's number of an open file, which is closed when nobody holds this any more: a thread may still read."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self.fd).atexit = False  # at exit a thread may still read
+
+    def facts(self) -> Facts:
+        status = os.fstat(self.fd)
+        return Facts(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+_open: weakref.WeakKeyDictionary[OpenFile, Descriptor] = weakref.WeakKeyDictionary()  # the one read last is last
+_changing = threading.Lock()  # of _open
+
+
 class OpenFile:
     """A file that is open for reading, of which nothing is held in memory.
 
     It is read, not mapped: where a mapped file is cut short under a run, the system ends the process with SIGBUS. When
     a new file takes its place by a rename, as prepare.py does it, the old content is still read here.
 
+    With more than MOST_OPEN of them, the ones that were not read for the longest time are closed, and opened again when
+    they are read. Then a new file in the place of such a one is read, and counts as written into.
+
     Several threads may read at once. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        weakref.finalize(self, os.close, self._fd).atexit = False  # at exit a thread may still read
-        self.facts = self.current_facts()
-        self._seen = self.facts
+        self._seen: Facts | None = None  # when somebody last asked
+        self._now: Facts | None = None  # when it was last looked at
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """Those when it was first opened."""
+        self._seen = self.current_facts()
+        return self._seen
 
     def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
         """The SHA-256 of the whole file, header included, in hex digits; None if cancelled before its end."""
@@ -126,21 +152,44 @@ class OpenFile:
         return digest.hexdigest()
 
     def current_facts(self) -> Facts:
-        status = os.fstat(self._fd)
-        return Facts(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return self._descriptor().facts()
 
     def was_written(self) -> bool:
-        """Whether somebody has written into the open file since it was opened, or since this was last asked."""
+        """Whether somebody has written into the file since it was first opened, or since this was last asked.
+
+        A file that is closed at the moment is asked about once it is open again.
+        """
+        descriptor = _open.get(self)
+        if descriptor:
+            self._now = descriptor.facts()
         before = self._seen
-        self._seen = self.current_facts()
-        return (self._seen.size, self._seen.written_ns) != (before.size, before.written_ns)
+        self._seen = self._now
+        if before is None or self._now is None:
+            return False
+        return (self._now.size, self._now.written_ns) != (before.size, before.written_ns)
+
+    def _descriptor(self) -> Descriptor:
+        """That of this file, which is opened if it is not open."""
+        with _changing:
+            descriptor = _open.pop(self, None)
+            if descriptor:
+                _open[self] = descriptor
+                return descriptor
+        descriptor = Descriptor(self.path)  # meanwhile others read
+        self._now = descriptor.facts()
+        with _changing:
+            _open[self] = descriptor
+            if len(_open) > MOST_OPEN:
+                del _open[next(iter(_open))]
+        return descriptor
 
     def _read_bytes(self, at: int, n: int) -> bytes:
         """n bytes of the file. Raises ValueError where the file has become shorter, OSError."""
         content = b""
         try:
+            descriptor = self._descriptor()
             while len(content) < n:
-                more = pread(self._fd, n - len(content), at + len(content))
+                more = pread(descriptor.fd, n - len(content), at + len(content))
                 if not more:
                     raise ValueError(
                         f"{self.path} became shorter while it was in use: it had {self.facts.size:,} bytes, now it has "
@@ -155,21 +204,32 @@ class OpenFile:
 class Shard(OpenFile):
     """A token file that is open for reading: `len(shard)` tokens, any of them at hand.
 
+    listed: its number of tokens in meta.json. Then the file is opened and checked when it is first read.
+
     Raises ValueError where the file is not a token file, OSError.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._begin, self._tokens = place_of_tokens(path)
+    def __init__(self, path: Path, listed: int | None = None) -> None:
         super().__init__(path)
-        if self.facts.size != self._begin + TOKEN_BYTES * self._tokens:
-            raise ValueError(f"{path} changed while it was opened; start again")
+        self._listed = listed
+        self._tokens = self._place[1] if listed is None else listed
 
     def __len__(self) -> int:
         return self._tokens
 
+    @functools.cached_property
+    def _place(self) -> tuple[int, int]:
+        """As place_of_tokens."""
+        begin, tokens = place_of_tokens(self.path)
+        if self.facts.size != begin + TOKEN_BYTES * tokens:
+            raise ValueError(f"{self.path} changed while it was opened; start again")
+        if self._listed is not None and self._listed != tokens:
+            raise not_as_listed(self.path, tokens, self._listed)
+        return begin, tokens
+
     def read(self, first: int, n: int) -> Ids:
         """Tokens first .. first + n - 1, all of which the file had when it was opened. Raises as read_bytes."""
-        return np.frombuffer(self._read_bytes(self._begin + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
+        return np.frombuffer(self._read_bytes(self._place[0] + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
 
     def pieces(self) -> Iterator[tuple[int, Ids]]:
         """All tokens, PIECE at a time, each time with the place of the first one. Raises as read_bytes."""
@@ -221,10 +281,15 @@ def pread(fd: int, n: int, at: int) -> bytes:
 
 def token_files(folder: Path, split: str) -> list[Path]:
     """The shards of a split, in order. Raises ValueError, which says how to make them, where there are none."""
-    paths = sorted(folder.glob(f"{split}*.bin"))
-    if not paths:
+    return [folder / name for name in shard_names(folder, split)]
+
+
+def shard_names(folder: Path, split: str) -> list[str]:
+    """The names of token_files, much faster where they are very many."""
+    found = fnmatch.filter(os.listdir(folder) if folder.is_dir() else [], f"{split}*.bin")
+    if not found:
         raise ValueError(how_to_make(folder, split))
-    return paths
+    return sorted(found, key=os.path.normcase)
 
 
 def how_to_make(folder: Path, split: str) -> str:
@@ -247,18 +312,21 @@ def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
     """
     for name, entry in listed_files(folder).items():
         tokens = entry["tokens"]
-        if not name.startswith(split) or found.get(name) == tokens:
-            continue
-        state = f"has {found[name]:,}" if name in found else "is not there"
-        raise ValueError(
-            f"{folder / name} {state}, and meta.json lists it with {tokens:,} tokens; prepare the data again"
-        )
+        if name.startswith(split) and found.get(name) != tokens:
+            raise not_as_listed(folder / name, found.get(name), tokens)
+
+
+def not_as_listed(path: Path, found: int | None, listed: int) -> ValueError:
+    """The error to raise where a file has other than the listed number of tokens, or is not there (None)."""
+    state = "is not there" if found is None else f"has {found:,}"
+    return ValueError(f"{path} {state}, and meta.json lists it with {listed:,} tokens; prepare the data again")
 
 
 def open_masks(folder: Path, split: str, shards: list[Shard]) -> list[Mask]:
     """The loss masks of a split's shards; [] where every token is learned. Raises ValueError where one is missing."""
-    listed = [name for name in read_record(folder).get("masks", {}) if name.startswith(split)]
-    is_masked = any(mask_of(shard.path).exists() for shard in shards)
+    listed = [name for name in record_of(folder).get("masks", {}) if name.startswith(split)]
+    there = {path.name for path in folder.glob(f"{split}*{MASK_SUFFIX}")}
+    is_masked = there and any(mask_of(shard.path).name in there for shard in shards)
     return [Mask(shard) for shard in shards] if listed or is_masked else []
 
 
@@ -267,7 +335,7 @@ def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
 
     Raises ValueError where meta.json is damaged.
     """
-    return read_record(folder).get("files", {})
+    return record_of(folder).get("files", {})
 
 
 def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -277,11 +345,12 @@ def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def listed_sha256(folder: Path, split: str) -> str | None:
     """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
-    files = listed_with_masks(read_record(folder))
-    names = [path.name for path in token_files(folder, split)]
+    files = listed_with_masks(record_of(folder))
+    names = shard_names(folder, split)
     if any(name not in files for name in names):
         return None
-    names += [mask_of(Path(name)).name for name in names if mask_of(Path(name)).name in files]
+    if record_of(folder).get("masks"):
+        names += [mask_of(Path(name)).name for name in names if mask_of(Path(name)).name in files]
     return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
 
 
@@ -360,9 +429,9 @@ def is_prepared(folder: Path, source: str) -> bool:
         return False
 
 
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
     """Writes the description of a folder's token files, and its checksum, to its meta.json. Raises OSError."""
-    write_atomically(folder / "meta.json", json.dumps(with_checksum(meta), indent=1).encode())
+    write_atomically(folder / name, json.dumps(with_checksum(meta), indent=1).encode())
 
 
 @contextmanager
@@ -396,7 +465,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     token between documents, None if the data has no such token or it is not known; an unknown tokenizer is {}.
     Raises ValueError where the description cannot be read.
     """
-    meta = read_record(folder)
+    meta = record_of(folder)
     if not meta and os.path.lexists(folder / "meta.pkl"):
         meta = read_description(folder / "meta.pkl", from_pickle)
     if not meta:
@@ -417,6 +486,12 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Everything that a folder's meta.json records, {} without one. Raises ValueError where it is damaged, OSError."""
     path = folder / "meta.json"
     return read_description(path, from_json) if os.path.lexists(path) else {}
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """As read_record, for those who leave it as it is: it is the same one for all of them."""
+    path = folder / "meta.json"
+    return read_description(path, shared_from_json) if os.path.lexists(path) else {}
 
 
 def read_description(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

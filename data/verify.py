@@ -14,7 +14,7 @@ from typing import Any
 
 from data.meta_files import CHECKSUM
 from data.splits import Split
-from data.token_files import OpenFile, listed_with_masks, read_record
+from data.token_files import MOST_OPEN, TOKEN_BYTES, OpenFile, listed_with_masks, record_of
 from deskgpt import remembered
 
 REMEMBERED = ".checked.json"
@@ -22,6 +22,7 @@ AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a secon
 # A file changed as recently as this is not remembered: a change within the file system's tick (2 s on FAT) would be
 # missed, as it leaves size and time alike.
 RECENT_S = 2.0
+KEPT_EVERY_S = 300.0  # between two times that what was verified is written down, a second's work with 150,000 files
 
 
 class Verification:
@@ -37,23 +38,23 @@ class Verification:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-        meta = read_record(folder)
+        meta = record_of(folder)
         listed = listed_with_masks(meta)
         files = [file for split in splits for file in split.files()]
         self._checksums = {name: entry["sha256"] for name, entry in listed.items()}
-        known = remembered.read_file(self._memory)
-        to_do = []
-        for file in files:
-            name = file.path.name
-            if name in listed and known.get(name) != self._entry(file):
-                to_do.append(file)
+        self._known = remembered.read_file(self._memory)
+        to_do = [file for file in files if file.path.name in listed]
+        n_bytes = sum(TOKEN_BYTES * listed[file.path.name]["tokens"] for file in to_do)
+        if len(to_do) <= MOST_OPEN or n_bytes <= AT_ONCE:  # it takes long to look into very many large files
+            to_do = [file for file in to_do if not self._is_known(file)]
+            n_bytes = sum(file.facts.size for file in to_do)
 
         if not listed:
             there = (folder / "meta.json").exists()
             self.state = "no checksums (meta.json lists no files)" if there else "no checksums (no meta.json)"
         elif not to_do:
             self.state = "checksums verified before"
-        elif sum(file.facts.size for file in to_do) <= AT_ONCE:
+        elif n_bytes <= AT_ONCE:
             self._verify(to_do)
             self.check()
             self.state = "checksums verified"
@@ -83,24 +84,36 @@ class Verification:
         return finished
 
     def _verify(self, files: list[OpenFile]) -> None:
-        for file in files:
-            try:
+        found: dict[str, Any] = {}
+        kept_at = time.monotonic()
+        try:
+            for file in files:
+                if self._stop.is_set():
+                    break
+                if self._is_known(file):
+                    continue
                 checksum = file.sha256(cancelled=self._stop.is_set)
-            except Exception as e:  # may be in a thread of its own: raised by `check`
-                self._fault = e
-                return
-            if checksum is None:
-                return
-            if checksum != self._checksums[file.path.name]:
-                self._fault = ValueError(
-                    f"{file.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
-                    "prepare the data again"
-                )
-                return
-            last_ns = max(file.facts.written_ns, file.facts.changed_ns)
-            settled = time.time() - last_ns / 1e9 > RECENT_S
-            if settled and file.current_facts() == file.facts:
-                remembered.keep_in_file(self._memory, file.path.name, self._entry(file))
+                if checksum is None:
+                    break
+                if checksum != self._checksums[file.path.name]:
+                    raise ValueError(
+                        f"{file.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
+                        "prepare the data again"
+                    )
+                last_ns = max(file.facts.written_ns, file.facts.changed_ns)
+                settled = time.time() - last_ns / 1e9 > RECENT_S
+                if settled and file.current_facts() == file.facts:
+                    found[file.path.name] = self._entry(file)
+                if time.monotonic() - kept_at > KEPT_EVERY_S:
+                    remembered.keep_in_file(self._memory, found)
+                    kept_at = time.monotonic()
+        except Exception as e:  # may be in a thread of its own: raised by `check`
+            self._fault = e
+        if found:
+            remembered.keep_in_file(self._memory, found)
+
+    def _is_known(self, file: OpenFile) -> bool:
+        return self._known.get(file.path.name) == self._entry(file)
 
     def _entry(self, file: OpenFile) -> dict[str, Any]:
         """What is remembered of a file that has its checksum."""

@@ -77,7 +77,8 @@ def memory(
 
     dtype is that of the matmuls, not auto. accumulates: whether a step has several micro-batches, so that earlier
     gradients are alive in a forward pass. explicit: kernels.explicit_attention. loss_logits: of a chunk of the loss on
-    CUDA, as kernels.logits_for_memory has them for the card. The parts: activations are what the
+    CUDA, as kernels.logits_for_memory has them for the card. activation_checkpoint: as in
+    TrainConfig. The parts: activations are what the
     forward pass keeps until the loss begins, token ids included. logits are all that the loss adds to it, or what the
     backward pass adds, if that is more. optimizer are AdamW's moments; Muon keeps less, and takes about as much while
     it steps, when the activations are gone.
@@ -168,7 +169,7 @@ def rehearsal(
         forward = max(before_loss, in_loss) - weights
         live.peak = 0
         # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -276,8 +277,8 @@ def largest_batch(
     activation_checkpoint: str = "none",
 ) -> int:
     """The largest micro-batch of batch_size, batch_size/2, batch_size/4 ... predicted to fit; 0 where none does."""
+    options: dict[str, Any] = {"loss_logits": loss_logits, "activation_checkpoint": activation_checkpoint}
     while True:
-        options = {"loss_logits": loss_logits, "activation_checkpoint": activation_checkpoint}
         parts = memory(config, batch_size, dtype, device_type, compiled=True, **options)
         if sum(parts.values()) <= limit_bytes:
             return batch_size

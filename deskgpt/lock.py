@@ -56,11 +56,14 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def locked(folder: Path, tries: int = 20) -> BaseFileLock:
-    """The folder's lock or lease, taken. Raises Timeout, which is an OSError, where another run has it; OSError."""
+def locked(folder: Path, tries: int = 20, name: str = "") -> BaseFileLock:
+    """The folder's lock or lease, or one of several in it by name, taken.
+
+    Raises Timeout, which is an OSError, where another run has it; OSError.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock: BaseFileLock = FileLock(folder / LOCK)
+        lock: BaseFileLock = FileLock(folder / (LOCK + name))
         with warnings.catch_warnings(action="ignore"):
             lock.acquire(timeout=0)
         if not isinstance(lock, SoftFileLock):
@@ -71,18 +74,18 @@ def locked(folder: Path, tries: int = 20) -> BaseFileLock:
     except (FileExistsError, FileNotFoundError):  # another run makes or removes the folder just now
         if tries == 1:
             raise
-        return locked(folder, tries - 1)
+        return locked(folder, tries - 1, name)
     except OSError as e:
         if e.errno not in NO_LOCKS:
             raise
-    return leased(folder)
+    return leased(folder, name)
 
 
-def leased(folder: Path) -> BaseFileLock:
+def leased(folder: Path, name: str = "") -> BaseFileLock:
     """The folder's lease, taken. Raises Timeout where another run keeps refreshing it, OSError."""
     from filelock import SoftFileLease
 
-    lease = SoftFileLease(folder / LEASE, lease_duration=LEASE_S, on_compromise=leave)
+    lease = SoftFileLease(folder / (LEASE + name), lease_duration=LEASE_S, on_compromise=leave)
     lease.acquire(timeout=1.5 * LEASE_S)  # it takes so long to see that a holder on another host is gone
     return lease
 

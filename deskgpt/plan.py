@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -140,7 +140,20 @@ def say_size(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
     )
     tokens = tokens_per_step(c, config)
     ranks.say(f"tokens per step: {tokens:,} = {c.batch_size} x {c.gradient_accumulation_steps} x {config.block_size}")
+    ranks.say(worlds_in_words(c))
     ranks.say(f"FLOPs per step, forward and backward: {model.estimate_flops() * tokens:.3e}")
+
+
+def worlds_in_words(c: TrainConfig) -> str:
+    """On how many ranks the same experiment can run: those that share the micro-batches of a step evenly."""
+    steps = c.gradient_accumulation_steps
+    shard = max(1, c.dp_shard)
+    worlds = ", ".join(str(n) for n in range(shard, steps + 1, shard) if steps % n == 0)
+    of_shard = f" and are multiples of dp_shard={shard}" if shard > 1 else ""
+    return (
+        f"numbers of ranks for the same experiment: {worlds or 'none'}; they divide gradient_accumulation_steps={steps}"
+        f"{of_shard}"
+    )
 
 
 def say_memory(
@@ -283,18 +296,10 @@ class Fitting:
         def peak_bytes(batch_size: int, dtype: str, loss_logits: int) -> int:
             compiled = c.compile is not False
             accumulates = batch_size < sequences
-            parts = estimate.memory(
-                config,
-                batch_size,
-                dtype,
-                "cuda",
-                compiled,
-                accumulates,
-                loss_logits=loss_logits,
-                activation_checkpoint=c.activation_checkpoint,
-                shard=sharder(c, mesh),
-            ) | buckets(config, world, mesh)
-            return sum(parts.values())
+            options: dict[str, Any] = {"loss_logits": loss_logits, "activation_checkpoint": c.activation_checkpoint}
+            options["shard"] = sharder(c, mesh)
+            parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, **options)
+            return sum(parts.values()) + sum(buckets(config, world, mesh).values())
 
         self.peak_bytes = peak_bytes
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from deskgpt.files import read_small, replacing
 
-LARGEST = 16 << 20  # bytes of such a file
+LARGEST = 64 << 20  # bytes of such a file
 
 
 def path_of(name: str) -> Path:
@@ -41,13 +41,12 @@ def read_file(path: Path) -> dict[str, Any]:
 def keep(name: str, key: str, value: Any) -> None:
     """Sets one entry, replacing the file in one step."""
     with suppress(RuntimeError):  # then the next run measures again
-        keep_in_file(path_of(name), key, value)
+        keep_in_file(path_of(name), {key: value})
 
 
-def keep_in_file(path: Path, key: str, value: Any) -> None:
-    """Sets one entry of a file, as keep."""
-    entries = read_file(path)
-    entries[key] = value
+def keep_in_file(path: Path, new: dict[str, Any]) -> None:
+    """Sets entries of a file, as keep."""
+    entries = read_file(path) | new
     with suppress(OSError):  # then the next run measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:

@@ -67,6 +67,7 @@ class Runner:
         self.form = form
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
+        # Checkpointed, no weights in 16 bits need to stay: the backward pass casts them again.
         keeps_all = model.activation_checkpoint == "none"
         self.amp = hardware.autocast(self.device, form.dtype, cached=keeps_all)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
@@ -81,9 +82,9 @@ class Runner:
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            # In one graph of both passes, nothing would be computed again.
             if self.sharded:
                 self.forwards = {block: torch.compile(block.forward) for block in model.transformer.h}
+            # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
             elif self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled():
                 torch._dynamo.config.trace_autograd_ops = True
                 self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
@@ -174,8 +175,10 @@ class Runner:
         counts = []
         with self.evaluating():
             for x, y, rows in batches:
-                losses.append(self.loss(x, y) * rows)
-                counts.append(rows)
+                loss = self.loss(x, y)  # of padding too: other ranks may need the weights of this one
+                if rows:
+                    losses.append(loss * rows)
+                    counts.append(rows)
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)

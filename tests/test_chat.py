@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -385,11 +386,16 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
     expected = by_hand(runner, *split.eval_batch(np.arange(3), 3)).item()
     xs, ys = (torch.from_numpy(a) for a in split.eval_batch(np.arange(3), 3))
     nothing = (xs[:1], torch.full_like(ys[:1], -1), 0.0)
-    batches = [*eval_batches(split, BatchPlan(1), 99, CPU), *[nothing] * 5]
-    one = runner.evaluate(batches, Ranks(CPU))
+    batches = [*eval_batches(split, BatchPlan(1), 99, CPU)]
+    one = runner.evaluate(batches * 3, Ranks(CPU))
     assert one.loss == pytest.approx(expected, rel=1e-5)
     assert one.standard_error is not None
-    assert 0 < one.standard_error < 10
+    assert runner.evaluate([*batches * 3, *[nothing] * 5], Ranks(CPU)) == one
+    for world in (2, 4):  # ranks with padding only
+        plans = [BatchPlan(1, rank=rank, world=world) for rank in range(world)]
+        shares = [[*eval_batches(split, plan, 99, CPU)] for plan in plans]
+        assert len({len(share) for share in shares}) == 1
+        assert runner.evaluate(chain(*shares), Ranks(CPU)).loss == pytest.approx(expected, rel=1e-5)
     assert runner.evaluate(eval_batches(split, BatchPlan(3), 99, CPU), Ranks(CPU)).loss == pytest.approx(expected, 1e-5)
     assert all(
         (y >= 0).any() for _, y, _ in eval_batches(split, BatchPlan(1), 2, CPU)

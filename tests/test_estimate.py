@@ -119,8 +119,7 @@ def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, c
 
 # Not compiled, a block of GPT-2's keeps 16 tensors of its input's size and full checkpointing one; selective keeps 10.
 CHECKPOINTED = [
-    (CASES[1], "full"),
-    (CASES[5], "selective"),
+    (CASES[5], "full"),
     ((replace(SMALL, **MODERN_SETTINGS), 4, "bfloat16", 64), "selective"),
     *(pytest.param(case, "full", marks=pytest.mark.slow) for case in CASES),
     *(pytest.param(case, "selective", marks=pytest.mark.slow) for case in CASES),
@@ -145,14 +144,14 @@ def test_predicted_total_is_the_peak_of_a_real_step_that_computes_activations_ag
     assert sum(predicted.values()) == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.parametrize(("which", "saved"), [("full", 0.6), ("selective", 0.35)])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_checkpointing_saves_activations_of_12_layers_of_768(which, saved, compiled):
-    none, checkpointed = (
-        estimate.memory(GPTConfig(), 1, "bfloat16", "cuda", compiled, activation_checkpoint=w)["activations"]
-        for w in ("none", which)
+def test_checkpointing_saves_activations_of_12_layers_of_768(compiled):
+    none, full, selective = (
+        estimate.memory(GPTConfig(), 2, "bfloat16", "cuda", compiled, activation_checkpoint=which)["activations"]
+        for which in ("none", "full", "selective")
     )
-    assert checkpointed < (1 - saved) * none
+    assert full < 0.15 * none
+    assert full < selective < 0.65 * none
 
 
 @pytest.mark.usefixtures("no_onednn")
@@ -185,7 +184,8 @@ def test_compiled_model_keeps_what_its_checkpoints_keep(settings, which):
         real = Real(config, 5, dtype, which)
         real.model.transformer.compile(backend="aot_eager_decomp_partition")
         predicted = estimate.memory(config, 5, dtype, "cuda", compiled=True, activation_checkpoint=which)["activations"]
-        assert predicted == pytest.approx(kept_by(real), rel=0.03)
+        kept = kept_by(real)
+        assert 0.99 * kept < predicted < kept + 1.1 * 5 * 256 * 64 * 4  # compiled, the final norm keeps one tensor less
 
 
 @pytest.mark.slow
@@ -317,8 +317,13 @@ def test_largest_batch_is_the_largest_that_fits(batch_size, candidates):
         fitting = [b for b, total in totals.items() if total <= limit]
         largest = estimate.largest_batch(config, batch_size, "bfloat16", "cuda", limit)
         assert largest == max(fitting, default=0)
-    checkpointed = (config, candidates[-1], "bfloat16", "cuda", totals[candidates[-1]] - 1)
-    assert estimate.largest_batch(*checkpointed, activation_checkpoint="full") == candidates[-1]
+
+
+def test_largest_batch_follows_activation_checkpoints():
+    config = replace(SMALL, n_layer=1, block_size=16)
+    needed = sum(memory(config, 1, "bfloat16", "cuda", compiled=True, activation_checkpoint="full").values())
+    for limit, largest in ((needed, 1), (needed - 1, 0)):
+        assert estimate.largest_batch(config, 1, "bfloat16", "cuda", limit, activation_checkpoint="full") == largest
 
 
 def test_estimate_leaves_no_fakes_behind_and_the_random_stream_alone():

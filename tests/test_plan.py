@@ -41,6 +41,7 @@ def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
     assert (done.code, done.err) == (0, "")
     assert "number of parameters: 123.59M" in done.out
     assert "tokens per step: 524,288 = 8 x 64 x 1024" in done.out
+    assert "for the same experiment: 1, 2, 4, 8, 16, 32, 64; they divide gradient_accumulation_steps=64\n" in done.out
     assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
     parts = re.search(r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB", done.out)
     total = re.search(r"predicted peak memory .*: (\S+) of \S+ GiB", done.out)
@@ -50,6 +51,20 @@ def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
     assert "at 40.0% (assumed) of 1 x" in done.out
     assert '--plan_for="RTX 4070", or --plan_for=all' in done.out
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "worlds"),
+    [
+        ({"dp_shard": -1, "gradient_accumulation_steps": 40}, "1, 2, 4, 5, 8, 10, 20, 40; they divide "),
+        ({"dp_shard": 4, "gradient_accumulation_steps": 40}, "4, 8, 20, 40; they divide "),
+        ({"dp_shard": 3, "gradient_accumulation_steps": 40}, "none; they divide .*=40 and are multiples of dp_shard=3"),
+    ],
+)
+def test_worlds_of_the_same_experiment_can_share_the_micro_batches_of_a_step(settings, worlds):
+    assert re.search(
+        rf"^numbers of ranks for the same experiment: {worlds}", plan.worlds_in_words(TrainConfig(**settings))
+    )
 
 
 # ---- for a card ----------------------------------------------------------------------------------------------

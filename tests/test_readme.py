@@ -50,6 +50,7 @@ NOT_RUN = {
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
     "make qualify": "takes minutes; test_qualify.py runs it",
     "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
+    "python data/fineweb_edu/cluster.py": "needs datatrove; test_parts.py runs it",
     "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
     "python bench/report.py out-shakespeare-char-cpu out-first --serve": "ends with Ctrl+C; test_live.py runs it",
 }
@@ -154,6 +155,8 @@ def shortened(command: str, clone: Path) -> str:
         return f"{command} --block_size 32"
     if "fineweb_edu/prepare.py" in command:
         command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
+        if "--workers" in command:  # which warm_python.py cannot start
+            command = command.replace("python", sys.executable, 1)
         encoding = "" if "--encoding bpe" in command else " --encoding bytes"
         return f"{command} --source documents.jsonl{encoding} --shard_tokens 5000"
     if command.startswith("make train"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tracemalloc
@@ -160,6 +161,19 @@ def test_fingerprint_tells_tokens_apart(tmp_path):
     prints = {name: Split(tmp_path / name, "val", 4, 100).fingerprint() for name in "abcd"}
     assert prints["a"] == prints["b"]
     assert len({prints["a"], prints["c"], prints["d"]}) == 3
+
+
+def test_fingerprint_is_that_of_the_beginning_of_each_shard_and_of_some_where_there_are_very_many(
+    tmp_path, monkeypatch
+):
+    split = make(tmp_path, [300, 40, 500], 4, 0)
+    monkeypatch.setattr("data.splits.FINGERPRINTED", 100)
+    ids = np.arange(840, dtype="<u2")
+    content = np.array([300, 40, 500]).tobytes() + ids[:100].tobytes() + ids[300:440].tobytes()
+    assert split.fingerprint() == hashlib.sha256(content).hexdigest()[:16]
+    monkeypatch.setattr("data.splits.FINGERPRINTED_SHARDS", 2)  # every second one then, half of the tokens
+    content = np.array([300, 40, 500]).tobytes() + ids[:50].tobytes() + ids[340:390].tobytes()
+    assert split.fingerprint() == hashlib.sha256(content).hexdigest()[:16]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import train
 from data.loader import BatchPlan, eval_batches
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt import checkpoint, compiling, hardware
+from deskgpt import checkpoint, compiling, hardware, kernels
 from deskgpt.ranks import Ranks
 from deskgpt.runner import Form, Runner
 from deskgpt.saver import Saver
@@ -218,9 +218,24 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     whole = runner.evaluate(eval_batches(split, BatchPlan(3), 7, CPU), Ranks(CPU))
     assert whole.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     assert whole.standard_error is None  # of three batches
-    plans = [BatchPlan(3, rank=rank, world=2) for rank in (0, 1)]
-    shares = [runner.evaluate(eval_batches(split, plan, 7, CPU), Ranks(CPU)).loss for plan in plans]
-    assert (4 * shares[0] + 3 * shares[1]) / 7 == pytest.approx(whole.loss, rel=1e-6)  # rows 0 to 2 and 6, and 3 to 5
+    for world in (2, 3, 4):  # of four ranks, one has padding only
+        total = 0.0
+        for rank in range(world):
+            batches = [*eval_batches(split, BatchPlan(3, rank=rank, world=world), 7, CPU)]
+            assert len(batches) == math.ceil(3 / world)
+            rows = sum(counted for *_, counted in batches)
+            found = runner.evaluate(batches, Ranks(CPU))
+            total += rows * found.loss if rows else 0
+            assert math.isnan(found.loss) is (rows == 0)
+        assert total / 7 == pytest.approx(whole.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_loss_of_padding_is_zero(in_chunks, monkeypatch):
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 100 if in_chunks else 10**6)
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=50))
+    x = torch.zeros((2, 16), dtype=torch.int64)
+    assert Runner(model, Form()).loss(x, torch.full_like(x, -1)) == 0
 
 
 def test_standard_error_of_an_evaluation_is_that_of_the_mean_of_its_batches(chars, tmp_path):

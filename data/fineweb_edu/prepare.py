@@ -5,10 +5,17 @@
     python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9      # token files that somebody made: minutes
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
     python data/fineweb_edu/prepare.py --encoding bpe --vocab_size 16384 --out data/own_vocabulary
+    python data/fineweb_edu/prepare.py --workers 8 --out data/mine      # each source file by itself, in 8 processes
+    python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
+    python data/fineweb_edu/prepare.py --merge --out /scratch/mine       # once all of them are made
 
 Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 bytes of header, uint16 token ids) and
 meta.json, which lists them. Every document begins with <|endoftext|>; a document may go on in the next shard.
 If it is stopped, at any point, the same command goes on after the last finished shard.
+
+With --workers or --part, each source file has shards of its own, train_<file>_<shard>.bin, and a record of them,
+parts/<file>.json; the beginning of the first file is val, and no document is in both. The bytes are the same whoever
+made which file, and in which order. --merge lists all of them in meta.json.
 """
 
 from __future__ import annotations
@@ -17,26 +24,34 @@ import argparse
 import functools
 import itertools
 import math
+import multiprocessing.connection
 import os
+import re
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data import bpe
 from data.documents import FORMATS, PACKED, Source, format_of, retried
-from data.shards import Entry, free_space, gigabytes, is_there, plan, text_bytes_of, write_shards
-from data.token_files import locked, named_tokenizer, read_record, read_tokens, write_meta
+from data.meta_files import CHECKSUM, part_from_json
+from data.shards import Entry, free_space, gigabytes, is_there, plan, plan_of_file, text_bytes_of, write_shards
+from data.token_files import locked, named_tokenizer, read_description, read_record, read_tokens, write_meta
 from data.tokenizer import Tokenizer, from_meta, short_name
 from deskgpt.errors import ConfigError, one_line_errors
-from deskgpt.files import file_sha256
+from deskgpt.files import file_sha256, sha256
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9, "default": 1.3e12}  # about
@@ -55,27 +70,49 @@ OF_BPE = {"vocab_size": bpe.USUAL_SIZE, "vocab_bytes": bpe.SAMPLE_BYTES}
 # Options, and the other options that have no meaning with each.
 EXCLUDED = {"source": ["subset"], "pretokenized": ["source", "val_tokens", *DEFAULTS, *OF_BPE]}
 
+PARTS = "parts"  # in --out: one record for each source file, and meta.json for what they have in common
+PART_NAME = re.compile(r"(val|train)_\d{6}_\d{6}\.bin")
+ENVIRONMENT = {
+    "USE_TORCH": "0",  # `datasets` would import it without need
+    "RAYON_NUM_THREADS": "1",  # more threads inside fastokens bring nothing
+    "HF_HUB_DISABLE_XET": "1",  # its network errors cannot be told from its other errors
+}
+
 Entries = dict[str, Entry]  # of meta.json, by file name
 
 
 def main(args: argparse.Namespace) -> None:
-    with locked(args.out):
-        remove_leftovers(args.out)
-        prepare(args)
+    if args.part:
+        make_part(args, *args.part)
+    elif args.merge or args.workers:
+        if args.workers:
+            make_in_processes(args)
+        with if_free(args.out, "") as free:
+            if not free:
+                raise ValueError(f"another prepare.py is at work in {args.out}; wait for it")
+            merge(args)
+    else:
+        with locked(args.out):
+            remove_leftovers(args.out, "*.bin*.tmp*", "meta.json*.tmp*")
+            prepare(args)
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Makes what args ask for and args.out lacks. Raises ValueError, OSError."""
     folder = args.out
-    tokenizer = None if args.encoding == "bpe" else from_meta(named_tokenizer(args.encoding))  # None: to be trained
-    if tokenizer and tokenizer.end_of_text is None:
-        raise ValueError(f"--encoding {args.encoding}: it has no token that documents could begin with; use another")
+    if (folder / PARTS / "meta.json").exists():
+        raise ValueError(
+            f"{folder} was prepared in parts: go on with --part, --workers or --merge, or choose another --out"
+        )
+    tokenizer = None if args.encoding == "bpe" else tokenizer_of(args)  # None: to be trained
     job = job_of(args)
 
     # ---- what earlier starts have made ----
     meta = earlier_meta(folder, identity_of(job, tokenizer, args))
     entries = meta["files"]
-    refuse_foreign(folder, job, entries)
+    # An earlier start may have been stopped between finishing its next shard and listing it.
+    following = next((name for name, _ in job.planned() if name not in entries), None)
+    refuse_foreign(folder, {*entries, following}.__contains__)
     later = later_shards(folder, job, entries)
     complete = finished(folder, job.shards(later), entries)
     bad = damaged(folder, entries) if complete else []
@@ -121,6 +158,7 @@ class Job:
     train_tokens: float  # inf: all there are
     shard_tokens: int
     local: Source | None = None  # documents on this machine
+    by_file: bool = False  # whether each source file is made by itself
 
     @property
     def expected(self) -> int | None:
@@ -169,6 +207,14 @@ def job_of(args: argparse.Namespace) -> Job:
     )
 
 
+def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
+    """The tokenizer that --encoding names. Raises ValueError where it has no token between documents."""
+    tokenizer = from_meta(named_tokenizer(args.encoding))
+    if tokenizer.end_of_text is None:
+        raise ValueError(f"--encoding {args.encoding}: it has no token that documents could begin with; use another")
+    return tokenizer
+
+
 def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace) -> dict[str, Any]:
     """The part of meta.json that must be the same in each start on a folder.
 
@@ -195,12 +241,191 @@ def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace)
     }
 
 
+# ---- each source file by itself ------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """What all who make the parts of a folder agree on."""
+
+    record: dict[str, Any]  # PARTS/meta.json: the settings, the revision and the listing of the source's files
+    source: Source
+    tokenizer: Tokenizer
+    job: Job
+    numbers: range  # of the source files to make: all of them, or the first --files
+
+
+def parts_of(args: argparse.Namespace) -> Parts:
+    """What args.out is made of; the first one who comes lists the source. Raises ValueError where others differ."""
+    folder = args.out
+    if (folder / "meta.json").exists() and not (folder / PARTS / "meta.json").exists():
+        raise ValueError(f"{folder} was not prepared in parts; choose another --out")
+    refuse_foreign(folder, PART_NAME.fullmatch)
+    tokenizer = tokenizer_of(args)
+    job = job_of(args)
+    identity = identity_of(job, tokenizer, args)
+    if job.local:
+        sizes = [(os.path.basename(path), os.path.getsize(path)) for path in job.local.files]
+        identity["listing"] = [f"{name} ({size:,} bytes)" for name, size in sizes]
+    while not (record := read_record(folder / PARTS)):
+        with if_free(folder / PARTS, "") as free:
+            if free and not (folder / PARTS / "meta.json").exists():
+                source = job.local or hub_source(args.subset, args.text_column, None)
+                write_meta(folder / PARTS, {"listing": source.files} | identity | {"revision": source.revision})
+        time.sleep(0.1)  # another one may be listing it
+    check_identity(folder, record, identity)
+    source = job.local or Source(job.source, record["listing"], args.text_column, record["revision"])
+    return Parts(record, source, tokenizer, job, range(len(record["listing"]))[: args.files])
+
+
+@contextmanager
+def if_free(folder: Path, name: str) -> Iterator[bool]:
+    """Whether nobody has the lock of this name in folder; if so, it is held meanwhile. Raises OSError."""
+    from filelock import Timeout
+
+    from deskgpt import lock
+
+    try:
+        held = lock.locked(folder, name=name)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        held.release()
+
+
+def part_record(folder: Path, parts: Parts, number: int) -> dict[str, Any]:
+    """What was recorded of the shards of a source file, or a record without shards. Raises ValueError."""
+    new = {"file": parts.record["listing"][number], "job": parts.record[CHECKSUM], "files": {}}
+    path = folder / PARTS / f"{number:06}.json"
+    if not path.exists():
+        return new
+    record = read_description(path, part_from_json)
+    if record["job"] != new["job"]:
+        raise ValueError(f"{path} was made with other settings than {path.parent / 'meta.json'}: delete {folder}")
+    return record
+
+
+def is_made(folder: Path, record: dict[str, Any]) -> bool:
+    """Whether all shards of a source file, whose record this is, are there."""
+    return "done" in record and all(is_there(folder / name, 0, entry) for name, entry in record["files"].items())
+
+
+def make_part(args: argparse.Namespace, i: int, n: int) -> None:
+    """Makes the shards that source files i, i + n, i + 2n ... lack, but for those files that others are making.
+
+    One of --workers then helps with the rest of the files. Raises ValueError, OSError.
+    """
+    folder = args.out
+    parts = parts_of(args)
+    mine = parts.numbers[i::n]
+    order = sorted(parts.numbers, key=lambda number: number not in mine) if args.workers else mine
+    entries: Entries = {}
+    for number in order:
+        entries |= part_record(folder, parts, number)["files"]
+    share = len(order) / len(parts.record["listing"])
+    check_disk(folder, replace(parts.job, available=parts.job.available * share, by_file=True), entries, [])
+    others = []
+    for number in order:
+        with if_free(folder / PARTS, f".{number:06}") as free:
+            if free:
+                make_file(folder, parts, number, args.num_proc, verify=number in mine)
+            else:
+                others.append(number)
+    if not args.workers:
+        rest = f"; others are making {len(others)}" if others else ""
+        print(f"part {i}/{n}: {len(order) - len(others)} of {len(order)} source files are made{rest}")
+        print("once all parts are made: the same command with --merge instead of --part")
+
+
+def make_file(folder: Path, parts: Parts, number: int, threads: int, verify: bool) -> None:
+    """Makes the shards of a source file that folder lacks or that are damaged, for one who holds the file's lock."""
+    record = part_record(folder, parts, number)
+    made = is_made(folder, record)
+    bad = damaged(folder, record["files"]) if made and verify else []
+    if made and not bad:
+        return
+    name = f"{PARTS}/{number:06}.json"
+    remove_leftovers(folder, f"*_{number:06}_*.bin*.tmp*", f"{name}*.tmp*")
+    source = replace(parts.source, files=[parts.source.files[number]])
+    shards = plan_of_file(number, 0 if number else parts.job.val_tokens, parts.job.shard_tokens)
+    write_shards(folder, record, source, parts.tokenizer, shards, bad, threads, None, name, whole_documents=True)
+    write_meta(folder, record | {"done": True}, name)
+
+
+def merge(args: argparse.Namespace) -> None:
+    """Writes the meta.json of a folder all of whose parts are made. Raises ValueError where some are not."""
+    folder = args.out
+    remove_leftovers(folder, "meta.json*.tmp*")
+    parts = parts_of(args)
+    entries: Entries = {}
+    missing = []
+    for number in parts.numbers:
+        record = part_record(folder, parts, number)
+        if not is_made(folder, record):
+            missing.append(number)
+            continue
+        for name, entry in record["files"].items():
+            entries[name] = {key: entry[key] for key in ("tokens", "documents", "sha256")}
+    missing = sorted({*missing, *map(file_of, damaged(folder, entries))})
+    if missing:
+        listing = parts.record["listing"]
+        names = ", ".join(f"{number:06} ({os.path.basename(listing[number])})" for number in missing[:3])
+        raise ValueError(
+            f"{folder}: {len(missing)} of {len(parts.numbers)} source files are not made: {names}; the same command "
+            f"with --part={missing[0]}/{len(listing)} instead of --merge makes the first of them, with --part=0/1 all"
+        )
+    refuse_foreign(folder, entries.__contains__)
+    shared = {key: value for key, value in parts.record.items() if key not in ("listing", CHECKSUM)}
+    meta = shared | {"parts": len(parts.numbers), "files": entries}
+    write_meta(folder, meta)
+    refuse_val_only(folder, meta)
+    summarize(folder, meta)
+
+
+def file_of(name: str) -> int:
+    """The number of the source file that a shard comes from."""
+    return int(name.split("_")[1])
+
+
+def make_in_processes(args: argparse.Namespace) -> None:
+    """Makes all parts in processes of this machine, which end when this one does. Raises ValueError where one fails."""
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=work, args=(args, i), daemon=True) for i in range(args.workers)]
+    for worker in workers:
+        worker.start()
+    while workers:
+        multiprocessing.connection.wait([worker.sentinel for worker in workers])
+        for failed in [worker.exitcode for worker in workers if worker.exitcode]:
+            raise ValueError(
+                f"a worker ended with exit status {failed}; the same command goes on after finished shards"
+            )
+        workers = [worker for worker in workers if worker.exitcode is None]
+
+
+def work(args: argparse.Namespace, i: int) -> None:
+    """What one of the processes does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the parent too, which says so and ends
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, left behind when the process is ended
+    with one_line_errors():
+        make_part(args, i, args.workers)
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
+
+
 # ---- the folder ----------------------------------------------------------------------------------------------
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Deletes the temporary files of a start that was killed."""
-    for pattern in ("*.bin*.tmp*", "meta.json*.tmp*"):  # deskgpt.files has a name of its own for each
+def remove_leftovers(folder: Path, *patterns: str) -> None:
+    """Deletes the temporary files of a start that was killed, to each of which deskgpt.files gave a name of its own."""
+    for pattern in patterns:
         for path in folder.glob(pattern):
             path.unlink()
 
@@ -222,6 +447,12 @@ def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{folder / 'meta.json'} is not one of this script's; choose another --out, or delete the folder"
         )
+    check_identity(folder, meta, identity)
+    return meta
+
+
+def check_identity(folder: Path, meta: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raises ValueError where an earlier start, whose record is meta, was to make something else."""
     for key, value in identity.items():
         found = meta.get(key)
         if key == "tokenizer":  # of one that is yet to be trained, only the name is known
@@ -231,21 +462,20 @@ def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
                 f"{folder} was prepared with {key} {shown(found)}, not {shown(value)}; "
                 "choose another --out, or delete the folder"
             )
-    return meta
 
 
 def shown(value: Any) -> str:
     """A value of meta.json for a message of one line: a tokenizer by its name."""
+    if isinstance(value, list):  # of files
+        return f"of {len(value)} files with the checksum {sha256(str(value).encode())[:8]}"
     text = short_name(value) if isinstance(value, dict) else str(value)
     return text if text.isprintable() else repr(text)
 
 
-def refuse_foreign(folder: Path, job: Job, entries: Entries) -> None:
+def refuse_foreign(folder: Path, is_ours: Callable[[str], Any]) -> None:
     """Raises ValueError where folder holds token files that are not ours, which training would read with them."""
     found = {path.name for split in ("train", "val") for path in folder.glob(f"{split}*.bin")}
-    # An earlier start may have been stopped between finishing its next shard and listing it.
-    following = next((name for name, _ in job.planned() if name not in entries), None)
-    foreign = sorted(found - set(entries) - {following})
+    foreign = sorted(name for name in found if not is_ours(name))
     if foreign:
         raise ValueError(
             f"{folder} holds token files that no meta.json lists ({', '.join(foreign[:3])}), which would be read too; "
@@ -304,6 +534,8 @@ def check_disk(folder: Path, job: Job, entries: Entries, bad: list[str]) -> None
     # The number of train tokens that would fit, rounded down.
     fitting = (free // TOKEN_BYTES + present - job.val_tokens) // 10_000_000 * 10_000_000
     fewer = f" or make fewer: --tokens={fitting:.3g}" if fitting > 0 else ""
+    if job.by_file:
+        fewer = " or make fewer --files"
     raise ValueError(
         f"{folder} needs about {gigabytes(needed)} more, and {gigabytes(free)} are free; choose another --out{fewer}"
     )
@@ -317,6 +549,7 @@ def refuse_val_only(folder: Path, meta: dict[str, Any]) -> None:
     tokens = sum(entry["tokens"] for entry in entries.values())
     for name in [*entries, "meta.json"]:
         (folder / name).unlink()
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
     remedy = f"try --val_tokens={tokens // 10}" if tokens >= 10 else "is --text_column right?"
     raise ValueError(f"{meta['source']} has {tokens:,} tokens, and all of them went into val; {remedy}")
 
@@ -508,6 +741,14 @@ def whole_number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1e15, such as 100000 or 3e9")
 
 
+def part(text: str) -> tuple[int, int]:
+    """(i, n) of i/n."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match and int(match[1]) < int(match[2]):
+        return int(match[1]), int(match[2])
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of n parts, from 0/n on, such as 0/8")
+
+
 def named_path(text: str) -> Path:
     """A path that is not empty."""
     if not text:
@@ -536,7 +777,16 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--val_tokens", type=whole_number, help="made first (default: a shard; of --source a tenth at most)")
     add("--shard_tokens", type=whole_number, help="per file (default: 1e8)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--num_proc", type=whole_number, default=cores, help="threads that tokenize (default: all cores, %(default)s)")
+    add(
+        "--num_proc", type=whole_number, help=f"threads that tokenize (default: all cores, {cores}, over all --workers)"
+    )
+    by_file = parser.add_mutually_exclusive_group()
+    by_file.add_argument(
+        "--workers", type=whole_number, metavar="N", help="make each source file by itself, in N processes, and merge"
+    )
+    by_file.add_argument("--part", type=part, metavar="I/N", help="make only source files I, I + N, I + 2N ...")
+    by_file.add_argument("--merge", action="store_true", help="write meta.json once all parts are made")
+    add("--files", type=whole_number, help="of the source, the first ones, with --workers, --part or --merge")
     here = Path(__file__).resolve().parent
     add("--out", type=named_path, default=here, metavar="FOLDER", help="(default: data/fineweb_edu)")
     args = parser.parse_args(argv)
@@ -545,6 +795,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         given = [other for other in others if getattr(args, other)]
         if getattr(args, option) and given:
             raise ConfigError(f"--{given[0]} has no meaning with --{option}; leave one of them out")
+    check_parts(args)
     for option in OF_BPE:
         if getattr(args, option) and args.encoding != "bpe":
             raise ConfigError(f"--{option} has no meaning without --encoding bpe; leave it out")
@@ -552,7 +803,25 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         if not getattr(args, option):
             setattr(args, option, default)
     bpe.check_size(args.vocab_size)
+    args.num_proc = args.num_proc or max(1, (cores or 1) // (args.workers or 1))
     return args
+
+
+def check_parts(args: argparse.Namespace) -> None:
+    """Raises ConfigError for an option that does not go together with making each source file by itself."""
+    if not (args.workers or args.part or args.merge):
+        if args.files:
+            raise ConfigError("--files has no meaning without --workers, --part or --merge; give --tokens")
+        return
+    if args.pretokenized:
+        raise ConfigError("--pretokenized has no source files to make; leave --workers, --part and --merge out")
+    if args.tokens != math.inf:
+        raise ConfigError("--tokens is not known ahead where files are made side by side; give --files, the first K")
+    if args.encoding == "bpe":
+        raise ConfigError(
+            "--encoding bpe trains before any part can be made: prepare a small folder with it first (--encoding bpe "
+            "--tokens 1e8 --out SMALL), then give --encoding SMALL here"
+        )
 
 
 def cache_of_this_run() -> tempfile.TemporaryDirectory[str] | None:
@@ -574,9 +843,7 @@ def cache_of_this_run() -> tempfile.TemporaryDirectory[str] | None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("USE_TORCH", "0")  # `datasets` would import it without need
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # more threads inside fastokens bring nothing
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # its network errors cannot be told from its other errors
+    os.environ.update(ENVIRONMENT | os.environ)
     cache = cache_of_this_run()
     with one_line_errors():
         main(arguments(sys.argv[1:]))

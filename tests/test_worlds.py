@@ -1,0 +1,161 @@
+"""The same experiment on one rank and on several, which are processes with gloo between them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TINY, TORCHRUN, events, flags, shell, tiny, vector
+
+import train
+from data.loader import BatchPlan
+from data.splits import Split
+from deskgpt.ranks import Ranks
+from deskgpt.runner import Form, Runner
+from deskgpt.stopping import listener
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+
+
+def on_ranks(world: int, folder: Path, work: Callable[[Ranks], Any]) -> list[Any]:
+    """What `work` returns on each rank. Fails if one does not end, or ends in an error."""
+
+    def of_rank(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
+        found = work(Ranks(CPU, rank, world, distributed=True))
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+
+    context = multiprocessing.get_context("fork")  # which has imported everything
+    processes = [context.Process(target=of_rank, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        process.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def recorded_run(c: train.TrainConfig, ranks: Ranks) -> dict[str, Any]:
+    """Trains; returns checksums of the initial weights and of each dropout's mask, row by row, and counts."""
+    found: dict[str, Any] = {"weights": "", "masks": [], "evaluated": 0}
+    build_model = train.StartingPoint.build_model
+    eval_batches = train.eval_batches
+
+    def built(start: train.StartingPoint, block_size: int) -> GPT:
+        model = build_model(start, block_size)
+        content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        found["weights"] = sha256(content).hexdigest()
+        return model
+
+    def dropped(module: torch.nn.Module, args: Any, out: torch.Tensor) -> None:
+        if isinstance(module, torch.nn.Dropout) and module.training:
+            found["masks"].append([sha256(row.numpy().tobytes()).hexdigest() for row in (out == 0)])
+
+    def evaluated(*args: Any) -> Iterator[Any]:
+        for batch in eval_batches(*args):
+            found["evaluated"] += 1
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "start_ranks", lambda *_: ranks)
+        patch.setattr(train.StartingPoint, "build_model", built)
+        patch.setattr(train, "eval_batches", evaluated)
+        hook = torch.nn.modules.module.register_module_forward_hook(dropped)
+        train.main(c)
+        hook.remove()
+    return found
+
+
+def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_divide(chars, tmp_path):
+    # 17 windows to evaluate: 9 batches, the last one not full, and one of padding on the second rank.
+    own: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 4, "batch_size": 2, "eval_tokens": 17 * 16}
+    one = recorded_run(tiny(chars, tmp_path / "one", max_iters=4, **own), Ranks(CPU))
+    c = tiny(chars, tmp_path / "two", max_iters=4, **own)
+    two = on_ranks(2, tmp_path, lambda ranks: recorded_run(c, ranks))
+
+    assert one["weights"] == two[0]["weights"] == two[1]["weights"]
+    of_each = 1 + 2 * c.n_layer  # dropouts in a micro-batch
+    masks = one["masks"][-4 * 4 * of_each :]  # without those of a trial before the run
+    micro_batches = [masks[i : i + of_each] for i in range(0, len(masks), of_each)]
+    assert len({str(masks) for masks in micro_batches}) == 4 * 4
+    for rank in range(2):
+        assert two[rank]["masks"][-2 * 4 * of_each :] == [*chain(*micro_batches[rank::2])]
+    evaluations = 3 * 2  # of two splits
+    assert one["evaluated"] == evaluations * 9
+    assert [found["evaluated"] for found in two] == [evaluations * 5] * 2
+    for kind, names in (("eval", ("train_loss", "val_loss", "val_se")), ("iter", ("loss", "grad_norm"))):
+        for a, b in zip(events(tmp_path / "one", kind), events(tmp_path / "two", kind), strict=True):
+            assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=1e-5)
+    torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_ranks_drop_out_alike(chars, tmp_path):
+    own = {"dropout": 0.3, "gradient_accumulation_steps": 4, "compile": True}
+    train.main(tiny(chars, tmp_path / "one", **own))
+    if not events(tmp_path / "one", "start")[0]["compiled"]:
+        pytest.skip("no working C++ compiler here")
+    done = shell(*TORCHRUN, *flags(**TINY | own, dataset=chars, out_dir=tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    assert events(tmp_path / "two", "start")[0]["compiled"]
+    one, two = ([e["loss"] for e in events(tmp_path / run, "iter")] for run in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(chars, tmp_path):
+    """A rank that a signal stops would leave the others waiting for its part of the weights."""
+    split = Split(chars, "val", 16, 256)
+
+    def batches_until_a_signal(ranks: Ranks) -> list[int]:
+        counts = []
+        for dp_shard in (-1, 1):
+            calls: list[int] = []
+
+            def signalled(*_: Any, calls: list[int] = calls) -> None:
+                calls.append(1)
+                if ranks.rank == 1 and len(calls) == 3:
+                    listener.signal = signal.SIGTERM
+
+            model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
+            model.register_forward_hook(signalled)
+            c = tiny(chars, tmp_path, batch_size=1, eval_iters=20, dp_shard=dp_shard)
+            train.evaluate(c, Runner(model, Form()), split, BatchPlan(1, rank=ranks.rank, world=2), ranks)
+            listener.signal = None
+            counts.append(len(calls))
+        return counts
+
+    assert on_ranks(2, tmp_path, batches_until_a_signal) == [[3, 10], [3, 3]]
+
+
+def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
+    c = tiny(chars, tmp_path / "out", gradient_accumulation_steps=2, eval_iters=8)
+
+    def damaged(ranks: Ranks) -> str:
+        def cut_short(split: Split, rows: Any, n: int) -> Any:
+            if ranks.rank == 1 and rows[0] > 8:
+                raise ValueError("train.bin became shorter")
+            return eval_batch(split, rows, n)
+
+        eval_batch = Split.eval_batch
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "start_ranks", lambda *_: ranks)
+            patch.setattr(Split, "eval_batch", cut_short)
+            with pytest.raises((ValueError, RuntimeError)) as raised:
+                train.main(c)
+        return str(raised.value)
+
+    left, own = on_ranks(2, tmp_path, damaged)
+    assert own == "train.bin became shorter"
+    assert "gloo" in left
