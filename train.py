@@ -154,7 +154,9 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
                 f"batch_size={self.batch_size} x gradient_accumulation_steps={self.gradient_accumulation_steps} are "
                 f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
             )
-        if self.plan_for:  # who asks for a plan does not want to train
+        if self.world > MOST_SEQUENCES:
+            raise ValueError(f"world={self.world:,} must be at most {MOST_SEQUENCES:,}: each rank has a sequence")
+        if self.plan_for or self.world:  # who asks for a plan does not want to train
             object.__setattr__(self, "dry_run", True)
         if self.plan_for not in ("", "all"):
             try:
@@ -177,6 +179,7 @@ def main(c: TrainConfig) -> float:
     if other_cache:
         ranks.say(other_cache)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
+    shards = sharding.shards_for(c, c.world or ranks.world)
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
@@ -191,7 +194,8 @@ def main(c: TrainConfig) -> float:
     resuming.refuse_differences(asdict(c), data | {"checkpoint": f"step {start.step}"}, ranks)
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
-    estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
+    builds = ranks.is_first or shards == 1
+    estimate.refuse_beyond_memory(start.config, copies_of_weights(c) / shards, ranks.device, builds)
     model = placed_model(start, c, ranks)
     model.checkpoint_activations(c.activation_checkpoint)
     benchmark = Benchmark(c, start.tokenizer or meta["tokenizer"], model, ranks) if c.tasks else None
@@ -914,7 +918,7 @@ class Report:
             if poverty:
                 say(f"warning: {poverty}")
         say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
-        say(f"device: {self.ranks.world} x {name}, {form}{by}")
+        say(f"device: {self.ranks.world} x {name}, {form}{by}{sharding.in_words(c.dp_shard, self.ranks.world)}")
         say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
         say(f"tokens per iteration will be: {self.tokens_per_step:,}")
         if self.ranks.is_first:
@@ -1213,7 +1217,7 @@ def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keeps other runs out of out_dir, where this process is one that writes there."""
-    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
+    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"] or settings["world"]
     if reads_only or place_of(os.environ).rank > 0:
         return nullcontext()
     restarts = settings["init_from"] == "auto" and place_of(os.environ).distributed

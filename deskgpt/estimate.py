@@ -22,7 +22,7 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -39,12 +39,14 @@ from deskgpt import hardware, kernels
 from deskgpt.ranks import Ranks
 from deskgpt.runlog import clock
 from deskgpt.runner import Runner
+from deskgpt.sharding import local
 from model import BYTES, GPT, GPTConfig, with_unit
 
 if TYPE_CHECKING:
     from data.splits import Split
     from train import TrainConfig
 
+LAYERS_REHEARSED = 3  # of a sharded model: the first gathers ahead, the last has nothing behind it
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 TRACED_SEQUENCES = 2  # of a compiled form; torch takes a dimension of 1 for a special case
@@ -69,6 +71,7 @@ def memory(
     explicit: bool = False,
     loss_logits: int = kernels.LEAST_LOGITS_ON_GPU,
     activation_checkpoint: str = "none",
+    shard: Callable[[GPT], object] | None = None,
 ) -> dict[str, int]:
     """Bytes alive at the peak of a training step of one rank, by part; their sum is the peak.
 
@@ -79,13 +82,45 @@ def memory(
     forward pass keeps until the loss begins, token ids included. logits are all that the loss adds to it, or what the
     backward pass adds, if that is more. optimizer are AdamW's moments; Muon keeps less, and takes about as much while
     it steps, when the activations are gone.
+
+    shard: what shards the model's parameters among the ranks, of which this is the first (traffic.fake_ranks). Its
+    shards of the gradients then always count, and there is a further part: gathered are whole weights and gradients,
+    those of the blocks alive at once and of embedding and head, and the buffers that they are sent in.
     """
     n = REHEARSED // config.block_size or 1
+    options = (dtype, device_type, compiled, accumulates, explicit, loss_logits, activation_checkpoint, shard)
     if batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        options = (dtype, device_type, compiled, accumulates, explicit, loss_logits, activation_checkpoint)
         small = memory(config, n, *options)
         large = memory(config, 2 * n, *options)
         return {k: small[k] + (large[k] - small[k]) * (batch_size - n) // n for k in small}
+    if not shard:
+        return rehearsal(config, batch_size, *options)
+    if config.n_layer > LAYERS_REHEARSED + 1:  # ... and each of the peaks for each layer more
+        small = rehearsal(replace(config, n_layer=LAYERS_REHEARSED), batch_size, *options)
+        large = rehearsal(replace(config, n_layer=LAYERS_REHEARSED + 1), batch_size, *options)
+        parts = {k: small[k] + (large[k] - small[k]) * (config.n_layer - LAYERS_REHEARSED) for k in small}
+    else:
+        parts = rehearsal(config, batch_size, *options)
+    peak = max(parts.pop(name) for name in PEAKS)
+    return parts | {"gathered": peak + parts["optimizer"] - sum(parts.values())}
+
+
+PEAKS = ("before the loss", "in the loss", "after it", "after the last block's gradients")
+
+
+def rehearsal(
+    config: GPTConfig,
+    batch_size: int,
+    dtype: str,
+    device_type: str,
+    compiled: bool,
+    accumulates: bool,
+    explicit: bool,
+    loss_logits: int,
+    activation_checkpoint: str,
+    shard: Callable[[GPT], object] | None,
+) -> dict[str, int]:
+    """As memory, of a model that is not too large; sharded, PEAKS without the optimizer's part instead of gathered."""
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
         stack.enter_context(fake_tensors(device_type))
@@ -95,32 +130,50 @@ def memory(
         live = stack.enter_context(Live(device_type))
         model = GPT(config)
         model.checkpoint_activations(activation_checkpoint)
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        if shard:
+            shard(model)
+        weights = sum(local(p).nbytes for p in model.parameters())
         for p in model.parameters():
-            p.grad = torch.empty_like(p) if accumulates else None
+            p.grad = torch.empty_like(p) if accumulates or shard else None
         before = live.bytes
         kept = 0
+        at_loss = 0
+        before_loss = 0
+        in_blocks = 0
         result_bytes = 0
         idx = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
         targets = torch.zeros(batch_size, config.block_size, dtype=torch.int64)
 
         def loss_begins(module: Any, args: Any, h: Tensor) -> None:
-            nonlocal kept, result_bytes
-            kept = live.bytes - before
+            nonlocal kept, at_loss, before_loss, result_bytes
+            at_loss = live.bytes
+            kept = at_loss - before - live.gathered()
+            before_loss = live.peak
+            live.peak = at_loss
             result_bytes = h.nbytes
 
+        def blocks_end(grad: Tensor) -> None:
+            nonlocal in_blocks
+            in_blocks = live.peak
+            live.peak = live.bytes
+
+        def blocks_begin(module: Any, args: tuple[Tensor, ...]) -> None:
+            args[0].register_hook(blocks_end)
+
+        model.transformer.h[0].register_forward_pre_hook(blocks_begin)
         model.transformer.register_forward_hook(loss_begins)
         live.peak = 0
         with hardware.autocast(cpu, dtype, cached=activation_checkpoint == "none"):
             loss = model(idx, targets)[1]
-        forward = live.peak - weights
+        in_loss = live.peak
+        forward = max(before_loss, in_loss) - weights
         live.peak = 0
         # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-        backward = live.peak - weights
+        backward = max(in_blocks, live.peak) - weights
     # On a CPU the whole step is one graph, which nothing partitions. Of what is checkpointed the partitioner keeps what
     # the checkpoints say.
     if compiled and device_type != "cpu" and activation_checkpoint == "none":
@@ -128,6 +181,13 @@ def memory(
         kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(config, batch_size, dtype, device_type)
         forward += kept - kept_before
         backward += kept - kept_before
+        at_loss, before_loss, in_loss, in_blocks = (
+            x + kept - kept_before for x in (at_loss, before_loss, in_loss, in_blocks)
+        )
+    if shard:
+        parts = {"weights": weights, "gradients": weights, "optimizer": 2 * weights}
+        parts |= {"activations": kept, "logits": in_loss - at_loss}
+        return parts | dict(zip(PEAKS, (before_loss, in_loss, in_blocks, live.peak), strict=True))
     if compiled:  # all gradients come at the end of its backward pass; only then are they added to those there
         backward = max(backward, 2 * weights if accumulates else weights)
     # clip_grad_norm_ and the fused AdamW work in place.
@@ -235,9 +295,17 @@ class Live(TorchDispatchMode):
         self.bytes = self.peak = 0
         self.device_type = device_type
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
+        self._gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if any(t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # it comes here again, as operations on this rank's part
+        kwargs = kwargs or {}
+        if func.namespace == "fsdp":  # gathers weights into storages, which it empties and fills again
+            for tensor in tree_leaves(kwargs.get("out", args[1])):
+                self._gathered.add(tensor.untyped_storage())
+        self._count_gathered()
+        out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
@@ -250,6 +318,15 @@ class Live(TorchDispatchMode):
             self._sizes[key] = storage.nbytes()
             self.bytes += storage.nbytes()
             weakref.finalize(storage, self._free, key)
+
+    def gathered(self) -> int:
+        """Bytes of whole weights of several ranks."""
+        return sum(storage.nbytes() for storage in self._gathered)
+
+    def _count_gathered(self) -> None:
+        for storage in self._gathered:
+            self.bytes += storage.nbytes() - self._sizes[storage._cdata]
+            self._sizes[storage._cdata] = storage.nbytes()
 
     def _free(self, key: int) -> None:
         self.bytes -= self._sizes.pop(key)
@@ -346,18 +423,20 @@ def fake_tensors(device_type: str, fused: bool = True) -> Iterator[None]:
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def refuse_beyond_memory(config: GPTConfig, copies: int, device: torch.device) -> None:
+def refuse_beyond_memory(config: GPTConfig, copies: float, device: torch.device, builds: bool = True) -> None:
     """Raises ValueError where the memory cannot hold the model, before any of it is taken.
 
     copies: of the weights' size, all at once on the device: 1 to compute only, 4 to train with AdamW (weights,
-    gradients and two moments). The model is built in the machine's own memory.
+    gradients and two moments), less where ranks share them. builds: whether this rank builds the model, which it does
+    in the machine's own memory.
     """
-    places = {torch.device("cpu"): 1, device: copies}
+    places = {torch.device("cpu"): float(builds)}
+    places[device] = max(copies, places.get(device, 0.0))
     for place, n in places.items():
         limit = hardware.usable_memory_bytes(place)
-        needed = n * config.weights_bytes()
+        needed = int(n * config.weights_bytes())
         if limit is not None and needed > limit:
-            to_train = f", {with_unit(needed, BYTES)} with gradients and optimizer" if n > 1 else ""
+            to_train = f", {with_unit(needed, BYTES)} here with gradients and optimizer" if n != 1 else ""
             where = f"{hardware.device_name(place)} has {hardware.memory_in_words(limit, hardware.memory_bytes(place))}"
             size = config.size_in_words(config.vocab_size)
             raise ValueError(f"{size}{to_train}; {where}: take a smaller model")
@@ -455,8 +534,8 @@ def steps_within(
     shortened; in a resumed run, only with resume_changed. Where evaluations would take more than EVAL_SHARE of the
     time, they read less. All ranks get the same settings. Leaves the weights unchanged.
     """
-    seconds = max(seconds, 0.0)
-    step_s = ranks.max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // ranks.world))
+    seconds = ranks.max(max(seconds, 0.0))
+    step_s = ranks.max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // ranks.world, ranks))
     batch_s = ranks.max(time_evaluation(runner, batch))
     windows = eval_windows(c)
     batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * ranks.world)) for split in splits)
@@ -489,7 +568,7 @@ def steps_within(
 
 
 def time_step(
-    runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro_steps: int
+    runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro_steps: int, ranks: Ranks
 ) -> float:
     """Median seconds of an optimizer step of `micro_steps` micro-batches. Leaves weights and optimizer unchanged."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -502,13 +581,14 @@ def time_step(
         runner.backward(*batch, micro_steps)
         hardware.synchronize(runner.device)
         t1 = time.perf_counter()
-        torch.nn.utils.clip_grad_norm_(runner.parameters, 1.0)
+        norm = torch.linalg.vector_norm(runner.gradient_norms())
+        torch.nn.utils.clip_grads_with_norm_(runner.parameters, 1.0, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         hardware.synchronize(runner.device)
         passes.append(t1 - t0)
         updates.append(time.perf_counter() - t1)
-        if sum(passes) > TIMED_S:
+        if ranks.max(sum(passes)) > TIMED_S:  # all ranks go through the same steps
             break
     optimizer.state.clear()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -520,11 +600,10 @@ def time_step(
 def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
     """Median seconds of a micro-batch of evaluation."""
     times = []
-    runner.module.eval()
-    for _ in range(3):
-        t0 = time.perf_counter()
-        runner.loss(*batch)
-        hardware.synchronize(runner.device)
-        times.append(time.perf_counter() - t0)
-    runner.module.train()
+    with runner.evaluating():
+        for _ in range(3):
+            t0 = time.perf_counter()
+            runner.loss(*batch)
+            hardware.synchronize(runner.device)
+            times.append(time.perf_counter() - t0)
     return statistics.median(times)

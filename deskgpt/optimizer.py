@@ -127,7 +127,8 @@ class Muon(torch.optim.AdamW):
             self._orthogonalize(steps, made)
         by_length = defaultdict(list)  # of the longer side
         for p, weight, step in zip(params, weights, steps, strict=True):
-            by_length[max(parts(p)[0].shape)].append((weight, step))
+            of_whole = torch.empty(p.shape, device="meta")  # ranks would gather a DTensor to divide it
+            by_length[max(parts(of_whole)[0].shape)].append((weight, step))
         for length, pairs in by_length.items():
             alpha = -group["lr"] * 0.2 * length**0.5
             torch._foreach_add_([weight for weight, _ in pairs], [step for _, step in pairs], alpha=alpha)

@@ -3,9 +3,11 @@
     python train.py config/train_fineweb_125m.py --dry_run=True
     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070"
     python train.py config/train_fineweb_125m.py --plan_for=all
+    python train.py config/train_fineweb_125m.py --plan_for=H100 --world=1024 --dp_shard=64
 
 Memory is rehearsed (estimate.py), peaks and sizes of cards are published ones (gpu_peaks.py), and the share of the peak
 that a run reaches is known or assumed (known_runs.py). So a plan for a card needs no GPU, and measures nothing here.
+Nor does one for many ranks need them: what they send each other is rehearsed too (traffic.py).
 """
 
 from __future__ import annotations
@@ -13,19 +15,23 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deskgpt import estimate, gpu_peaks, hardware, kernels, known_runs, peak_flops
+from deskgpt import estimate, gpu_peaks, hardware, kernels, known_runs, peak_flops, sharding, traffic
 from deskgpt.gpu_peaks import Card
 from deskgpt.known_runs import KnownRun
 from deskgpt.ranks import Ranks
 from deskgpt.runlog import clock, not_silent
-from model import GPT, GPTConfig
+from model import BYTES, GPT, GPTConfig, with_unit
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from train import TrainConfig
 
 LONGEST_REHEARSED = 1 << 22  # tokens of context
@@ -85,19 +91,39 @@ def dry_run(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
         raise ValueError(
             f"block_size={config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
         )
+    if c.world:
+        ranks = replace(ranks, world=c.world)
+        c = shared(c, ranks)
+    shards = sharding.shards_of(c.dp_shard, ranks.world)
     say_size(c, config, ranks)
-    if c.plan_for == "all":
-        say_cards(c, config, ranks)
-    elif c.plan_for:
-        machine = Machine.of_card(gpu_peaks.find_card(c.plan_for), c.dtype)
-        say_memory(c, config, machine, ranks)
+    if ranks.world > 1:
+        say_ranks(c, shards, ranks)
+    with traffic.fake_ranks(ranks.world) if shards > 1 else nullcontext():
+        mesh = sharding.make_mesh("cpu", shards, ranks.world) if shards > 1 else None
+        if c.plan_for == "all":
+            say_cards(c, config, ranks, mesh)
+            return
+        card = gpu_peaks.find_card(c.plan_for) if c.plan_for else None
+        machine = Machine.of_card(card, c.dtype) if card else Machine.at_hand(ranks.device, c.dtype)
+        say_memory(c, config, machine, ranks, mesh)
         say_time(c, config, machine, ranks)
-    else:
-        machine = Machine.at_hand(ranks.device, c.dtype)
-        say_memory(c, config, machine, ranks)
-        say_time(c, config, machine, ranks)
-        if machine.device_type != "cuda":
-            ranks.say('on a card that you do not have here: --plan_for="RTX 4070", or --plan_for=all for a table')
+        if ranks.world > 1:
+            say_traffic(c, config, machine, ranks, mesh)
+    if machine.device_type != "cuda" and not card:
+        ranks.say('on a card that you do not have here: --plan_for="RTX 4070", or --plan_for=all for a table')
+
+
+def shared(c: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """c, with as many micro-batches as all ranks can share. Raises ValueError where these are too many."""
+    steps = c.gradient_accumulation_steps
+    if steps % ranks.world == 0:
+        return c
+    nearest = (steps // ranks.world + 1) * ranks.world
+    ranks.say(
+        f"gradient_accumulation_steps={steps} does not divide among {ranks.world:,} ranks; this is the plan of "
+        f"--gradient_accumulation_steps={nearest}"
+    )
+    return replace(c, gradient_accumulation_steps=nearest)
 
 
 def tokens_per_step(c: TrainConfig, config: GPTConfig) -> int:
@@ -130,7 +156,9 @@ def worlds_in_words(c: TrainConfig) -> str:
     )
 
 
-def say_memory(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks) -> None:
+def say_memory(
+    c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks, mesh: DeviceMesh | None = None
+) -> None:
     accumulates = c.gradient_accumulation_steps > ranks.world
     # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
     explicit = kernels.may_be_explicit(machine.device_type, config.block_size, config.dropout)
@@ -144,12 +172,13 @@ def say_memory(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks
         explicit,
         machine.loss_logits(),
         activation_checkpoint=c.activation_checkpoint,
-    )
+        shard=sharder(c, mesh),
+    ) | buckets(config, ranks.world, mesh)
     total = sum(parts.values())
     of = f" of {hardware.memory_in_words(machine.free_bytes, machine.memory_bytes)}" if machine.free_bytes else " GiB"
     ranks.say(f"predicted peak memory of {machine.name}, {machine.dtype}: {total / 2**30:.2f}{of}")
     ranks.say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
-    fits = Fitting(c, config, ranks.world).largest(machine)
+    fits = Fitting(c, config, ranks.world, mesh).largest(machine)
     if fits is not None:
         said = "none"
         if fits:
@@ -173,6 +202,82 @@ def say_time(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks) 
     )
 
 
+# ---- several ranks -------------------------------------------------------------------------------------------
+
+GPUS = 8  # of a host
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects hosts of 8 GPUs; published line rates, in bytes per second and direction."""
+
+    name: str
+    within: float  # between GPUs of a host, each
+    across: float  # between hosts, of all of a host's ports
+
+
+NETWORKS = [
+    # NVIDIA's data sheets of H100 (NVLink: 900 GB/s in both directions) and DGX H100 (a port of 400 Gb/s for each GPU)
+    Network("NVLink 4, and 8 x 400 Gb/s InfiniBand among hosts", 450e9, 8 * 50e9),
+    Network("NVLink 4, and 400 Gb/s InfiniBand among hosts", 450e9, 50e9),
+    # PCI-SIG: 16 GT/s in each of 16 lanes, 128 of 130 bits
+    Network("PCIe 4.0 x16, and 100 Gb/s Ethernet among hosts", 31.5e9, 12.5e9),
+]
+
+
+def sharder(c: TrainConfig, mesh: DeviceMesh | None) -> Callable[[GPT], None] | None:
+    """What shards a model as in a run of c; None under DDP."""
+    return None if mesh is None else lambda model: sharding.shard(model, mesh, c.reshard_after_forward)
+
+
+def buckets(config: GPTConfig, world: int, mesh: DeviceMesh | None) -> dict[str, int]:
+    """A further part of the memory: DDP's copy of the gradients, which it sends."""
+    return {} if world == 1 or mesh else {"buckets": 4 * config.count_parameters(config.vocab_size)}
+
+
+def say_ranks(c: TrainConfig, shards: int, ranks: Ranks) -> None:
+    copies = "each with all weights" if shards == 1 else f"{ranks.world // shards:,} x {shards:,} that share weights"
+    micro_steps = c.gradient_accumulation_steps // ranks.world
+    ranks.say(f"{ranks.world:,} ranks, {copies}; micro-batches of each rank and step: {micro_steps}")
+
+
+def say_traffic(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks, mesh: DeviceMesh | None) -> None:
+    """Says what each rank sends in a step, and how long that takes on NETWORKS."""
+    sent = traffic.of_step(c, config, mesh, ranks.world)
+    of_kind = {kind: sum(n for group, n in sent.items() if group.kind == kind) for kind in traffic.KINDS}
+    in_words = [f"{kind} {with_unit(n, BYTES)}" for kind, n in of_kind.items() if n]
+    ranks.say(f"each rank sends per step: {', '.join(in_words)}")
+    if machine.peak is None:
+        return
+    speed = Speed.expected(c, config, machine, machine.peak[0], ranks.world)
+    ranks.say(
+        f"on hosts of {GPUS}, at line rates: communication, and the step from all of it overlapping with computing to "
+        "none (no run has shown yet how much does)"
+    )
+    for network in NETWORKS:
+        sending_s = sending_time(sent, network)
+        least_s = max(speed.step_s, sending_s)
+        most_s = speed.step_s + sending_s
+        mfu = f"mfu {speed.mfu * speed.step_s / least_s:.1%} to {speed.mfu * speed.step_s / most_s:.1%}"
+        ranks.say(f"  {network.name}: {brief(sending_s)}, step {brief(least_s)} to {brief(most_s)}, {mfu}")
+
+
+def sending_time(sent: dict[traffic.Group, float], network: Network) -> float:
+    """Seconds for what each rank sends, as in rings that leave a host once; latencies are not counted.
+
+    Groups of neighbours have one ring in a host. Those that hold the same rows have one for each rank of it.
+    """
+    seconds = 0.0
+    for group, n in sent.items():
+        within_s = n / network.within
+        if (group.ranks - 1) * group.stride < GPUS:
+            seconds += within_s
+        else:
+            leaving = GPUS if group.kind == "all-to-all" else min(group.stride, GPUS)
+            seconds += max(within_s, leaving * n / network.across)
+    return seconds
+
+
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
@@ -182,7 +287,7 @@ class Fitting:
     Bytes are rehearsed where they are asked for, once each, however many cards there are.
     """
 
-    def __init__(self, c: TrainConfig, config: GPTConfig, world: int) -> None:
+    def __init__(self, c: TrainConfig, config: GPTConfig, world: int, mesh: DeviceMesh | None = None) -> None:
         sequences = c.batch_size * c.gradient_accumulation_steps // world
         largest = min(sequences, max(1, LARGEST_PLANNED // config.block_size))
         self.batch_sizes = [n for n in range(1, largest + 1) if sequences % n == 0]
@@ -192,8 +297,9 @@ class Fitting:
             compiled = c.compile is not False
             accumulates = batch_size < sequences
             options: dict[str, Any] = {"loss_logits": loss_logits, "activation_checkpoint": c.activation_checkpoint}
+            options["shard"] = sharder(c, mesh)
             parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, **options)
-            return sum(parts.values())
+            return sum(parts.values()) + sum(buckets(config, world, mesh).values())
 
         self.peak_bytes = peak_bytes
 
@@ -267,10 +373,10 @@ HEAD = ("card", "GB", "dtype", "micro-batch", "step", "run", "mfu", "known run")
 ALIGNED = "<>>>>><<"  # to the left, to the right
 
 
-def say_cards(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
+def say_cards(c: TrainConfig, config: GPTConfig, ranks: Ranks, mesh: DeviceMesh | None) -> None:
     """Says which cards the run fits into and how long it takes there, the fastest first."""
     with not_silent("still rehearsing micro-batches", ranks.say):
-        rows = sorted(rows_of_cards(c, config, ranks.world), key=Row.step_s)
+        rows = sorted(rows_of_cards(c, config, ranks.world, mesh), key=Row.step_s)
     lines = [HEAD, *(row.cells(c.max_iters) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     ranks.say("")
@@ -289,7 +395,7 @@ def say_cards(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
     )
 
 
-def rows_of_cards(c: TrainConfig, config: GPTConfig, world: int) -> list[Row]:
+def rows_of_cards(c: TrainConfig, config: GPTConfig, world: int, mesh: DeviceMesh | None) -> list[Row]:
     """A row for each card and each size of its memory.
 
     Apple's chips are left out: no figures in 16 bits are published for them, and memory is predicted for CUDA.
@@ -299,7 +405,7 @@ def rows_of_cards(c: TrainConfig, config: GPTConfig, world: int) -> list[Row]:
         if card.maker != "Apple":
             sizes = [replace(card, memory_gb=(gb,)) for gb in card.memory_gb] or [card]
             machines += [Machine.of_card(of_one_size, c.dtype) for of_one_size in sizes]
-    fitting = Fitting(c, config, world)
+    fitting = Fitting(c, config, world, mesh)
     rows = []
     for machine in machines:
         fits = fitting.largest(machine)

@@ -139,18 +139,29 @@ class Runner:
         """The norms (parameters,) of all gradients; sharded ones count as a whole."""
         norms = torch.stack(torch._foreach_norm(self.gradients()))
         if self.sharded:
-            squares = norms.square()
+            squares = norms.double().square()
             dist.all_reduce(squares, group=sharding.shard_group(self.parameters[0]))
-            norms = squares.sqrt()
+            norms = squares.sqrt().float()
         return norms
 
     def drop_gradients(self) -> None:
         for p in self.parameters:
             p.grad = None
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block, `loss` may be called: there is no dropout, and gathered weights are kept."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
+        if self.sharded:
+            sharding.drop_gathered(self.model)
+
     @torch.no_grad()
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a micro-batch, without gradients."""
+        """The loss of a micro-batch, without gradients; see evaluating."""
         with self.amp, computed_by(self.forwards):
             return self.module(x, y)[1]
 
@@ -162,15 +173,12 @@ class Runner:
         """
         losses = []
         counts = []
-        self.module.eval()
-        for x, y, rows in batches:
-            loss = self.loss(x, y)  # of padding too: other ranks may need this rank's part of the weights for theirs
-            if rows:
-                losses.append(loss * rows)
-                counts.append(rows)
-        self.module.train()
-        if self.sharded:
-            sharding.drop_gathered(self.model)
+        with self.evaluating():
+            for x, y, rows in batches:
+                loss = self.loss(x, y)  # of padding too: other ranks may need the weights of this one
+                if rows:
+                    losses.append(loss * rows)
+                    counts.append(rows)
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import TORCHRUN, flags, shell
+from test_estimate import peak_of
+
+from deskgpt import estimate, plan, sharding, traffic
+from deskgpt.optimizer import make_optimizer
+from deskgpt.ranks import Ranks
+from deskgpt.runner import Form, Runner
+from deskgpt.traffic import Group
+from model import GPT, GPTConfig
+from train import TrainConfig, main
+
+EVEN: dict[str, Any] = {"n_layer": 3, "n_head": 2, "n_embd": 64, "block_size": 64}  # rows divide among 64 ranks
+EVEN_CONFIG = GPTConfig(vocab_size=128, **EVEN)
+ODD = GPTConfig(n_layer=2, n_head=1, n_embd=33, block_size=16, vocab_size=50)  # rows do not divide among 2, 4 or 8
+N = EVEN_CONFIG.count_parameters(128)
+N_BLOCKS = 3 * (12 * 64 * 64 + 2 * 64)
+N_HIDDEN = 3 * 12 * 64 * 64
+
+
+def settings(world: int, dp_shard: int, micro_steps: int = 1, **more: Any) -> TrainConfig:
+    return TrainConfig(dp_shard=dp_shard, gradient_accumulation_steps=micro_steps * world, **more)
+
+
+def rehearsed(c: TrainConfig, config: GPTConfig, world: int) -> dict[Group, float]:
+    shards = sharding.shards_of(c.dp_shard, world)
+    with traffic.fake_ranks(world):
+        mesh = sharding.make_mesh("cpu", shards, world) if shards > 1 else None
+        return traffic.of_step(c, config, mesh, world)
+
+
+# ---- closed forms --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "shards", "reshard"),
+    [(1024, 64, True), *(pytest.param(w, 4, r, marks=pytest.mark.slow) for w in (4, 8) for r in (True, False))],
+)
+def test_traffic_of_sharded_ranks_is_the_closed_form(world, shards, reshard):
+    c = settings(world, shards, micro_steps=3, reshard_after_forward=reshard, **EVEN)
+    found = rehearsed(c, EVEN_CONFIG, world)
+    share = (shards - 1) / shards
+    gathered = N + (N_BLOCKS if reshard else 0)  # embedding and head stay from the forward pass to the backward pass
+    expected = {
+        Group("all-gather", shards): 3 * 4 * gathered * share,
+        Group("reduce-scatter", shards): 3 * 4 * N * share,
+    }
+    replicas = world // shards
+    if replicas > 1:
+        expected[Group("all-reduce", replicas, shards)] = 3 * 8 * N / shards * (replicas - 1) / replicas
+    assert found.pop(Group("all-reduce", shards)) < 1000  # the gradients' norms
+    assert found == pytest.approx(expected)
+
+
+# ---- real ranks ----------------------------------------------------------------------------------------------
+
+
+def on_ranks(world: int, work: Callable[[Ranks], Any], tmp_path: Path) -> list[Any]:
+    """What work returns on each of so many real ranks."""
+
+    def start(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=rank, world_size=world)
+        torch.save(work(Ranks(torch.device("cpu"), rank, world, distributed=True)), tmp_path / str(rank))
+        dist.destroy_process_group()
+
+    context = multiprocessing.get_context("fork")  # which has imported everything
+    processes = [context.Process(target=start, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    return [torch.load(tmp_path / str(rank), weights_only=False) for rank in range(world)]
+
+
+class Real:
+    """This rank's part of a real step of two micro-batches."""
+
+    def __init__(self, c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(config)
+        self.model.checkpoint_activations(c.activation_checkpoint)
+        if c.dp_shard > 1:
+            sharding.shard(self.model, sharding.make_mesh("cpu", c.dp_shard, ranks.world), c.reshard_after_forward)
+        self.runner = Runner(self.model, Form(), distributed=True)
+        self.optimizer = make_optimizer(self.model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
+        self.runner.distribute()
+        self.x = torch.zeros(c.batch_size, config.block_size, dtype=torch.int64)
+
+    def step(self) -> None:
+        for last in (False, True):
+            self.runner.backward(self.x, self.x, 2, last=last)
+        self.runner.gradient_norms()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def sent(self) -> dict[Group, float]:
+        with traffic.Sent() as sent:
+            self.step()
+        return dict(sent.bytes)
+
+    def peak_bytes(self) -> int:
+        """The least peak of some steps: gloo's threads let go of tensors a little later, or much."""
+        self.step()  # makes AdamW's moments
+        weights = sum(sharding.local(p).nbytes for p in self.model.parameters())
+        return 3 * weights + 2 * self.x.nbytes + min(peak_of(self.step) for _ in range(4))
+
+
+def check_traffic(runs: list[TrainConfig], world: int, tmp_path: Path) -> None:
+    found = on_ranks(world, lambda ranks: [Real(c, ODD, ranks).sent() for c in runs], tmp_path)
+    assert found[0] == [pytest.approx(rehearsed(c, ODD, world)) for c in runs]
+    for c, *of_ranks in zip(runs, *found, strict=True):
+        totals = [sum(sent.values()) for sent in of_ranks]
+        # Only Muon's matrices may not divide among the ranks.
+        assert max(totals) <= 1.02 * totals[0] if c.optimizer == "muon" else len(set(totals)) == 1
+
+
+needs_gloo = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+
+
+@needs_gloo
+def test_two_real_ranks_send_what_the_plan_says(tmp_path):
+    runs = [settings(2, 1, 2), settings(2, 2, 2), settings(2, 2, 2, optimizer="muon")]
+    check_traffic(runs, 2, tmp_path)
+
+
+@pytest.mark.slow
+@needs_gloo
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_real_ranks_send_what_the_plan_says(world, tmp_path):
+    runs = [settings(world, shards, 2) for shards in (1, 2, 4, 8) if shards <= world]
+    runs += [settings(world, 2, 2, reshard_after_forward=False), settings(world, world, 2, optimizer="muon")]
+    runs += [settings(world, 2, 2, activation_checkpoint="full")]
+    check_traffic(runs, world, tmp_path)
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_predicted_memory_of_a_sharded_rank_is_the_peak_of_a_real_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # whose workspaces are not counted
+    config = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=512)
+    runs = []
+    for reshard in (True, False):
+        for which in ("none", "selective", "full"):
+            more: dict[str, Any] = {"reshard_after_forward": reshard, "activation_checkpoint": which}
+            runs.append(settings(2, 2, 2, batch_size=4, **more))
+    expected = [sum(memory(c, config, 2, "cpu").values()) for c in runs]
+    found = on_ranks(2, lambda ranks: [Real(c, config, ranks).peak_bytes() for c in runs], tmp_path)
+    assert found[0] == [pytest.approx(peak, rel=0.02) for peak in expected]
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+def memory(c: TrainConfig, config: GPTConfig, world: int, device_type: str = "cuda") -> dict[str, int]:
+    """Of a sharded rank, not compiled."""
+    dtype = "float32" if device_type == "cpu" else "bfloat16"
+    with traffic.fake_ranks(world):
+        shard = plan.sharder(c, sharding.make_mesh("cpu", c.dp_shard, world))
+        options: dict[str, Any] = {"activation_checkpoint": c.activation_checkpoint, "shard": shard}
+        return estimate.memory(config, c.batch_size, dtype, device_type, compiled=False, **options)
+
+
+LARGE = GPTConfig(n_layer=2, n_head=8, n_embd=1024, block_size=256, vocab_size=50304)
+BLOCK = 4 * 12 * 1024**2  # bytes
+ROOT = 4 * (50304 + 256) * 1024
+
+
+def test_sharded_state_is_16_bytes_per_parameter_over_the_shards():
+    parts = memory(settings(16, 8, batch_size=2), LARGE, 16)
+    state = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    assert state == pytest.approx(16 * LARGE.count_parameters(50304) / 8, rel=0.01)
+
+
+@pytest.mark.slow
+def test_sharded_rank_gathers_a_few_blocks_or_all_and_keeps_the_activations_of_one_that_is_not():
+    config = replace(LARGE, n_layer=9)
+    few = memory(settings(16, 8, batch_size=2), config, 16)
+    assert ROOT <= few["gathered"] < ROOT + 4 * BLOCK
+    all_ = memory(settings(16, 8, batch_size=2, reshard_after_forward=False), config, 16)
+    assert ROOT + 9 * BLOCK <= all_["gathered"] < ROOT + 12 * BLOCK
+    alone = estimate.memory(config, 2, "bfloat16", "cuda", compiled=False)
+    for parts in (few, all_):
+        assert parts["activations"] == pytest.approx(alone["activations"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["none", "selective", "full"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_layers_of_a_sharded_model_are_extrapolated_to_what_a_rehearsal_gives(which, reshard, monkeypatch):
+    c = settings(16, 8, batch_size=2, activation_checkpoint=which, reshard_after_forward=reshard)
+    config = replace(LARGE, n_layer=9)
+    few = memory(c, config, 16)
+    monkeypatch.setattr(estimate, "LAYERS_REHEARSED", 100)
+    assert few == memory(c, config, 16)
+
+
+# ---- the plan ------------------------------------------------------------------------------------------------
+
+
+def said(capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+    main(TrainConfig(**EVEN | {"n_layer": 1, "plan_for": "H100", "batch_size": 2, "compile": False} | options))
+    assert not dist.is_initialized()
+    return capsys.readouterr().out
+
+
+def test_plan_says_memory_traffic_and_time_of_ranks_that_are_not_here(capsys, tmp_path):
+    out = said(capsys, world=16, dp_shard=8, gradient_accumulation_steps=32, out_dir=str(tmp_path / "out"))
+    assert "16 ranks, 2 x 8 that share weights; micro-batches of each rank and step: 2" in out
+    assert re.search(r"weights \S+, gradients \S+, optimizer \S+, activations \S+, logits \S+, gathered \S+ GiB", out)
+    assert re.search(r"each rank sends per step: all-gather \S+ MB, reduce-scatter \S+ MB, all-reduce \S+ MB", out)
+    assert re.search(r"\) of 16 x 989.00 TFLOP/s", out)
+    times = re.findall(r"hosts: (\S+)s, step (\S+)s to (\S+)s, mfu (\S+)% to (\S+)%", out)
+    assert len(times) == len(plan.NETWORKS)
+    for line in times:
+        sending, least, most, mfu, least_mfu = map(float, line)
+        assert max(sending, least) == least < most
+        assert 40 >= mfu >= least_mfu
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_of_ddp_counts_the_buckets_and_8_bytes_per_parameter_and_says_which_batch_divides(capsys):
+    out = said(capsys, world=16, gradient_accumulation_steps=40, n_embd=768)
+    n = GPTConfig(**EVEN | {"n_layer": 1, "n_embd": 768}).count_parameters(50304)
+    assert f"buckets {4 * n / 2**30:.2f} GiB" in out
+    assert f"each rank sends per step: all-reduce {8 * n * 15 / 16 / 1e6:.1f} MB" in out
+    assert "16 ranks, each with all weights; micro-batches of each rank and step: 3" in out
+    assert "gradient_accumulation_steps=40 does not divide among 16 ranks" in out
+    assert "--gradient_accumulation_steps=48" in out
+    assert "tokens per step: 6,144 = 2 x 48 x 64" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world": 1024, "dp_shard": 60}, "dp_shard=60 does not divide .* 1024; try --dp_shard=64"),
+        ({"world": 6, "dp_shard": 4}, "try --dp_shard=3"),
+        ({"world": 10**9}, "world=1,000,000,000 must be at most 1,048,576"),
+        ({"world": -1}, "world=-1 must be at least 0"),
+        ({"world": 10**6, "batch_size": 12}, "12,000,000 sequences per step; at most"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_in_one_line(options, message, script):
+    done = script("train.py", *flags(plan_for="H100", **options))
+    assert done.code != 0
+    (line,) = done.err.splitlines()
+    assert re.search(message, line), line
+
+
+def test_time_on_a_network_is_that_of_its_slowest_part():
+    network = plan.Network("", within=100.0, across=10.0)
+    for group, seconds in [
+        (Group("all-gather", 8), 1),  # within a host
+        (Group("all-gather", 16), 10),  # one ring leaves each host
+        (Group("all-reduce", 2, 4), 1),
+        (Group("all-reduce", 2, 8), 80),  # eight do
+        (Group("all-reduce", 4, 4), 40),
+    ]:
+        assert plan.sending_time({group: 100.0}, network) == pytest.approx(seconds), group
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_real_ranks_can_plan_for_others(tmp_path):
+    options = flags(world=8, dp_shard=4, plan_for="H100", gradient_accumulation_steps=8, **EVEN)
+    done = shell(*TORCHRUN, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("8 ranks, 2 x 4 that share weights") == 1
+
+
+SIZES = {  # of about so many billion parameters
+    1.5: {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+    7: {"n_layer": 32, "n_head": 32, "n_embd": 4096},
+    70: {"n_layer": 86, "n_head": 64, "n_embd": 8192, "block_size": 4096},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("billions", SIZES)
+def test_plan_of_a_large_model_takes_less_than_a_minute_and_8_gb(billions):
+    options = flags(plan_for="H100", world=1024, dp_shard=64, batch_size=1, **SIZES[billions])
+    code = (
+        "import resource, runpy, sys; sys.argv[:] = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__'); "
+        "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
+    )
+    done = shell("python", "-c", code, "train.py", *options)
+    assert done.returncode == 0, done.stderr
+    cpu_s, peak = map(float, done.stdout.split()[-2:])
+    assert cpu_s < 60
+    assert peak * (1 if sys.platform == "darwin" else 1024) < 8e9
+    n = float(re.findall(r"number of parameters: (\S+)M", done.stdout)[0]) / 1e3
+    assert n == pytest.approx(billions, rel=0.05)
