@@ -175,7 +175,7 @@ def main(c: TrainConfig) -> float:
     if other_cache:
         ranks.say(other_cache)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
-    shards = sharding.shards_for(c, ranks.world)
+    shards = sharding.shards_for(c, c.world or ranks.world)
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------

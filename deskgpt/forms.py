@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 # The code that a form depends on: what is remembered of forms holds for this code only.
-CODE = ("model.py", "deskgpt/kernels.py", "deskgpt/runner.py", "deskgpt/checks.py", "deskgpt/forms.py")
+CODE = ("model.py", *(f"deskgpt/{name}.py" for name in ("kernels", "runner", "sharding", "checks", "forms")))
 
 # ---- timing ----
 PROBE_S = 0.3  # about what a timed pass takes: as many sequences of the micro-batch as fit into it
@@ -561,7 +561,14 @@ class Trials:
     def digest(self, batch: Batch, *more: Any) -> str:
         """A name for what a graph is made from: the model, the shape of a micro-batch, torch and our own code."""
         code = b"".join((ROOT / name).read_bytes() for name in CODE)
-        what = (self.model.config, tuple(batch[0].shape), self.ranks.distributed, torch.__version__, *more)
+        what = (
+            self.model.config,
+            tuple(batch[0].shape),
+            self.ranks.distributed,
+            self.sharded,
+            torch.__version__,
+            *more,
+        )
         return hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]
 
     def check_key(self, form: Form, batch: Batch) -> str:
