@@ -1,8 +1,9 @@
-"""How a model runs in training: plain or compiled, in which precision; on one device, or on one of several under DDP.
+"""How a model runs in training: plain or compiled, in which precision; on one device, or on one of several.
 
 On a CPU without DDP, a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
 as a whole. Elsewhere, and where activations are checkpointed, it is `torch.compile(model)`, whose two graphs keep
-autograd's hooks.
+autograd's hooks. Where ranks share weights (sharding.py), blocks are compiled one by one, within the hooks that gather
+their weights.
 """
 
 from __future__ import annotations
