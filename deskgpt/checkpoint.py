@@ -27,7 +27,7 @@ from torch import Tensor
 
 from deskgpt import archive, sharded_checkpoint
 from deskgpt.errors import one_line_errors
-from deskgpt.files import TEMPORARY, copy, replacing, sync_folder
+from deskgpt.files import TEMPORARY, check_unused, copy, replacing, sync_folder
 from deskgpt.optimizer import make_optimizer
 from deskgpt.ranks import Ranks
 from deskgpt.sharded_checkpoint import agreed, is_folder, new_path, order_of
@@ -700,8 +700,7 @@ def convert(source: str, target: str) -> None:
     Raises ValueError or OSError; a target that exists is left alone.
     """
     path = Path(target)
-    if path.exists():
-        raise ValueError(f"{target} exists already; choose another name, or remove it first")
+    check_unused(path)
     saved = whole(load(source, print))
     if path.suffix == ".pt":
         with replacing(path) as file:
