@@ -27,7 +27,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -230,8 +229,8 @@ def main(c: TrainConfig) -> float:
     kept = start.kept
     rewound = False
     loader = Loader(train_split, plan, ranks.device, start.step + health.skipped_batches)
-    group = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
-    saver = Saver(out_dir_of(c), ranks.say, best_val_loss, c.keep_checkpoints, c.save_async, group)
+    writers = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
+    saver = Saver(out_dir_of(c), ranks.say, best_val_loss, c.keep_checkpoints, c.save_async, writers)
     agenda = Agenda(c, ranks, began)
     timer.resume()
     step = start.step
@@ -482,7 +481,7 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], ranks: Ranks) -> Starti
     else:
         model_args, weights = load_gpt2(c.init_from)
         config = GPTConfig.from_args(model_args | {"dropout": c.dropout}, c.init_from)
-        start = StartingPoint(c.init_from, config, weights, tokenizer_of(c.init_from))
+        start = StartingPoint(c.init_from, config, weights, tokenizer=tokenizer_of(c.init_from))
         given = MODERN_CHOICES if exported_model_args(c.init_from) is None else RESUMED_SETTINGS
 
     for name in given:

@@ -274,7 +274,7 @@ def load(
     found = candidates(path)
     if last not in found and not any(is_folder(p) for p in found):
         found = [last, *found]  # to say that it is missing
-    damages = []
+    damages: list[str] = []
     for p in found:
         damage = damage_for(p, ranks, checksums)
         if damage is None:

@@ -69,7 +69,8 @@ def agreed(group: dist.ProcessGroup | None, call: Callable[[], T]) -> list[T]:
     """
     if group is None:
         return [call()]
-    value = error = None
+    value = None
+    error: Exception | None = None
     try:
         value = call()
     except (OSError, ValueError) as e:
@@ -93,7 +94,7 @@ def write(tensors: dict[str, Tensor], rest: dict[str, Any], path: Path, group: d
     is_first = group is None or dist.get_rank(group) == 0
     with ExitStack() as stack:  # removes what was written when an error passes
         (folder, *_) = agreed(group, lambda: stack.enter_context(new_folder(path)) if is_first else Path())
-        files = {}
+        files: dict[str, list[Any]] = {}
         for of_rank in agreed(group, lambda: write_rows(tensors, folder, group)):
             files |= of_rank
 
@@ -196,7 +197,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
         for name, tensor in found.items():
             end = 0
             for offsets, sizes in sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks):
