@@ -174,6 +174,7 @@ def main(c: TrainConfig) -> float:
     if other_cache:
         ranks.say(other_cache)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
+    shards = sharding.shards_for(c, ranks.world)
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
@@ -187,7 +188,8 @@ def main(c: TrainConfig) -> float:
     data = facts_of_data(c, train_split, val_split)
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
-    estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
+    builds = ranks.is_first or shards == 1
+    estimate.refuse_beyond_memory(start.config, copies_of_weights(c) / shards, ranks.device, builds)
     model = placed_model(start, c, ranks)
     benchmark = Benchmark(c, start.tokenizer or meta["tokenizer"], model, ranks) if c.tasks else None
 
@@ -920,7 +922,7 @@ class Report:
             if poverty:
                 say(f"warning: {poverty}")
         say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
-        say(f"device: {self.ranks.world} x {name}, {form}{by}")
+        say(f"device: {self.ranks.world} x {name}, {form}{by}{sharding.in_words(c.dp_shard, self.ranks.world)}")
         say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
         say(f"tokens per iteration will be: {self.tokens_per_step:,}")
         if self.ranks.is_first:

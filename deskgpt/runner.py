@@ -132,18 +132,29 @@ class Runner:
         """The norms (parameters,) of all gradients; sharded ones count as a whole."""
         norms = torch.stack(torch._foreach_norm(self.gradients()))
         if self.sharded:
-            squares = norms.square()
+            squares = norms.double().square()
             dist.all_reduce(squares, group=sharding.shard_group(self.parameters[0]))
-            norms = squares.sqrt()
+            norms = squares.sqrt().float()
         return norms
 
     def drop_gradients(self) -> None:
         for p in self.parameters:
             p.grad = None
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block, `loss` may be called: there is no dropout, and gathered weights are kept."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
+        if self.sharded:
+            sharding.drop_gathered(self.model)
+
     @torch.no_grad()
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a micro-batch, without gradients."""
+        """The loss of a micro-batch, without gradients; see evaluating."""
         with self.amp, computed_by(self.forwards):
             return self.module(x, y)[1]
 
@@ -155,13 +166,10 @@ class Runner:
         """
         losses = []
         counts = []
-        self.module.eval()
-        for x, y, rows in batches:
-            losses.append(self.loss(x, y) * rows)
-            counts.append(rows)
-        self.module.train()
-        if self.sharded:
-            sharding.drop_gathered(self.model)
+        with self.evaluating():
+            for x, y, rows in batches:
+                losses.append(self.loss(x, y) * rows)
+                counts.append(rows)
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)

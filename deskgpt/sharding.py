@@ -20,6 +20,8 @@ from model import GPT, rotary_table
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from train import TrainConfig
+
 # torch.distributed.fsdp takes most of a second to import: only where something is sharded.
 
 
@@ -29,18 +31,51 @@ def shards_of(dp_shard: int, world: int) -> int:
     if n < 1 or world % n:
         divisors = [d for d in range(1, world + 1) if world % d == 0]
         nearest = min(divisors, key=lambda d: abs(d - n))
-        raise ValueError(f"dp_shard={dp_shard} does not divide the {world} ranks; try --dp_shard={nearest}")
+        raise ValueError(f"dp_shard={dp_shard} does not divide the number of ranks, {world}; try --dp_shard={nearest}")
     return n
 
 
-def make_mesh(device_type: str, dp_shard: int, world: int) -> DeviceMesh:
-    """The ranks as (replicas, shards), or as (shards) where there is one replica. Neighbours share a copy."""
+# Settings that sharded weights do not go with: why, and what to do instead.
+REFUSED = {
+    "dtype=float16": "its loss scale is not for sharded weights; try --dtype=bfloat16",
+    "sample_interval": "one rank alone has no whole weights to write samples with; leave it out, and run sample.py",
+    "tasks": "ranks have no whole weights to answer tasks with; leave it out, and run bench/evaluate.py",
+}
+
+
+def shards_for(c: TrainConfig, world: int) -> int:
+    """As shards_of, for a run. Raises ValueError also where c asks for what sharded weights cannot do."""
+    n = shards_of(c.dp_shard, world)
+    for setting, why in REFUSED.items() if n > 1 else ():
+        name, _, value = setting.partition("=")
+        given = getattr(c, name)
+        if given == value if value else given:
+            raise ValueError(f"{name}={given} with dp_shard={c.dp_shard}: {why}")
+    return n
+
+
+def in_words(dp_shard: int, world: int) -> str:
+    """How the weights are spread, after a semicolon; nothing where each rank has all of them."""
+    n = shards_of(dp_shard, world)
+    copies = "" if n == world else f", {world // n} copies"
+    return f"; weights sharded among {n}{copies}" if n > 1 else ""
+
+
+def make_mesh(device_type: str, dp_shard: int, world: int, rehearsed: bool = False) -> DeviceMesh:
+    """The ranks as (replicas, shards), or as (shards) where there is one replica. Neighbours share a copy.
+
+    rehearsed: nothing is sent, and each rank goes on alone, whatever it then computes.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     n = shards_of(dp_shard, world)
-    if n == world:
-        return init_device_mesh(device_type, (n,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh(device_type, (world // n, n), mesh_dim_names=("dp_replicate", "dp_shard"))
+    sizes = {"dp_shard": n} if n == world else {"dp_replicate": world // n, "dp_shard": n}
+    backends: dict[int | str, Any] | None = None
+    if rehearsed:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend known)
+
+        backends = dict.fromkeys(sizes, "fake")
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backends)
 
 
 def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
@@ -63,11 +98,13 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, devi
 
 
 def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
-    """As sharded_copy, with weights that are not set."""
+    """As sharded_copy, with weights of zeros."""
     with torch.device("meta"):
         copy = GPT(model.config)
     shard(copy, mesh, reshard_after_forward)
     copy.to_empty(device=device)
+    for p in copy.parameters():
+        local(p).zero_()
     if copy.config.tie_weights:  # to_empty has made two of it
         copy.lm_head.weight = copy.transformer.wte.weight
     if copy.transformer.rotary is not None:
@@ -96,13 +133,21 @@ def is_dtensor(x: Any) -> bool:
 
 
 def local(x: Any) -> Tensor:
-    """This rank's rows of a sharded tensor; any other tensor itself."""
-    return x.to_local() if is_dtensor(x) else x
+    """This rank's rows of a sharded tensor, in the same memory; any other tensor itself."""
+    with torch.no_grad():
+        return x.to_local() if is_dtensor(x) else x
 
 
 def whole(x: Any) -> Tensor:
     """A sharded tensor, gathered from its ranks, all of which must call this; any other tensor itself."""
     return x.full_tensor() if is_dtensor(x) else x
+
+
+def means(*values: float, device: torch.device) -> list[float]:
+    """The mean of each value over all ranks, which must all call this."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()
 
 
 def shard_group(x: Any) -> dist.ProcessGroup:
@@ -124,6 +169,7 @@ class Owners:
         self.rank = dist.get_rank(self.group)
         self.world = dist.get_world_size(self.group)
         self.shapes = [p.shape for p in params]
+        self.nothing = local(params[0]).detach().new_empty(0)  # where a rank has nothing to send
         load = [0] * self.world
         self.owner = [0] * len(params)
         for i in sorted(range(len(params)), key=lambda i: -self.shapes[i].numel()):
@@ -162,7 +208,7 @@ class Owners:
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
         """Sends each rank its tensors; returns the flat ones of these sizes that come from each."""
-        flat = torch.cat([t.flatten() for of_rank in sent for t in of_rank])
+        flat = torch.cat([self.nothing, *(t.flatten() for of_rank in sent for t in of_rank)])
         lengths = [sum(of_rank) for of_rank in sizes]
         out = flat.new_empty(sum(lengths))
         dist.all_to_all_single(out, flat, lengths, [sum(t.numel() for t in of_rank) for of_rank in sent], self.group)
