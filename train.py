@@ -49,7 +49,7 @@ from deskgpt.errors import message_for_user, one_line_errors
 from deskgpt.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 from deskgpt.gpu_peaks import find_card
 from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
-from deskgpt.lock import only_run_in
+from deskgpt.lock import RESTART_S, check_shared, only_run_in
 from deskgpt.optimizer import make_optimizer, step_if_finite
 from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, place_of, start_ranks
@@ -138,7 +138,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         least = dict.fromkeys(("eval_interval", "eval_iters", "tasks_interval", "log_interval", "batch_size"), 1)
-        least |= {"gradient_accumulation_steps": 1, "keep_checkpoints": 1, "dp_shard": -1}
+        least |= {"dist_timeout_s": 1, "gradient_accumulation_steps": 1, "keep_checkpoints": 1, "dp_shard": -1}
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             low = least.get(name, 0)
@@ -168,8 +168,10 @@ def main(c: TrainConfig) -> float:
     began = time.perf_counter()
     listener.signal = None  # that of a run before this one in the same process
     hardware.keep_freed_memory()
-    ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend)
+    ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend, c.dist_timeout_s)
     hardware.forbid_spilling(ranks.device)
+    if not c.eval_only and not c.dry_run:
+        check_shared(out_dir_of(c), ranks)
     other_cache = compiling.find_cache()
     if other_cache:
         ranks.say(other_cache)
@@ -186,6 +188,7 @@ def main(c: TrainConfig) -> float:
     train_split, val_split = open_splits(c, start, meta)
     verification = Verification(DATA / c.dataset, (train_split, val_split) if ranks.is_first else ())
     data = facts_of_data(c, train_split, val_split)
+    resuming.refuse_differences(asdict(c), data | {"checkpoint": f"step {start.step}"}, ranks)
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
     builds = ranks.is_first or shards == 1
@@ -468,6 +471,7 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], ranks: Ranks) -> Starti
         )
         if start.step > c.max_iters and not c.eval_only and not c.dry_run:
             raise ValueError(f"{c.out_dir} is at step {start.step:,}, past max_iters={c.max_iters}: raise --max_iters")
+        say(f"going on from {c.out_dir}, step {start.step}")
         given = RESUMED_SETTINGS
     elif checkpoint.is_one(c.init_from):
         writes = not c.eval_only and not c.dry_run
@@ -1162,6 +1166,22 @@ def command(*words: str) -> str:
 # ---- command line --------------------------------------------------------------------------------------------
 
 
+def settings_of_start(argv: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """What init_from makes of settings, those of the config files and the command line in argv."""
+    if settings["init_from"] == "auto" and not checkpoint.is_one(settings["out_dir"]):
+        # As the config files say, so that one command serves every start of a finetuning run, too.
+        argv = [arg for arg in argv if arg != "--init_from=auto"]
+        settings = read_settings(TrainConfig, argv)
+        if settings["init_from"] == "auto":
+            settings["init_from"] = "scratch"
+    source = settings["init_from"]
+    if source in ("resume", "auto"):
+        return resumed_settings(argv, settings["out_dir"])
+    if checkpoint.is_one(source) or exported_model_args(source):
+        return finetuning_settings(argv, source)
+    return settings
+
+
 def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     """The settings of the run in out_dir, overridden by config files (but for the model's size) and command line."""
     saved = checkpoint.load(out_dir, checksums=False)
@@ -1171,7 +1191,11 @@ def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
     known["resume_changed"] = False  # is meant for one time
     settings = read_settings(TrainConfig, [*of_model, *argv], known)
-    if settings["max_minutes"] and not any(arg.startswith("--max_iters=") for arg in argv):
+    if settings["init_from"] == "auto":  # the same command as before: max_minutes has made its plan already
+        settings["init_from"] = "resume"
+        if settings["max_minutes"]:
+            settings |= {name: known[name] for name in estimate.PLANNED if name in known}
+    elif settings["max_minutes"] and not any(arg.startswith("--max_iters=") for arg in argv):
         settings["max_iters"] = TrainConfig.__dataclass_fields__["max_iters"].default
     before = read_settings(TrainConfig, [], known)
     counts_batches = not before["eval_tokens"] and not settings["eval_tokens"]
@@ -1205,7 +1229,8 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
     if reads_only or place_of(os.environ).rank > 0:
         return nullcontext()
-    return only_run_in(checkpoint.folder_of(settings["out_dir"]))
+    restarts = settings["init_from"] == "auto" and place_of(os.environ).distributed
+    return only_run_in(checkpoint.folder_of(settings["out_dir"]), RESTART_S if restarts else 0.0)
 
 
 if __name__ == "__main__":
@@ -1215,8 +1240,4 @@ if __name__ == "__main__":
     with lasting_output(), one_line_errors(if_out_of_memory):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings):
-            if settings["init_from"] == "resume":
-                settings = resumed_settings(sys.argv[1:], settings["out_dir"])
-            elif checkpoint.is_one(settings["init_from"]) or exported_model_args(settings["init_from"]):
-                settings = finetuning_settings(sys.argv[1:], settings["init_from"])
-            main(build(TrainConfig, settings))
+            main(build(TrainConfig, settings_of_start(sys.argv[1:], settings)))

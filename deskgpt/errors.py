@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -28,8 +29,9 @@ OUT_OF_MEMORY = (
 )
 
 
-# What gloo's RuntimeErrors begin with; NCCL's errors are a class of their own.
+# How torch says that ranks lost each other: gloo's RuntimeErrors by the file that they begin with, others by a class.
 LOST_RANK = "gloo/transport"
+LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 class ConfigError(ValueError):
@@ -71,8 +73,13 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
-    if isinstance(e, RuntimeError) and LOST_RANK in str(e):
-        return "another rank has ended or cannot be reached; it may say why"
+    if isinstance(e, RuntimeError) and (LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS):
+        sentence = str(e).splitlines()[0].partition(". ")[0]
+        reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
+        return (
+            f"rank {os.environ.get('RANK')} lost the others ({reason}); one that ended says why, one that says "
+            "nothing hangs; start the same command again, with --init_from=auto"
+        )
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
     if isinstance(e, ValueError) and raised_in_our_code(e):

@@ -424,6 +424,10 @@ class Schedule:
         return self.steps * self.step_s + self.evaluations() * self.eval_s()
 
 
+# What steps_within settles, as the checkpoint of its run has it; a run that goes on plans no second time.
+PLANNED = ("max_minutes", "max_iters", "warmup_iters", "lr_decay_iters", "cooldown_iters", "eval_iters", "eval_tokens")
+
+
 def steps_within(
     seconds: float,
     c: TrainConfig,

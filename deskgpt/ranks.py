@@ -6,8 +6,11 @@ A run without torchrun is one rank of one.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +61,13 @@ class Ranks:
     def all(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks."""
         return self.max(float(not yes)) == 0
+
+    def gather(self, x: Any) -> list[Any]:
+        """The x of all ranks, in their order. Any small object."""
+        everyone = [x] * self.world
+        if dist.is_initialized():
+            dist.all_gather_object(everyone, x)
+        return everyone
 
     def close(self) -> None:
         """Ends the process group. No rank leaves while another works: torchrun would take that for a failure."""
@@ -125,6 +135,12 @@ def place_of(environ: Mapping[str, str]) -> Place:
     number("MASTER_PORT", environ)
     if rank >= world:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}; {USE_TORCHRUN}")
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ValueError(
+            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch's "
+            "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
+        )
     return Place(rank, world, local_rank, local_world, distributed=True)
 
 
@@ -136,11 +152,11 @@ def number(name: str, environ: Mapping[str, str], default: int | None = None) ->
     return int(text)
 
 
-def start_ranks(device_name: str, backend: str) -> Ranks:
+def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
     """This process's Ranks on its device, connected to the others where torchrun started several.
 
-    device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo. Raises ValueError where they do not fit
-    this machine.
+    device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo; timeout_s: the longest that ranks wait for
+    each other. Raises ValueError where these do not fit this machine, OSError where the ranks do not meet.
     """
     place = place_of(os.environ)
     device = hardware.resolve_device(device_name, place.local_rank, place.local_world)
@@ -148,6 +164,8 @@ def start_ranks(device_name: str, backend: str) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # stop as if asked to, where torchrun is killed and cannot ask
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if ranks.distributed:
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -156,7 +174,7 @@ def start_ranks(device_name: str, backend: str) -> Ranks:
         if backend == "nccl":
             backend = "cpu:gloo,cuda:nccl"  # gloo for what the ranks agree on, such as when to stop
         try:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as e:  # the port is taken, the host is unknown, or a rank has not come in time
             why = str(e).splitlines()[0]
             raise OSError(
