@@ -471,7 +471,7 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], ranks: Ranks) -> Starti
         )
         if start.step > c.max_iters and not c.eval_only and not c.dry_run:
             raise ValueError(f"{c.out_dir} is at step {start.step:,}, past max_iters={c.max_iters}: raise --max_iters")
-        say(f"going on from {c.out_dir}, step {start.step}")
+        ranks.say(f"going on from {c.out_dir}, step {start.step}")
         given = RESUMED_SETTINGS
     elif checkpoint.is_one(c.init_from):
         writes = not c.eval_only and not c.dry_run
