@@ -425,7 +425,7 @@ def whole(saved: Checkpoint) -> Checkpoint:
         for i, of_parameter in saved.optimizer["state"].items()
     }
     optimizer = {"state": state, "param_groups": saved.optimizer["param_groups"]}
-    return replace(saved, model=weights_of(saved), optimizer=optimizer)
+    return replace(saved, model=weights_of(saved), optimizer=optimizer, path=None)
 
 
 @torch.no_grad()
