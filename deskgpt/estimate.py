@@ -347,7 +347,7 @@ def refuse_beyond_memory(config: GPTConfig, copies: float, device: torch.device,
         limit = hardware.usable_memory_bytes(place)
         needed = int(n * config.weights_bytes())
         if limit is not None and needed > limit:
-            to_train = f", {with_unit(needed, BYTES)} here with gradients and optimizer" if n != 1 else ""
+            to_train = f", {with_unit(needed, BYTES)} with gradients and optimizer" if n != 1 else ""
             where = f"{hardware.device_name(place)} has {hardware.memory_in_words(limit, hardware.memory_bytes(place))}"
             size = config.size_in_words(config.vocab_size)
             raise ValueError(f"{size}{to_train}; {where}: take a smaller model")
