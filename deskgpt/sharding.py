@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +115,11 @@ def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device
 
 def is_sharded(model: GPT) -> bool:
     return is_dtensor(model.lm_head.weight)
+
+
+def group_for_saves(timeout_s: float) -> dist.ProcessGroup:
+    """All ranks, connected once more: what they write while they train does not mix with what training sends."""
+    return dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
 
 
 def drop_gathered(model: GPT) -> None:
