@@ -39,6 +39,8 @@ from deskgpt.errors import one_line_errors
 SAVE_INTERVAL = 10  # steps
 STEPS_PER_KILL = 60  # that a process makes before it is killed, on average; the run has twice as many
 START_S = 3.0  # a process that is killed while it starts is killed within this time
+SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "dropout": 0.1}
+SMALL |= {"learning_rate": 1e-2, "warmup_iters": 2, "eval_iters": 2, "device": "cpu", "dtype": "float32", "compile": False}
 LOGGED = {"iter": ("loss", "lr", "grad_norm", "tokens"), "eval": ("train_loss", "val_loss", "lr")}
 
 
@@ -46,10 +48,8 @@ def command(data: Path, out_dir: Path, max_iters: int) -> list[str]:
     """What starts a run in out_dir, or goes on with the one there."""
     if any((out_dir / name).exists() for name in (checkpoint.NAME, checkpoint.BEST)):
         return [sys.executable, "train.py", "--init_from=resume", f"--out_dir={out_dir}"]
-    settings: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4}
-    settings |= {"gradient_accumulation_steps": 1, "dropout": 0.1, "learning_rate": 1e-2, "warmup_iters": 2}
-    settings |= {"max_iters": max_iters, "eval_interval": SAVE_INTERVAL, "eval_iters": 2, "device": "cpu"}
-    settings |= {"dtype": "float32", "compile": False, "dataset": data, "out_dir": out_dir}
+    settings = SMALL | {"gradient_accumulation_steps": 1, "max_iters": max_iters, "eval_interval": SAVE_INTERVAL}
+    settings |= {"dataset": data, "out_dir": out_dir}
     return [sys.executable, "train.py", *(f"--{name}={value}" for name, value in settings.items())]
 
 
