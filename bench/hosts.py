@@ -47,7 +47,7 @@ from bench.timing import ROOT
 from deskgpt import runlog
 from deskgpt.errors import one_line_errors
 
-MAX_ITERS = 200
+MAX_ITERS = 120
 SAVE_INTERVAL = 10  # steps
 DIST_TIMEOUT_S = 20
 DELAY_S = 0.05
@@ -330,7 +330,9 @@ def main() -> int:
         start = events(Path(folder) / "none", "start")[0]
     print(table(results))
     if a.save:
-        text = f"# Faults on several hosts\n\n{output.about(start)}\n\n```sh\n{output.command_line('hosts.py')}\n```\n\n"
+        text = (
+            f"# Faults on several hosts\n\n{output.about(start)}\n\n```sh\n{output.command_line('hosts.py')}\n```\n\n"
+        )
         text += f"{a.hosts} hosts of {a.ranks} ranks, {MAX_ITERS} steps, a checkpoint every {SAVE_INTERVAL}, "
         text += f"dist_timeout_s={DIST_TIMEOUT_S}.\n\n{table(results)}\n"
         output.save(a.save, text, {"results": results, "start": start}, None)
