@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 import os
+import platform
 import re
 import shlex
 import signal
@@ -50,7 +51,7 @@ from deskgpt.errors import message_for_user, one_line_errors
 from deskgpt.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 from deskgpt.gpu_peaks import find_card
 from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
-from deskgpt.lock import only_run_in
+from deskgpt.lock import RESTART_S, check_shared, only_run_in
 from deskgpt.optimizer import make_optimizer, step_if_finite
 from deskgpt.plan import dry_run
 from deskgpt.ranks import Ranks, place_of, start_ranks
@@ -171,6 +172,8 @@ def main(c: TrainConfig) -> float:
     hardware.keep_freed_memory()
     ranks = start_ranks("cpu" if c.plan_for else c.device, c.backend, c.dist_timeout_s)
     hardware.forbid_spilling(ranks.device)
+    if not c.eval_only and not c.dry_run:
+        check_shared(out_dir_of(c), ranks)
     other_cache = compiling.find_cache()
     if other_cache:
         ranks.say(other_cache)
@@ -186,6 +189,7 @@ def main(c: TrainConfig) -> float:
     train_split, val_split = open_splits(c, start, meta)
     verification = Verification(DATA / c.dataset, (train_split, val_split) if ranks.is_first else ())
     data = facts_of_data(c, train_split, val_split)
+    refuse_differences(c, start, data, ranks)
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
     estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
@@ -494,6 +498,21 @@ def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:
         listed = listed_sha256(DATA / c.dataset, name.removesuffix(" data"))
         facts[name] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
     return facts
+
+
+def refuse_differences(c: TrainConfig, start: StartingPoint, data: resuming.Facts, ranks: Ranks) -> None:
+    """Raises ValueError, on all ranks, where one has not the first one's settings, data, checkpoint or code."""
+    may_differ = ("out_dir", "dataset", "device")  # paths and names on a host
+    own: resuming.Facts = {name: str(value) for name, value in asdict(c).items() if name not in may_differ}
+    own |= data | {"checkpoint": f"step {start.step}", "torch": torch.__version__, "code": git_commit()}
+    everyone = ranks.gather((platform.node(), own))
+    first_host, first = everyone[0]
+    for rank, (host, facts) in enumerate(everyone):
+        for change in resuming.compare(first, facts):
+            raise ValueError(
+                f"{change.name} is {change.before} on rank 0 (host {first_host}), but {change.now} on rank {rank} "
+                f"(host {host}): all hosts need the same code, data and settings"
+            )
 
 
 def facts_of_code(runner: Runner) -> resuming.Facts:
@@ -1189,9 +1208,11 @@ def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keeps other runs out of out_dir, where this process is one that writes there."""
     reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
-    if reads_only or place_of(os.environ).rank > 0:
+    place = place_of(os.environ)
+    if reads_only or place.rank > 0:
         return nullcontext()
-    return only_run_in(checkpoint.folder_of(settings["out_dir"]))
+    restarts = settings["init_from"] == "auto" and place.distributed
+    return only_run_in(checkpoint.folder_of(settings["out_dir"]), RESTART_S if restarts else 0.0)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ OUT_OF_MEMORY = (
 )
 
 
-# What gloo's RuntimeErrors begin with; NCCL's errors are a class of their own.
+# How torch says that ranks lost each other: gloo's RuntimeErrors by the file that they begin with, others by a class.
 LOST_RANK = "gloo/transport"
+LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 class ConfigError(ValueError):
@@ -71,8 +72,12 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
-    if isinstance(e, RuntimeError) and LOST_RANK in str(e):
-        return "another rank has ended or cannot be reached; it may say why"
+    if LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS:
+        reason = str(e).splitlines()[0].rpartition(".cc:")[2].partition("] ")[2] or str(e).splitlines()[0]
+        return (
+            f"rank {os.environ.get('RANK')} lost the others ({reason}); one that ended says why, one that says "
+            "nothing hangs; start the same command again, with --init_from=auto"
+        )
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
     if isinstance(e, ValueError) and raised_in_our_code(e):

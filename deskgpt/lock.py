@@ -10,34 +10,41 @@ import errno
 import json
 import os
 import platform
+import secrets
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from deskgpt.files import write_atomically
 
+if TYPE_CHECKING:
+    from deskgpt.ranks import Ranks
+
 LOCK = ".lock"
 LEASE = ".lease"
 HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
 LEASE_S = 60.0  # a lease is stale when it was not refreshed for so long; its holder refreshes it three times as often
+SEEN_WITHIN_S = 10.0  # the longest that a network file system may hide a new file from another host
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
+def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Makes the folder if need be, and keeps other runs out of it during the block; leaves nothing of its own.
 
-    Raises ValueError where another run is in it, OSError where it cannot be written.
+    wait_s: how long another run may take to leave it. Raises ValueError where one stays, OSError where it cannot be
+    written.
     """
     is_new = not folder.exists()
     try:
-        lock = locked(folder)
+        lock = locked(folder, wait_s)
     except Timeout:
         raise in_use(folder) from None
     except OSError as e:
@@ -56,13 +63,13 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def locked(folder: Path, tries: int = 20) -> BaseFileLock:
+def locked(folder: Path, wait_s: float, tries: int = 20) -> BaseFileLock:
     """The folder's lock or lease, taken. Raises Timeout, which is an OSError, where another run has it; OSError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock: BaseFileLock = FileLock(folder / LOCK)
         with warnings.catch_warnings(action="ignore"):
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=wait_s)
         if not isinstance(lock, SoftFileLock):
             return lock
         lock.release()  # without the system's locks, filelock has made a file that would outlive a crash
@@ -71,7 +78,7 @@ def locked(folder: Path, tries: int = 20) -> BaseFileLock:
     except (FileExistsError, FileNotFoundError):  # another run makes or removes the folder just now
         if tries == 1:
             raise
-        return locked(folder, tries - 1)
+        return locked(folder, wait_s, tries - 1)
     except OSError as e:
         if e.errno not in NO_LOCKS:
             raise
@@ -103,3 +110,30 @@ def in_use(folder: Path) -> ValueError:
     except (OSError, ValueError, KeyError, TypeError):
         who = "another run"
     return ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")
+
+
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Raises ValueError, on all ranks, where a host does not have the folder that the first rank writes to.
+
+    There it would find no checkpoint to resume.
+    """
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's name for the number of hosts
+        return
+    mark = folder / f".shared-{ranks.agree(secrets.randbits(60) if ranks.is_first else 0):x}"
+    try:
+        if ranks.is_first:
+            mark.touch()
+        ranks.agree(0)  # from here on it is there
+        latest = time.monotonic() + SEEN_WITHIN_S
+        while not mark.exists() and time.monotonic() < latest:
+            time.sleep(0.2)
+        hosts = ranks.gather((platform.node(), mark.exists()))
+    finally:
+        if ranks.is_first:
+            mark.unlink(missing_ok=True)
+    for rank, (host, is_seen) in enumerate(hosts):
+        if not is_seen:
+            raise ValueError(
+                f"out_dir={folder} on host {host} (rank {rank}) is not the folder that rank 0 writes to on host "
+                f"{hosts[0][0]}: choose an --out_dir that all hosts share"
+            )

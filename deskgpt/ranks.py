@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,13 @@ class Ranks:
     def all(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks."""
         return self.max(float(not yes)) == 0
+
+    def gather(self, x: Any) -> list[Any]:
+        """The x of all ranks, in their order. Any small object."""
+        everyone = [x] * self.world
+        if dist.is_initialized():
+            dist.all_gather_object(everyone, x)
+        return everyone
 
     def close(self) -> None:
         """Ends the process group. No rank leaves while another works: torchrun would take that for a failure."""
@@ -130,8 +138,8 @@ def place_of(environ: Mapping[str, str]) -> Place:
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
-            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of those before (its issue "
-            "167288); put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 into its environment"
+            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch's "
+            "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
         )
     return Place(rank, world, local_rank, local_world, distributed=True)
 
@@ -147,8 +155,8 @@ def number(name: str, environ: Mapping[str, str], default: int | None = None) ->
 def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
     """This process's Ranks on its device, connected to the others where torchrun started several.
 
-    device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo; timeout_s: the longest that ranks wait for each
-    other. Raises ValueError where device or backend do not fit this machine, OSError where the ranks do not meet.
+    device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo; timeout_s: the longest that ranks wait for
+    each other. Raises ValueError where these do not fit this machine, OSError where the ranks do not meet.
     """
     place = place_of(os.environ)
     device = hardware.resolve_device(device_name, place.local_rank, place.local_world)
