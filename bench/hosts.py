@@ -265,13 +265,14 @@ def check(cluster: Cluster, fault: str, draw: random.Random) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    head = ("fault", "at step", "gone after s", "training again after s", "steps lost", "orphans", "the run took s")
+    head = ("fault", "at step", "ended after s", "training again after s", "steps lost", "orphans", "weights", "run s")
     rows = []
     for fault, r in results.items():
-        seconds = [f"{r[name]:.1f}" if name in r else "n/a" for name in ("gone_s", "again_s", "run_s")]
-        counts = [str(r.get(name, "n/a")) for name in ("step", "steps_lost", "orphans")]
+        ended_s, again_s, run_s = [f"{r[name]:.1f}" if name in r else "n/a" for name in ("gone_s", "again_s", "run_s")]
+        step, lost, orphans = [str(r.get(name, "n/a")) for name in ("step", "steps_lost", "orphans")]
+        weights = "n/a" if "differences" not in r else "differ" if r["differences"] else "equal"
         promises = "; ".join(r["broken"]) or "kept"
-        rows.append((fault, counts[0], *seconds[:2], *counts[1:], seconds[2], promises))
+        rows.append((fault, step, ended_s, again_s, lost, orphans, weights, run_s, promises))
     return markdown_table((*head, "promises"), rows, left_columns=1)
 
 
