@@ -256,12 +256,19 @@ def check(cluster: Cluster, fault: str, draw: random.Random) -> dict[str, Any]:
     finally:
         cluster.stop()
     facts["differences"] = differences(cluster.folder / "none", cluster.out_dir)
-    broken = [f"it differs from the undisturbed run: {', '.join(facts['differences'])}"] if facts["differences"] else []
+    return facts | {"broken": broken_promises(facts)}
+
+
+def broken_promises(facts: dict[str, Any]) -> list[str]:
+    """Which of the promises for every fault a run did not keep, by what came of it."""
+    broken = []
+    if facts["differences"]:
+        broken.append(f"it differs from the undisturbed run: {', '.join(facts['differences'])}")
     if facts["orphans"]:
         broken.append(f"{facts['orphans']} processes are left")
     if facts["steps_lost"] > SAVE_INTERVAL:
         broken.append(f"{facts['steps_lost']} steps are lost")
-    return facts | {"broken": broken}
+    return broken
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
