@@ -21,7 +21,6 @@ import functools
 import itertools
 import math
 import os
-import platform
 import re
 import shlex
 import signal
@@ -189,7 +188,7 @@ def main(c: TrainConfig) -> float:
     train_split, val_split = open_splits(c, start, meta)
     verification = Verification(DATA / c.dataset, (train_split, val_split) if ranks.is_first else ())
     data = facts_of_data(c, train_split, val_split)
-    refuse_differences(c, start, data, ranks)
+    resuming.refuse_differences(asdict(c), data | {"checkpoint": f"step {start.step}"}, ranks)
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
     estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
@@ -498,21 +497,6 @@ def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:
         listed = listed_sha256(DATA / c.dataset, name.removesuffix(" data"))
         facts[name] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
     return facts
-
-
-def refuse_differences(c: TrainConfig, start: StartingPoint, data: resuming.Facts, ranks: Ranks) -> None:
-    """Raises ValueError, on all ranks, where one has not the first one's settings, data, checkpoint or code."""
-    may_differ = ("out_dir", "dataset", "device")  # paths and names on a host
-    own: resuming.Facts = {name: str(value) for name, value in asdict(c).items() if name not in may_differ}
-    own |= data | {"checkpoint": f"step {start.step}", "torch": torch.__version__, "code": git_commit()}
-    everyone = ranks.gather((platform.node(), own))
-    first_host, first = everyone[0]
-    for rank, (host, facts) in enumerate(everyone):
-        for change in resuming.compare(first, facts):
-            raise ValueError(
-                f"{change.name} is {change.before} on rank 0 (host {first_host}), but {change.now} on rank {rank} "
-                f"(host {host}): all hosts need the same code, data and settings"
-            )
 
 
 def facts_of_code(runner: Runner) -> resuming.Facts:

@@ -1,4 +1,4 @@
-"""What a resumed run compares with the run before: data, batch, settings, learning rates, code.
+"""What a resumed run compares with the run before, and ranks among themselves: data, settings, learning rates, code.
 
 A checkpoint has the settings of its run, and facts that they do not show: each is a value, or several by name. What
 differs is said, a line each. What changes the experiment or the meaning of its losses needs --resume_changed=True.
@@ -6,14 +6,17 @@ differs is said, a line each. What changes the experiment or the meaning of its 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deskgpt import estimate
 from deskgpt.checkpoint import EVAL_WINDOWS, VAL_DATA, Checkpoint
+from deskgpt.runlog import git_commit, versions
 
 if TYPE_CHECKING:
+    from deskgpt.ranks import Ranks
     from train import TrainConfig
 
 Facts = dict[str, Any]
@@ -39,6 +42,7 @@ SCHEDULE = (
     *("lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters"),
 )
 RATES_COMPARED = 500  # steps, evenly spread
+ON_A_HOST = ("out_dir", "dataset", "device")  # paths and names that can differ between hosts
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,23 @@ def remedy(saved: Checkpoint, c: TrainConfig, learning_rate: LearningRate) -> st
     if rate_change(earlier, replace(c, lr_decay_iters=end), learning_rate, saved.iter_num):
         return ""
     return f"--lr_decay_iters={end} keeps the schedule. "
+
+
+# ---- the ranks of a run --------------------------------------------------------------------------------------
+
+
+def refuse_differences(settings: dict[str, Any], facts: Facts, ranks: Ranks) -> None:
+    """Raises ValueError, on all ranks, where these or the code are not the same on all hosts."""
+    own: Facts = {name: str(value) for name, value in settings.items() if name not in ON_A_HOST}
+    own |= facts | {"torch": versions()["torch"], "code": git_commit()}
+    everyone = ranks.gather((platform.node(), own))
+    first_host, first = everyone[0]
+    for rank, (host, theirs) in enumerate(everyone):
+        for change in compare(first, theirs):
+            raise ValueError(
+                f"{change.name} is {change.before} on rank 0 (host {first_host}), but {change.now} on rank {rank} "
+                f"(host {host}): all hosts need the same code, data and settings"
+            )
 
 
 # ---- facts ---------------------------------------------------------------------------------------------------

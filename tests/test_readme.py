@@ -51,6 +51,8 @@ NOT_RUN = {
     "make qualify": "takes minutes; test_qualify.py runs it",
     "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
     "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
+    "torchrun --nnodes=2": "for two hosts; test_several_hosts.py runs two torchruns",
+    "sbatch slurm.sbatch": "needs SLURM; test_several_hosts.py runs the script with made-up commands",
     "python bench/report.py out-shakespeare-char-cpu out-first --serve": "ends with Ctrl+C; test_live.py runs it",
 }
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "--name chat ", "--out_dir=out-chat ")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from conftest import ROOT, TINY, TORCHRUN, assert_equal, flags, tiny, trajectory
 
 import train
 from configurator import read_settings
-from deskgpt import checkpoint, lock
+from deskgpt import checkpoint, lock, resuming
 from deskgpt.errors import message_for_user
 from deskgpt.ranks import Ranks
+from deskgpt.resuming import refuse_differences
 from deskgpt.stopping import SIGNALS, listener
-from train import StartingPoint, TrainConfig, main, refuse_differences, settings_of_start
+from train import TrainConfig, main, settings_of_start
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")
 
@@ -132,13 +134,11 @@ def on_ranks(work: Callable[[Ranks], Any], n: int, meet: Path, timeout_s: float 
 def test_out_dir_or_settings_or_data_that_differ_between_hosts_are_refused_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
     monkeypatch.setattr(lock, "SEEN_WITHIN_S", 0.2)
-    monkeypatch.setattr(train, "git_commit", lambda: None)
+    monkeypatch.setattr(resuming, "git_commit", lambda: None)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    c = TrainConfig(out_dir="a")
-    other = TrainConfig(out_dir="b", learning_rate=1e-3)
-    point = StartingPoint("", None)  # type: ignore[arg-type]
-    data = {"train data": {"tokens": 10, "fingerprint": "x"}}
+    settings = {"out_dir": "a", "learning_rate": 6e-4, "min_lr": None}
+    data = {"train data": {"tokens": 10, "fingerprint": "x"}, "checkpoint": "step 0"}
 
     def refusal(check: Callable[..., None], *args: Any) -> str:
         try:
@@ -151,24 +151,23 @@ def test_out_dir_or_settings_or_data_that_differ_between_hosts_are_refused_on_al
         is_odd = ranks.rank == 2
         (tmp_path / "a" / "b").mkdir(exist_ok=True)
         seen = tmp_path / "a" if not is_odd else tmp_path / "a" / ".." / "a"  # the same by another path
-        odd = {"train data": {"tokens": 10, "fingerprint": "y"}}
-        late = StartingPoint("", None, step=4 if is_odd else 0)  # type: ignore[arg-type]
+        odd = {"train data": {"tokens": 10, "fingerprint": "y"}, "checkpoint": "step 0"}
         return [
             refusal(lock.check_shared, seen, ranks),
             refusal(lock.check_shared, tmp_path / ("b" if is_odd else "a"), ranks),
-            refusal(refuse_differences, c, point, data, ranks),
-            refusal(refuse_differences, other if is_odd else c, point, data, ranks),
-            refusal(refuse_differences, c, point, odd if is_odd else data, ranks),
-            refusal(refuse_differences, c, late, data, ranks),
+            refusal(refuse_differences, settings | ({"out_dir": "b"} if is_odd else {}), data, ranks),
+            refusal(refuse_differences, settings | ({"min_lr": 1e-3} if is_odd else {}), data, ranks),
+            refusal(refuse_differences, settings, odd if is_odd else data, ranks),
+            refusal(refuse_differences, settings, data | ({"checkpoint": "step 4"} if is_odd else {}), ranks),
         ]
 
     found = on_ranks(work, 3, tmp_path / "meet")
     assert found[0] == found[1]
     host = platform.node()
-    same, elsewhere, equal, settings, odd_data, checkpoints = found[0]
+    same, elsewhere, equal, other_settings, odd_data, checkpoints = found[0]
     assert same == equal == ""
     assert elsewhere.startswith(f"out_dir={tmp_path / 'a'} on host {host} (rank 2) is not the folder that rank 0")
-    assert re.match(rf"learning_rate is 0\.0006 on rank 0 \(host {host}\), but 0\.001 on rank 2 \(host", settings)
+    assert re.match(rf"min_lr is None on rank 0 \(host {host}\), but 0\.001 on rank 2 \(host", other_settings)
     assert odd_data.startswith("train data is fingerprint x on rank 0")
     assert checkpoints.startswith("checkpoint is step 0 on rank 0")
     assert found[2][2:] == found[0][2:]  # out_dir's own path is in the other one
@@ -192,83 +191,111 @@ def test_rank_that_hangs_ends_the_others_within_the_timeout_with_one_line(tmp_pa
     assert re.match(lost.format(2), third)
 
 
-MOMENTS = {"warm-up": 0, "evaluation": 6, "save": 7, "step": 7}  # and the step whose checkpoint is the last
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
+
+class Two:
+    """Two ranks that train, without torchrun: forks of this process, which has imported everything."""
+
+    def __init__(self, chars: Path, out_dir: Path, **settings: Any) -> None:
+        self.settings = LONG | {
+            "gradient_accumulation_steps": 2,
+            "eval_interval": 3,
+            "save_interval": 0,
+            "dropout": 0.0,
+        }
+        self.settings |= settings
+        self.chars = chars
+        self.out_dir = out_dir
+        self.port = free_port()
+
+    def start(self, function: Any, number: int, disturb: Callable[[], None]) -> list[ForkProcess]:
+        """disturb is called on the second rank, before that call of the function, which is given as (owner, name)."""
+        owner, name = function
+        calls = 0
+
+        def disturbed(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                disturb()
+            return original(*args)
+
+        def on_rank(rank: int) -> None:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port)}
+            for signal_number in SIGNALS:
+                signal.signal(signal_number, signal.SIG_DFL)
+            listener.listen()
+            if rank == 1:
+                setattr(owner, name, disturbed)
+            try:
+                main(tiny(self.chars, self.out_dir, **self.settings))
+            except SystemExit as e:
+                os._exit(int(e.code or 0))
+            except RuntimeError as e:
+                print(message_for_user(e, ""), file=sys.stderr)
+                os._exit(1)
+            os._exit(0)
+
+        original = getattr(owner, name)
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=on_rank, args=(rank,)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        return processes
+
+
+def stop_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while listener.signal is None:
+        time.sleep(0.001)
+
+
+MOMENTS = {  # what the second rank is about to do when it gets the signal, and the step that is saved then
+    "warm-up": ((train, "optimizer_for"), 1, 0),
+    "evaluation": ((train, "eval_batches"), 6, 6),  # of the val split at step 6
+    "save": ((train, "Kept"), 2, 7),  # after step 5, while the first rank's thread writes
+    "step": ((train.Report, "step"), 7, 7),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, tmp_path, monkeypatch):
-    """The second rank gets it; where there is nothing to save, the first one ends when it is missed."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    settings = LONG | {"gradient_accumulation_steps": 2, "dist_timeout_s": 20.0, "eval_interval": 3, "dropout": 0.0}
-    settings["save_interval"] = 0
-
-    def on_rank(rank: int) -> None:
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        listener.listen()
-        calls = 0
-
-        def signalled(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-            """The function; in its call of that number the second rank gets the signal."""
-
-            def wrapped(*args: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == number and rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    while listener.signal is None:
-                        time.sleep(0.001)
-                return function(*args)
-
-            return wrapped
-
-        if moment == "warm-up":
-            monkeypatch.setattr(train, "optimizer_for", signalled(1, train.optimizer_for))
-        elif moment == "evaluation":  # of the val split, at step 6
-            monkeypatch.setattr(train, "eval_batches", signalled(6, train.eval_batches))
-        elif moment == "save":  # of step 6, while the first rank's thread writes
-            monkeypatch.setattr(train, "Kept", signalled(2, train.Kept))
-        else:  # step 6
-            monkeypatch.setattr(train.Report, "step", signalled(7, train.Report.step))
-        try:
-            main(tiny(chars, tmp_path / "out", **settings))
-        except SystemExit as e:
-            os._exit(int(e.code or 0))
-        except RuntimeError as e:
-            print(message_for_user(e, ""), file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=on_rank, args=(rank,)) for rank in range(2)]
-    for process in processes:
-        process.start()
+def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, tmp_path):
+    """Where there is nothing to save, the first rank ends when it misses the second one."""
+    function, number, step = MOMENTS[moment]
+    two = Two(chars, tmp_path / "out", dist_timeout_s=20.0)
+    processes = two.start(function, number, stop_this_process)
     for process in processes:
         process.join(60)
     stopped = 128 + signal.SIGTERM
-    assert [process.exitcode for process in processes] == [stopped if MOMENTS[moment] else 1, stopped]
-    if MOMENTS[moment]:
-        assert checkpoint.load(tmp_path / "out").iter_num == MOMENTS[moment]
-        monkeypatch.delenv("WORLD_SIZE")
-        main(tiny(chars, tmp_path / "out", init_from="resume", **settings))
-        main(tiny(chars, tmp_path / "whole", **settings))
+    assert [process.exitcode for process in processes] == [stopped if step else 1, stopped]
+    if step:
+        assert checkpoint.load(tmp_path / "out").iter_num == step
+        main(tiny(chars, tmp_path / "out", init_from="resume", **two.settings))
+        main(tiny(chars, tmp_path / "whole", **two.settings))
         torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
+    two = Two(chars, tmp_path, dist_timeout_s=4.0)
+    first, hung = two.start((train.Report, "step"), 7, lambda: time.sleep(1000))
+    first.join(60)
+    hung.kill()
+    assert first.exitcode == 1
+    assert re.search(r"^rank 0 lost the others \(Timed out waiting 4000ms", capfd.readouterr().err, re.M)
+    assert checkpoint.load(tmp_path).iter_num == 6
 
 
 # ---- torchrun on two hosts, which are one here ---------------------------------------------------------------
 
 STEPS = 150
 ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": STEPS, "save_interval": 5, "dropout": 0.1}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])
 
 
 class Hosts:
