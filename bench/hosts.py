@@ -56,7 +56,7 @@ LOSS = 0.01  # of the frames
 GONE_S = {"kill-worker": 30, "kill-agent": 60, "kill-store-host": 60, "link-down": DIST_TIMEOUT_S + 30}
 AGAIN_S = {"kill-worker": 30, "kill-agent": 120, "kill-store-host": 120, "link-down": 120}
 FAULTS = (*GONE_S, "netem")
-END_S = 300.0  # a run that takes longer hangs
+END_S = 600.0  # a run that takes longer hangs
 
 # A network of its own, and processes that end with the first one; root need not be mapped where the user is root.
 NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
