@@ -329,7 +329,7 @@ def main() -> int:
         results = {}
         for fault in ("none", *(FAULTS if a.fault == "all" else {a.fault} - {"none"})):
             results[fault] = check(cluster, fault, draw)
-            print(f"{fault}: {results[fault]}", flush=True)
+            print(f"{fault}: {'; '.join(results[fault]['broken']) or 'all promises kept'}", flush=True)
             for host in cluster.hosts:
                 if results[fault]["broken"]:
                     print(f"--- h{host}\n{cluster.log_of(host).read_text()[-4000:]}", flush=True)
