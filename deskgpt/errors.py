@@ -74,7 +74,8 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
     if LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS:
-        reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", str(e).splitlines()[0])  # without the place in gloo's source
+        sentence = str(e).splitlines()[0].partition(". ")[0]
+        reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
         return (
             f"rank {os.environ.get('RANK')} lost the others ({reason}); one that ended says why, one that says "
             "nothing hangs; start the same command again, with --init_from=auto"

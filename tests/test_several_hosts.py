@@ -305,7 +305,6 @@ class Hosts:
         self.folder = folder
         self.places = places
         meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
-        meet += ["--rdzv_conf=keep_alive_interval=1,keep_alive_max_attempt=3"]  # how soon a lost torchrun is noticed
         settings = ENDLESS | {"max_iters": STEPS, "dataset": chars, "init_from": "auto"}
         self.command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--max_restarts={restarts}"]
         self.command += [str(ROOT / "train.py"), *flags(**settings)]
@@ -313,9 +312,12 @@ class Hosts:
 
     def begin(self, host: int, *more: str) -> None:
         environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        # Which of the two has the store; and how soon it notices that the other one is lost.
+        rdzv_conf = f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
+        command = [*self.command[:3], rdzv_conf, *self.command[3:], *more]
         with open(self.folder / f"terminal-{host}", "a") as file:
             options: dict[str, Any] = {"cwd": self.places[host], "stdout": file, "stderr": subprocess.STDOUT}
-            self.processes.append(subprocess.Popen([*self.command, *more], env=environ, **options))
+            self.processes.append(subprocess.Popen(command, env=environ, **options))
 
     def printed(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("terminal-*")))
