@@ -335,7 +335,8 @@ class GPT(nn.Module):
             with torch.device("meta"):  # compares names and shapes before memory is taken
                 cls(config).load_state_dict(state, assign=True)
             model = cls(config)
-            model.load_state_dict(state)
+            if not model.lm_head.weight.is_meta:  # a rank that gets its weights from another
+                model.load_state_dict(state)
         except RuntimeError as e:  # missing or misshapen tensors
             reason = " ".join(str(e).split())
             raise ValueError(f"{source}: these weights are not a GPT of {asdict(config)}: {reason[:200]}") from None

@@ -169,7 +169,7 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
         source = out_dir if init_from == "resume" else init_from
         saved = checkpoint.load(source, functools.partial(print, file=sys.stderr))
         config = GPTConfig.from_args(saved.model_args, source)
-        weights = saved.model
+        weights = checkpoint.weights_of(saved)
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
         source = init_from

@@ -27,7 +27,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -44,7 +43,7 @@ from data.text_facts import TextFacts, text_facts
 from data.token_files import check_vocabulary, listed_sha256, read_meta, read_record, token_files
 from data.tokenizer import from_meta, from_meta_offline, padded_vocab_size
 from data.verify import Verification
-from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, stopping
+from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, sharding, stopping
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import message_for_user, one_line_errors
 from deskgpt.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
@@ -177,11 +176,12 @@ def main(c: TrainConfig) -> float:
     if other_cache:
         ranks.say(other_cache)
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
+    shards = sharding.shards_for(c, ranks.world)
     torch.manual_seed(c.seed)
 
     # ---- data and model --------------------------------------------------------------------------------------
     meta = describe_data(c)
-    start = starting_point(c, meta, ranks.say)
+    start = starting_point(c, meta, ranks)
     if c.dry_run:
         dry_run(c, replace(start.config, block_size=c.block_size), ranks)
         return math.inf
@@ -191,8 +191,9 @@ def main(c: TrainConfig) -> float:
     resuming.refuse_differences(asdict(c), data | {"checkpoint": f"step {start.step}"}, ranks)
     if seconds_left(c, began) is None:
         say_changes(c, start, data, val_split, ranks)
-    estimate.refuse_beyond_memory(start.config, copies_of_weights(c), ranks.device)
-    model = start.build_model(c.block_size).to(ranks.device)
+    builds = ranks.is_first or shards == 1
+    estimate.refuse_beyond_memory(start.config, copies_of_weights(c) / shards, ranks.device, builds)
+    model = placed_model(start, c, ranks)
     benchmark = Benchmark(c, start.tokenizer or meta["tokenizer"], model, ranks) if c.tasks else None
 
     # ---- how it runs here ------------------------------------------------------------------------------------
@@ -233,7 +234,8 @@ def main(c: TrainConfig) -> float:
     kept = start.kept
     rewound = False
     loader = Loader(train_split, plan, ranks.device, start.step + health.skipped_batches)
-    saver = Saver(out_dir_of(c), ranks.say, best_val_loss)
+    writers = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
+    saver = Saver(out_dir_of(c), ranks.say, best_val_loss, c.keep_checkpoints, c.save_async, writers)
     agenda = Agenda(c, ranks, began)
     timer.resume()
     step = start.step
@@ -273,6 +275,7 @@ def main(c: TrainConfig) -> float:
             report.evaluation(step, lr, train, val)
             report.sampled(step, texts)
             health.check_val_loss(val.loss, step, kept_text(kept))
+            best_val_loss = ranks.max(best_val_loss)  # which a save that failed has changed, on some ranks yet
             improved = val.loss < best_val_loss
             best_val_loss = min(best_val_loss, val.loss)
             if health.evaluated(step, train.loss, val.loss, val.standard_error):
@@ -285,7 +288,7 @@ def main(c: TrainConfig) -> float:
         # Where a signal broke an evaluation off, the resumed run begins with it, and it may find the best.
         is_new = step > start.step or (improved and step > 0)
         saves = (wanted and is_new) or rewound
-        if saves and ranks.is_first:
+        if saves and (ranks.is_first or runner.sharded):
             ranks.say(f"saving checkpoint to {out_dir_of(c)}")
             with timer.saving():
                 state = state_of_run(c, runner, optimizer, step, best_val_loss, meta, facts, log, health)
@@ -293,10 +296,10 @@ def main(c: TrainConfig) -> float:
             saving.save_s = timer.last_save_s
         for saved in saver.finished():
             report.saved(saved)
-            if saved.best and saved.error:
+            if saved.best and saved.error and saved is saver.last:
                 best_val_loss = saver.best_val_loss
         if saves:
-            kept = Kept(out_dir_of(c) / checkpoint.NAME, step)
+            kept = Kept(out_dir_of(c) if runner.sharded else out_dir_of(c) / checkpoint.NAME, step)
             rewound = False
             agenda.saved_at = time.perf_counter()
 
@@ -330,7 +333,7 @@ def main(c: TrainConfig) -> float:
             continue  # with the end of the run
 
         runner.scaler.unscale_(optimizer)
-        grad_norms = torch.stack(torch._foreach_norm(runner.gradients()))
+        grad_norms = runner.gradient_norms()
         grad_norm = torch.linalg.vector_norm(grad_norms)
         torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
 
@@ -405,7 +408,8 @@ class StartingPoint:
 
     source: str  # for messages
     config: GPTConfig
-    weights: dict[str, Tensor] | None = None  # None: random ones
+    weights: dict[str, Tensor] | None = None  # None: random ones, or those of `saved`
+    saved: Checkpoint | None = None  # that has the weights
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
     resumed: Checkpoint | None = None
     # of the resumed run:
@@ -416,9 +420,15 @@ class StartingPoint:
     health: dict[str, Any] | None = None  # Health.state
     kept: Kept | None = None
 
-    def build_model(self, block_size: int) -> GPT:
-        """The model on the CPU, with its context shortened to block_size. Raises ValueError."""
-        model = GPT(self.config) if self.weights is None else GPT.from_state(self.config, self.weights, self.source)
+    def build_model(self, block_size: int, reads: bool = True) -> GPT:
+        """The model on the CPU, with its context shortened to block_size. Raises ValueError.
+
+        reads: whether the weights of a checkpoint's folder matter; where a model is sharded, they do not on each rank.
+        """
+        weights = self.weights
+        if self.saved is not None:
+            weights = checkpoint.weights_of(self.saved) if reads else self.saved.model
+        model = GPT(self.config) if weights is None else GPT.from_state(self.config, weights, self.source)
         model.crop_block_size(block_size)
         return model
 
@@ -428,28 +438,29 @@ class StartingPoint:
     def restore(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Loads the resumed run's optimizer and scaler. Raises ValueError where they do not fit."""
         if self.resumed is not None:
-            checkpoint.restore_optimizer(optimizer, self.resumed.optimizer, self.source)
+            checkpoint.restore_optimizer(optimizer, self.resumed.optimizer, self.source, self.resumed.folder)
             if self.resumed.scaler:
                 scaler.load_state_dict(self.resumed.scaler)
 
     def release_memory(self) -> None:
         """Drops what the memory-mapped file holds, once it is loaded."""
         self.weights = None
+        self.saved = None
         self.resumed = None
 
 
-def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], None]) -> StartingPoint:
+def starting_point(c: TrainConfig, meta: dict[str, Any], ranks: Ranks) -> StartingPoint:
     """Where init_from says that the run starts. Raises ValueError where c names another model than the source has."""
     if c.init_from == "scratch":
         vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
         return StartingPoint("scratch", GPTConfig.from_settings(c, vocab_size))
 
     if c.init_from == "resume":
-        saved = checkpoint.resume(c.out_dir, say)
+        saved = checkpoint.resume(c.out_dir, ranks.say, ranks)
         start = StartingPoint(
             source=c.out_dir,
             config=GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.out_dir),
-            weights=saved.model,
+            saved=saved,
             tokenizer=saved.tokenizer,
             resumed=saved,
             step=saved.iter_num,
@@ -460,7 +471,7 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], No
         )
         if start.step > c.max_iters and not c.eval_only and not c.dry_run:
             raise ValueError(f"{c.out_dir} is at step {start.step:,}, past max_iters={c.max_iters}: raise --max_iters")
-        say(f"going on from {c.out_dir}, step {start.step}")
+        ranks.say(f"going on from {c.out_dir}, step {start.step}")
         given = RESUMED_SETTINGS
     elif checkpoint.is_one(c.init_from):
         writes = not c.eval_only and not c.dry_run
@@ -469,14 +480,14 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], No
                 f"init_from={c.init_from} is where the new run would write, too: choose another --out_dir, or go on "
                 "with that run: --init_from=resume"
             )
-        saved = checkpoint.load(c.init_from)
+        saved = checkpoint.load(c.init_from, ranks=ranks)
         config = GPTConfig.from_args(saved.model_args | {"dropout": c.dropout}, c.init_from)
-        start = StartingPoint(c.init_from, config, saved.model, saved.tokenizer)
+        start = StartingPoint(c.init_from, config, saved=saved, tokenizer=saved.tokenizer)
         given = RESUMED_SETTINGS
     else:
         model_args, weights = load_gpt2(c.init_from)
         config = GPTConfig.from_args(model_args | {"dropout": c.dropout}, c.init_from)
-        start = StartingPoint(c.init_from, config, weights, tokenizer_of(c.init_from))
+        start = StartingPoint(c.init_from, config, weights, tokenizer=tokenizer_of(c.init_from))
         given = MODERN_CHOICES if exported_model_args(c.init_from) is None else RESUMED_SETTINGS
 
     for name in given:
@@ -488,6 +499,27 @@ def starting_point(c: TrainConfig, meta: dict[str, Any], say: Callable[[str], No
         if wanted != there:
             raise ValueError(f"{name}={wanted}, but {start.source} has {name}={there}: leave it out")
     return start
+
+
+def placed_model(start: StartingPoint, c: TrainConfig, ranks: Ranks) -> GPT:
+    """The model on this rank's device, as a whole or sharded. Raises ValueError.
+
+    Where it is sharded, only the first rank builds it in the machine's memory, and none where each can read its own
+    rows from a checkpoint.
+    """
+    shards = sharding.shards_of(c.dp_shard, ranks.world)
+    if shards == 1:
+        return start.build_model(c.block_size).to(ranks.device)
+    each_reads = start.saved is not None and c.block_size == start.config.block_size
+    builds = ranks.is_first and not each_reads
+    with nullcontext() if builds else torch.device("meta"):
+        model = start.build_model(c.block_size, reads=builds)
+    mesh = sharding.make_mesh(ranks.device.type, shards, ranks.world)
+    if start.saved is not None and each_reads:
+        model = sharding.empty_copy(model, mesh, c.reshard_after_forward, ranks.device)
+        checkpoint.restore_weights(model, start.saved)
+        return model
+    return sharding.sharded_copy(model, mesh, c.reshard_after_forward, ranks.device)
 
 
 def facts_of_data(c: TrainConfig, train: Split, val: Split) -> resuming.Facts:
@@ -581,12 +613,14 @@ def open_log(c: TrainConfig, ranks: Ranks, start: StartingPoint) -> RunLog:
     if c.wandb_log:
         wandb_run = start_wandb(c.wandb_project, c.wandb_run_name, asdict(c), start.wandb_run_id)
     if c.init_from != "resume":
-        old = checkpoint.set_aside(out_dir_of(c), (checkpoint.NAME, checkpoint.BEST, "log.jsonl"))
+        found = tuple(path.name for path in checkpoint.candidates(out_dir_of(c)))
+        old = checkpoint.set_aside(out_dir_of(c), (*found, "log.jsonl"))
         if old:
             ranks.say(f"{out_dir_of(c)} held an earlier run; it is now in {old}")
     elif not start.best_is_comparable:
-        old = checkpoint.set_aside(out_dir_of(c), (checkpoint.BEST,))
-        kept = f"; {checkpoint.BEST} is now in {old}" if old else ""
+        best = checkpoint.best_of(out_dir_of(c))
+        old = checkpoint.set_aside(out_dir_of(c), (best.name,)) if best is not None else None
+        kept = f"; {best.name} is now in {old}" if best is not None and old else ""
         ranks.say(f"the best val loss begins anew, since the losses before are those of another evaluation{kept}")
     return RunLog(out_dir_of(c) / "log.jsonl", wandb_run, start.wandb_run_id)
 
@@ -817,15 +851,15 @@ def after_spike(
     with timer.saving():
         saver.wait()
         ranks.all(True)  # the first rank has written it by now
-        saved = checkpoint.load(kept.path)
+        saved = checkpoint.load(kept.path, ranks=ranks)
         step = saved.iter_num
         if health.rewinds_to(step) >= MAX_REWINDS:
             raise ValueError(
                 f"on_spike=rewind: {MAX_REWINDS} times back to step {step}, and the loss leapt again: it is not the "
                 f"data; try a lower --learning_rate; {kept_text(kept)}"
             )
-        runner.model.load_state_dict(saved.model)
-        checkpoint.restore_optimizer(optimizer, saved.optimizer, str(kept.path))
+        checkpoint.restore_weights(runner.model, saved)
+        checkpoint.restore_optimizer(optimizer, saved.optimizer, str(kept.path), saved.folder)
         if saved.scaler:
             runner.scaler.load_state_dict(saved.scaler)
         health.rewind(step, spike, saved.health, str(kept.path))
@@ -892,7 +926,7 @@ class Report:
             if poverty:
                 say(f"warning: {poverty}")
         say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
-        say(f"device: {self.ranks.world} x {name}, {form}{by}")
+        say(f"device: {self.ranks.world} x {name}, {form}{by}{sharding.in_words(c.dp_shard, self.ranks.world)}")
         say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
         say(f"tokens per iteration will be: {self.tokens_per_step:,}")
         if self.ranks.is_first:
@@ -1106,9 +1140,7 @@ class Report:
         """
         say = self.ranks.say
         out_dir = out_dir_of(self.c)
-        best = out_dir / checkpoint.BEST
-        if not best.exists():
-            best = kept.path
+        best = checkpoint.best_of(out_dir) or kept.path
         of_step = "" if best_step is None else f" of step {best_step}"
         say(f"best model{of_step}: {best}")
         say("sample:  " + command("python", "sample.py", f"--out_dir={best}", *(["--chat"] if self.is_chat else [])))
@@ -1152,7 +1184,7 @@ def settings_of_start(argv: list[str], settings: dict[str, Any]) -> dict[str, An
 
 def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     """The settings of the run in out_dir, overridden by config files (but for the model's size) and command line."""
-    saved = checkpoint.load(out_dir)
+    saved = checkpoint.load(out_dir, checksums=False)
     of_model = [f"--{name}={value}" for name, value in settings_of_model(saved.model_args, out_dir).items()]
     known = {k: v for k, v in saved.config.items() if k in TrainConfig.__dataclass_fields__}
     # The checkpoint's max_iters may come from its max_minutes. A user who names new minutes wants more steps.
@@ -1179,8 +1211,11 @@ def finetuning_settings(argv: list[str], source: str) -> dict[str, Any]:
 
     Those of its model are the defaults.
     """
-    saved = checkpoint.load(source).model_args if checkpoint.is_one(source) else exported_model_args(source)
-    return read_settings(TrainConfig, argv, settings_of_model(saved or {}, source))
+    if checkpoint.is_one(source):
+        model_args = checkpoint.load(source, checksums=False).model_args
+    else:
+        model_args = exported_model_args(source) or {}
+    return read_settings(TrainConfig, argv, settings_of_model(model_args, source))
 
 
 def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:

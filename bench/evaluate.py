@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from bench import output
 from bench.output import markdown_table
 from configurator import configure
-from deskgpt import checkpoint, hardware
+from deskgpt import checkpoint, hardware, sharded_checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.gpt2_weights import download_gpt2
@@ -137,10 +137,8 @@ def file_of_weights(c: EvaluateConfig, trained: Trained) -> Path:
     path = Path(trained.source)
     if trained.checkpoint is None:
         return (path if path.is_dir() else download_gpt2(c.init_from)) / "model.safetensors"
-    if checkpoint.folder_of(path) != path:
-        return path
-    last = path / checkpoint.NAME
-    return path / checkpoint.BEST if checkpoint.damage_of(last) else last
+    found = trained.checkpoint.path or path
+    return found / sharded_checkpoint.MANIFEST if found.is_dir() else found
 
 
 # ---- what is written -----------------------------------------------------------------------------------------

@@ -173,18 +173,19 @@ def steps_lost(out_dir: Path) -> int:
     losses = {e["iter"]: e["val_loss"] for e in events(out_dir, "eval")}
     best_reported = min([losses[e["iter"]] for e in saves if e["best"]], default=math.inf)
     if best_reported < math.inf:
-        best = checkpoint.load(out_dir / checkpoint.BEST).best_val_loss
+        path = checkpoint.best_of(out_dir)
+        best = checkpoint.load(path).best_val_loss if path else math.inf
         if best > best_reported or last.best_val_loss != best:
-            raise RuntimeError(f"val loss {best_reported} was saved as the best, ckpt_best.pt has {best}")
+            raise RuntimeError(f"val loss {best_reported} was saved as the best, {path} has {best}")
     return max(0, events(out_dir, "iter")[-1]["iter"] + 1 - last.iter_num)
 
 
 def differences(a: Path, b: Path) -> list[str]:
     """In what two runs differ: checkpoints, and what they logged at any time."""
     found = []
-    for name in (checkpoint.NAME, checkpoint.BEST):
-        one, other = contents(checkpoint.load(a / name)), contents(checkpoint.load(b / name))
-        found += [f"{name}: {key}" for key in one.keys() | other.keys() if not same(one.get(key), other.get(key))]
+    for name, path in {"last": lambda folder: folder, "best": checkpoint.best_of}.items():
+        one, other = (contents(checkpoint.whole(checkpoint.load(path(folder)))) for folder in (a, b))
+        found += [f"{name} {key}" for key in one.keys() | other.keys() if not same(one.get(key), other.get(key))]
     for kind, names in LOGGED.items():
         expected = {e["iter"]: [e[name] for name in names] for e in events(a, kind)}
         seen = {e["iter"] for e in events(b, kind)}

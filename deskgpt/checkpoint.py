@@ -1,25 +1,38 @@
 """Checkpoints: written so that a crash at any moment leaves a whole one, read without running code from them.
 
 On disk a checkpoint is nanoGPT's dictionary with what an exact resume needs beyond it. nanoGPT's own checkpoints are
-read too. Each file carries a checksum (deskgpt/archive.py).
+read too. Each file carries a checksum (deskgpt/archive.py). Sharded runs write a folder instead
+(deskgpt/sharded_checkpoint.py). From one form to the other, a TARGET that ends in .pt being a file:
+
+    python -m deskgpt.checkpoint convert out/ckpt-00001000 ckpt.pt
+    python -m deskgpt.checkpoint convert out ckpt-00001000
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from deskgpt import archive
-from deskgpt.files import TEMPORARY, copy, replacing, sync_folder
+from deskgpt import archive, sharded_checkpoint
+from deskgpt.errors import one_line_errors
+from deskgpt.files import TEMPORARY, check_unused, copy, replacing, sync_folder
+from deskgpt.optimizer import make_optimizer
+from deskgpt.ranks import Ranks
+from deskgpt.sharded_checkpoint import agreed, is_folder, new_path, order_of
+from deskgpt.sharding import is_dtensor, local
+from model import GPT, GPTConfig
 
 NAME = "ckpt.pt"
 BEST = "ckpt_best.pt"
@@ -50,29 +63,56 @@ class Checkpoint:
     wandb_run_id: str | None = None
     health: dict[str, Any] | None = None  # Health.state: batches that were skipped, recent losses, evaluations
     facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings: resuming.py
+    path: Path | None = None  # that it was loaded from; not saved
+
+    @property
+    def folder(self) -> Path | None:
+        """Where its tensors still are: those here have shapes and no numbers, until weights_of or fill read them."""
+        return self.path if self.path is not None and self.path.is_dir() else None
+
+
+def content_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is saved of a checkpoint."""
+    return {name: value for name, value in vars(checkpoint).items() if name != "path"}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def save(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
+def save(
+    checkpoint: Checkpoint, out_dir: Path, best: bool, keep: int = 1, group: dist.ProcessGroup | None = None
+) -> None:
     """Writes out_dir/ckpt.pt; with `best`, first the same as out_dir/ckpt_best.pt, a file of its own.
 
-    Each file is durable before the next one is begun, and its predecessor is kept until then: one checkpoint's size
-    must be free. Raises OSError where one cannot be written, ValueError where the weights are not finite; the
-    checkpoints before are then unharmed.
+    With a group of ranks, which all call this with their shards, it writes a folder such as out_dir/ckpt-00001000,
+    which says whether it is the best. The newest `keep` checkpoints and the best one stay. Each is durable before the
+    next one is begun, and its predecessor is kept until then: one checkpoint's size must be free. Raises OSError where
+    one cannot be written, ValueError where the weights are not finite; the checkpoints before are then unharmed.
     """
     path = out_dir / NAME
-    content = vars(checkpoint) | {"format": FORMAT}
-    if not all(is_finite(value) for value in values_in(content)):
-        raise ValueError(f"{path} is not written: weights or moments hold NaN or infinity{kept(path)}")
+
+    def check() -> None:
+        if not all(is_finite(value) for value in values_in(content_of(checkpoint))):
+            raise ValueError(f"{path} is not written: weights or moments hold NaN or infinity{kept(path)}")
+
+    if group is not None:
+        path = agreed(group, lambda: new_path(out_dir, checkpoint.iter_num))[0]
+        agreed(group, check)
+        tensors, rest = parted(checkpoint)
+        sharded_checkpoint.write(tensors, rest | {"best": best}, path, group)
+        agreed(group, lambda: prune(out_dir, keep) if dist.get_rank(group) == 0 else None)
+        return
+    check()
     try:
+        if keep > 1 and path.exists():
+            number(path)
         with replacing(out_dir / BEST if best else path) as file:
-            archive.write(content, file)
+            archive.write(content_of(checkpoint) | {"format": FORMAT}, file)
         sync_folder(out_dir)
         if best:
             copy(out_dir / BEST, path)
             sync_folder(out_dir)
+        prune(out_dir, keep)
     except (OSError, RuntimeError) as e:  # torch wraps a failed write in a RuntimeError
         cause = e if isinstance(e, OSError) else e.__context__
         reason = getattr(cause, "strerror", None) or str(e).splitlines()[0]
@@ -81,31 +121,67 @@ def save(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
         ) from None
 
 
+def number(path: Path) -> None:
+    """Gives ckpt.pt, which is about to be replaced, a second name with its step, such as ckpt-00001000.pt."""
+    older = path.with_name(f"ckpt-{archive.load(path)['iter_num']:08}.pt")
+    older.unlink(missing_ok=True)
+    try:
+        os.link(path, older)
+    except OSError:  # a file system without hard links
+        copy(path, older)
+
+
+def prune(out_dir: Path, keep: int) -> None:
+    """Removes all checkpoints but for the newest `keep` and the best one."""
+    best = best_of(out_dir)
+    old = [path for path in candidates(out_dir) if path.name != BEST][keep:]
+    if best is not None and is_folder(best):
+        old.append(out_dir / BEST)
+    for path in old:
+        if path != best and is_folder(path):
+            removed = path.with_name(path.name + TEMPORARY)  # not a checkpoint from now on, whole or in parts
+            os.replace(path, removed)
+            shutil.rmtree(removed)
+        elif path != best:
+            path.unlink(missing_ok=True)
+
+
 def kept(path: Path) -> str:
     return f"; the checkpoint before it is intact: {path}" if path.exists() else ""
 
 
-def take_over(out_dir: Path, say: Callable[[str], None]) -> None:
+def take_over(out_dir: Path, say: Callable[[str], None], step: int | None = None) -> None:
     """Before a run's first save: tidies what earlier runs left in a folder that no other run uses. Raises OSError.
 
     Temporary files of killed runs are removed. A damaged checkpoint gets another name, so that it is not overwritten.
-    A ckpt.pt without a ckpt_best.pt, such as nanoGPT's, is copied there: whatever is saved next may be worse.
+    A ckpt.pt without a ckpt_best.pt, such as nanoGPT's, is copied there: whatever is saved next may be worse. Folders
+    of steps after `step`, the one that is about to be saved, are moved aside: the run went back before them.
     """
     for leftover in leftovers(out_dir):
-        leftover.unlink()
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+    for path in numbered(out_dir):
+        damage = damage_of(path, part=NO_CHECKSUMS) if is_folder(path) else None
+        is_later = step is not None and order_of(path)[0] > step
+        if damage or is_later:
+            why = damage or f"is later than step {step}, to which the run went back"
+            say(f"{path} {why}: it is now in {set_aside(out_dir, (path.name,))}")
     for name, damaged_name in DAMAGED.items():
         damage = damage_of(out_dir / name)
         if damage and (out_dir / name).exists():
             os.replace(out_dir / name, out_dir / damaged_name)
             say(f"{out_dir / name} {damage}: it is kept as {damaged_name}")
-    if (out_dir / NAME).exists() and not (out_dir / BEST).exists():
+    if (out_dir / NAME).exists() and best_of(out_dir) is None:
         copy(out_dir / NAME, out_dir / BEST)
     sync_folder(out_dir)
 
 
 def leftovers(out_dir: Path) -> list[Path]:
     """Temporary files of checkpoints in out_dir, which a killed run has left unless one is writing them."""
-    return [path for name in (NAME, BEST) for path in out_dir.glob(f"{name}*{TEMPORARY}")]
+    names = (f"{NAME}*", f"{BEST}*", "ckpt-[0-9]*")
+    return [path for name in names for path in out_dir.glob(name + TEMPORARY)]
 
 
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
@@ -136,52 +212,100 @@ def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
 def folder_of(out_dir: str | Path) -> Path:
     """The folder that a run writes to; out_dir may also name the checkpoint in it that the run starts from."""
     path = Path(out_dir)
-    return path.parent if path.suffix == ".pt" else path
+    return path.parent if path.suffix == ".pt" or is_folder(path) else path
 
 
 def is_one(path: str | Path) -> bool:
     """Whether path names a checkpoint as `load` takes it."""
     path = Path(path)
-    files = [path / NAME, path / BEST] if folder_of(path) == path else [path]
-    return any(file.is_file() for file in files)
+    return bool(candidates(path)) if folder_of(path) == path else path.is_file() or is_folder(path)
+
+
+def numbered(out_dir: Path) -> list[Path]:
+    """The checkpoints of out_dir with their step in the name, folders and files, the latest first."""
+    found = [path for path in out_dir.glob("ckpt-*") if sharded_checkpoint.NAME.fullmatch(path.name)]
+    return sorted(found, key=order_of, reverse=True)
+
+
+def candidates(out_dir: Path) -> list[Path]:
+    """The checkpoints of out_dir, in the order in which a run would go on from them, were those before damaged.
+
+    The first is that of the latest step, since a run that goes back moves later ones aside (take_over). Without
+    folders it is ckpt.pt, the last one that was saved. ckpt_best.pt is the last.
+    """
+    last = out_dir / NAME
+    found = numbered(out_dir)
+    folders = [path for path in found if is_folder(path)]
+    is_older = bool(folders) and (damage_of(last) or load_checked(last).iter_num <= order_of(folders[0])[0])
+    found = [*found, last] if is_older else [last, *found]
+    return [path for path in (*found, out_dir / BEST) if path.exists()]
+
+
+def best_of(out_dir: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss: ckpt_best.pt, or the latest folder that was saved as the best.
+
+    The later one, where a run has changed from one form to the other. None where there is none.
+    """
+    best = out_dir / BEST if (out_dir / BEST).exists() else None
+    for path in numbered(out_dir):
+        if is_folder(path) and sharded_checkpoint.is_best(path):
+            is_later = best is None or damage_of(best) or load_checked(best).iter_num <= order_of(path)[0]
+            return path if is_later else best
+    return best
 
 
 def silent(line: str) -> None:
     pass
 
 
-def load(out_dir: str | Path, say: Callable[[str], None] = silent) -> Checkpoint:
-    """The last good checkpoint of the folder out_dir, or the one at the path of a .pt file itself.
+def load(
+    out_dir: str | Path, say: Callable[[str], None] = silent, ranks: Ranks | None = None, checksums: bool = True
+) -> Checkpoint:
+    """The last good checkpoint of the folder out_dir, or the one at the path of a .pt file or of a folder of shards.
 
-    In a folder that is ckpt.pt, or ckpt_best.pt where ckpt.pt is damaged or missing, which say() is told. Raises
-    ValueError where there is no good one.
+    In a folder that is the first of `candidates` that is not damaged; say() is told of damaged ones. Raises ValueError
+    where there is no good one. ranks: all call this, share the checking of a folder, and find the same. checksums:
+    False compares only sizes of a folder's tensors.
     """
     path = Path(out_dir)
     if folder_of(path) != path:
-        return load_file(path)
+        return load_one(path, ranks, checksums)
     last = path / NAME
-    best = path / BEST
-    damage = damage_of(last)
-    if damage is None or not best.exists():
-        return load_file(last)
-    damage_of_best = damage_of(best)
-    if damage_of_best:
-        raise ValueError(f"{last} {damage}, and {best} {damage_of_best}; restore one of them from a copy")
-    saved = load_file(best)
-    say(f"{last} {damage}: going on from {best.name}, step {saved.iter_num}")
-    return saved
+    found = candidates(path)
+    if last not in found and not any(is_folder(p) for p in found):
+        found = [last, *found]  # to say that it is missing
+    damages: list[str] = []
+    for p in found:
+        damage = damage_for(p, ranks, checksums)
+        if damage is None:
+            saved = load_checked(p)
+            if damages:
+                say(f"{damages[0]}: going on from {p.name}, step {saved.iter_num}")
+            return saved
+        damages.append(f"{p} {damage}")
+    if found == [last]:
+        return load_one(last)  # which raises
+    raise ValueError(f"{', and '.join(damages)}; restore one of them from a copy")
 
 
-def resume(out_dir: str | Path, say: Callable[[str], None] = silent) -> Checkpoint:
-    """As load, for a run that goes on; best_val_loss is that of the folder's ckpt_best.pt where it is lower.
+def damage_for(path: Path, ranks: Ranks | None, checksums: bool) -> str | None:
+    """As damage_of, for ranks that share the checksums of a folder; what one finds is true for all."""
+    if ranks is None or not checksums:
+        return damage_of(path) if checksums else damage_of(path, NO_CHECKSUMS)
+    damage = damage_of(path, (ranks.rank, ranks.world))
+    return damage if ranks.all(damage is None) else damage or "is damaged, as another rank has found"
+
+
+def resume(out_dir: str | Path, say: Callable[[str], None] = silent, ranks: Ranks | None = None) -> Checkpoint:
+    """As load, for a run that goes on; best_val_loss is that of the best checkpoint in the folder where it is lower.
 
     It is after a kill between the two files of a save, and where a run goes back to an older checkpoint. Losses on
     other data are not compared.
     """
-    saved = load(out_dir, say)
-    path = folder_of(out_dir) / BEST
-    if damage_of(path) is None:
-        best = load_file(path)
+    saved = load(out_dir, say, ranks)
+    path = best_of(folder_of(out_dir))
+    if path is not None and damage_of(path, NO_CHECKSUMS) is None:
+        best = load_checked(path)
         if evaluated_on(best) == evaluated_on(saved):
             saved.best_val_loss = min(saved.best_val_loss, best.best_val_loss)
     return saved
@@ -193,21 +317,27 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
     return [saved.config.get("dataset"), saved.tokenizer, facts.get(VAL_DATA), facts.get(EVAL_WINDOWS)]
 
 
-def load_file(path: Path) -> Checkpoint:
-    """The checkpoint at path; its tensors are memory-mapped on the CPU. Raises ValueError where it is not a good one.
-
-    Prefixes that torch.compile and DDP leave on parameter names are removed. nanoGPT's lose the mask buffers of its
-    attention without SDPA and the machine that the run was set to, and their model_args name its GELU.
-    """
-    damage = damage_of(path)
+def load_one(path: Path, ranks: Ranks | None = None, checksums: bool = True) -> Checkpoint:
+    """The checkpoint at path. Raises ValueError where it is not a good one."""
+    damage = damage_for(path, ranks, checksums)
     if damage == MISSING_FILE:
         raise ValueError(f"{path}: no such checkpoint; is --out_dir right?")
     if damage:
         best = path.with_name(BEST)
         other = f"--out_dir={best} is another" if best.exists() and best != path else "restore it from a copy"
         raise ValueError(f"{path} {damage}; {other}")
-    found = archive.load(path)
+    return load_checked(path)
+
+
+def load_checked(path: Path) -> Checkpoint:
+    """A checkpoint without damage. A file's tensors are memory-mapped on the CPU, a folder's have only shapes.
+
+    Prefixes that torch.compile and DDP leave on parameter names are removed. nanoGPT's lose the mask buffers of its
+    attention without SDPA and the machine that the run was set to, and their model_args name its GELU.
+    """
+    found = joined(path) if is_folder(path) else archive.load(path)
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
+    saved.path = path
     saved.model = {plain_name(k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
     if "form" not in found and "compiled" in found:  # a checkpoint from before 2026-11-22
@@ -223,6 +353,105 @@ def plain_name(key: str) -> str:
     return key.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
+# ---- folders of shards ---------------------------------------------------------------------------------------
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"  # one tensor where tied; then only the embedding is saved
+
+
+def parted(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a checkpoint by name, such as exp_avg.transformer.wte.weight, and everything else, for JSON."""
+    rest = content_of(checkpoint)
+    tensors = rest.pop("model")
+    if checkpoint.model_args.get("tie_weights", True):
+        tensors = {name: w for name, w in tensors.items() if name != HEAD}
+    groups = checkpoint.optimizer["param_groups"]
+    names = parameter_names(checkpoint.model_args, groups)
+    steps = {}
+    for i, moments in checkpoint.optimizer["state"].items():
+        steps[names[i]] = float(moments["step"])
+        tensors |= {f"{kind}.{names[i]}": m for kind, m in moments.items() if kind != "step"}
+    return tensors, rest | {"optimizer": {"param_groups": groups, "names": names, "steps": steps}}
+
+
+def parameter_names(model_args: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
+    """The name of each parameter, by its number in the optimizer's groups."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig.from_args(model_args, "the checkpoint"))
+    kind = "muon" if any("momentum" in group for group in groups) else "adamw"
+    optimizer = make_optimizer(model, kind, 0.0, 0.0, (0.9, 0.9), 0.9, "meta")
+    names = {p: name for name, p in model.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def joined(folder: Path) -> dict[str, Any]:
+    """What a folder holds, as the dictionary of a file. Its tensors have shapes and no numbers. Raises ValueError."""
+    tensors = sharded_checkpoint.tensors_of(folder)
+    try:
+        rest = dict(sharded_checkpoint.rest_of(folder))
+        optimizer = rest["optimizer"]
+        state = {}
+        for i, name in enumerate(optimizer["names"]):
+            if name in optimizer["steps"]:
+                moments = {kind: tensors.pop(f"{kind}.{name}") for kind in MOMENTS if f"{kind}.{name}" in tensors}
+                state[i] = {"step": torch.tensor(float(optimizer["steps"][name]))} | moments
+        rest["optimizer"] = {"state": state, "param_groups": optimizer["param_groups"], "names": optimizer["names"]}
+        return rest | {"model": tensors if HEAD in tensors else tensors | {HEAD: tensors[EMBEDDING]}}
+    except (OSError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"its {sharded_checkpoint.REST} does not belong to its tensors: {e}"[:200]) from None
+
+
+def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
+    """The whole weights of a loaded checkpoint, on the CPU. Raises ValueError where they cannot be read."""
+    if saved.folder is None:
+        return saved.model
+    whole = {name: torch.empty_like(w, device="cpu") for name, w in saved.model.items()}
+    if saved.model[HEAD] is saved.model[EMBEDDING]:
+        whole[HEAD] = whole[EMBEDDING]
+    fill({name: w for name, w in whole.items() if name != HEAD or w is not whole[EMBEDDING]}, {}, saved.folder)
+    return whole
+
+
+def whole(saved: Checkpoint) -> Checkpoint:
+    """A loaded checkpoint with all its tensors on the CPU. Raises ValueError where they cannot be read."""
+    if saved.folder is None:
+        return saved
+    tensors, _ = parted(saved)
+    moments = {k: torch.empty_like(m, device="cpu") for k, m in tensors.items() if k.startswith(MOMENTS)}
+    fill(moments, {}, saved.folder)
+    names = saved.optimizer["names"]
+    state = {
+        i: {k: moments.get(f"{k}.{names[i]}", m) for k, m in of_parameter.items()}
+        for i, of_parameter in saved.optimizer["state"].items()
+    }
+    optimizer = {"state": state, "param_groups": saved.optimizer["param_groups"]}
+    return replace(saved, model=weights_of(saved), optimizer=optimizer)
+
+
+@torch.no_grad()
+def fill(tensors: dict[str, Tensor], saved: dict[str, Tensor], folder: Path | None) -> None:
+    """Copies saved tensors into those of the same names, whole or sharded, from the folder unless it is None.
+
+    Each rank reads its own rows, and no rank waits for another. Raises ValueError where they cannot be read.
+    """
+    if folder is not None:
+        sharded_checkpoint.read(tensors, folder)
+        return
+    for name, tensor in tensors.items():
+        source = saved[name]
+        if is_dtensor(tensor):
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+            source = distribute_tensor(source, mesh, placements, src_data_rank=None)  # None: each takes its own rows
+        local(tensor).copy_(local(source))
+
+
+def restore_weights(model: GPT, saved: Checkpoint) -> None:
+    """Copies the weights of a loaded checkpoint into a model of its shape, whole or sharded. Raises ValueError."""
+    fill({name: p.detach() for name, p in model.named_parameters()}, saved.model, saved.folder)
+
+
 # ---- checks --------------------------------------------------------------------------------------------------
 
 # Far above what any checkpoint has: bounds for files that were made to be endless.
@@ -230,11 +459,20 @@ MOST_VALUES = 1_000_000
 DEEPEST = 20
 
 
-def damage_of(path: Path) -> str | None:
-    """Why the file at path is not a good checkpoint, in words that follow its name; None for a good one.
+NO_CHECKSUMS = (0, 0)  # which take minutes for a large folder
 
-    Each content is checked once: a resumed run asks several times.
+
+def damage_of(path: Path, part: tuple[int, int] = (0, 1)) -> str | None:
+    """Why what is at path is not a good checkpoint, in words that follow its name; None for a good one.
+
+    Each content is checked once: a resumed run asks several times. part: of a folder, as sharded_checkpoint.check.
     """
+    if is_folder(path):
+        try:
+            stats = [file.stat() for file in sorted(path.iterdir())]
+        except OSError:  # the run that writes there has just removed it
+            return MISSING_FILE
+        return _damage_of_folder(path, part, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats))
     if not path.is_file():
         return MISSING_FILE
     stat = path.stat()
@@ -256,6 +494,24 @@ def _damage_of(path: Path, mtime_ns: int, size: int, inode: int) -> str | None:
         return "is not a readable checkpoint (its checksum is missing)"
     if not all(is_finite(value) for value in values_in(found)):
         return "holds weights or moments that are NaN or infinity"
+    return None
+
+
+@lru_cache(32)
+def _damage_of_folder(path: Path, part: tuple[int, int], stats: tuple[tuple[int, int, int], ...]) -> str | None:
+    try:
+        sharded_checkpoint.check(path, part)
+        found = joined(path)
+    except ValueError as e:
+        return f"is not a readable checkpoint ({e})"
+    except OSError as e:
+        return f"is not a readable checkpoint ({e.strerror})"
+    try:
+        if not isinstance(found.pop("best", None), bool):
+            raise ValueError("it does not say whether it is the best")
+        check_content(found)
+    except ValueError as e:
+        return f"is not a training checkpoint: {e}"
     return None
 
 
@@ -347,18 +603,21 @@ def check_scaler(scaler: dict[str, Any]) -> None:
 
 def is_finite(value: Any) -> bool:
     """False for a tensor that holds NaN or infinity."""
-    if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel()):
+    if not (isinstance(value, Tensor) and value.is_floating_point() and local(value).numel()):
         return True
+    value = local(value)
     return all(math.isfinite(x) for x in torch.stack(torch.aminmax(value)).tolist())  # NaN is smallest and largest
 
 
 # ---- the optimizer -------------------------------------------------------------------------------------------
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str, folder: Path | None = None
+) -> None:
     """Loads the optimizer's state; hyperparameters remain those of the settings, not the checkpoint's.
 
-    Raises ValueError, naming `source`, where the state does not belong to the model or the optimizer.
+    folder: Checkpoint.folder. Where the model is sharded, each rank loads its rows. Raises ValueError, naming `source`, where the state does not belong to the model or the optimizer.
     """
     ours = optimizer.state_dict()["param_groups"]
     theirs = state.get("param_groups")
@@ -369,12 +628,35 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], s
     try:
         check_moments(optimizer, state.get("state"), theirs)
         groups = [mine | {"params": saved["params"]} for mine, saved in zip(ours, theirs, strict=True)]
-        optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+        moments_of = placed_moments(optimizer, state, theirs, folder)
+        optimizer.load_state_dict({"state": moments_of, "param_groups": groups})
     except (ValueError, KeyError) as e:
         raise ValueError(f"{source}: the optimizer state does not fit the model ({e})") from None
     for moments in optimizer.state.values():
         # On a CPU they are still those of the memory-mapped file, which this run will replace.
         moments.update({k: v.clone() for k, v in moments.items() if isinstance(v, Tensor)})
+
+
+def placed_moments(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], groups: list[dict[str, Any]], folder: Path | None
+) -> dict[int, dict[str, Any]]:
+    """The moments by the parameters' numbers, where and as the parameters are: whole or sharded. Raises ValueError."""
+    params = {
+        i: p
+        for ours, theirs in zip(optimizer.param_groups, groups, strict=True)
+        for p, i in zip(ours["params"], theirs["params"], strict=True)
+    }
+    if folder is None and not any(is_dtensor(p) for p in params.values()):
+        return state["state"]
+    names = state.get("names", range(len(params)))
+    placed = {i: dict(moments) for i, moments in state["state"].items()}
+    saved = {f"{k}.{names[i]}": m for i, moments in placed.items() for k, m in moments.items() if k != "step"}
+    tensors = {}
+    for i, moments in placed.items():
+        for kind in moments.keys() - {"step"}:
+            moments[kind] = tensors[f"{kind}.{names[i]}"] = torch.empty_like(params[i], requires_grad=False)
+    fill(tensors, saved, folder)
+    return placed
 
 
 def is_group(group: Any) -> bool:
@@ -407,3 +689,30 @@ def check_moments(optimizer: torch.optim.Optimizer, state: Any, groups: list[dic
             step = moments["step"]
             if not isinstance(step, Tensor | int | float) or torch.as_tensor(step).shape != () or not step >= 0:
                 raise ValueError(f"step of parameter {i} is not a number of steps")
+
+
+# ---- from one form to the other ------------------------------------------------------------------------------
+
+
+def convert(source: str, target: str) -> None:
+    """Writes the checkpoint `source`, as load takes it, as a file where target ends in .pt, else as a folder.
+
+    Raises ValueError or OSError; a target that exists is left alone.
+    """
+    path = Path(target)
+    check_unused(path)
+    saved = whole(load(source, print))
+    if path.suffix == ".pt":
+        with replacing(path) as file:
+            archive.write(content_of(saved) | {"format": FORMAT}, file)
+    else:
+        tensors, rest = parted(saved)
+        sharded_checkpoint.write(tensors, rest | {"best": True}, path)
+    print(f"{target}: step {saved.iter_num}, {len(saved.model)} weights")
+
+
+if __name__ == "__main__":
+    with one_line_errors("the machine's memory must hold the checkpoint"):
+        if len(sys.argv) != 4 or sys.argv[1] != "convert":
+            raise ValueError("usage: python -m deskgpt.checkpoint convert SOURCE TARGET")
+        convert(sys.argv[2], sys.argv[3])

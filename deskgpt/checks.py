@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deskgpt.errors import is_out_of_memory
 from deskgpt.runner import Form, Runner
+from deskgpt.sharding import local, means, whole
 from model import GPT
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
@@ -45,19 +46,20 @@ class Wrong(ValueError):
     """A form whose loss or gradients are not those of plain float32."""
 
 
-def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int) -> None:
+def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int, rehearsed: bool = False) -> None:
     """Compares the loss, and the gradients that a pass of runner over batch has left, with plain float32.
 
-    If float32 does not fit the device, one sequence is compared: the targets of the others are left out. Raises Wrong
-    where they differ, ValueError where plain float32 itself is not finite, and MemoryError where not even one sequence
-    fits. Leaves no gradients.
+    If float32 does not fit the device, one sequence is compared: the targets of the others are left out. So it is of a
+    sharded model, whose ranks cannot try what fits. They all find the same. Raises Wrong where they differ, ValueError
+    where plain float32 itself is not finite, and MemoryError where not even one sequence fits. Leaves no gradients.
+    rehearsed: only that it fits is looked at.
     """
     model = runner.model
     form = runner.form
     names = [name for name, _ in model.named_parameters()]
     found_loss = loss.item()
     found = taken_gradients(runner, micro_steps)
-    expected = plain_float32(model, batch)
+    expected = None if runner.sharded else plain_float32(model, batch)
     if expected is None:
         x, y = batch
         only_first = torch.full_like(y, -1)
@@ -68,9 +70,13 @@ def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int) -> None:
         expected = plain_float32(model, (x[:1], y[:1]))
     if expected is None:
         raise MemoryError
+    if rehearsed:
+        return
 
     expected_loss, gradients = expected
-    if not math.isfinite(expected_loss) or not all(g.isfinite().all() for g in gradients):
+    if runner.sharded:
+        found_loss, expected_loss = means(found_loss, expected_loss, device=runner.device)
+    if not math.isfinite(expected_loss) or not all(whole(g).isfinite().all() for g in gradients):
         raise ValueError(
             f"plain float32 gives a loss of {expected_loss} or gradients that are not finite on the first micro-batch: "
             "not the form but the weights that the run starts from, or the data, are at fault; take another checkpoint"
@@ -118,26 +124,26 @@ def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor
     smaller than those of values. A gradient that may be only rounding in this precision is measured by the whole that
     it is part of.
     """
-    total = math.sqrt(sum(g.square().sum().item() for g in expected))
+    total = math.sqrt(sum(whole(g).square().sum().item() for g in expected))
     errors = {}
-    for name, found_grad, expected_grad in zip(names, found, expected, strict=True):
+    for name, found_grad, expected_grad in zip(names, map(whole, found), map(whole, expected), strict=True):
         parts = ("q", "k", "v") if ".c_attn." in name else ("",)
         found_parts = found_grad.chunk(len(parts))
         expected_parts = expected_grad.chunk(len(parts))
         for part, a, b in zip(parts, found_parts, expected_parts, strict=True):
-            whole = expected_grad.norm().item() if part else total
-            least = (CANCELLED_PART[precision] if part else CANCELLED) * whole
+            of_all = expected_grad.norm().item() if part else total
+            least = (CANCELLED_PART[precision] if part else CANCELLED) * of_all
             size = b.norm().item()
-            error = (a - b).norm().item() / (size if size > least else whole)
+            error = (a - b).norm().item() / (size if size > least else of_all)
             errors[f"{name} ({part})" if part else name] = error if math.isfinite(error) else math.inf
     return errors
 
 
 def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
     """The larger by the smaller norm of each gradient, by name; infinite where one is not finite."""
-    least = CANCELLED * math.sqrt(sum(g.square().sum().item() for g in expected))
+    least = CANCELLED * math.sqrt(sum(whole(g).square().sum().item() for g in expected))
     ratios = {}
-    for name, found_grad, expected_grad in zip(names, found, expected, strict=True):
+    for name, found_grad, expected_grad in zip(names, map(whole, found), map(whole, expected), strict=True):
         a = max(found_grad.norm().item(), least)
         b = max(expected_grad.norm().item(), least)
         ratios[name] = max(a / b, b / a) if found_grad.isfinite().all() else math.inf
@@ -176,7 +182,7 @@ def nothing_is_zero(model: GPT) -> Iterator[None]:
     A matrix of zeros would hide the gradients of everything before it.
     """
     draw = torch.Generator().manual_seed(0)
-    zeros = [p for p in model.parameters() if p.dim() == 2 and not p.detach().any()]
+    zeros = [local(p) for p in model.parameters() if p.dim() == 2 and not local(p).any()]
     with torch.no_grad():
         for p in zeros:
             p.copy_(torch.randn(p.shape, generator=draw) * 0.02)

@@ -334,18 +334,20 @@ def fake_tensors(device_type: str, fused: bool = True) -> Iterator[None]:
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def refuse_beyond_memory(config: GPTConfig, copies: int, device: torch.device) -> None:
+def refuse_beyond_memory(config: GPTConfig, copies: float, device: torch.device, builds: bool = True) -> None:
     """Raises ValueError where the memory cannot hold the model, before any of it is taken.
 
     copies: of the weights' size, all at once on the device: 1 to compute only, 4 to train with AdamW (weights,
-    gradients and two moments). The model is built in the machine's own memory.
+    gradients and two moments), less where ranks share them. builds: whether this rank builds the model, which it does
+    in the machine's own memory.
     """
-    places = {torch.device("cpu"): 1, device: copies}
+    places = {torch.device("cpu"): float(builds)}
+    places[device] = max(copies, places.get(device, 0.0))
     for place, n in places.items():
         limit = hardware.usable_memory_bytes(place)
-        needed = n * config.weights_bytes()
+        needed = int(n * config.weights_bytes())
         if limit is not None and needed > limit:
-            to_train = f", {with_unit(needed, BYTES)} with gradients and optimizer" if n > 1 else ""
+            to_train = f", {with_unit(needed, BYTES)} here with gradients and optimizer" if n != 1 else ""
             where = f"{hardware.device_name(place)} has {hardware.memory_in_words(limit, hardware.memory_bytes(place))}"
             size = config.size_in_words(config.vocab_size)
             raise ValueError(f"{size}{to_train}; {where}: take a smaller model")
@@ -442,8 +444,8 @@ def steps_within(
     shortened; in a resumed run, only with resume_changed. Where evaluations would take more than EVAL_SHARE of the
     time, they read less. All ranks get the same settings. Leaves the weights unchanged.
     """
-    seconds = max(seconds, 0.0)
-    step_s = ranks.max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // ranks.world))
+    seconds = ranks.max(max(seconds, 0.0))
+    step_s = ranks.max(time_step(runner, optimizer, batch, c.gradient_accumulation_steps // ranks.world, ranks))
     batch_s = ranks.max(time_evaluation(runner, batch))
     windows = eval_windows(c)
     batches = sum(math.ceil(split.n_eval_windows(windows) / (c.batch_size * ranks.world)) for split in splits)
@@ -476,7 +478,7 @@ def steps_within(
 
 
 def time_step(
-    runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro_steps: int
+    runner: Runner, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], micro_steps: int, ranks: Ranks
 ) -> float:
     """Median seconds of an optimizer step of `micro_steps` micro-batches. Leaves weights and optimizer unchanged."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -489,13 +491,14 @@ def time_step(
         runner.backward(*batch, micro_steps)
         hardware.synchronize(runner.device)
         t1 = time.perf_counter()
-        torch.nn.utils.clip_grad_norm_(runner.parameters, 1.0)
+        norm = torch.linalg.vector_norm(runner.gradient_norms())
+        torch.nn.utils.clip_grads_with_norm_(runner.parameters, 1.0, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         hardware.synchronize(runner.device)
         passes.append(t1 - t0)
         updates.append(time.perf_counter() - t1)
-        if sum(passes) > TIMED_S:
+        if ranks.max(sum(passes)) > TIMED_S:  # all ranks go through the same steps
             break
     optimizer.state.clear()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -507,11 +510,10 @@ def time_step(
 def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
     """Median seconds of a micro-batch of evaluation."""
     times = []
-    runner.module.eval()
-    for _ in range(3):
-        t0 = time.perf_counter()
-        runner.loss(*batch)
-        hardware.synchronize(runner.device)
-        times.append(time.perf_counter() - t0)
-    runner.module.train()
+    with runner.evaluating():
+        for _ in range(3):
+            t0 = time.perf_counter()
+            runner.loss(*batch)
+            hardware.synchronize(runner.device)
+            times.append(time.perf_counter() - t0)
     return statistics.median(times)

@@ -8,6 +8,7 @@ same machine, compiler and torch need not repeat them.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deskgpt import compiling, estimate, hardware, kernels, peak_flops, remembered
+from deskgpt import compiling, estimate, hardware, kernels, peak_flops, remembered, sharding
 from deskgpt.checks import PLAIN, Batch, Wrong, check, nothing_is_zero
 from deskgpt.errors import is_out_of_memory
 from deskgpt.ranks import Ranks
@@ -82,11 +83,15 @@ def settle(
     ValueError where no form that c admits is right, the user wants it compiled and that fails, or memory runs out.
     """
     trials = Trials(model, c, ranks, batch_of)
-    measured = ranks.device.type == "cpu" and not c.eval_only
+    # Ranks that share weights go through the same passes, while their clocks differ: none of these forms is timed.
+    timed = not trials.sharded and not c.eval_only
+    measured = timed and ranks.device.type == "cpu"
 
     dtype = c.dtype if c.dtype != "auto" else earlier.dtype
     if dtype is None and not measured:
         dtype = peak_flops.fast_dtype(ranks.device)
+    if trials.sharded:  # whose gradients no loss scale of float16 follows
+        dtype = "bfloat16" if ranks.all(dtype == "bfloat16") else "float32"
     explicit = earlier.explicit
     if explicit is None and not (measured and trials.may_be_explicit()):
         explicit = False
@@ -96,7 +101,7 @@ def settle(
         form = Form(dtype, explicit=explicit)
 
     is_resumed = earlier.dtype is not None  # on this kind of device: it keeps its micro-batch
-    if c.auto_batch and not is_resumed and not c.eval_only and ranks.device.type in BATCH_IS_SEARCHED_ON:
+    if c.auto_batch and timed and not is_resumed and ranks.device.type in BATCH_IS_SEARCHED_ON:
         trials.search_batch(form)
 
     compiled = wanted_compiled(c, earlier, ranks.device)
@@ -106,7 +111,7 @@ def settle(
     if runner is None:
         runner = trials.attempt(PLAIN)
     assert runner is not None  # the plain form is right by definition
-    if compiled is None and steps > 0:
+    if compiled is None and timed and steps > 0:
         runner = trials.compiled_where_it_pays(runner, seconds, trials.micro_steps() * steps)
     return runner, trials.c
 
@@ -158,6 +163,8 @@ class Trials:
         self.say = ranks.say
         self.batch_of = batch_of
         self.device = model.lm_head.weight.device
+        self.sharded = sharding.is_sharded(model)
+        self.mesh = sharding.make_mesh(self.device.type, c.dp_shard, ranks.world, True) if self.sharded else None
         self.began = time.time()
 
     def micro_steps(self) -> int:
@@ -314,8 +321,7 @@ class Trials:
             batch = self.batch_of(self.c.batch_size)
             with not_silent(f"still {'compiling' if form.compiled else 'trying the first micro-batch'}", self.say):
                 runner, outcome, problem = self.try_out(form, batch)
-            # The worst outcome of all ranks decides for all.
-            outcome = OUTCOMES[int(self.ranks.max(float(OUTCOMES.index(outcome))))]
+            outcome = self.worst(outcome)
             if outcome == "fits":
                 return runner
             if outcome == "wrong":
@@ -328,31 +334,60 @@ class Trials:
                 self.halve(form.dtype)
             # "again": a library that a killed run had left unfinished is deleted
 
+    def worst(self, outcome: str) -> str:
+        """The worst outcome of all ranks, which decides for all."""
+        return OUTCOMES[int(self.ranks.max(float(OUTCOMES.index(outcome))))]
+
     def try_out(self, form: Form, batch: Batch) -> tuple[Runner | None, str, str]:
-        """(the Runner, one of OUTCOMES, what is wrong) after a training pass and one of evaluation; the latter alone
-        for eval_only. Leaves no gradients.
+        """(the Runner, one of OUTCOMES, what is wrong). Leaves no gradients.
+
+        Ranks that share weights rehearse first, each alone: one that failed amid a pass with the others would leave
+        them waiting for its part.
         """
         key = self.check_key(form, batch)
         known = remembered.read("forms").get(key)
         checked = is_plain(form, self.device) or self.ranks.all(known == RIGHT)
+        check_as = None if checked else key
+        runner = None
         if isinstance(known, str) and known != RIGHT:
-            return None, "wrong", f"{known} (found before, in {remembered.path_of('forms')})"
+            outcome, problem = "wrong", f"{known} (found before, in {remembered.path_of('forms')})"
+        else:
+            runner, outcome, problem = self.passes(form, batch, check_as, rehearsed=self.sharded)
+        if self.sharded:
+            gc.collect()  # the copy, whose modules refer to each other
+        if self.sharded and self.worst(outcome) == "fits":
+            return self.passes(form, batch, check_as)
+        return runner, outcome, problem
+
+    def passes(
+        self, form: Form, batch: Batch, check_as: str | None, rehearsed: bool = False
+    ) -> tuple[Runner | None, str, str]:
+        """As try_out: a training pass and one of evaluation; the latter alone for eval_only.
+
+        check_as: the key under which to remember whether the form is right, None if that is known. rehearsed: takes the
+        memory and compiles, with a copy of the model and without the other ranks; returns no Runner.
+        """
         try:
-            runner = Runner(self.model, form, self.ranks.distributed)
+            model = self.model
+            if rehearsed and self.mesh is not None:
+                model = sharding.empty_copy(model, self.mesh, self.c.reshard_after_forward, self.device)
+            runner = Runner(model, form, self.ranks.distributed)
             if not self.c.eval_only:
-                self.training_pass(runner, batch, checked)
-                if not checked:
-                    remembered.keep("forms", key, RIGHT)
+                self.training_pass(runner, batch, check_as is None)
+                if check_as is not None and not rehearsed:
+                    remembered.keep("forms", check_as, RIGHT)
             runner.drop_gradients()
-            runner.module.eval()
-            runner.loss(*batch)
-            runner.module.train()
+            with runner.evaluating():
+                runner.loss(*batch)
             hardware.synchronize(self.device)
-            return runner, "fits", ""
+            return None if rehearsed else runner, "fits", ""
         except Wrong as e:
-            remembered.keep("forms", key, str(e))
+            if check_as is not None:
+                remembered.keep("forms", check_as, str(e))
             return None, "wrong", str(e)
         except Exception as e:
+            if self.sharded and not rehearsed:
+                raise  # the others are in the pass: this ends them too
             if is_out_of_memory(e):
                 return None, "out of memory", ""
             if not form.compiled:
@@ -368,19 +403,21 @@ class Trials:
         """A training pass, compared with plain float32 unless it was checked before. Raises Wrong.
 
         It takes room for AdamW's moments and, as a step will, for the gradients of earlier micro-batches and DDP's
-        buckets.
+        buckets. In a rehearsal the model's own weights take some of it.
         """
-        copies = 2 + (self.micro_steps() > 1) + self.ranks.distributed
+        rehearsed = runner.model is not self.model
+        copies = 2 + (self.micro_steps() > 1) + (self.ranks.distributed and not self.sharded) - rehearsed
         scaler_state = runner.scaler.state_dict()
-        with nothing_is_zero(self.model):
+        with nothing_is_zero(runner.model):
             room = [torch.empty_like(p) for p in runner.parameters * copies]
             if scaler_state:
                 runner.scaler.load_state_dict(scaler_state | {"scale": 1024.0})  # the usual one may overflow at first
             loss = runner.backward(*batch, self.micro_steps()) * self.micro_steps()
             del room
             if not checked:
-                self.say(f"comparing loss and gradients in {runner.form} with plain float32")
-                check(runner, batch, loss, self.micro_steps())
+                if not rehearsed:
+                    self.say(f"comparing loss and gradients in {runner.form} with plain float32")
+                check(runner, batch, loss, self.micro_steps(), rehearsed)
         if scaler_state:
             runner.scaler.load_state_dict(scaler_state)
 

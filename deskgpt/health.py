@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deskgpt.ranks import Ranks
 from deskgpt.runner import Form, Runner
+from deskgpt.sharding import local
 
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 REMEMBERED = 100  # good steps before a bad one that count as its evidence
@@ -193,7 +194,8 @@ class Health:
 
     def evidence(self, step: int, norms: list[float]) -> Evidence:
         """What is known of a failure at this step. norms: of its gradients, empty where they are not known."""
-        broken = [name for name, p in self.runner.model.named_parameters() if not p.isfinite().all()]
+        bad = torch.stack([~local(p).isfinite().all() for p in self.runner.parameters])
+        broken = [name for name, n in zip(self.names, self.ranks.sum(bad.float()).tolist(), strict=True) if n]
         return Evidence(
             form=self.runner.form,
             no_update_before=step == self.first_step or not self.good_norms,

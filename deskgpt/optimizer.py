@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskgpt.sharding import Owners, is_dtensor, local
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
@@ -79,7 +80,7 @@ class Muon(torch.optim.AdamW):
     as AdamW's, and one learning rate and weight decay serve both (Moonlight, arXiv:2502.16982, section 2.2).
     torch.optim.Muon takes the matrices one by one. Here those of equal shape go through the Newton-Schulz iteration as
     one batch, wide ones transposed, and the q, k, v of a fused (3C, C) matrix as three. Under DDP every rank computes
-    all of it. The iteration runs in `dtype`.
+    all of it. A sharded matrix is moved to one rank, which computes it whole. The iteration runs in `dtype`.
     """
 
     def __init__(self, groups: Any, dtype: torch.dtype, **options: Any) -> None:
@@ -99,11 +100,12 @@ class Muon(torch.optim.AdamW):
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        grads: list[Tensor] = [p.grad for p in params]
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"step": torch.zeros((), device=p.device), "momentum_buffer": torch.zeros_like(p)}
-        momenta = [self.state[p]["momentum_buffer"] for p in params]
+        weights = [local(p) for p in params]
+        grads = [local(p.grad) for p in params]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         made = torch.ones((), device=params[0].device)  # 1 for a step, 0 for one to skip
         # A fused optimizer must itself skip a step with gradients that are not finite, where it is told to. What is
         # then added and decayed below comes to nothing, without waiting for the device.
@@ -114,20 +116,37 @@ class Muon(torch.optim.AdamW):
                 torch.where(found_inf > 0, momentum, grad, out=grad)
         torch._foreach_add_([self.state[p]["step"] for p in params], made)  # AdamW expects all states to have it
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        steps = torch._foreach_lerp(grads, momenta, group["momentum"])
-        views = defaultdict(list)  # of the parameters, no wider than high, by their shape
-        updates = defaultdict(list)  # for these views
-        for p, step in zip(params, steps, strict=True):
-            n = 3 if p.size(0) == 3 * p.size(1) else 1  # q, k and v
-            for view, update in zip(p.chunk(n), step.chunk(n), strict=True):
-                if view.size(0) < view.size(1):
-                    view, update = view.mT, update.mT
-                views[view.shape].append(view)
-                updates[view.shape].append(update)
-        torch._foreach_mul_(params, torch.where(made > 0, 1 - group["lr"] * group["weight_decay"], 1.0))
-        for shape in views:
-            u = orthogonalized(torch.stack(updates[shape]), self.dtype) * made
-            torch._foreach_add_(views[shape], list(u.unbind()), alpha=-group["lr"] * 0.2 * shape[0] ** 0.5)
+        steps = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
+        torch._foreach_mul_(weights, torch.where(made > 0, 1 - group["lr"] * group["weight_decay"], 1.0))
+        if is_dtensor(params[0]):
+            owners = Owners(params)
+            matrices = owners.gather(steps)
+            self._orthogonalize(matrices, made)
+            steps = owners.scatter(matrices)
+        else:
+            self._orthogonalize(steps, made)
+        by_length = defaultdict(list)  # of the longer side
+        for p, weight, step in zip(params, weights, steps, strict=True):
+            by_length[max(parts(p)[0].shape)].append((weight, step))
+        for length, pairs in by_length.items():
+            alpha = -group["lr"] * 0.2 * length**0.5
+            torch._foreach_add_([weight for weight, _ in pairs], [step for _, step in pairs], alpha=alpha)
+
+    def _orthogonalize(self, matrices: list[Tensor], made: Tensor) -> None:
+        """Orthogonalizes matrices in place; those of equal shape go through the iteration as one batch."""
+        alike = defaultdict(list)
+        for matrix in matrices:
+            for part in parts(matrix):
+                alike[part.shape].append(part)
+        for of_shape in alike.values():
+            u = orthogonalized(torch.stack(of_shape), self.dtype) * made
+            torch._foreach_copy_(of_shape, list(u.unbind()))
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """Views of what is orthogonalized of a matrix x, no wider than high: q, k and v of a fused one, else all of it."""
+    n = 3 if x.size(0) == 3 * x.size(1) else 1
+    return [part.mT if part.size(0) < part.size(1) else part for part in x.chunk(n)]
 
 
 def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:

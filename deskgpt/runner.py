@@ -7,16 +7,17 @@ as a whole. Elsewhere it is `torch.compile(model)`, whose two graphs keep autogr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from deskgpt import compiling, hardware, kernels
+from deskgpt import compiling, hardware, kernels, sharding
 from deskgpt.ranks import Ranks
 from model import GPT
 
@@ -41,6 +42,18 @@ class Evaluation:
     standard_error: float | None  # what other text of this length would change; None where too few batches tell
 
 
+@contextmanager
+def computed_by(forwards: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Within the block, these modules compute by these functions. Hooks around them, as FSDP's, stay as they are."""
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            del module.forward
+
+
 class Runner:
     """A model in one form: `backward` adds the gradients of a micro-batch, `evaluate` takes the loss over many.
 
@@ -56,19 +69,28 @@ class Runner:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
         self.module: nn.Module = model  # takes (x, y) in evaluation
         self.trained: nn.Module | None = None  # module under DDP
+        self.sharded = sharding.is_sharded(model)
+        self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}  # of blocks that are compiled one by one
         self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
         if form.compiled:
             kernels.register_operators()
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            if self.device.type == "cpu" and not distributed and not self.scaler.is_enabled():
+            if self.sharded:
+                self.forwards = {block: torch.compile(block.forward) for block in model.transformer.h}
+            elif self.device.type == "cpu" and not distributed and not self.scaler.is_enabled():
                 torch._dynamo.config.trace_autograd_ops = True
                 self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
             else:
                 self.module = torch.compile(model)  # type: ignore[assignment]
 
     def distribute(self, x: Tensor, y: Tensor) -> None:
-        """From now on gradients are averaged over the ranks, once per step. (x, y): any micro-batch."""
+        """From now on gradients are averaged over the ranks, once per step. A sharded model does so by itself.
+
+        (x, y): any micro-batch.
+        """
+        if self.sharded:
+            return
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         self.trained = DDP(self.module, device_ids=device_ids)
         # After its first backward pass DDP arranges the gradients anew, which from three ranks on are then summed in
@@ -84,7 +106,7 @@ class Runner:
         last: whether it is the step's last micro-batch, with which the ranks exchange gradients. weight: what the loss
         is multiplied by instead, of data with a loss mask (Loader.next).
         """
-        with kernels.explicit_attention(self.form.explicit):
+        with kernels.explicit_attention(self.form.explicit), computed_by(self.forwards):
             if self.graph is not None:
                 loss, grads = self.graph(x, y, micro_steps)
                 if weight is not None:  # not in the graph, which then is the one that was compiled and checked
@@ -110,17 +132,37 @@ class Runner:
         return loss.detach(), tuple(grad.contiguous() for grad in grads)
 
     def gradients(self) -> list[Tensor]:
-        """Those of all parameters, in their order."""
-        return [p.grad for p in self.parameters if p.grad is not None]
+        """Those of all parameters, in their order; of sharded ones this rank's rows."""
+        return [sharding.local(p.grad) for p in self.parameters if p.grad is not None]
+
+    def gradient_norms(self) -> Tensor:
+        """The norms (parameters,) of all gradients; sharded ones count as a whole."""
+        norms = torch.stack(torch._foreach_norm(self.gradients()))
+        if self.sharded:
+            squares = norms.double().square()
+            dist.all_reduce(squares, group=sharding.shard_group(self.parameters[0]))
+            norms = squares.sqrt().float()
+        return norms
 
     def drop_gradients(self) -> None:
         for p in self.parameters:
             p.grad = None
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block, `loss` may be called: there is no dropout, and gathered weights are kept."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
+        if self.sharded:
+            sharding.drop_gathered(self.model)
+
     @torch.no_grad()
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a micro-batch, without gradients."""
-        with self.amp:
+        """The loss of a micro-batch, without gradients; see evaluating."""
+        with self.amp, computed_by(self.forwards):
             return self.module(x, y)[1]
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: Ranks) -> Evaluation:
@@ -131,11 +173,10 @@ class Runner:
         """
         losses = []
         counts = []
-        self.module.eval()
-        for x, y, rows in batches:
-            losses.append(self.loss(x, y) * rows)
-            counts.append(rows)
-        self.module.train()
+        with self.evaluating():
+            for x, y, rows in batches:
+                losses.append(self.loss(x, y) * rows)
+                counts.append(rows)
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)

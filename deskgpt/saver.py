@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deskgpt import checkpoint, hardware
 from deskgpt.checkpoint import Checkpoint
+from deskgpt.sharded_checkpoint import agreed
+from deskgpt.sharding import is_dtensor, local
 
 # Of the snapshot's size, what must be free: torch rounds pinned memory up to powers of two, and the system needs some.
 MEMORY_FACTOR = 2.0
@@ -36,12 +39,26 @@ class Saver:
 
     A save that fails is said, and the run goes on: the next one may succeed. What the run then needs to know is
     `best_val_loss`, that of the best checkpoint on the disk.
+
+    With a group, which is for saves alone, its ranks write their shards together: each calls `save` at the same step.
+    Their threads wait for each other, the training loops do not. A save succeeds or fails for all.
     """
 
-    def __init__(self, out_dir: Path, say: Callable[[str], None], best_val_loss: float) -> None:
+    def __init__(
+        self,
+        out_dir: Path,
+        say: Callable[[str], None],
+        best_val_loss: float,
+        keep: int = 1,
+        in_background: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.out_dir = out_dir
         self.say = say
         self.best_val_loss = best_val_loss
+        self.keep = keep
+        self.in_background = in_background
+        self.group = group
         self.snapshot = Snapshot()
         self.thread: threading.Thread | None = None
         self.last: Saved | None = None
@@ -53,6 +70,9 @@ class Saver:
         """Begins to write a checkpoint, after the one before has been written. The state may change afterwards."""
         self.wait()
         self.last = saved = Saved(state.iter_num, best)
+        if not self.in_background:
+            self._write(state, saved, copied=None)
+            return saved
         if not self.snapshot.fits(state):
             if not self.has_said_memory:
                 self.say("little memory is free: training waits while a checkpoint is written")
@@ -71,15 +91,19 @@ class Saver:
             if copied is not None:
                 copied.synchronize()
             if not self.has_taken_over:
-                checkpoint.take_over(self.out_dir, self.say)
+                agreed(self.group, lambda: self._take_over(state.iter_num))
                 self.has_taken_over = True
-            checkpoint.save(state, self.out_dir, saved.best)
+            checkpoint.save(state, self.out_dir, saved.best, self.keep, self.group)
             if saved.best:
                 self.best_val_loss = state.best_val_loss
         except BaseException as e:  # for the training loop, in its own thread
             saved.error = e
         saved.write_s = time.perf_counter() - t0
         self.ended.append(saved)
+
+    def _take_over(self, step: int) -> None:
+        if self.group is None or dist.get_rank(self.group) == 0:
+            checkpoint.take_over(self.out_dir, self.say, step)
 
     def finished(self) -> Iterator[Saved]:
         """The saves that have ended since the last call. Says which have failed; raises what is no error of a user."""
@@ -143,6 +167,11 @@ class Snapshot:
         return value
 
     def _copied_tensor(self, tensor: Tensor, copies: dict[tuple[torch.device, int], Tensor]) -> Tensor:
+        if is_dtensor(tensor):  # its rows, copied, in the same frame
+            names, frame = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts = {name: getattr(tensor, name) for name in names}
+            parts["_local_tensor"] = self._copied_tensor(local(tensor), copies)
+            return type(tensor).__tensor_unflatten__(parts, frame, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
         storage = tensor.untyped_storage()
         key = (tensor.device, storage.data_ptr())
         if key not in copies:
@@ -163,6 +192,6 @@ class Snapshot:
 
 def storage_bytes(state: Checkpoint) -> int:
     """The size of all tensors of a checkpoint."""
-    tensors = [value for value in checkpoint.values_in(vars(state)) if isinstance(value, Tensor)]
+    tensors = [local(value) for value in checkpoint.values_in(vars(state)) if isinstance(value, Tensor)]
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

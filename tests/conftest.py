@@ -141,7 +141,7 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load(out_dir).model
+    return checkpoint.weights_of(checkpoint.load(out_dir))
 
 
 def assert_equal(a: Any, b: Any) -> None:

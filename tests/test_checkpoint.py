@@ -47,7 +47,7 @@ def test_checkpoints_come_back_as_they_were_saved(tmp_path):
     checkpoint.save(saved, tmp_path, best=True)
     for path in (tmp_path, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
         loaded = checkpoint.load(path)
-        assert_equal(vars(loaded), vars(saved) | {"model": dict(saved.model)})
+        assert_equal(vars(loaded), vars(saved) | {"model": dict(saved.model), "path": loaded.path})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
 
 

@@ -1,0 +1,229 @@
+"""Checkpoints of sharded models: a folder with a file of rows from each rank, which any layout of ranks can read.
+
+    ckpt-00001000/shard-00001-model-00001-of-00001.safetensors ...   tensors, by torch.distributed.checkpoint
+    ckpt-00001000/checkpoint.json   everything else
+    ckpt-00001000/manifest.json     size and SHA-256 of each file, written last
+
+A folder is written under another name, which becomes its own in one step, and is never changed. Reading it runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deskgpt.files import file_sha256, new_folder, read_small, write_atomically
+
+# torch.distributed.checkpoint takes a part of a second to import: only where a folder is read or written.
+
+MANIFEST = "manifest.json"
+REST = "checkpoint.json"
+FORMAT = 1
+MOST_BYTES = 16 << 20  # of each JSON file: a manifest of 10,000 ranks has 2 MB, a tokenizer's merges as much
+NAME = re.compile(r"ckpt-(\d{8,})(?:-(\d+))?(\.pt)?")  # and of older files of runs that are not sharded
+
+T = TypeVar("T")
+
+
+# ---- names ---------------------------------------------------------------------------------------------------
+
+
+def order_of(path: Path) -> tuple[int, int]:
+    """What a checkpoint's name says about when it was saved: its step, and which one of that step it is."""
+    found = NAME.fullmatch(path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether path is a checkpoint's folder, whole or damaged, and not one with checkpoints in it."""
+    found = NAME.fullmatch(path.name)
+    return (found is not None and found[3] is None and path.is_dir()) or (path / MANIFEST).is_file()
+
+
+def new_path(out_dir: Path, step: int) -> Path:
+    """The folder for a checkpoint of this step. A run that went back to a step may save it again."""
+    path = out_dir / f"ckpt-{step:08}"
+    n = 1
+    while path.exists():
+        n += 1
+        path = out_dir / f"ckpt-{step:08}-{n}"
+    return path
+
+
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+def agreed(group: dist.ProcessGroup | None, call: Callable[[], T]) -> list[T]:
+    """What call() returns on each rank of the group, all of which must call this; group None: on this one alone.
+
+    Where it fails on one rank, all raise the error of the first one.
+    """
+    if group is None:
+        return [call()]
+    value = None
+    error: Exception | None = None
+    try:
+        value = call()
+    except (OSError, ValueError) as e:
+        error = e
+    except Exception as e:  # a defect, which must not leave the others waiting
+        error = RuntimeError(f"{type(e).__name__}: {e}")
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (value, error), group)
+    errors = [e for _, e in found if e is not None]
+    if errors:
+        raise errors[0]
+    return [value for value, _ in found]
+
+
+def write(tensors: dict[str, Tensor], rest: dict[str, Any], path: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Writes the folder `path`, durable when this returns, all of it or nothing.
+
+    All ranks of the group call this with their rows of the same tensors. `path` and `rest`, which is plain values, are
+    those of the first rank. Raises OSError, the same on all ranks.
+    """
+    is_first = group is None or dist.get_rank(group) == 0
+    with ExitStack() as stack:  # removes what was written when an error passes
+        (folder, *_) = agreed(group, lambda: stack.enter_context(new_folder(path)) if is_first else Path())
+        files: dict[str, list[Any]] = {}
+        for of_rank in agreed(group, lambda: write_rows(tensors, folder, group)):
+            files |= of_rank
+
+        def finish() -> None:
+            content = json.dumps(rest).encode()
+            write_atomically(folder / REST, content)
+            files[REST] = facts_of(folder / REST)
+            write_atomically(folder / MANIFEST, json.dumps({"format": FORMAT, "files": files}).encode())
+            stack.close()  # makes it durable and gives it its name
+
+        agreed(group, finish if is_first else lambda: None)
+
+
+def write_rows(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> dict[str, list[Any]]:
+    """Writes this rank's rows of all tensors. Returns its file by name, with size and SHA-256; none without rows."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with quiet(group):
+            save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as e:  # which is no Exception
+        raise first_failure(e) from None
+    rank = 0 if group is None else dist.get_rank(group)
+    return {file.name: facts_of(file) for file in folder.glob(f"shard-{rank + 1:05}-*")}
+
+
+def quiet(group: dist.ProcessGroup | None) -> ExitStack | warnings.catch_warnings:
+    """Without a group torch warns that there is none. With one, nothing is changed: threads share the warnings."""
+    return warnings.catch_warnings(action="ignore") if group is None else ExitStack()
+
+
+def first_failure(e: Any) -> Exception:
+    """The error of the first rank that had one, of torch's CheckpointException; not its traceback."""
+    failure = e.failures[min(e.failures)][0]
+    if isinstance(failure, OSError):
+        return OSError(failure.errno, failure.strerror)
+    return ValueError(f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}")
+
+
+def facts_of(file: Path) -> list[Any]:
+    return [file.stat().st_size, file_sha256(file)]
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def check(folder: Path, part: tuple[int, int] = (0, 1)) -> None:
+    """Raises ValueError, with the reason, where files of a folder are missing or are not what was written.
+
+    part: (i, n) compares the checksums of every n-th file from the i-th on, so that n ranks share them; n = 0 none but
+    that of checkpoint.json.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"it has no {MANIFEST}: its writing was broken off, or the file is lost")
+    try:
+        manifest = json.loads(read_small(folder / MANIFEST, MOST_BYTES))
+        files = {str(name): (int(size), str(sha256)) for name, (size, sha256) in manifest["files"].items()}
+        is_known = manifest["format"] == FORMAT and REST in files
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        raise ValueError(f"its {MANIFEST} is damaged") from None
+    if not is_known:
+        raise ValueError(f"its {MANIFEST} is damaged, or of another version")
+    more = {file.name for file in folder.glob("*.safetensors")} - files.keys()
+    if more:
+        raise ValueError(f"its {MANIFEST} does not list {min(more)[:80]}")
+    i, n = part
+    for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            raise ValueError(f"its {name[:80]!r} is missing")
+        if path.stat().st_size != size:
+            raise ValueError(f"its {name[:80]} has {path.stat().st_size:,} bytes, not {size:,}")
+        if (name == REST or (n and number % n == i)) and file_sha256(path) != sha256:
+            raise ValueError(f"the checksum of its {name[:80]} does not match")
+
+
+def rest_of(folder: Path) -> Any:
+    """What checkpoint.json holds. Raises OSError or ValueError."""
+    try:
+        return json.loads(read_small(folder / REST, MOST_BYTES))
+    except RecursionError:
+        raise ValueError(f"its {REST} is nested too deep") from None
+
+
+def is_best(folder: Path) -> bool:
+    """Whether it was saved as the best one; False where that cannot be read."""
+    try:
+        return bool(rest_of(folder)["best"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder by name, whole and without their numbers, on the meta device.
+
+    Raises ValueError where their rows do not follow one another without a gap.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    try:
+        found: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        for name, tensor in found.items():
+            end = 0
+            for offsets, sizes in sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks):
+                if offsets != (end, *(0 for _ in sizes[1:])) or sizes[1:] != tuple(tensor.size)[1:]:
+                    raise ValueError(f"rows of {name[:80]!r} are missing or there twice")
+                end += sizes[0]
+        return {
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            for name, tensor in found.items()
+        }
+    except ValueError:
+        raise
+    except Exception as e:  # those of safetensors, JSON and torch all differ
+        raise ValueError(f"its tensors cannot be read: {' '.join(str(e).split())[:120]}") from None
+
+
+def read(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fills tensors, whole or sharded, with those of the same names. Each rank reads its own rows.
+
+    Raises ValueError where they are not there in these shapes.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with quiet(None):
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except CheckpointException as e:
+        raise ValueError(f"{folder} cannot be read: {first_failure(e)}") from None

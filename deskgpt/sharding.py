@@ -1,0 +1,215 @@
+"""One copy of weights, gradients and moments, shared among ranks: torch's fully_shard (FSDP2) on the GPT of model.py.
+
+Each block is a unit that is gathered when it computes; embedding, head and final norm are in the root's unit, since
+torch refuses tied weights in two units. Weights are gathered in float32, as DDP has them, and autocast does the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model import GPT, rotary_table
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from train import TrainConfig
+
+# torch.distributed.fsdp takes most of a second to import: only where something is sharded.
+
+
+def shards_of(dp_shard: int, world: int) -> int:
+    """How many ranks share one copy: dp_shard, or all for -1. Raises ValueError where it does not divide the world."""
+    n = world if dp_shard == -1 else dp_shard
+    if n < 1 or world % n:
+        divisors = [d for d in range(1, world + 1) if world % d == 0]
+        nearest = min(divisors, key=lambda d: abs(d - n))
+        raise ValueError(f"dp_shard={dp_shard} does not divide the number of ranks, {world}; try --dp_shard={nearest}")
+    return n
+
+
+# Settings that sharded weights do not go with: why, and what to do instead.
+REFUSED = {
+    "dtype=float16": "its loss scale is not for sharded weights; try --dtype=bfloat16",
+    "sample_interval": "one rank alone has no whole weights to write samples with; leave it out, and run sample.py",
+    "tasks": "ranks have no whole weights to answer tasks with; leave it out, and run bench/evaluate.py",
+}
+
+
+def shards_for(c: TrainConfig, world: int) -> int:
+    """As shards_of, for a run. Raises ValueError also where c asks for what sharded weights cannot do."""
+    n = shards_of(c.dp_shard, world)
+    for setting, why in REFUSED.items() if n > 1 else ():
+        name, _, value = setting.partition("=")
+        given = getattr(c, name)
+        if given == value if value else given:
+            raise ValueError(f"{name}={given} with dp_shard={c.dp_shard}: {why}")
+    return n
+
+
+def in_words(dp_shard: int, world: int) -> str:
+    """How the weights are spread, after a semicolon; nothing where each rank has all of them."""
+    n = shards_of(dp_shard, world)
+    copies = "" if n == world else f", {world // n} copies"
+    return f"; weights sharded among {n}{copies}" if n > 1 else ""
+
+
+def make_mesh(device_type: str, dp_shard: int, world: int, rehearsed: bool = False) -> DeviceMesh:
+    """The ranks as (replicas, shards), or as (shards) where there is one replica. Neighbours share a copy.
+
+    rehearsed: nothing is sent, and each rank goes on alone, whatever it then computes.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    n = shards_of(dp_shard, world)
+    sizes = {"dp_shard": n} if n == world else {"dp_replicate": world // n, "dp_shard": n}
+    backends: dict[int | str, Any] | None = None
+    if rehearsed:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend known)
+
+        backends = dict.fromkeys(sizes, "fake")
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backends)
+
+
+def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+    """Shards the model in place: its parameters become DTensors, with each rank's rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
+
+
+def sharded_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
+    """The model, sharded on the device; its weights are those of rank 0. Other ranks' may be on the meta device."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    copy = empty_copy(model, mesh, reshard_after_forward, device)
+    weights = model.state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(copy, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return copy
+
+
+def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
+    """As sharded_copy, with weights of zeros."""
+    with torch.device("meta"):
+        copy = GPT(model.config)
+    shard(copy, mesh, reshard_after_forward)
+    copy.to_empty(device=device)
+    for p in copy.parameters():
+        local(p).zero_()
+    if copy.config.tie_weights:  # to_empty has made two of it
+        copy.lm_head.weight = copy.transformer.wte.weight
+    if copy.transformer.rotary is not None:
+        c = copy.config
+        copy.transformer.rotary = rotary_table(c.block_size, c.n_embd // c.n_head).to(device)
+    return copy
+
+
+def is_sharded(model: GPT) -> bool:
+    return is_dtensor(model.lm_head.weight)
+
+
+def group_for_saves(timeout_s: float) -> dist.ProcessGroup:
+    """All ranks, connected once more: what they write while they train does not mix with what training sends."""
+    return dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
+
+
+def drop_gathered(model: GPT) -> None:
+    """Frees the gathered weights that an evaluation leaves."""
+    for module in (model, *model.transformer.h):
+        module.reshard()
+
+
+def is_dtensor(x: Any) -> bool:
+    return hasattr(x, "full_tensor")
+
+
+def local(x: Any) -> Tensor:
+    """This rank's rows of a sharded tensor, in the same memory; any other tensor itself."""
+    with torch.no_grad():
+        return x.to_local() if is_dtensor(x) else x
+
+
+def whole(x: Any) -> Tensor:
+    """A sharded tensor, gathered from its ranks, all of which must call this; any other tensor itself."""
+    return x.full_tensor() if is_dtensor(x) else x
+
+
+def means(*values: float, device: torch.device) -> list[float]:
+    """The mean of each value over all ranks, which must all call this."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()
+
+
+def shard_group(x: Any) -> dist.ProcessGroup:
+    """The ranks that share the sharded tensor x."""
+    return x.device_mesh.get_group("dp_shard")
+
+
+# ---- whole matrices ------------------------------------------------------------------------------------------
+
+
+class Owners:
+    """Moves matrices between the ranks that share their rows: each goes to one of them as a whole, and back.
+
+    The largest are dealt out first, each to the rank with the least so far.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.group = shard_group(params[0])
+        self.rank = dist.get_rank(self.group)
+        self.world = dist.get_world_size(self.group)
+        self.shapes = [p.shape for p in params]
+        self.nothing = local(params[0]).detach().new_empty(0)  # where a rank has nothing to send
+        load = [0] * self.world
+        self.owner = [0] * len(params)
+        for i in sorted(range(len(params)), key=lambda i: -self.shapes[i].numel()):
+            self.owner[i] = load.index(min(load))
+            load[self.owner[i]] += self.shapes[i].numel()
+
+    def rows(self, i: int, rank: int) -> int:
+        """Of matrix i, on that rank: the rows are split as by torch.chunk."""
+        most = math.ceil(self.shapes[i][0] / self.world)
+        return min(most, max(0, self.shapes[i][0] - rank * most))
+
+    def owned(self, rank: int) -> list[int]:
+        return [i for i, owner in enumerate(self.owner) if owner == rank]
+
+    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The whole matrices that this rank owns, given this rank's rows of all."""
+        mine = self.owned(self.rank)
+        sent = [[shards[i] for i in self.owned(rank)] for rank in range(self.world)]
+        sizes = [[self.rows(i, rank) * self.shapes[i][1] for i in mine] for rank in range(self.world)]
+        received = self._exchange(sent, sizes)
+        return [torch.cat([of_rank[n] for of_rank in received]).view(self.shapes[i]) for n, i in enumerate(mine)]
+
+    def scatter(self, matrices: list[Tensor]) -> list[Tensor]:
+        """This rank's rows of all matrices, given the whole ones that it owns."""
+        mine = self.owned(self.rank)
+        parts = [
+            m.split([self.rows(i, rank) for rank in range(self.world)]) for i, m in zip(mine, matrices, strict=True)
+        ]
+        sent = [[of_matrix[rank] for of_matrix in parts] for rank in range(self.world)]
+        sizes = [[self.rows(i, self.rank) * self.shapes[i][1] for i in self.owned(rank)] for rank in range(self.world)]
+        received = self._exchange(sent, sizes)
+        shards = {
+            i: part for rank in range(self.world) for i, part in zip(self.owned(rank), received[rank], strict=True)
+        }
+        return [shards[i].view(-1, self.shapes[i][1]) for i in range(len(self.shapes))]
+
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
+        """Sends each rank its tensors; returns the flat ones of these sizes that come from each."""
+        flat = torch.cat([self.nothing, *(t.flatten() for of_rank in sent for t in of_rank)])
+        lengths = [sum(of_rank) for of_rank in sizes]
+        out = flat.new_empty(sum(lengths))
+        dist.all_to_all_single(out, flat, lengths, [sum(t.numel() for t in of_rank) for of_rank in sent], self.group)
+        return [list(part.split(of_rank)) for part, of_rank in zip(out.split(lengths), sizes, strict=True)]

@@ -1,0 +1,487 @@
+"""Checkpoints of sharded runs. The ranks are forked from this process, which has imported torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_equal, events, flags, tiny, trajectory, weights
+from safetensors.torch import save_file
+from tiny_models import MODERN_SETTINGS
+
+import train
+from configurator import build
+from deskgpt import checkpoint, sharded_checkpoint, sharding
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.optimizer import make_optimizer
+from deskgpt.ranks import Ranks
+from deskgpt.saver import Saver
+from model import GPT, GPTConfig
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
+
+CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
+
+
+def on_ranks(world: int, work: Callable[[int], Any], killed: int = 0) -> None:
+    """Runs work(rank) in forked ranks, as torchrun would start them, and `killed` of them may end otherwise than well."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+    def start(rank: int) -> None:
+        os.environ |= {k: str(v) for k, v in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        work(rank)
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=start, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    ends_at = time.monotonic() + 60
+    for process in processes:
+        process.join(max(0.0, ends_at - time.monotonic()))
+    for process in processes:
+        process.kill()  # one that hangs
+        process.join()
+    assert sum(process.exitcode != 0 for process in processes) <= killed
+
+
+def run(world: int, c: train.TrainConfig) -> None:
+    """A run of several ranks; of one without torchrun for world = 1."""
+    if world == 1:
+        train.main(c)
+    else:
+        on_ranks(world, lambda rank: train.main(c))
+
+
+def resumed(out_dir: Path, **settings: Any) -> train.TrainConfig:
+    """The settings of a resumed run."""
+    return build(train.TrainConfig, train.resumed_settings(flags(**settings), str(out_dir)))
+
+
+# ---- what is written -----------------------------------------------------------------------------------------
+
+
+def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT, torch.optim.AdamW]:
+    """A model, whole or sharded, and its optimizer after a few steps with gradients that all layouts draw alike."""
+    torch.manual_seed(1)
+    model = GPT(CONFIG)
+    if mesh is not None:
+        model = sharding.sharded_copy(model, mesh, True, torch.device("cpu"))
+    optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95, "cpu")
+    for _ in range(steps):
+        for p in model.parameters():
+            grad = torch.randn(p.shape)
+            if mesh is not None:
+                from torch.distributed.tensor import distribute_tensor
+
+                grad = distribute_tensor(grad, mesh, p.placements, src_data_rank=None)  # type: ignore[attr-defined]
+            p.grad = grad
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: GPT, optimizer: torch.optim.AdamW, step: int = 2, loss: float = 3.0) -> Checkpoint:
+    return Checkpoint(
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        model_args=CONFIG.as_args(),
+        iter_num=step,
+        best_val_loss=loss,
+        config={"dataset": "x", "learning_rate": 0.1, "min_lr": None},
+        tokenizer={"name": "bytes"},
+        health={"losses": [1.0, math.inf], "evaluations": []},
+    )
+
+
+def gathered(value: Any) -> Any:
+    """A nested container with whole tensors in the place of sharded ones; tuples as JSON has them."""
+    if isinstance(value, torch.Tensor):
+        return sharding.whole(value)
+    if isinstance(value, dict):
+        return {k: gathered(v) for k, v in value.items()}
+    return [gathered(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run's folder with a checkpoint of two ranks; see the test of its name for what is checked on the way."""
+    out_dir = tmp_path_factory.mktemp("sharded")
+
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        mesh = sharding.make_mesh("cpu", -1, 2)
+        ranks = Ranks(torch.device("cpu"), rank, 2, distributed=True)
+        group = sharding.group_for_saves(60)
+        for kind in ("adamw", "muon"):
+            check_layouts(out_dir / kind, kind, mesh, group, ranks)
+        model, optimizer = trained(mesh=mesh)
+        checkpoint.save(state_of(model, optimizer, 1, 4.0), out_dir, True, 2, group)
+        checkpoint.save(state_of(model, optimizer, 2, 5.0), out_dir, False, 2, group)
+        check_failures(out_dir, model, optimizer, group)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    on_ranks(2, work)
+    return out_dir
+
+
+def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: Ranks) -> None:
+    """What is saved in one layout is loaded in each other, with the same numbers."""
+    if ranks.is_first:
+        out_dir.mkdir()
+    dist.barrier()
+    model, optimizer = trained(kind, mesh=mesh)
+    saved = state_of(model, optimizer)
+    expected = gathered(checkpoint.content_of(saved))
+    saver = Saver(out_dir, print, 9.0, group=group)
+    saver.save(saved, best=True)
+    for p in model.parameters():  # which the snapshot does not see
+        p.detach().zero_()
+    saver.wait()
+    saver.raise_if_last_failed()
+    dist.barrier()
+    loaded = checkpoint.load(out_dir, ranks=ranks)
+    assert_equal(gathered(checkpoint.content_of(checkpoint.whole(loaded))), expected)  # folder to whole
+    if ranks.is_first:
+        checkpoint.convert(str(out_dir), str(out_dir / "one.pt"))
+    dist.barrier()
+    for source in (out_dir, out_dir / "one.pt"):  # folder to sharded, file to sharded
+        other, other_optimizer = trained(kind, steps=1, mesh=mesh)
+        loaded = checkpoint.load(source)
+        checkpoint.restore_weights(other, loaded)
+        checkpoint.restore_optimizer(other_optimizer, loaded.optimizer, "out", loaded.folder)
+        found = gathered(checkpoint.content_of(state_of(other, other_optimizer)))
+        assert_equal(found["model"], expected["model"])
+        assert_equal(found["optimizer"]["state"], expected["optimizer"]["state"])
+
+
+def check_failures(out_dir: Path, model: GPT, optimizer: torch.optim.AdamW, group: Any) -> None:
+    """What fails on one rank fails on all, and leaves what was there."""
+    rank = dist.get_rank()
+    before = sorted(path.name for path in out_dir.iterdir())
+    bad = state_of(model, optimizer, 3)
+    if rank == 1:
+        sharding.local(next(iter(bad.model.values())))[0, 0] = math.nan
+    with pytest.raises(ValueError, match="ckpt-00000003 is not written: weights or moments hold NaN"):
+        checkpoint.save(bad, out_dir, True, 2, group)
+    if rank == 1:
+        sharding.local(next(iter(bad.model.values())))[0, 0] = 0
+        os.fsync = lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    said: list[str] = []
+    saver = Saver(out_dir, said.append, 4.0, 2, group=group)
+    saver.save(bad, best=True)
+    saver.wait()
+    assert [isinstance(saved.error, OSError) for saved in saver.finished()] == [True]
+    assert "No space left on device" in said[0]
+    assert said[0].endswith("; the run goes on and tries again at the next save")
+    assert saver.best_val_loss == 4.0
+    dist.barrier()
+    assert sorted(path.name for path in out_dir.iterdir()) == before
+
+
+def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_on_all(folder):
+    loaded = checkpoint.whole(checkpoint.load(folder))
+    model, optimizer = trained()
+    torch.testing.assert_close(loaded.model, dict(model.state_dict()))  # AdamW rounds shards otherwise
+    assert checkpoint.best_of(folder) == folder / "ckpt-00000001"
+    assert checkpoint.resume(folder).best_val_loss == 4.0
+    for tail in ("adamw", "muon"):
+        files = sorted(path.name for path in (folder / tail / "ckpt-00000002").iterdir())
+        assert [name.split("-")[0] for name in files] == ["checkpoint.json", "manifest.json", "shard", "shard"]
+
+
+def test_conversion_both_ways_keeps_every_number(folder, tmp_path, script):
+    one, two, three = tmp_path / "one.pt", tmp_path / "two", tmp_path / "three.pt"
+    for source, target in ((folder, one), (one, two), (two, three)):
+        checkpoint.convert(str(source), str(target))
+    first, last = checkpoint.load(one), checkpoint.load(three)
+    assert_equal(gathered(checkpoint.content_of(first)), gathered(checkpoint.content_of(last)))
+    assert first.model["lm_head.weight"].data_ptr() == first.model["transformer.wte.weight"].data_ptr()
+    model, optimizer = trained(steps=0)
+    checkpoint.restore_optimizer(optimizer, first.optimizer, "one.pt")
+    with pytest.raises(ValueError, match=r"one\.pt exists and is not a folder; choose another name"):
+        checkpoint.convert(str(folder), str(one))
+    with pytest.raises(ValueError, match="no such checkpoint"):
+        checkpoint.convert(str(tmp_path / "nothing"), str(tmp_path / "x.pt"))
+    done = script("deskgpt/checkpoint.py", "convert", folder)
+    assert (done.code, done.err) == (1, "error: usage: python -m deskgpt.checkpoint convert SOURCE TARGET\n")
+
+
+# ---- damage and strangers' files -----------------------------------------------------------------------------
+
+
+def damage_file(path: Path, draw: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    at = draw.randrange(len(content))
+    kind = draw.randrange(4)
+    if kind == 0:
+        content[at] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        del content[at : at + draw.choice((1, 8, 512))]
+    elif kind == 2:
+        content[at:at] = draw.randbytes(draw.choice((1, 8)))
+    else:
+        content[at : at + 8] = bytes(min(8, len(content) - at))
+    path.write_bytes(content)
+
+
+def test_no_damage_to_a_folder_is_silent_and_the_one_before_it_is_used(folder, tmp_path):
+    draw = random.Random(3)
+    before = checkpoint.load(folder / "ckpt-00000002")
+    for n in range(60):
+        out = tmp_path / str(n)
+        shutil.copytree(folder, out, ignore=shutil.ignore_patterns("adamw", "muon"))
+        path = draw.choice(sorted((out / "ckpt-00000002").iterdir()))
+        content = path.read_bytes()
+        if n % 6:
+            damage_file(path, draw)
+        else:
+            path.unlink()
+        if path.exists() and path.read_bytes() == content:
+            continue
+        said: list[str] = []
+        loaded = checkpoint.load(out, said.append)
+        if loaded.iter_num == 2:  # other names and spaces in a JSON file that mean the same
+            assert_equal(checkpoint.content_of(loaded), checkpoint.content_of(before))
+            continue
+        (line,) = said
+        assert line.startswith(f"{out / 'ckpt-00000002'} is not a ")
+        assert line.endswith(": going on from ckpt-00000001, step 1")
+        with pytest.raises(ValueError, match="ckpt-00000002 is not a ") as e:
+            checkpoint.load(out / "ckpt-00000002")
+        assert "\n" not in str(e.value)
+
+
+def with_manifest(path: Path) -> Path:
+    """Makes the manifest of a stranger's folder right."""
+    files = {p.name: sharded_checkpoint.facts_of(p) for p in path.iterdir() if p.name != "manifest.json"}
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    return path
+
+
+STRANGE: dict[str, Any] = {
+    "iter_num": [-1, 2**63, True, 1.5, None, "1"],
+    "best_val_loss": [math.nan, "1", None],
+    "model_args": [{"n_layer": 10**9}, None, 3],
+    "optimizer": [None, [], {"names": 3}, {"names": ["x"], "steps": {"x": "y"}, "param_groups": []}],
+    "best": [None, 1],
+    "config": [3],
+    "tokenizer": ["bytes"],
+}
+
+
+def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path):
+    path = tmp_path / "ckpt-00000001"
+    shutil.copytree(folder / "ckpt-00000001", path)
+    content = (path / "checkpoint.json").read_text()
+    plain = json.loads(content)
+    texts = [json.dumps(plain | {k: value}) for k, values in STRANGE.items() for value in values]
+    deep = json.dumps(plain | {"config": "X"}).replace('"X"', '{"a":' * 5000 + "1" + "}" * 5000)
+    for text in [*texts, deep, "[" * 100_000, "3", "{", ""]:
+        (path / "checkpoint.json").write_text(text)
+        with pytest.raises(ValueError, match="ckpt-00000001 is not a (readable|training) checkpoint") as e:
+            checkpoint.load(with_manifest(path))
+        assert "\n" not in str(e.value)
+    (path / "checkpoint.json").write_text(content)
+    shard = next(path.glob("shard-00001*"))
+    for offsets in ([10**15, 0], [0, 1], [-1, 0], [1.5, 0], "x", None):
+        info = json.dumps({"w": {"saved_offsets": offsets}})
+        save_file({"w": torch.zeros(2, 2)}, shard, {"DCP_SHARDING_INFO": info})
+        with pytest.raises(ValueError, match="ckpt-00000001 is not a (readable|training) checkpoint"):
+            checkpoint.load(with_manifest(path))
+    for name in ("../../x", "/etc/passwd", "checkpoint.json/x"):
+        (path / "manifest.json").write_text(
+            json.dumps({"format": 1, "files": {"checkpoint.json": [1, ""], name: [1, ""]}})
+        )
+        with pytest.raises(ValueError, match="is not a readable checkpoint"):
+            checkpoint.load(path)
+
+
+# ---- which one -----------------------------------------------------------------------------------------------
+
+
+def save_whole(out_dir: Path, step: int, best: bool) -> Path:
+    """A folder as a sharded run would have written it, by one process."""
+    model, optimizer = trained()
+    tensors, rest = checkpoint.parted(state_of(model, optimizer, step))
+    path = sharded_checkpoint.new_path(out_dir, step)
+    sharded_checkpoint.write(tensors, rest | {"best": best}, path)
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
+    model, optimizer = trained()
+    checkpoint.save(state_of(model, optimizer, 5), tmp_path, best=True)
+    assert checkpoint.load(tmp_path).iter_num == 5
+    save_whole(tmp_path, 4, best=False)
+    assert checkpoint.load(tmp_path).path == tmp_path / "ckpt.pt"
+    save_whole(tmp_path, 7, best=False)
+    assert checkpoint.load(tmp_path).iter_num == 7
+    assert checkpoint.best_of(tmp_path) == tmp_path / "ckpt_best.pt"
+    save_whole(tmp_path, 7, best=True)
+    assert checkpoint.load(tmp_path).path == checkpoint.best_of(tmp_path) == tmp_path / "ckpt-00000007-2"
+    save_whole(tmp_path, 9, best=False)
+    checkpoint.prune(tmp_path, 2)
+    assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000009"]
+    save_whole(tmp_path, 12, best=False)
+    checkpoint.prune(tmp_path, 1)
+    assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000012"]
+    for path in (tmp_path / "ckpt-00000007-2", str(tmp_path / "ckpt-00000007-2")):
+        assert checkpoint.folder_of(path) == tmp_path
+        assert checkpoint.is_one(path)
+        assert checkpoint.load(path).iter_num == 7
+    checkpoint.save(state_of(model, optimizer, 13), tmp_path, best=True)  # a run that is not sharded goes on
+    assert names(tmp_path) == ["ckpt.pt", "ckpt_best.pt"]
+
+
+def test_what_killed_and_abandoned_runs_left_is_tidied(tmp_path):
+    for step in (5, 7, 9):
+        save_whole(tmp_path, step, best=step == 5)
+    (tmp_path / "ckpt-00000007" / "manifest.json").unlink()
+    (tmp_path / "ckpt-00000008.12-ab.tmp").mkdir()
+    (tmp_path / "ckpt-00000008.12-ab.tmp" / "shard").write_text("torn")
+    said: list[str] = []
+    checkpoint.take_over(tmp_path, said.append, step=8)
+    assert names(tmp_path) == ["ckpt-00000005", "previous-1", "previous-2"]
+    assert "later than step 8, to which the run went back: it is now in" in said[0]
+    assert "ckpt-00000007 is not a readable checkpoint (it has no manifest.json" in said[1]
+    assert checkpoint.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
+
+
+def test_files_of_earlier_steps_are_kept(tmp_path):
+    model, optimizer = trained()
+    for step in range(1, 6):
+        checkpoint.save(state_of(model, optimizer, step), tmp_path, best=step == 1, keep=3)
+    assert names(tmp_path) == ["ckpt-00000003.pt", "ckpt-00000004.pt", "ckpt.pt", "ckpt_best.pt"]
+    assert [checkpoint.load(tmp_path / f"ckpt-0000000{n}.pt").iter_num for n in (3, 4)] == [3, 4]
+    (tmp_path / "ckpt.pt").write_text("damaged")
+    assert checkpoint.load(tmp_path).iter_num == 4
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------
+
+SETTINGS = {"batch_size": 2, "gradient_accumulation_steps": 8, "lr_decay_iters": 30, "eval_interval": 5}
+SETTINGS |= {"eval_iters": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, MODERN_SETTINGS | {"optimizer": "muon", "save_async": False}])
+def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tmp_path, script, options):
+    options = SETTINGS | {"dp_shard": -1, "eval_interval": 3} | options
+    run(2, tiny(chars, tmp_path / "whole", **options))
+    run(2, tiny(chars, tmp_path / "halves", max_iters=3, **options))
+    assert [path.name for path in (tmp_path / "halves").glob("ckpt*")] == ["ckpt-00000003"]
+    run(2, resumed(tmp_path / "halves", max_iters=6))
+    assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
+    a, b = (checkpoint.whole(checkpoint.load(tmp_path / name)) for name in ("whole", "halves"))
+    assert_equal(a.model, b.model)
+    assert_equal(a.optimizer["state"], b.optimizer["state"])
+    sampling = flags(device="cpu", max_new_tokens=20, num_samples=1)
+    done = script("sample.py", f"--out_dir={tmp_path / 'whole'}", *sampling)
+    assert done.code == 0, done.err
+    checkpoint.convert(str(tmp_path / "whole"), str(tmp_path / "one.pt"))
+    again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
+    assert again.out == done.out
+    finetuned = train.finetuning_settings(
+        flags(**asdict(tiny(chars, tmp_path / "finetuned", max_iters=1, init_from=tmp_path / "whole"))),
+        str(tmp_path / "whole"),
+    )
+    run(1, build(train.TrainConfig, finetuned))
+    assert events(tmp_path / "finetuned", "eval")[0]["val_loss"] < 4.0
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(chars, tmp_path):
+    """4 ranks, 2, 8 (four shards, two copies), 1: then DDP, and sharded again from its file."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    run(1, tiny(chars, whole, max_iters=30, **SETTINGS))
+    run(4, tiny(chars, out, max_iters=5, dp_shard=-1, **SETTINGS))
+    for world, dp_shard, step in ((2, -1, 10), (8, 4, 15), (1, 1, 20), (2, 1, 25), (2, -1, 30)):
+        run(world, resumed(out, dp_shard=dp_shard, max_iters=step))
+        found = [path.name for path in out.glob("ckpt*") if path.name != "ckpt_best.pt"]
+        assert ("ckpt.pt" in found) == (dp_shard == 1)
+    a, b = weights(whole), weights(out)
+    assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
+
+
+@pytest.mark.slow
+def test_sharded_run_rewinds(chars, tmp_path, monkeypatch):
+    """Back to the checkpoint, past the batches of the spike, on all ranks, and saved again under another name."""
+    spikes = iter([None, None, None, None, train.Spike(4, 0, 9.0, 4.0)])
+    monkeypatch.setattr(train.Health, "take_spike", lambda self: next(spikes, None))
+    run(2, tiny(chars, tmp_path, dp_shard=-1, on_spike="rewind", **SETTINGS | {"eval_interval": 3}))
+    assert [e["to"] for e in events(tmp_path, "rewind")] == [3]
+    assert checkpoint.load(tmp_path).iter_num == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [True, False])
+def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, in_background):
+    draw = random.Random(in_background)
+    for n in range(12):
+        out = tmp_path / str(n)
+        out.mkdir()
+        killed = draw.randrange(2)
+        call = draw.randrange(25)
+
+        def work(rank: int) -> None:
+            dist.init_process_group("gloo", rank=rank, world_size=2)
+            model, optimizer = trained(mesh=sharding.make_mesh("cpu", -1, 2))
+            saver = Saver(out, print, 9.0, 1, in_background, sharding.group_for_saves(20))
+            saver.save(state_of(model, optimizer, 1, 3.0), best=True)
+            saver.wait()
+            dist.barrier()
+            if rank == killed:
+                die_at_call(call)
+            for step in (2, 3):
+                saver.save(state_of(model, optimizer, step, 3.0 if step == 2 else 2.0), best=step == 3)
+            saver.wait()
+            saver.raise_if_last_failed()
+            os._exit(0)
+
+        on_ranks(2, work, killed=2)
+        last = checkpoint.resume(out)
+        checkpoint.whole(last)
+        best = checkpoint.best_of(out)
+        assert best is not None
+        assert checkpoint.load(best).best_val_loss == last.best_val_loss
+        checkpoint.take_over(out, print)
+        assert not checkpoint.leftovers(out)
+
+
+def die_at_call(n: int) -> None:
+    """The process kills itself at its n-th call that changes the disk."""
+    left = n
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), 9)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open"):
+        setattr(os, name, dying(getattr(os, name)))
+    Path.open = dying(Path.open)  # type: ignore[method-assign]

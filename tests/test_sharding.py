@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_equal, tiny
+
+import model as model_file
+from data.loader import BatchPlan, Loader, first_micro_batch
+from data.splits import Split
+from deskgpt import estimate, remembered, sharding
+from deskgpt.forms import EarlierForm, settle
+from deskgpt.health import Health
+from deskgpt.optimizer import make_optimizer, step_if_finite, step_unless
+from deskgpt.ranks import Ranks
+from deskgpt.runner import Form, Runner
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
+CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=65)
+# Of eight ranks, two have no row of its c_proj, four own none of its four matrices.
+NARROW = replace(CONFIG, n_layer=1, n_embd=6)
+GLOBAL_BATCH = 8
+ALONE = Ranks(CPU)
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+
+
+def in_ranks(work: Callable[[Ranks], Any], world: int, folder: Path) -> list[Any]:
+    """What `work` returns on each of so many ranks, which are forks of this process."""
+    import torch.distributed.checkpoint.state_dict  # once, not once in each rank
+    import torch.distributed.fsdp
+    import torch.testing._internal.distributed.fake_pg
+
+    def rank_main(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
+        torch.save(work(Ranks(CPU, rank, world, distributed=True)), folder / f"{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=rank_main, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * world
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def build(ranks: Ranks, dp_shard: int, config: GPTConfig = CONFIG) -> GPT:
+    """The same model on any ranks: whole with dp_shard=1, else sharded."""
+    torch.manual_seed(0)
+    if dp_shard == 1:
+        return GPT(config)
+    with CPU if ranks.is_first else torch.device("meta"):
+        model = GPT(config)
+    return sharding.sharded_copy(model, sharding.make_mesh("cpu", dp_shard, ranks.world), True, CPU)
+
+
+def whole_weights(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: sharding.whole(p).detach().clone() for name, p in model.state_dict().items()}
+
+
+def trained(
+    ranks: Ranks,
+    data: Path,
+    optimizer: str,
+    dp_shard: int,
+    steps: int,
+    split: int,
+    dtype: str = "float32",
+    config: GPTConfig = CONFIG,
+) -> dict[str, torch.Tensor]:
+    """The weights after `steps` steps on the same batches in `split` micro-batches, at any number of ranks.
+
+    There is an evaluation before the second one.
+    """
+    model = build(ranks, dp_shard, config)
+    runner = Runner(model, Form(dtype), ranks.distributed)
+    bfloat16 = dtype == "bfloat16"
+    stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu", bfloat16)
+    plan = BatchPlan.of(GLOBAL_BATCH // split, split, ranks.rank, ranks.world)
+    rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
+    if ranks.distributed:
+        runner.distribute(*first_micro_batch(rows, plan, CPU, plan.batch_size))
+    loader = Loader(rows, plan, CPU, 0)
+    for step in range(steps):
+        for micro_step in range(plan.micro_steps):
+            x, y, weight = loader.next()
+            if step == 1 and micro_step == 0:
+                runner.evaluate([(x, y, float(len(x)))], ranks)
+            last = micro_step == plan.micro_steps - 1
+            runner.backward(x, y, plan.micro_steps, last=last, weight=weight)
+        step_if_finite(stepper, runner.scaler, torch.linalg.vector_norm(runner.gradient_norms()))
+        stepper.zero_grad(set_to_none=True)
+    loader.close()
+    return whole_weights(model)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two weights."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tmp_path):
+    def work(ranks: Ranks) -> list[float]:
+        return [
+            distance(trained(ranks, chars, optimizer, -1, 50, 2), trained(ranks, chars, optimizer, 1, 50, 2))
+            for optimizer in ("adamw", "muon")
+        ]
+
+    assert in_ranks(work, 2, tmp_path / "ranks") == [[0.0, 0.0]] * 2
+
+
+def batch_of(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randint(0, CONFIG.vocab_size, (n, CONFIG.block_size + 1), generator=torch.Generator().manual_seed(n))
+    return x[:, :-1], x[:, 1:]
+
+
+def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
+    def no_room_above_four(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if q.size(0) > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return real_attention(q, *args, **kwargs)
+
+    real_attention = model_file.attention
+    c = tiny(chars, tmp_path, dp_shard=-1, batch_size=8, gradient_accumulation_steps=4, dtype="bfloat16")
+
+    def work(ranks: Ranks) -> list[Any]:
+        found: list[Any] = []
+        model = build(ranks, -1)
+        before = whole_weights(model)
+        if ranks.rank == 1:
+            monkeypatch.setattr(model_file, "attention", no_room_above_four)
+            monkeypatch.setattr(
+                remembered, "read", lambda name: {}
+            )  # its file has nothing of the form that it gives up
+        with pytest.raises(ValueError, match="out of memory: batch_size=8 does not fit .* --batch_size=4"):
+            settle(model, c, ranks, batch_of, EarlierForm(), 5, None)
+        runner, settled = settle(model, replace(c, auto_batch=True), ranks, batch_of, EarlierForm(), 5, None)
+        assert_equal(whole_weights(model), before)
+        found += [settled.batch_size, settled.gradient_accumulation_steps, runner.form.dtype]
+
+        # the time that steps take: this rank's clock runs
+        if ranks.is_first:
+            monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=map(float, count(0, 10)).__next__))
+        runner.backward(*batch_of(4))
+        optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
+        splits = (Split(chars, "val", CONFIG.block_size, CONFIG.vocab_size, 1),)
+        seconds = 200.0 + 100 * ranks.rank
+        found.append(estimate.steps_within(seconds, settled, runner, optimizer, batch_of(4), splits, 0, ranks))
+        assert_equal(whole_weights(model), before)
+
+        # gradients and weights that are not finite
+        runner.backward(*batch_of(4))
+        norms = runner.gradient_norms()
+        whole = torch.stack([sharding.whole(p.grad).norm() for p in runner.parameters])
+        torch.testing.assert_close(norms, whole, rtol=1e-6, atol=0)
+        step_unless(optimizer, torch.tensor(True))
+        assert_equal(whole_weights(model), before)
+        health = Health(runner, ranks, 0, 1.0, 1)
+        found.append(health.evidence(0, []).broken_weight)
+        if ranks.rank == 1:
+            sharding.local(runner.parameters[3])[-1] = torch.nan
+        found.append(health.evidence(0, []).broken_weight)
+        return found
+
+    first, second = in_ranks(work, 2, tmp_path / "ranks")
+    assert first == second
+    assert first[:3] == [4, 8, "bfloat16"]
+    assert first[3]["max_iters"] == 4
+    assert first[4:] == [None, "transformer.h.0.attn.c_attn.weight"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dp_shard": 3}, "dp_shard=3 does not divide the number of ranks, 8; try --dp_shard=2"),
+        ({"dp_shard": 0}, "dp_shard=0 does not divide the number of ranks, 8; try --dp_shard=1"),
+        ({"dp_shard": 8, "dtype": "float16"}, "dtype=float16 with dp_shard=8: .* try --dtype=bfloat16"),
+        ({"dp_shard": -1, "tasks": "piqa"}, "tasks=piqa with dp_shard=-1: .* run bench/evaluate.py"),
+        ({"dp_shard": 2, "sample_interval": 1}, "sample_interval=1 with dp_shard=2: .* run sample.py"),
+    ],
+)
+def test_what_sharded_weights_cannot_do_is_refused_with_the_remedy(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.shards_for(tiny(tmp_path, tmp_path, **settings), 8)
+    sharding.shards_for(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": 1})), 8)
+    sharding.shards_for(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": -1})), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "config"), [(4, CONFIG), (8, NARROW)])
+def test_any_layout_trains_as_one_process_does(chars, tmp_path, world, config):
+    forms = {"adamw": "float32", "muon": "bfloat16"}
+    one = {name: trained(ALONE, chars, name, 1, 20, 8, dtype, config) for name, dtype in forms.items()}
+
+    def work(ranks: Ranks) -> dict[Any, float]:
+        return {
+            (name, dp_shard): distance(trained(ranks, chars, name, dp_shard, 20, 8, dtype, config), one[name])
+            for name, dtype in forms.items()
+            for dp_shard in (2, -1)
+        }
+
+    found = in_ranks(work, world, tmp_path / "ranks")
+    for (name, _), difference in found[0].items():
+        assert difference < (1e-5 if name == "adamw" else 1e-3)
+    assert all(of_rank == found[0] for of_rank in found)
+
+
+@pytest.mark.slow
+def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_path, monkeypatch):
+    c = tiny(chars, tmp_path, dp_shard=-1, compile="auto")
+    compile = torch.compile
+
+    def work(ranks: Ranks) -> str:
+        if ranks.is_first:
+            monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="eager"))
+        else:
+            monkeypatch.setenv("CXX", "/nonexistent")
+        model = build(ranks, -1)
+        runner, _ = settle(model, c, ranks, batch_of, EarlierForm("float32", compiled=True, explicit=False), 5, None)
+        return str(runner.form)
+
+    assert in_ranks(work, 2, tmp_path / "ranks") == ["float32, not compiled"] * 2
