@@ -1227,10 +1227,9 @@ def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keeps other runs out of out_dir, where this process is one that writes there."""
     reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
-    place = place_of(os.environ)
-    if reads_only or place.rank > 0:
+    if reads_only or place_of(os.environ).rank > 0:
         return nullcontext()
-    restarts = settings["init_from"] == "auto" and place.distributed
+    restarts = settings["init_from"] == "auto" and place_of(os.environ).distributed
     return only_run_in(checkpoint.folder_of(settings["out_dir"]), RESTART_S if restarts else 0.0)
 
 

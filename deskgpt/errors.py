@@ -73,7 +73,7 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
-    if LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS:
+    if isinstance(e, RuntimeError) and (LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS):
         sentence = str(e).splitlines()[0].partition(". ")[0]
         reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
         return (

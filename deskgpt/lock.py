@@ -43,12 +43,17 @@ def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     written.
     """
     is_new = not folder.exists()
-    try:
-        lock = locked(folder, wait_s)
-    except Timeout:
-        raise in_use(folder) from None
-    except OSError as e:
-        raise OSError(f"out_dir={folder} cannot be written: {e.strerror}; choose another --out_dir") from None
+    latest = time.monotonic() + wait_s
+    lock = None
+    while lock is None:
+        try:
+            lock = locked(folder)
+        except Timeout:
+            if time.monotonic() >= latest:
+                raise in_use(folder) from None
+            time.sleep(1.0)
+        except OSError as e:
+            raise OSError(f"out_dir={folder} cannot be written: {e.strerror}; choose another --out_dir") from None
     facts = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
         write_atomically(folder / HOLDER, json.dumps(facts).encode())
@@ -63,13 +68,13 @@ def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
                 folder.rmdir()
 
 
-def locked(folder: Path, wait_s: float, tries: int = 20) -> BaseFileLock:
+def locked(folder: Path, tries: int = 20) -> BaseFileLock:
     """The folder's lock or lease, taken. Raises Timeout, which is an OSError, where another run has it; OSError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock: BaseFileLock = FileLock(folder / LOCK)
         with warnings.catch_warnings(action="ignore"):
-            lock.acquire(timeout=wait_s)
+            lock.acquire(timeout=0)
         if not isinstance(lock, SoftFileLock):
             return lock
         lock.release()  # without the system's locks, filelock has made a file that would outlive a crash
@@ -78,7 +83,7 @@ def locked(folder: Path, wait_s: float, tries: int = 20) -> BaseFileLock:
     except (FileExistsError, FileNotFoundError):  # another run makes or removes the folder just now
         if tries == 1:
             raise
-        return locked(folder, wait_s, tries - 1)
+        return locked(folder, tries - 1)
     except OSError as e:
         if e.errno not in NO_LOCKS:
             raise

@@ -36,3 +36,11 @@ def test_torchrun_says_where_a_process_is_and_without_it_there_is_one():
 def test_processes_that_do_not_know_of_each_other_are_refused_with_torchruns_command(environ, message):
     with pytest.raises(ValueError, match=rf"^{message}.*torchrun --standalone --nproc_per_node=N train\.py"):
         place_of(environ)
+
+
+def test_restarts_of_torchrun_need_a_store_of_their_own():
+    restarts = TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(ValueError, match=r"^--max_restarts=3: .*set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        place_of(restarts)
+    assert place_of(restarts | {"TORCHELASTIC_MAX_RESTARTS": "0"}).distributed
+    assert place_of(restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).distributed
