@@ -2,6 +2,7 @@
 
     python bench/hosts.py                                    # every fault, 3 hosts of 2 ranks
     python bench/hosts.py --hosts=2 --ranks=1 --fault=kill-worker
+    python bench/hosts.py --dp_shard=-1                      # with settings of train.py
     python bench/hosts.py --save=hosts                       # writes bench/results/DATE-hosts.md and .json as well
 
 The hosts are network namespaces on this machine, each with an address, a torchrun and its workers, which train a small
@@ -70,9 +71,10 @@ class BrokenPromise(Exception):
 class Cluster:
     """Hosts as network namespaces h0, h1 ..., joined by a bridge; the rendezvous is on h0."""
 
-    def __init__(self, hosts: int, ranks: int, folder: Path) -> None:
+    def __init__(self, hosts: int, ranks: int, more: list[str], folder: Path) -> None:
         self.hosts = range(hosts)
         self.ranks = ranks
+        self.more = more  # settings of the run
         self.folder = folder
         self.data = write_data(folder)
         self.out_dir = folder
@@ -95,7 +97,7 @@ class Cluster:
         command += [f"--nnodes={len(self.hosts)}", f"--nproc_per_node={self.ranks}", "--max_restarts=3"]
         command += ["--rdzv_backend=c10d", "--rdzv_endpoint=10.0.0.1:29500", "--rdzv_id=1", f"--rdzv_conf={rdzv_conf}"]
         command += [f"--local_addr=10.0.0.{host + 1}", "train.py", "--init_from=auto"]
-        command += [f"--{name}={value}" for name, value in settings.items()]
+        command += [*(f"--{name}={value}" for name, value in settings.items()), *self.more]
         # A store that torchrun shares with its workers keeps the addresses of those it has started before.
         more = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         with open(self.log_of(host), "ab") as log:
@@ -315,7 +317,7 @@ def main() -> int:
     inside = sys.argv[1:2] == [INSIDE]
     if inside:
         del sys.argv[1]
-    a = parser.parse_args()
+    a, more = parser.parse_known_args()
     output.check_name(a.save)
     if a.hosts < 2 or a.ranks < 1:
         raise ValueError(f"--hosts={a.hosts} --ranks={a.ranks}: at least 2 hosts, of 1 rank")
@@ -324,7 +326,7 @@ def main() -> int:
 
     subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)  # for ip netns; no one else sees it
     with tempfile.TemporaryDirectory(dir="/run") as folder:
-        cluster = Cluster(a.hosts, a.ranks, Path(folder))
+        cluster = Cluster(a.hosts, a.ranks, more, Path(folder))
         draw = random.Random(a.seed)
         results = {}
         for fault in ("none", *(FAULTS if a.fault == "all" else {a.fault} - {"none"})):
