@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from bench import output
 from bench.output import markdown_table
 from configurator import configure
-from deskgpt import checkpoint, hardware, sharded_checkpoint
+from deskgpt import hardware, sharded_checkpoint
 from deskgpt.errors import one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.gpt2_weights import download_gpt2

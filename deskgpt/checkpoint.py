@@ -362,9 +362,9 @@ HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"  # one tensor where
 def parted(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint by name, such as exp_avg.transformer.wte.weight, and everything else, for JSON."""
     rest = content_of(checkpoint)
-    tensors = rest.pop("model")
+    tensors = dict(rest.pop("model"))
     if checkpoint.model_args.get("tie_weights", True):
-        tensors = {name: w for name, w in tensors.items() if name != HEAD}
+        del tensors[HEAD]
     groups = checkpoint.optimizer["param_groups"]
     names = parameter_names(checkpoint.model_args, groups)
     steps = {}
@@ -617,7 +617,8 @@ def restore_optimizer(
 ) -> None:
     """Loads the optimizer's state; hyperparameters remain those of the settings, not the checkpoint's.
 
-    folder: Checkpoint.folder. Where the model is sharded, each rank loads its rows. Raises ValueError, naming `source`, where the state does not belong to the model or the optimizer.
+    folder: Checkpoint.folder. Where the model is sharded, each rank loads its rows. Raises ValueError, naming `source`,
+    where the state does not belong to the model or the optimizer.
     """
     ours = optimizer.state_dict()["param_groups"]
     theirs = state.get("param_groups")

@@ -51,7 +51,7 @@ def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
         except Timeout:
             if time.monotonic() >= latest:
                 raise in_use(folder) from None
-            time.sleep(1.0)
+            time.sleep(0.3)
         except OSError as e:
             raise OSError(f"out_dir={folder} cannot be written: {e.strerror}; choose another --out_dir") from None
     facts = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}

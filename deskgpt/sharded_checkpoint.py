@@ -4,7 +4,7 @@
     ckpt-00001000/checkpoint.json   everything else
     ckpt-00001000/manifest.json     size and SHA-256 of each file, written last
 
-A folder is written under another name, which becomes its own in one step, and is never changed. Reading it runs no code.
+A folder is written under another name, gets its own in one step, and is never changed. Reading it runs no code.
 """
 
 from __future__ import annotations

@@ -965,7 +965,7 @@ def resume(file: Path) -> None:
 
 
 def saved_content(saved: checkpoint.Checkpoint) -> bytes:
-    return to_bytes(vars(saved))
+    return to_bytes(checkpoint.content_of(saved))
 
 
 def to_bytes(value: Any) -> bytes:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def test_dead_runs_lock_does_not_hold(tmp_path):
     assert (tmp_path / lock.LOCK).exists()
     with only_run_in(tmp_path):
         assert json.loads((tmp_path / lock.HOLDER).read_bytes())["pid"] == os.getpid()
+
+
+def test_a_run_that_may_wait_takes_the_folder_when_the_other_one_has_left(tmp_path):
+    first = only_run_in(tmp_path)
+    first.__enter__()
+    leaves = threading.Timer(0.2, first.__exit__, (None, None, None))
+    leaves.start()
+    with only_run_in(tmp_path, wait_s=20):
+        assert leaves.finished.is_set()
+    assert not list(tmp_path.iterdir())
 
 
 def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path):

@@ -11,14 +11,13 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_equal, events, flags, tiny, trajectory, weights
+from conftest import TINY, assert_equal, events, flags, tiny, trajectory, weights
 from safetensors.torch import save_file
 from tiny_models import MODERN_SETTINGS
 
@@ -37,7 +36,7 @@ CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, b
 
 
 def on_ranks(world: int, work: Callable[[int], Any], killed: int = 0) -> None:
-    """Runs work(rank) in forked ranks, as torchrun would start them, and `killed` of them may end otherwise than well."""
+    """Runs work(rank) in forked ranks, as torchrun would start them; up to `killed` of them may fail."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -196,7 +195,7 @@ def check_failures(out_dir: Path, model: GPT, optimizer: torch.optim.AdamW, grou
 
 def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_on_all(folder):
     loaded = checkpoint.whole(checkpoint.load(folder))
-    model, optimizer = trained()
+    model, _ = trained()
     torch.testing.assert_close(loaded.model, dict(model.state_dict()))  # AdamW rounds shards otherwise
     assert checkpoint.best_of(folder) == folder / "ckpt-00000001"
     assert checkpoint.resume(folder).best_val_loss == 4.0
@@ -212,7 +211,7 @@ def test_conversion_both_ways_keeps_every_number(folder, tmp_path, script):
     first, last = checkpoint.load(one), checkpoint.load(three)
     assert_equal(gathered(checkpoint.content_of(first)), gathered(checkpoint.content_of(last)))
     assert first.model["lm_head.weight"].data_ptr() == first.model["transformer.wte.weight"].data_ptr()
-    model, optimizer = trained(steps=0)
+    _, optimizer = trained(steps=0)
     checkpoint.restore_optimizer(optimizer, first.optimizer, "one.pt")
     with pytest.raises(ValueError, match=r"one\.pt exists and is not a folder; choose another name"):
         checkpoint.convert(str(folder), str(one))
@@ -401,11 +400,8 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
     checkpoint.convert(str(tmp_path / "whole"), str(tmp_path / "one.pt"))
     again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
     assert again.out == done.out
-    finetuned = train.finetuning_settings(
-        flags(**asdict(tiny(chars, tmp_path / "finetuned", max_iters=1, init_from=tmp_path / "whole"))),
-        str(tmp_path / "whole"),
-    )
-    run(1, build(train.TrainConfig, finetuned))
+    new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "whole", "max_iters": 1}
+    run(1, build(train.TrainConfig, train.finetuning_settings(flags(**new), str(tmp_path / "whole"))))
     assert events(tmp_path / "finetuned", "eval")[0]["val_loss"] < 4.0
 
 
@@ -413,14 +409,15 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
 def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(chars, tmp_path):
     """4 ranks, 2, 8 (four shards, two copies), 1: then DDP, and sharded again from its file."""
     out, whole = tmp_path / "out", tmp_path / "whole"
-    run(1, tiny(chars, whole, max_iters=30, **SETTINGS))
-    run(4, tiny(chars, out, max_iters=5, dp_shard=-1, **SETTINGS))
+    calm = SETTINGS | {"learning_rate": 1e-3}  # at 1e-2 the rounding of another order of sums grows to 0.02
+    run(1, tiny(chars, whole, max_iters=30, **calm))
+    run(4, tiny(chars, out, max_iters=5, dp_shard=-1, **calm))
     for world, dp_shard, step in ((2, -1, 10), (8, 4, 15), (1, 1, 20), (2, 1, 25), (2, -1, 30)):
         run(world, resumed(out, dp_shard=dp_shard, max_iters=step))
         found = [path.name for path in out.glob("ckpt*") if path.name != "ckpt_best.pt"]
         assert ("ckpt.pt" in found) == (dp_shard == 1)
     a, b = weights(whole), weights(out)
-    assert max((a[name] - b[name]).abs().max() for name in a) < 1e-5
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-5
 
 
 @pytest.mark.slow
@@ -429,7 +426,7 @@ def test_sharded_run_rewinds(chars, tmp_path, monkeypatch):
     spikes = iter([None, None, None, None, train.Spike(4, 0, 9.0, 4.0)])
     monkeypatch.setattr(train.Health, "take_spike", lambda self: next(spikes, None))
     run(2, tiny(chars, tmp_path, dp_shard=-1, on_spike="rewind", **SETTINGS | {"eval_interval": 3}))
-    assert [e["to"] for e in events(tmp_path, "rewind")] == [3]
+    assert [e["iter"] for e in events(tmp_path, "rewind")] == [3]
     assert checkpoint.load(tmp_path).iter_num == 6
 
 
@@ -443,7 +440,7 @@ def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
         killed = draw.randrange(2)
         call = draw.randrange(25)
 
-        def work(rank: int) -> None:
+        def work(rank: int, out: Path = out, killed: int = killed, call: int = call) -> None:
             dist.init_process_group("gloo", rank=rank, world_size=2)
             model, optimizer = trained(mesh=sharding.make_mesh("cpu", -1, 2))
             saver = Saver(out, print, 9.0, 1, in_background, sharding.group_for_saves(20))
