@@ -43,14 +43,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 
 from bench import output
 from bench.output import markdown_table
-from bench.soak import SMALL, differences, events, write_data
+from bench.soak import DIST_TIMEOUT_S, SMALL, differences, events, write_data
 from bench.timing import ROOT
 from deskgpt import runlog
 from deskgpt.errors import one_line_errors
 
 MAX_ITERS = 120
 SAVE_INTERVAL = 10  # steps
-DIST_TIMEOUT_S = 20
 DELAY_S = 0.05
 LOSS = 0.01  # of the frames
 # Within these seconds the processes that a fault hits have ended, and within these the run trains again.
@@ -91,7 +90,7 @@ class Cluster:
         """The command that begins the run or goes on with it: the same at any time."""
         settings = SMALL | {"max_iters": MAX_ITERS, "gradient_accumulation_steps": len(self.hosts) * self.ranks}
         settings |= {"eval_interval": MAX_ITERS // 2, "save_interval": SAVE_INTERVAL, "save_async": False}
-        settings |= {"dist_timeout_s": DIST_TIMEOUT_S, "dataset": self.data, "out_dir": self.out_dir}
+        settings |= {"dataset": self.data, "out_dir": self.out_dir}
         rdzv_conf = f"is_host={int(host == 0)},join_timeout=30,read_timeout=15"
         command = ["nsenter", f"--net=/run/netns/h{host}", sys.executable, "-m", "torch.distributed.run"]
         command += [f"--nnodes={len(self.hosts)}", f"--nproc_per_node={self.ranks}", "--max_restarts=3"]

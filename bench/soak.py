@@ -52,7 +52,8 @@ SAVE_INTERVAL = 10  # steps
 STEPS_PER_KILL = 60  # that a process makes before it is killed, on average; the run has twice as many
 START_S = 3.0  # a process that is killed while it starts is killed within this time
 SAVES_PER_KILL = 3  # that several ranks make before one is killed, at most
-OTHERS_S = 30.0  # after a kill, in which the other ranks end
+DIST_TIMEOUT_S = 20
+OTHERS_S = DIST_TIMEOUT_S + 30.0  # after a kill, in which the other ranks end
 SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "dropout": 0.1}
 SMALL |= {
     "learning_rate": 1e-2,
