@@ -205,8 +205,8 @@ def main(c: TrainConfig) -> float:
     runner, c = forms.settle(model, c, ranks, batch_of, start.form(ranks.device), steps, seconds_left(c, began))
     plan = BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, ranks.rank, ranks.world)
     optimizer = optimizer_for(c, runner)
-    if ranks.distributed:
-        runner.distribute()
+    if ranks.distributed and not c.eval_only:
+        runner.distribute(*batch_of(c.batch_size))
     left_s = seconds_left(c, began)
     if left_s is not None:
         batch = batch_of(c.batch_size)

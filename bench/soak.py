@@ -2,6 +2,8 @@
 
     python bench/soak.py                   # 200 kills, about 20 minutes
     python bench/soak.py --kills=20
+    python bench/soak.py --ranks=2         # 200 kills of a random rank, each at a random moment of a save
+    python bench/soak.py --ranks=4 --dp_shard=-1 --save_async=False    # with settings of train.py
     python bench/soak.py --save=soak       # writes bench/results/DATE-soak.md and .json as well
 
 Both runs are train.py on generated text, with a small model and dropout; they save every ten steps. All is in a
@@ -9,18 +11,27 @@ temporary folder. A fifth of the kills come while the process starts, the others
 must be a checkpoint no older than the last save that log.jsonl reports, and a best one no worse than the best it
 reports. In the end all weights, the optimizer and what was logged must be those of the undisturbed run, in every bit.
 Ends with exit status 1 where something differs.
+
+With --ranks the ranks are forks of this process, which has imported torch: it takes seconds. The other ranks must end
+by themselves. Not for Windows.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import random
+import runpy
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +46,30 @@ from data.text.prepare import prepare
 from deskgpt import checkpoint, runlog
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.errors import one_line_errors
+from deskgpt.files import TEMPORARY
 
 SAVE_INTERVAL = 10  # steps
 STEPS_PER_KILL = 60  # that a process makes before it is killed, on average; the run has twice as many
 START_S = 3.0  # a process that is killed while it starts is killed within this time
+SAVES_PER_KILL = 3  # that several ranks make before one is killed, at most
+DIST_TIMEOUT_S = 20
+OTHERS_S = DIST_TIMEOUT_S + 30.0  # after a kill, in which the other ranks end
+SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "dropout": 0.1}
+SMALL |= {
+    "learning_rate": 1e-2,
+    "warmup_iters": 2,
+    "eval_iters": 2,
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+}
 LOGGED = {"iter": ("loss", "lr", "grad_norm", "tokens"), "eval": ("train_loss", "val_loss", "lr")}
 
 
-def command(data: Path, out_dir: Path, max_iters: int) -> list[str]:
+def command(data: Path, out_dir: Path, max_iters: int, ranks: int) -> list[str]:
     """What starts a run in out_dir, or goes on with the one there."""
-    if any((out_dir / name).exists() for name in (checkpoint.NAME, checkpoint.BEST)):
-        return [sys.executable, "train.py", "--init_from=resume", f"--out_dir={out_dir}"]
-    settings: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4}
-    settings |= {"gradient_accumulation_steps": 1, "dropout": 0.1, "learning_rate": 1e-2, "warmup_iters": 2}
-    settings |= {"max_iters": max_iters, "eval_interval": SAVE_INTERVAL, "eval_iters": 2, "device": "cpu"}
-    settings |= {"dtype": "float32", "compile": False, "dataset": data, "out_dir": out_dir}
+    settings = SMALL | {"gradient_accumulation_steps": max(1, ranks), "max_iters": max_iters}
+    settings |= {"eval_interval": SAVE_INTERVAL, "dataset": data, "out_dir": out_dir, "init_from": "auto"}
     return [sys.executable, "train.py", *(f"--{name}={value}" for name, value in settings.items())]
 
 
@@ -67,17 +87,67 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in runlog.read_events(path) if event["event"] == kind] if path.exists() else []
 
 
-def start(data: Path, out_dir: Path, max_iters: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command(data, out_dir, max_iters), cwd=ROOT, stdout=subprocess.DEVNULL)
+def train_as(rank: int, ranks: int, port: int, arguments: list[str], log: Path) -> None:
+    """What torchrun's worker of this rank does with `python ARGUMENTS`, in a fork of this process."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
-def run_and_kill(data: Path, out_dir: Path, max_iters: int, draw: random.Random, train_s: float) -> bool:
+def run_ranks(arguments: list[str], ranks: int, log: Path, draw: random.Random | None, save_s: float) -> bool:
+    """Runs the ranks, to the end or until one is killed in a save; False if none was.
+
+    log: for what they print; save_s: about how long a save takes. Raises RuntimeError where the run fails by itself, or
+    where the other ranks do not end after a kill.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log.write_text("")
+    forks = multiprocessing.get_context("fork")
+    processes = [forks.Process(target=train_as, args=(n, ranks, port, arguments, log)) for n in range(ranks)]
+    try:
+        for process in processes:
+            process.start()
+        if draw is not None:
+            kill_in_a_save(processes, log, draw, save_s)
+        for process in processes:
+            process.join(OTHERS_S if draw else None)
+        statuses = [process.exitcode for process in processes]
+        was_killed = statuses.count(-signal.SIGKILL) == 1
+        if None in statuses or (any(statuses) and not was_killed):
+            raise RuntimeError(f"the ranks ended with {statuses}: {log.read_text()[-2000:]}")
+        return was_killed
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def kill_in_a_save(processes: list[ForkProcess], log: Path, draw: random.Random, save_s: float) -> None:
+    """Kills one of the ranks at a random moment of one of their next saves, unless they end before."""
+    saves_left = draw.randint(1, SAVES_PER_KILL)
+    with open(log) as lines:
+        while saves_left:
+            line = lines.readline()
+            saves_left -= line.startswith("saving checkpoint")
+            if not line:
+                if not processes[0].is_alive():
+                    return
+                time.sleep(0.001)
+    time.sleep(draw.uniform(0, 1.2 * save_s))
+    draw.choice(processes).kill()
+
+
+def run_and_kill(command: list[str], out_dir: Path, draw: random.Random, train_s: float) -> bool:
     """Lets a process of the run live for a random time; False if it has come to the run's end before.
 
     train_s: how long it trains, on average. Raises RuntimeError where the process fails by itself.
     """
     starts = len(events(out_dir, "start"))
-    process = start(data, out_dir, max_iters)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         if draw.random() < 0.2:
             time.sleep(draw.uniform(0, START_S))
@@ -104,18 +174,19 @@ def steps_lost(out_dir: Path) -> int:
     losses = {e["iter"]: e["val_loss"] for e in events(out_dir, "eval")}
     best_reported = min([losses[e["iter"]] for e in saves if e["best"]], default=math.inf)
     if best_reported < math.inf:
-        best = checkpoint.load(out_dir / checkpoint.BEST).best_val_loss
+        path = checkpoint.best_of(out_dir)
+        best = checkpoint.load(path).best_val_loss if path else math.inf
         if best > best_reported or last.best_val_loss != best:
-            raise RuntimeError(f"val loss {best_reported} was saved as the best, ckpt_best.pt has {best}")
+            raise RuntimeError(f"val loss {best_reported} was saved as the best, {path} has {best}")
     return max(0, events(out_dir, "iter")[-1]["iter"] + 1 - last.iter_num)
 
 
 def differences(a: Path, b: Path) -> list[str]:
     """In what two runs differ: checkpoints, and what they logged at any time."""
     found = []
-    for name in (checkpoint.NAME, checkpoint.BEST):
-        one, other = contents(checkpoint.load(a / name)), contents(checkpoint.load(b / name))
-        found += [f"{name}: {key}" for key in one.keys() | other.keys() if not same(one.get(key), other.get(key))]
+    for name, path in {"last": lambda folder: folder, "best": checkpoint.best_of}.items():
+        one, other = (contents(checkpoint.whole(checkpoint.load(path(folder)))) for folder in (a, b))
+        found += [f"{name} {key}" for key in one.keys() | other.keys() if not same(one.get(key), other.get(key))]
     for kind, names in LOGGED.items():
         expected = {e["iter"]: [e[name] for name in names] for e in events(a, kind)}
         seen = {e["iter"] for e in events(b, kind)}
@@ -136,22 +207,43 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
 
 
-def soak(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """What came of the kills. Raises RuntimeError where a kill has lost something."""
-    max_iters = 2 * STEPS_PER_KILL * kills
+def soak(folder: Path, kills: int, seed: int, ranks: int, more: list[str]) -> dict[str, Any]:
+    """What came of the kills. ranks: 0 = one process without torchrun; more: settings of the run.
+
+    Raises RuntimeError where a kill has lost something.
+    """
+    max_iters = (2 * SAVES_PER_KILL * SAVE_INTERVAL if ranks else 2 * STEPS_PER_KILL) * kills
     draw = random.Random(seed)
     data = write_data(folder)
     whole = folder / "whole"
     killed = folder / "killed"
-    subprocess.run(command(data, whole, max_iters), cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+
+    length_s = 0.0
+
+    def run(out_dir: Path, killer: random.Random | None) -> bool:
+        """Whether the run was killed, after about length_s of a process or of a save."""
+        words = [*command(data, out_dir, max_iters, ranks), *more]
+        if ranks:
+            return run_ranks(words[1:], ranks, out_dir.with_suffix(".log"), killer, length_s)
+        if killer:
+            return run_and_kill(words, out_dir, killer, length_s)
+        subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        return False
+
+    run(whole, None)
     (end,) = events(whole, "end")
-    train_s = (end["train_s"] + end["eval_s"] + end["save_s"]) / max_iters * STEPS_PER_KILL
+    if ranks:
+        length_s = statistics.median(event["write_s"] for event in events(whole, "save"))
+    else:
+        length_s = (end["train_s"] + end["eval_s"] + end["save_s"]) / max_iters * STEPS_PER_KILL
 
     lost: list[int] = []
     done = 0
+    unfinished = 0  # kills that have left a part of a checkpoint
     logged = 0  # steps, those computed twice counted twice
-    while done < kills and run_and_kill(data, killed, max_iters, draw, train_s):
+    while done < kills and run(killed, draw):
         done += 1
+        unfinished += any(killed.glob(f"*{TEMPORARY}"))
         steps = steps_lost(killed)
         iters = events(killed, "iter")
         if len(iters) > logged:
@@ -161,11 +253,12 @@ def soak(folder: Path, kills: int, seed: int) -> dict[str, Any]:
             print(f"kill {done}: before a first step", flush=True)
         logged = len(iters)
     if not events(killed, "end"):
-        subprocess.run(command(data, killed, max_iters), cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        run(killed, None)
     return {
         "kills": done,
         "steps": max_iters,
         "processes": len(events(killed, "start")),
+        "unfinished": unfinished,
         "steps_lost": lost,
         "differences": differences(whole, killed),
         "start": events(whole, "start")[0],
@@ -174,29 +267,40 @@ def soak(folder: Path, kills: int, seed: int) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     lost = result["steps_lost"] or [0]
-    head = ("kills", "steps of the run", "steps lost to a kill: median", "most", "save interval", "differences")
+    head = ("kills", "in the middle of a file", "steps of the run", "steps lost to a kill: median", "most")
     row = (
         str(result["kills"]),
+        str(result["unfinished"]),
         f"{result['steps']:,}",
         f"{statistics.median(lost):g}",
         str(max(lost)),
         str(SAVE_INTERVAL),
         ", ".join(result["differences"]) or "none",
     )
-    return markdown_table(head, [row])
+    return markdown_table((*head, "save interval", "differences"), [row])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=0, help="0: one process without torchrun")
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json as well")
-    a = parser.parse_args()
+    a, more = parser.parse_known_args()
     output.check_name(a.save)
-    if a.kills < 1:
-        raise ValueError(f"--kills {a.kills}: at least 1")
+    if a.kills < 1 or a.ranks < 0:
+        raise ValueError(f"--kills={a.kills} --ranks={a.ranks}: at least 1 kill, 0 ranks")
+    if a.ranks and not hasattr(os, "fork"):
+        raise ValueError(f"--ranks={a.ranks} needs processes that fork, which this system has not; leave it out")
+    if a.ranks:
+        import torch._dynamo
+
+        import train  # noqa: F401 (what each fork needs)
+
+        torch.set_num_threads(1)  # a fork has none of its parent's threads
+        os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        result = soak(Path(folder), a.kills, a.seed)
+        result = soak(Path(folder), a.kills, a.seed, a.ranks, more)
     print(table(result))
     if a.save:
         text = f"# Soak\n\n{output.about(result['start'])}\n\n```sh\n{output.command_line('soak.py')}\n```\n\n"

@@ -92,12 +92,19 @@ class Runner:
             else:
                 self.module = torch.compile(model)  # type: ignore[assignment]
 
-    def distribute(self) -> None:
-        """From now on gradients are averaged over the ranks, once per step. A sharded model does so by itself."""
+    def distribute(self, x: Tensor, y: Tensor) -> None:
+        """From now on gradients are averaged over the ranks, once per step. A sharded model does so by itself.
+
+        (x, y): any micro-batch.
+        """
         if self.sharded:
             return
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         self.trained = DDP(self.module, device_ids=device_ids)
+        # After its first backward pass DDP arranges the gradients anew, which from three ranks on are then summed in
+        # another order. Without this pass the first step of a resumed run would differ from that of the whole run.
+        self.backward(x, y)
+        self.drop_gradients()
 
     def backward(
         self, x: Tensor, y: Tensor, micro_steps: int = 1, last: bool = True, weight: float | None = None

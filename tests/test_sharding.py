@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import assert_equal, spare_what_is_imported, tiny
 
 import model as model_file
-from data.loader import BatchPlan, Loader
+from data.loader import BatchPlan, Loader, first_micro_batch
 from data.splits import Split
 from deskgpt import estimate, remembered, sharding
 from deskgpt.forms import EarlierForm, settle
@@ -95,10 +95,11 @@ def trained(
     runner = Runner(model, Form(dtype), ranks.distributed)
     bfloat16 = dtype == "bfloat16"
     stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu", bfloat16)
-    if ranks.distributed:
-        runner.distribute()
     plan = BatchPlan.of(GLOBAL_BATCH // split, split, ranks.rank, ranks.world)
-    loader = Loader(Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1), plan, CPU, 0)
+    rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
+    if ranks.distributed:
+        runner.distribute(*first_micro_batch(rows, plan, CPU, plan.batch_size))
+    loader = Loader(rows, plan, CPU, 0)
     for step in range(steps):
         for micro_step in range(plan.micro_steps):
             x, y, weight = loader.next()
