@@ -100,7 +100,7 @@ class Runner:
         if self.sharded:
             return
         device_ids = [self.device.index] if self.device.type == "cuda" else None
-        self.trained = DDP(self.module, device_ids=device_ids)
+        self.trained = DDP(self.module, device_ids=device_ids, broadcast_buffers=False)
         # After its first backward pass DDP arranges the gradients anew, which from three ranks on are then summed in
         # another order. Without this pass the first step of a resumed run would differ from that of the whole run.
         self.backward(x, y)

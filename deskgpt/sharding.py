@@ -101,6 +101,7 @@ def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device
     """As sharded_copy, with weights of zeros."""
     with torch.device("meta"):
         copy = GPT(model.config)
+    copy.checkpoint_activations(model.activation_checkpoint)
     shard(copy, mesh, reshard_after_forward)
     copy.to_empty(device=device)
     for p in copy.parameters():

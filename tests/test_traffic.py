@@ -96,8 +96,8 @@ class Real:
             sharding.shard(self.model, sharding.make_mesh("cpu", c.dp_shard, ranks.world), c.reshard_after_forward)
         self.runner = Runner(self.model, Form(), distributed=True)
         self.optimizer = make_optimizer(self.model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
-        self.runner.distribute()
         self.x = torch.zeros(c.batch_size, config.block_size, dtype=torch.int64)
+        self.runner.distribute(self.x, self.x)
 
     def step(self) -> None:
         for last in (False, True):
