@@ -624,8 +624,9 @@ def open_log(c: TrainConfig, ranks: Ranks, start: StartingPoint) -> RunLog:
             ranks.say(f"{out_dir_of(c)} held an earlier run; it is now in {old}")
     elif not start.best_is_comparable:
         best = checkpoint.best_of(out_dir_of(c))
-        old = checkpoint.set_aside(out_dir_of(c), (best.name,)) if best is not None else None
-        kept = f"; {best.name} is now in {old}" if best is not None and old else ""
+        is_last = best in checkpoint.candidates(out_dir_of(c))[:1]  # a folder, which the run goes on from
+        old = checkpoint.set_aside(out_dir_of(c), () if best is None or is_last else (best.name,))
+        kept = f"; {best.name} is now in {old}" if best and old else ""
         ranks.say(f"the best val loss begins anew, since the losses before are those of another evaluation{kept}")
     return RunLog(out_dir_of(c) / "log.jsonl", wandb_run, start.wandb_run_id)
 

@@ -229,6 +229,7 @@ class Two:
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port)}
             for signal_number in SIGNALS:
                 signal.signal(signal_number, signal.SIG_DFL)
+            listener._ends = None  # that of the process which forked this one; its thread is not here
             listener.listen()
             if rank == 1:
                 setattr(owner, name, disturbed)
