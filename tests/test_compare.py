@@ -316,7 +316,7 @@ def test_settings_that_a_log_does_not_say_bar_any_cause(tmp_path):
     (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), 200.0))
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.3})
     text = compared(str(tmp_path / "log.txt"), b)[1]
-    assert "Not known of A: activation, align_documents, batch_size and" in text
+    assert "Not known of A: activation, activation_checkpoint, align_documents and" in text
     assert "No cause can be named: not all settings are known." in text
 
 

@@ -107,6 +107,9 @@ class Real:
         self.optimizer.zero_grad(set_to_none=True)
 
     def sent(self) -> dict[Group, float]:
+        self.step()  # at the beginning of the next one DDP tells all ranks how it has arranged the gradients
+        self.runner.backward(self.x, self.x)
+        self.optimizer.zero_grad(set_to_none=True)
         with traffic.Sent() as sent:
             self.step()
         return dict(sent.bytes)
@@ -115,7 +118,7 @@ class Real:
         """The least peak of some steps: gloo's threads let go of tensors a little later, or much."""
         self.step()  # makes AdamW's moments
         weights = sum(sharding.local(p).nbytes for p in self.model.parameters())
-        return 3 * weights + 2 * self.x.nbytes + min(peak_of(self.step) for _ in range(4))
+        return 3 * weights + 2 * self.x.nbytes + min(peak_of(self.step) for _ in range(12))
 
 
 def check_traffic(runs: list[TrainConfig], world: int, tmp_path: Path) -> None:
@@ -280,17 +283,10 @@ def test_real_ranks_can_plan_for_others(tmp_path):
     assert done.stdout.count("8 ranks, 2 x 4 that share weights") == 1
 
 
-SIZES = {  # of about so many billion parameters
-    1.5: {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-    7: {"n_layer": 32, "n_head": 32, "n_embd": 4096},
-    70: {"n_layer": 86, "n_head": 64, "n_embd": 8192, "block_size": 4096},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("billions", SIZES)
-def test_plan_of_a_large_model_takes_less_than_a_minute_and_8_gb(billions):
-    options = flags(plan_for="H100", world=1024, dp_shard=64, batch_size=1, **SIZES[billions])
+def test_plan_of_70_billion_parameters_takes_less_than_a_minute_and_8_gb():
+    size = {"n_layer": 86, "n_head": 64, "n_embd": 8192, "block_size": 4096}
+    options = flags(plan_for="H100", world=1024, dp_shard=64, batch_size=1, **size)
     code = (
         "import resource, runpy, sys; sys.argv[:] = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__'); "
         "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
@@ -301,4 +297,4 @@ def test_plan_of_a_large_model_takes_less_than_a_minute_and_8_gb(billions):
     assert cpu_s < 60
     assert peak * (1 if sys.platform == "darwin" else 1024) < 8e9
     n = float(re.findall(r"number of parameters: (\S+)M", done.stdout)[0]) / 1e3
-    assert n == pytest.approx(billions, rel=0.05)
+    assert n == pytest.approx(70, rel=0.01)

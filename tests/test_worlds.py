@@ -103,7 +103,7 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
 
 @pytest.mark.slow
 def test_compiled_ranks_drop_out_alike(chars, tmp_path):
-    own = {"dropout": 0.3, "gradient_accumulation_steps": 4, "compile": True}
+    own = {"dropout": 0.3, "gradient_accumulation_steps": 4, "n_layer": 1, "max_iters": 3, "compile": True}
     train.main(tiny(chars, tmp_path / "one", **own))
     if not events(tmp_path / "one", "start")[0]["compiled"]:
         pytest.skip("no working C++ compiler here")
