@@ -178,9 +178,11 @@ class Cluster:
         else:
             ip(f"link set v{host} down")
         step = events(self.out_dir, "iter")[-1]["iter"]
-        gone_s = self.wait(lambda: not hit & self.all_pids(), GONE_S[fault], f"the end of {len(hit)} processes")
-        if fault == "link-down":
-            ip(f"link set v{host} up")
+        try:
+            gone_s = self.wait(lambda: not hit & self.all_pids(), GONE_S[fault], f"the end of {len(hit)} processes")
+        finally:
+            if fault == "link-down":
+                ip(f"link set v{host} up")
         limit_s = AGAIN_S[fault] - gone_s
         by_hand = fault != "kill-worker"
         again_s = gone_s + self.wait(lambda: self.trains_since(starts), limit_s, "training again", by_hand)

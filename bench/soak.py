@@ -62,6 +62,7 @@ SMALL |= {
     "device": "cpu",
     "dtype": "float32",
     "compile": False,
+    "dist_timeout_s": DIST_TIMEOUT_S,
 }
 LOGGED = {"iter": ("loss", "lr", "grad_norm", "tokens"), "eval": ("train_loss", "val_loss", "lr")}
 
