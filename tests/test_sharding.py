@@ -234,6 +234,9 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
     compile = torch.compile
 
     def work(ranks: Ranks) -> str:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.pool.cache_clear()  # its threads, if an earlier test has made some, are not in a fork
         if ranks.is_first:
             monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="eager"))
         else:
