@@ -350,7 +350,8 @@ class Trials:
         check_as = None if checked else key
         runner = None
         if isinstance(known, str) and known != RIGHT:
-            outcome, problem = "wrong", f"{known} (found before, in {remembered.path_of('forms')})"
+            outcome = "wrong"
+            problem = f"{known} (found before, in {remembered.path_of('forms')})"
         else:
             runner, outcome, problem = self.passes(form, batch, check_as, rehearsed=self.sharded)
         if self.sharded:
