@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from deskgpt.errors import ConfigError
+from deskgpt.machine.errors import ConfigError
 
 Config = TypeVar("Config")
 

@@ -24,13 +24,14 @@ from configurator import configure
 from data.chat import template
 from data.token_files import read_record
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt import checkpoint, hugging_face
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.errors import one_line_errors
-from deskgpt.files import check_unused, new_folder
-from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
-from deskgpt.hugging_face import MODELING_FILE
-from deskgpt.runlog import read_events
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.files import check_unused, new_folder
+from deskgpt.run.log import read_events
+from deskgpt.share import hugging_face
+from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.share.hugging_face import MODELING_FILE
 from sample import DATA, Trained, load
 
 CARD_SETTINGS = (

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from deskgpt import hardware, peak_flops, remembered
-from deskgpt.errors import one_line_errors
+from deskgpt.machine import hardware, peak_flops, remembered
+from deskgpt.machine.errors import one_line_errors
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from deskgpt import graphs
-from deskgpt.kernels import activation, attention, linear_cross_entropy, linear_to_fewer
+from deskgpt.faster import graphs
+from deskgpt.faster.kernels import activation, attention, linear_cross_entropy, linear_to_fewer
 
 # ---- settings ------------------------------------------------------------------------------------------------
 

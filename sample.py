@@ -29,11 +29,16 @@ from data.chat import talk, template
 from data.text.prepare import read_text
 from data.token_files import read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta
-from deskgpt import checkpoint, compiling, estimate, hardware, kernels, peak_flops, playground
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.checks import TOLERANCE
-from deskgpt.errors import is_out_of_memory, one_line_errors
-from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute import compiling
+from deskgpt.compute.checks import TOLERANCE
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware, peak_flops
+from deskgpt.machine.errors import is_out_of_memory, one_line_errors
+from deskgpt.predict import memory as estimate
+from deskgpt.share import playground
+from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
 from model import GPT, Decoder, GPTConfig
 
 DATA = Path(__file__).parent / "data"

@@ -10,8 +10,8 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 
 from __future__ import annotations
 
-from deskgpt.stopping import listener
-from deskgpt.terminal import lasting_output, open_standard_files
+from deskgpt.machine.terminal import lasting_output, open_standard_files
+from deskgpt.run.stopping import listener
 
 if __name__ == "__main__":
     open_standard_files()
@@ -43,19 +43,23 @@ from data.text_facts import TextFacts, text_facts
 from data.token_files import check_vocabulary, listed_sha256, read_meta, record_of, shard_names
 from data.tokenizer import from_meta, from_meta_offline, padded_vocab_size
 from data.verify import Verification
-from deskgpt import checkpoint, compiling, estimate, forms, hardware, peak_flops, resuming, sharding, stopping
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.errors import message_for_user, one_line_errors
-from deskgpt.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
-from deskgpt.gpu_peaks import find_card
-from deskgpt.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
-from deskgpt.lock import RESTART_S, check_shared, only_run_in
-from deskgpt.optimizer import make_optimizer, step_if_finite
-from deskgpt.plan import dry_run
-from deskgpt.ranks import Ranks, place_of, start_ranks
-from deskgpt.runlog import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
-from deskgpt.runner import Evaluation, Runner
-from deskgpt.saver import Saved, Saver
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute import compiling, forms, sharding
+from deskgpt.compute.optimizer import make_optimizer, step_if_finite
+from deskgpt.compute.ranks import Ranks, place_of, start_ranks
+from deskgpt.compute.runner import Evaluation, Runner
+from deskgpt.machine import hardware, peak_flops
+from deskgpt.machine.errors import message_for_user, one_line_errors
+from deskgpt.machine.gpu_peaks import find_card
+from deskgpt.predict import memory as estimate
+from deskgpt.predict.plan import dry_run
+from deskgpt.run import resuming, stopping
+from deskgpt.run.health import Evaluated, Health, Spike, Step, bad_parameters, lowest, overfit, without_improvement
+from deskgpt.run.lock import RESTART_S, check_shared, only_run_in
+from deskgpt.run.log import RunLog, StepTimer, Window, clock, git_commit, not_silent, start_wandb, versions
+from deskgpt.run.saver import Saved, Saver
+from deskgpt.share.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
 from sample import Sampler
 

@@ -34,11 +34,13 @@ from torch import Tensor
 from bench import output
 from bench.output import markdown_row, markdown_table
 from bench.timing import ROOT
-from deskgpt import checks, compiling, forms, hardware, runlog
-from deskgpt.errors import one_line_errors
-from deskgpt.optimizer import make_optimizer
-from deskgpt.ranks import Ranks
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import checks, compiling, forms
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.run import log as runlog
 from model import GPT, GPTConfig
 from train import TrainConfig
 

@@ -34,7 +34,7 @@ from bench.analysis.runs import Run, complete, give
 from bench.analysis.speed import own_peak, speed_rows
 from bench.analysis.verdict import headline, verdict
 from bench.output import markdown_table
-from deskgpt.errors import one_line_errors
+from deskgpt.machine.errors import one_line_errors
 
 LOSS_HELP = "val losses to be reached, in nats per token; in bits per byte where these are ranked"
 

@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from bench import output
 from bench.output import markdown_table
 from configurator import configure
-from deskgpt import hardware, sharded_checkpoint
-from deskgpt.errors import one_line_errors
-from deskgpt.files import write_atomically
-from deskgpt.gpt2_weights import download_gpt2
-from deskgpt.runlog import git_commit, versions
+from deskgpt.checkpoint import folders as sharded_checkpoint
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.files import write_atomically
+from deskgpt.run.log import git_commit, versions
+from deskgpt.share.gpt2_weights import download_gpt2
 from sample import Trained, load
 
 HERE = Path(__file__).resolve().parent

@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
-from deskgpt.ranks import Ranks
+from deskgpt.compute.ranks import Ranks
 from model import GPT, Decoder, sample_tokens
 
 END_OF_TEXT = "<|endoftext|>"  # the end_of_text of all tokenizers, as text
@@ -481,7 +481,7 @@ def random_numbers_kept() -> Iterator[None]:
 def one_process() -> Iterator[None]:
     """Makes lm_eval resample for standard errors in this process.
 
-    The processes that it would fork inherit the signals' socket of deskgpt/stopping.py: when they are ended with
+    The processes that it would fork inherit the signals' socket of deskgpt/run/stopping.py: when they are ended with
     SIGTERM, this run would take that for a wish to stop.
     """
     before = os.environ.get("DISABLE_MULTIPROC")

@@ -45,8 +45,8 @@ from bench import output
 from bench.output import markdown_table
 from bench.soak import DIST_TIMEOUT_S, SMALL, differences, events, write_data
 from bench.timing import ROOT
-from deskgpt import runlog
-from deskgpt.errors import one_line_errors
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.run import log as runlog
 
 MAX_ITERS = 120
 SAVE_INTERVAL = 10  # steps

@@ -28,8 +28,9 @@ from configurator import configure
 from data.loader import BatchPlan, Loader
 from data.splits import Split
 from data.token_files import read_tokens, token_files, write_tokens
-from deskgpt import hardware, runlog
-from deskgpt.errors import one_line_errors
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.run import log as runlog
 
 VOCAB_SIZE = 50304
 END_OF_TEXT = 50256

@@ -26,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from configurator import configure
-from deskgpt import compiling, hardware, runlog
-from deskgpt.errors import one_line_errors
-from deskgpt.kernels import ChunkedCrossEntropy, register_operators
+from deskgpt.compute import compiling
+from deskgpt.faster.kernels import ChunkedCrossEntropy, register_operators
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.run import log as runlog
 
 # Tokens of a chunk that are tried, and of the one that is compiled.
 CHUNKS_ON_CPU = (128, 256, 512, 1024)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deskgpt.files import write_atomically
+from deskgpt.machine.files import write_atomically
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 
 from data.splits import Split
 from data.token_files import read_meta
-from deskgpt import hardware, peak_flops
+from deskgpt.machine import hardware, peak_flops
 
 
 def gpt2(c: dict[str, Any], vocab_size: int) -> torch.nn.Module:

@@ -34,8 +34,11 @@ from bench import output
 from bench.qualifying import facts, page
 from bench.qualifying.session import CARD, TOY, Session, Sizes
 from bench.qualifying.stages import STAGES, Stage, numbers_of
-from deskgpt import compiling, hardware, known_runs, runlog
-from deskgpt.errors import ConfigError, is_out_of_memory, one_line_errors
+from deskgpt.compute import compiling
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
+from deskgpt.predict import known_runs
+from deskgpt.run import log as runlog
 
 UNFINISHED = "did not end: its process was killed"
 WHOLE_STEPS = 7  # the stage whose speed is the card's

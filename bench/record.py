@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
-from deskgpt.runlog import read_events
+from deskgpt.run.log import read_events
 
 HALF, STEPS = 25, 50
 

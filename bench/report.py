@@ -28,8 +28,8 @@ from bench.analysis.logs import read_run
 from bench.analysis.page import Figure, Headline, Table, page, picture
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import band, evaluation, median_ms, percent
-from deskgpt.errors import one_line_errors
-from deskgpt.runlog import clock
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.run.log import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 

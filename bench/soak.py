@@ -43,10 +43,11 @@ from bench import output
 from bench.output import markdown_table
 from bench.timing import ROOT
 from data.text.prepare import prepare
-from deskgpt import checkpoint, runlog
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.errors import one_line_errors
-from deskgpt.files import TEMPORARY
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.files import TEMPORARY
+from deskgpt.run import log as runlog
 
 SAVE_INTERVAL = 10  # steps
 STEPS_PER_KILL = 60  # that a process makes before it is killed, on average; the run has twice as many

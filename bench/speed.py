@@ -52,8 +52,8 @@ from bench.timing import (
     write_data,
 )
 from configurator import build, read_settings
-from deskgpt import hardware
-from deskgpt.errors import one_line_errors
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import one_line_errors
 from model import MODERN_CHOICES
 
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
@@ -71,7 +71,7 @@ SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"
 WITH_MALLOC = """
 import sys
 sys.path.insert(0, {path!r})
-from deskgpt import hardware
+from deskgpt.machine import hardware
 assert hardware.keep_freed_memory()
 sys.path.remove({path!r})
 """

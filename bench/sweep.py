@@ -47,9 +47,11 @@ from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, memory_cap, sta
 from configurator import build, read_settings
 from data.token_files import read_meta
 from data.tokenizer import padded_vocab_size
-from deskgpt import estimate, hardware, kernels, peak_flops
-from deskgpt.errors import ConfigError, one_line_errors
-from deskgpt.runlog import clock
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware, peak_flops
+from deskgpt.machine.errors import ConfigError, one_line_errors
+from deskgpt.predict import memory as estimate
+from deskgpt.run.log import clock
 from model import GPTConfig
 
 SPLIT = ("batch_size", "gradient_accumulation_steps")

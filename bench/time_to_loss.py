@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from bench import output
 from bench.output import markdown_table
 from bench.timing import ROOT
-from deskgpt.errors import one_line_errors
-from deskgpt.runlog import read_events
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.run.log import read_events
 
 FIRST_SEED = 1337
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from data.token_files import write_tokens
-from deskgpt.files import sha256
-from deskgpt.runlog import read_events
+from deskgpt.machine.files import sha256
+from deskgpt.run.log import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines

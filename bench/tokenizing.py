@@ -35,7 +35,7 @@ from data import tokenizer
 from data.fineweb_edu.prepare import arguments, local_source
 from data.fineweb_edu.prepare import main as prepare
 from data.python_char.prepare import standard_library
-from deskgpt.errors import one_line_errors
+from deskgpt.machine.errors import one_line_errors
 
 Way = Callable[[list[str], Path], tuple[int, float]]  # (files, folder to write to) -> (tokens, seconds)
 
@@ -186,7 +186,8 @@ def main(c: TokenizingConfig) -> None:
 
     import torch  # not at the top: the processes of the ways do without it
 
-    from deskgpt import hardware, runlog
+    from deskgpt.machine import hardware
+    from deskgpt.run import log as runlog
 
     with tempfile.TemporaryDirectory() as folder:
         files = corpus(c, Path(folder))

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from data.token_files import listed_with_masks, mask_of, read_meta, read_record, read_tokens, token_files
 from data.tokenizer import from_meta
-from deskgpt.errors import one_line_errors
-from deskgpt.files import file_sha256
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.files import file_sha256
 
 SHOWN_TOKENS = 60  # of the beginning of a split
 

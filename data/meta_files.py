@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import tokens_of
-from deskgpt.files import read_small, sha256
+from deskgpt.machine.files import read_small, sha256
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 MOST_IDS = 1 << 16  # uint16

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from data.meta_files import from_json, from_pickle, shared_from_json, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
-from deskgpt.files import file_sha256, sha256, write_atomically
+from deskgpt.machine.files import file_sha256, sha256, write_atomically
 
 MAGIC = 20240520
 VERSION = 1

@@ -15,7 +15,7 @@ from typing import Any
 from data.meta_files import CHECKSUM
 from data.splits import Split
 from data.token_files import MOST_OPEN, TOKEN_BYTES, OpenFile, listed_with_masks, record_of
-from deskgpt import remembered
+from deskgpt.machine import remembered
 
 REMEMBERED = ".checked.json"
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so

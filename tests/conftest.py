@@ -22,9 +22,9 @@ import torch
 
 from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
-from deskgpt import checkpoint
-from deskgpt.runlog import read_events
-from deskgpt.stopping import SIGNALS
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.run.log import read_events
+from deskgpt.run.stopping import SIGNALS
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -65,10 +65,14 @@ from data.splits import Split
 from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
 from data.verify import Verification
-from deskgpt import checkpoint, estimate, forms, hardware, plan
-from deskgpt.errors import ROOT, one_line_errors
-from deskgpt.files import file_sha256
-from deskgpt.optimizer import make_optimizer
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute import forms
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import ROOT, one_line_errors
+from deskgpt.machine.files import file_sha256
+from deskgpt.predict import memory as estimate
+from deskgpt.predict import plan
 from model import GPT, GPTConfig
 from sample import SampleConfig
 from train import TrainConfig

@@ -19,10 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt import checkpoint
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.optimizer import make_optimizer
-from deskgpt.saver import Saver
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 
 # (step, best, val loss so far): what a run saves, and then the run that is resumed after the kill.

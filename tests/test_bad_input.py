@@ -17,7 +17,7 @@ from conftest import ROOT, TINY, flags
 
 from data.token_files import write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
-from deskgpt import checkpoint
+from deskgpt.checkpoint import store as checkpoint
 from train import TrainConfig, main
 
 

@@ -221,7 +221,7 @@ def test_check_of_machines_finds_a_kernel_that_is_wrong(monkeypatch):
     right = check_machines.check_form(model, "GPT-2", check_machines.Form("float32", explicit=True))
     assert right["right"]
     # It passes the check of a run and is wrong afterwards: the steps show it.
-    monkeypatch.setattr("deskgpt.checks.compare", lambda *_: None)
+    monkeypatch.setattr("deskgpt.compute.checks.compare", lambda *_: None)
     attention = check_machines.Runner.backward
 
     def planted(self, *args):

@@ -24,7 +24,7 @@ from data.text.prepare import prepare
 from data.text_facts import BEGINNING, text_facts
 from data.token_files import write_tokens
 from data.tokenizer import GPT2_FILES, BytesTokenizer, CharTokenizer, Tokenizer, from_meta, from_meta_offline
-from deskgpt.runlog import RunLog
+from deskgpt.run.log import RunLog
 from train import TrainConfig, main
 
 MULTI_BYTE = "Ünïcödé, 🧀 and plain text.\n日本語の文章。\n"  # of one to four bytes a character

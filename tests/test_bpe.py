@@ -33,7 +33,8 @@ from data.tokenizer import (
     padded_vocab_size,
     tokens_of,
 )
-from deskgpt import archive, checkpoint
+from deskgpt.checkpoint import archive
+from deskgpt.checkpoint import store as checkpoint
 
 SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
 SMALL = bpe.train([SOME], 320)

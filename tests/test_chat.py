@@ -27,9 +27,9 @@ from data.splits import Split
 from data.text.prepare import prepare as prepare_text
 from data.token_files import read_record
 from data.tokenizer import BytesTokenizer, CharTokenizer, TiktokenTokenizer, Tokenizer
-from deskgpt import checkpoint
-from deskgpt.ranks import Ranks
-from deskgpt.runner import Form, Runner
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
 from model import GPT, GPTConfig
 from train import main as train
 

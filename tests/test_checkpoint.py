@@ -20,10 +20,11 @@ import torch
 from conftest import ROOT, assert_equal
 from safetensors.torch import save_file
 
-from deskgpt import archive, checkpoint
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.gpt2_weights import load_gpt2
-from deskgpt.optimizer import make_optimizer
+from deskgpt.checkpoint import archive
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.share.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
@@ -84,7 +85,7 @@ def test_checkpoint_from_before_the_form_was_saved_says_whether_it_was_compiled(
 
 SAVE_FOREVER = """
 import sys, torch
-from deskgpt import checkpoint
+from deskgpt.checkpoint import store as checkpoint
 from pathlib import Path
 state = checkpoint.load(sys.argv[1])
 state.model["padding"] = torch.zeros(2_000_000)
@@ -122,7 +123,7 @@ def test_full_disk_keeps_the_checkpoint_before_and_says_so(tmp_path):
     checkpoint.save(state(1), tmp_path, best=True)
     code = """
 import resource, signal, sys, torch
-from deskgpt import checkpoint
+from deskgpt.checkpoint import store as checkpoint
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 state = checkpoint.load(sys.argv[1])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import flags, shell, tiny
 
-from deskgpt import checkpoint, compiling
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute import compiling
 from train import main
 
 CPU = torch.device("cpu")

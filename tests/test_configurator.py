@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configurator import configure, help_text, read_settings
-from deskgpt.errors import ConfigError
+from deskgpt.machine.errors import ConfigError
 from sample import SampleConfig
 from train import TrainConfig
 

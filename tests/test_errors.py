@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deskgpt.errors import ConfigError, is_out_of_memory, one_line_errors
+from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
 
 
 @pytest.mark.parametrize(

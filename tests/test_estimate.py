@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from configurator import read_settings
-from deskgpt import estimate, hardware, kernels
-from deskgpt.estimate import memory
-from deskgpt.optimizer import make_optimizer
-from deskgpt.runner import Form, Runner
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
+from deskgpt.predict import memory as estimate
+from deskgpt.predict.memory import memory
 from model import GPT, GPTConfig
 from train import TrainConfig, main, resumed_settings
 

@@ -20,9 +20,10 @@ from tiny_models import make, tokens
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import merges_of, tokenizer_config_json, tokenizer_json
-from deskgpt import checkpoint, hugging_face
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.share import hugging_face
+from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
 from export import ExportConfig, check, main
 from model import GPT, GPTConfig
 from sample import load

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from deskgpt.files import copy, replacing, write_atomically
+from deskgpt.machine.files import copy, replacing, write_atomically
 
 
 def test_path_keeps_its_old_content_until_the_block_ends(tmp_path):

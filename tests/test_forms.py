@@ -17,12 +17,15 @@ from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, t
 from tiny_models import MODERN_SETTINGS
 from torch import Tensor
 
-from deskgpt import checks, forms, hardware, kernels, remembered, runlog
-from deskgpt.checks import PLAIN, gradient_errors, nothing_is_zero
-from deskgpt.forms import EarlierForm, Trials, drop_unfinished, settle
-from deskgpt.ranks import Ranks
-from deskgpt.runlog import not_silent
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import checks, forms
+from deskgpt.compute.checks import PLAIN, gradient_errors, nothing_is_zero
+from deskgpt.compute.forms import EarlierForm, Trials, drop_unfinished, settle
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware, remembered
+from deskgpt.run import log as runlog
+from deskgpt.run.log import not_silent
 from model import GPT, GPTConfig
 from train import TrainConfig, main, resumed_settings
 
@@ -261,7 +264,7 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch, train
 from configurator import configure
-from deskgpt import checks, forms
+from deskgpt.compute import checks, forms
 compare = checks.compare
 def planted(*args):
     if os.environ["RANK"] == "1":
@@ -287,8 +290,8 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch, train
 from configurator import configure
-from deskgpt.errors import one_line_errors
-from deskgpt.forms import Trials
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.compute.forms import Trials
 def planted(self, form, batch):
     return None, "does not compile" if os.environ["RANK"] == "1" else "fits", "planted"
 Trials.try_out = planted

@@ -10,7 +10,7 @@ import fuzz
 import pytest
 from hypothesis import strategies as st
 
-from deskgpt.errors import ConfigError
+from deskgpt.machine.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 CASES = 1000  # python tests/fuzz.py takes 5000 by default, or as many as it is told

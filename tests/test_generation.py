@@ -8,7 +8,7 @@ from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deskgpt import graphs
+from deskgpt.faster import graphs
 from model import Decoder, sample_tokens
 
 

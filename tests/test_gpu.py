@@ -21,13 +21,15 @@ from tiny_models import MODERN_SETTINGS
 import sample
 from data.loader import BatchPlan, Loader
 from data.splits import Split
-from deskgpt import checkpoint, graphs, hardware, kernels, peak_flops
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.checks import TOLERANCE, gradient_errors, nothing_is_zero
-from deskgpt.estimate import memory
-from deskgpt.optimizer import make_optimizer, step_if_finite
-from deskgpt.runner import Form, Runner
-from deskgpt.saver import Saver
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.checks import TOLERANCE, gradient_errors, nothing_is_zero
+from deskgpt.compute.optimizer import make_optimizer, step_if_finite
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import graphs, kernels
+from deskgpt.machine import hardware, peak_flops
+from deskgpt.predict.memory import memory
+from deskgpt.run.saver import Saver
 from model import GPT, Decoder, GPTConfig
 from train import TrainConfig, main
 

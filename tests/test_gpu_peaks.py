@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from deskgpt import gpu_peaks
-from deskgpt.gpu_peaks import published_peak
+from deskgpt.machine import gpu_peaks
+from deskgpt.machine.gpu_peaks import published_peak
 
 # Totals that the makers publish, in TFLOP/s: float32, TF32, 16 bits with float32 accumulation. None: there is none.
 PUBLISHED = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import TINY, flags, shell
 
-from deskgpt import hardware
-from deskgpt.hardware import resolve_device
+from deskgpt.machine import hardware
+from deskgpt.machine.hardware import resolve_device
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -213,7 +213,7 @@ def test_memory_is_counted_in_bytes():
 
 @pytest.mark.slow
 def test_freed_memory_is_kept_with_glibc():
-    code = "import platform; from deskgpt.hardware import keep_freed_memory; "
+    code = "import platform; from deskgpt.machine.hardware import keep_freed_memory; "
     code += "assert keep_freed_memory() == (platform.libc_ver()[0] == 'glibc')"
     assert shell("python", "-c", code).returncode == 0
 

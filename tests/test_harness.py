@@ -17,8 +17,8 @@ from conftest import assert_equal, events, flags, tiny, weights
 
 import train
 from data.tokenizer import BytesTokenizer, CharTokenizer
-from deskgpt.gpt2_weights import load_gpt2
-from deskgpt.ranks import Ranks
+from deskgpt.compute.ranks import Ranks
+from deskgpt.share.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ import train
 from bench.analysis import learning
 from bench.analysis.runs import Run
 from data.splits import Split
-from deskgpt import checkpoint, health
-from deskgpt.health import Evaluated, Evidence, Health, SpikeWatch, advice, bad_parameters, without_improvement
-from deskgpt.runner import Form, Runner
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.run import health
+from deskgpt.run.health import Evaluated, Evidence, Health, SpikeWatch, advice, bad_parameters, without_improvement
 from train import main
 
 # ---- planting what goes wrong --------------------------------------------------------------------------------

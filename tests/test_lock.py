@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, events, flags
 
-from deskgpt import checkpoint, lock
-from deskgpt.lock import only_run_in
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.run import lock
+from deskgpt.run.lock import only_run_in
 
 REFUSAL = r"^out_dir=.* is in use by a run that started 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \(pid \d+ on host .+\): "
 
@@ -46,7 +47,7 @@ def test_run_that_fails_at_its_start_leaves_no_folder(tmp_path):
 
 
 def test_dead_runs_lock_does_not_hold(tmp_path):
-    code = "import os, sys, pathlib; from deskgpt.lock import only_run_in; "
+    code = "import os, sys, pathlib; from deskgpt.run.lock import only_run_in; "
     code += "lock = only_run_in(pathlib.Path(sys.argv[1])); lock.__enter__(); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, check=True)
     assert (tmp_path / lock.LOCK).exists()
@@ -69,7 +70,7 @@ def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_p
     code = """
 import os, sys, time
 from pathlib import Path
-from deskgpt.lock import only_run_in
+from deskgpt.run.lock import only_run_in
 entered = 0
 end = time.monotonic() + 1.5
 while time.monotonic() < end:

@@ -12,8 +12,8 @@ from logs import TIMES, log, nanogpt
 from bench import compare, report
 from bench.analysis.logs import read_run
 from bench.analysis.runs import complete, give
-from deskgpt import peak_flops
-from deskgpt.runlog import read_events
+from deskgpt.machine import peak_flops
+from deskgpt.run.log import read_events
 from train import main
 
 

@@ -16,10 +16,11 @@ from tiny_models import MODERN, MODERN_SETTINGS, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deskgpt import hardware, kernels
-from deskgpt.gpt2_weights import load_gpt2
-from deskgpt.optimizer import make_optimizer
-from deskgpt.runner import Form, Runner
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
+from deskgpt.share.gpt2_weights import load_gpt2
 from model import ATTENTION, GPT, Block, GPTConfig, is_kept, rotate
 
 
@@ -304,7 +305,7 @@ def test_large_vocabulary_never_holds_all_logits():
     # 4096 tokens x 50304 ids are 824 MB in float32: forward and backward must stay below that together.
     code = """
 import torch
-from deskgpt.hardware import peak_memory_bytes
+from deskgpt.machine.hardware import peak_memory_bytes
 from model import GPT, GPTConfig
 cpu = torch.device("cpu")
 torch.manual_seed(0)
@@ -507,7 +508,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 from model import GPT, GPTConfig
-from deskgpt.optimizer import make_optimizer
+from deskgpt.compute.optimizer import make_optimizer
 
 class Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self):

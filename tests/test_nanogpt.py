@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import events, tiny
 
-from deskgpt import checkpoint
-from deskgpt.optimizer import make_optimizer
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute.optimizer import make_optimizer
 from model import GPT, GPTConfig
 from train import main
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskgpt.optimizer import Muon, make_optimizer, orthogonalized, step_if_finite, step_unless
+from deskgpt.compute.optimizer import Muon, make_optimizer, orthogonalized, step_if_finite, step_unless
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)

@@ -27,7 +27,7 @@ from data.text_facts import text_facts
 from data.token_files import read_record, read_tokens
 from data.tokenizer import BytesTokenizer
 from data.verify import Verification
-from deskgpt import lock
+from deskgpt.run import lock
 
 CLUSTER = "data/fineweb_edu/cluster.py"
 SMALL = ("--encoding=bytes", "--shard_tokens=40_000", "--val_tokens=50_000")

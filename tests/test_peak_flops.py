@@ -12,7 +12,7 @@ import torch
 from conftest import shell
 from torch.utils.benchmark import Timer
 
-from deskgpt import hardware, peak_flops, remembered
+from deskgpt.machine import hardware, peak_flops, remembered
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 from conftest import flags
 
-from deskgpt import estimate, gpu_peaks, kernels, known_runs, plan, remembered
-from deskgpt.ranks import Ranks
+from deskgpt.compute.ranks import Ranks
+from deskgpt.faster import kernels
+from deskgpt.machine import gpu_peaks, remembered
+from deskgpt.predict import known_runs, plan
+from deskgpt.predict import memory as estimate
 from model import GPTConfig
 from train import TrainConfig, main
 
@@ -154,7 +157,7 @@ def test_apples_memory_is_the_machines_and_its_plan_says_no_size(capsys):
         ("RTX 4700", "plan_for='RTX 4700' is not a card of .*did you mean .*GeForce RTX 4070.*'all' lists them"),
         ("RTX 4070 24GB", "GeForce RTX 4070 has 12 GB"),
         ("A100 60GB", "has 40 or 80 GB"),
-        ("???", "plan_for='\\?\\?\\?' is not a card of deskgpt/gpu_peaks.py; 'all' lists them"),
+        ("???", "plan_for='\\?\\?\\?' is not a card of deskgpt/machine/gpu_peaks.py; 'all' lists them"),
     ],
 )
 def test_unknown_card_is_an_error_of_one_line(name, message, script):

@@ -28,9 +28,10 @@ from tiny_models import MODERN, SMALL, make
 
 import sample
 from data.tokenizer import BytesTokenizer, CharTokenizer
-from deskgpt import checkpoint, playground
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.playground import HEADERS, MOST_BODY_BYTES, MOST_PROMPT_CHARS, Player, Server, Wish
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.share import playground
+from deskgpt.share.playground import HEADERS, MOST_BODY_BYTES, MOST_PROMPT_CHARS, Player, Server, Wish
 from sample import Sample, SampleConfig
 
 CPU = torch.device("cpu")

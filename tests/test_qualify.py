@@ -20,8 +20,10 @@ from bench.qualifying import facts, page, parity, roofs, suite
 from bench.qualifying.session import CARD, TOY, Session
 from bench.qualifying.stages import STAGES, numbers_of
 from configurator import build, read_settings
-from deskgpt import hardware, kernels, runlog
-from deskgpt.runner import Runner
+from deskgpt.compute.runner import Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
+from deskgpt.run import log as runlog
 from model import GPT, GPTConfig
 from train import TrainConfig
 

@@ -19,8 +19,10 @@ from bench.qualifying import batches, breakdown, peer, reference, sampling, step
 from bench.qualifying.breakdown import Kernel, category
 from bench.qualifying.eight_bit import EightBitLinear, use_eight_bits
 from bench.qualifying.session import TOY, Session, Sizes
-from deskgpt import estimate, hardware, kernels, peak_flops
-from deskgpt.runner import Form, Runner
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware, peak_flops
+from deskgpt.predict import memory as estimate
 from model import GPTConfig
 
 SMALL = Sizes(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deskgpt.ranks import Place, place_of
+from deskgpt.compute.ranks import Place, place_of
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

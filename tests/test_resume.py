@@ -21,8 +21,8 @@ from tiny_models import MODERN_SETTINGS
 
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt import checkpoint
-from deskgpt.runlog import git_commit
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.run.log import git_commit
 from train import TrainConfig, main, resumed_settings
 
 EXTENDED = ("--max_iters=8", "--lr_decay_iters=6")  # a run of TINY with two steps more, at the least learning rate

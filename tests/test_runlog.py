@@ -5,8 +5,9 @@ import subprocess
 import pytest
 from conftest import events, tiny
 
-from deskgpt import checkpoint, runlog
-from deskgpt.runlog import RunLog, clock
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.run import log as runlog
+from deskgpt.run.log import RunLog, clock
 from train import main
 
 

@@ -11,8 +11,8 @@ from conftest import TORCHRUN, events, flags, shell, tiny
 from tiny_models import MODERN_SETTINGS
 from torch._dynamo.utils import counters
 
-from deskgpt import kernels
-from deskgpt.runner import Form, Runner
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
 from model import GPT, GPTConfig
 from train import main
 

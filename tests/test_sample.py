@@ -17,7 +17,7 @@ from tiny_models import MODERN_SETTINGS
 
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt import checkpoint
+from deskgpt.checkpoint import store as checkpoint
 from model import GPT, GPTConfig
 from sample import Sample, SampleConfig, main
 from train import TrainConfig

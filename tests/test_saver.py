@@ -14,8 +14,9 @@ import torch
 from conftest import ROOT, assert_equal, shell
 from kill_points import silent, state_of
 
-from deskgpt import checkpoint, hardware
-from deskgpt.saver import Saver
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.machine import hardware
+from deskgpt.run.saver import Saver
 
 
 def saver_of(folder: Path, said: list[str] | None = None) -> Saver:

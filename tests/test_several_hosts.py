@@ -26,11 +26,12 @@ from conftest import ROOT, TINY, TORCHRUN, assert_equal, flags, tiny, trajectory
 
 import train
 from configurator import read_settings
-from deskgpt import checkpoint, lock, resuming
-from deskgpt.errors import message_for_user
-from deskgpt.ranks import Ranks
-from deskgpt.resuming import refuse_differences
-from deskgpt.stopping import SIGNALS, listener
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute.ranks import Ranks
+from deskgpt.machine.errors import message_for_user
+from deskgpt.run import lock, resuming
+from deskgpt.run.resuming import refuse_differences
+from deskgpt.run.stopping import SIGNALS, listener
 from train import TrainConfig, main, settings_of_start
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")

@@ -23,11 +23,13 @@ from tiny_models import MODERN_SETTINGS
 
 import train
 from configurator import build
-from deskgpt import checkpoint, sharded_checkpoint, sharding
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.optimizer import make_optimizer
-from deskgpt.ranks import Ranks
-from deskgpt.saver import Saver
+from deskgpt.checkpoint import folders as sharded_checkpoint
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute import sharding
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.ranks import Ranks
+from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
@@ -219,8 +221,8 @@ def test_conversion_both_ways_keeps_every_number(folder, tmp_path, script):
         checkpoint.convert(str(folder), str(one))
     with pytest.raises(ValueError, match="no such checkpoint"):
         checkpoint.convert(str(tmp_path / "nothing"), str(tmp_path / "x.pt"))
-    done = script("deskgpt/checkpoint.py", "convert", folder)
-    assert (done.code, done.err) == (1, "error: usage: python -m deskgpt.checkpoint convert SOURCE TARGET\n")
+    done = script("deskgpt/checkpoint/store.py", "convert", folder)
+    assert (done.code, done.err) == (1, "error: usage: python -m deskgpt.checkpoint.store convert SOURCE TARGET\n")
 
 
 # ---- damage and strangers' files -----------------------------------------------------------------------------

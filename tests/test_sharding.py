@@ -17,12 +17,14 @@ from conftest import assert_equal, spare_what_is_imported, tiny
 import model as model_file
 from data.loader import BatchPlan, Loader, first_micro_batch
 from data.splits import Split
-from deskgpt import estimate, remembered, sharding
-from deskgpt.forms import EarlierForm, settle
-from deskgpt.health import Health
-from deskgpt.optimizer import make_optimizer, step_if_finite, step_unless
-from deskgpt.ranks import Ranks
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import sharding
+from deskgpt.compute.forms import EarlierForm, settle
+from deskgpt.compute.optimizer import make_optimizer, step_if_finite, step_unless
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.machine import remembered
+from deskgpt.predict import memory as estimate
+from deskgpt.run.health import Health
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")

@@ -16,8 +16,9 @@ import pytest
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, tiny, trajectory
 
 import train
-from deskgpt import checkpoint, stopping
-from deskgpt.stopping import SIGNALS, Listener, listener
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.run import stopping
+from deskgpt.run.stopping import SIGNALS, Listener, listener
 from train import main
 
 NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")

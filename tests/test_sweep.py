@@ -13,8 +13,8 @@ import pytest
 from conftest import TINY, flags, shell, tiny
 
 from bench import sweep, timing
-from deskgpt import hardware
-from deskgpt.errors import ConfigError
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import ConfigError
 from train import TrainConfig
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "warmup_iters")}

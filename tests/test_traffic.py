@@ -15,11 +15,13 @@ import torch.distributed as dist
 from conftest import TORCHRUN, flags, shell
 from test_estimate import peak_of
 
-from deskgpt import estimate, plan, sharding, traffic
-from deskgpt.optimizer import make_optimizer
-from deskgpt.ranks import Ranks
-from deskgpt.runner import Form, Runner
-from deskgpt.traffic import Group
+from deskgpt.compute import sharding
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.predict import memory as estimate
+from deskgpt.predict import plan, traffic
+from deskgpt.predict.traffic import Group
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 

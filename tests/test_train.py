@@ -20,10 +20,13 @@ import train
 from data.loader import BatchPlan, eval_batches
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt import checkpoint, compiling, hardware, kernels
-from deskgpt.ranks import Ranks
-from deskgpt.runner import Form, Runner
-from deskgpt.saver import Saver
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute import compiling
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
+from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -489,7 +492,7 @@ def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
     write_dataset(tmp_path / "data", {"train": ids, "val": ids[:500]}, BytesTokenizer(), "noise")
     main(tiny(tmp_path / "data", tmp_path / "plain"))
-    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 256 * 7)
+    monkeypatch.setattr("deskgpt.faster.kernels.LOGITS_ON_CPU", 256 * 7)
     main(tiny(tmp_path / "data", tmp_path / "chunks"))
     plain, chunks = (trajectory(tmp_path / run)["iter"] for run in ("plain", "chunks"))
     for step in plain:

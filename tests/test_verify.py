@@ -17,8 +17,8 @@ from data.splits import Split
 from data.token_files import Shard, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer
 from data.verify import REMEMBERED, Verification
-from deskgpt import remembered
-from deskgpt.files import file_sha256
+from deskgpt.machine import remembered
+from deskgpt.machine.files import file_sha256
 
 
 def dataset(folder: Path, header: bool = False, n: int = 600) -> Path:

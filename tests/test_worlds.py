@@ -20,9 +20,9 @@ from conftest import TINY, TORCHRUN, events, flags, shell, tiny, vector
 import train
 from data.loader import BatchPlan
 from data.splits import Split
-from deskgpt.ranks import Ranks
-from deskgpt.runner import Form, Runner
-from deskgpt.stopping import listener
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.run.stopping import listener
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")

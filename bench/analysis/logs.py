@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.analysis.runs import NANOGPT_PEAK, SETTINGS, SIZES, Run, checked_setting, figure, signed
-from deskgpt.errors import ConfigError
-from deskgpt.runlog import read_events
+from deskgpt.machine.errors import ConfigError
+from deskgpt.run.log import read_events
 from train import TrainConfig
 
 # Defaults of nanoGPT's train.py that differ from ours, for settings that its log does not echo.

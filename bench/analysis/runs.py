@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from configurator import check, read_settings
-from deskgpt.errors import ConfigError
+from deskgpt.machine.errors import ConfigError
 from train import TrainConfig
 
 # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16.

@@ -22,10 +22,11 @@ from bench.claims.speeds import factor, log_ratios, of_times, timed
 from data.loader import BatchPlan, eval_batches
 from data.splits import Split
 from data.token_files import read_tokens, token_files
-from deskgpt import checkpoint, peak_flops
-from deskgpt.ranks import Ranks
-from deskgpt.runlog import read_events
-from deskgpt.runner import Form, Runner
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.machine import peak_flops
+from deskgpt.run.log import read_events
 from model import GPT, GPTConfig
 
 

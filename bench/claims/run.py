@@ -27,8 +27,9 @@ from bench import output
 from bench.claims import counts, losses, speeds
 from bench.claims.sizes import CPU, CUDA, Found, Options
 from bench.output import markdown_table
-from deskgpt import hardware, runlog
-from deskgpt.errors import ConfigError, one_line_errors
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import ConfigError, one_line_errors
+from deskgpt.run import log as runlog
 
 CLAIMS: dict[int, tuple[str, Callable[[Options], Found]]] = {
     1: ("A smaller micro-batch at the same tokens per step gives higher MFU.", speeds.micro_batch),

@@ -13,9 +13,11 @@ from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
 from bench.timing import gpu_memory
-from deskgpt import estimate, hardware, kernels
-from deskgpt.estimate import USABLE
-from deskgpt.runner import Form, Runner
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
+from deskgpt.predict import memory as estimate
+from deskgpt.predict.memory import USABLE
 from model import GPT
 
 CAPS_GB = (8, 12, 16, 24, 80)  # memory of usual cards, in 2^30 bytes

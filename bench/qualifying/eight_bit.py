@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.kernels import activation
+from deskgpt.faster.kernels import activation
 from model import GPT, MLP, KVCache
 
 EightBits = Literal["fp8", "int8"]

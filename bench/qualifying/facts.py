@@ -12,7 +12,9 @@ from torch.nn.attention import SDPBackend
 
 from bench.output import markdown_table
 from bench.qualifying.session import Session
-from deskgpt import compiling, hardware, peak_flops, runlog
+from deskgpt.compute import compiling
+from deskgpt.machine import hardware, peak_flops
+from deskgpt.run import log as runlog
 
 # What nvidia-smi is asked: its name for the field, ours.
 QUERIED = {

@@ -19,9 +19,11 @@ from bench.output import markdown_table
 from bench.qualifying.session import Session, float32_precision
 from bench.timing import ROOT
 from configurator import build, read_settings
-from deskgpt import checks, hardware, kernels, peak_flops
-from deskgpt.optimizer import make_optimizer
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import checks
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware, peak_flops
 from model import GPT, MODERN_CHOICES, GPTConfig
 from train import TrainConfig
 

@@ -11,7 +11,7 @@ from bench import speed, timing
 from bench.qualifying import work
 from bench.qualifying.session import Session
 from bench.timing import Contestant, Failed
-from deskgpt import hardware
+from deskgpt.machine import hardware
 
 MICRO_BATCHES = 8  # per step: fewer than stage 7 has, for shorter steps
 TOY_MICRO_BATCHES = 2

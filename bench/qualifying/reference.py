@@ -33,10 +33,10 @@ from bench.qualifying.session import Session
 from configurator import build, configure, read_settings
 from data.token_files import write_tokens
 from data.tokenizer import Ids
-from deskgpt import hardware
-from deskgpt.errors import one_line_errors
-from deskgpt.files import sha256
-from deskgpt.runlog import read_events
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.files import sha256
+from deskgpt.run.log import read_events
 
 CONFIG = "config/train_shakespeare_char.py"
 STEPS = 100

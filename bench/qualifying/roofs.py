@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.output import markdown_table
 from bench.qualifying.session import Session, float32_precision
-from deskgpt import hardware, peak_flops
+from deskgpt.machine import hardware, peak_flops
 from model import GPT, GPTConfig
 
 TOKENS = 16_384  # rows of x in a block's layers

@@ -15,7 +15,7 @@ import torch
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt import hardware
+from deskgpt.machine import hardware
 from model import GPT
 from sample import SampleConfig, dtype_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt import hardware
+from deskgpt.machine import hardware
 
 STEPS = 2  # after the one that warms up
 MARGIN = 1.2  # of the time that AdamW's run took: with less left, Muon's does not begin

@@ -17,8 +17,10 @@ from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.eight_bit import EightBits, use_eight_bits
 from bench.qualifying.session import Session
-from deskgpt import compiling, hardware, kernels
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import compiling
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
 from model import GPT
 
 MARGIN = 1.3  # of the longest variant so far: with less time left, no usual one begins

@@ -18,11 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import train
 from bench.qualifying.session import Session
 from bench.timing import write_data
-from deskgpt import estimate, forms, hardware, kernels, peak_flops
-from deskgpt.errors import is_out_of_memory
-from deskgpt.optimizer import make_optimizer
-from deskgpt.runlog import read_events
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import forms
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware, peak_flops
+from deskgpt.machine.errors import is_out_of_memory
+from deskgpt.predict import memory as estimate
+from deskgpt.run.log import read_events
 from model import GPT, GPTConfig, ModelSettings
 
 MICRO_STEPS = 4  # by which a micro-batch's loss is divided

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
 from data.token_files import Masks, is_prepared, write_dataset
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.errors import one_line_errors
-from deskgpt.files import file_sha256, sha256
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.files import file_sha256, sha256
 
 DATA = Path(__file__).resolve().parents[1]
 VAL_PART = 10  # one dialogue of so many is val
@@ -58,7 +58,7 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
     if args.like and args.tokenizer:
         raise ValueError("--like and --tokenizer: the checkpoint's own tokenizer is taken; leave --tokenizer out")
     if args.like:
-        from deskgpt import checkpoint  # imports torch, which takes seconds
+        from deskgpt.checkpoint import store as checkpoint
 
         saved = checkpoint.load(args.like)
         if not saved.tokenizer:

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.fineweb_edu import prepare
-from deskgpt.errors import ConfigError, one_line_errors
+from deskgpt.machine.errors import ConfigError, one_line_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_GB = 4  # of a task

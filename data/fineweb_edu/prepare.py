@@ -50,8 +50,8 @@ from data.meta_files import CHECKSUM, part_from_json
 from data.shards import Entry, free_space, gigabytes, is_there, plan, plan_of_file, text_bytes_of, write_shards
 from data.token_files import locked, named_tokenizer, read_description, read_record, read_tokens, write_meta
 from data.tokenizer import Tokenizer, from_meta, short_name
-from deskgpt.errors import ConfigError, one_line_errors
-from deskgpt.files import file_sha256, sha256
+from deskgpt.machine.errors import ConfigError, one_line_errors
+from deskgpt.machine.files import file_sha256, sha256
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9, "default": 1.3e12}  # about
@@ -282,7 +282,7 @@ def if_free(folder: Path, name: str) -> Iterator[bool]:
     """Whether nobody has the lock of this name in folder; if so, it is held meanwhile. Raises OSError."""
     from filelock import Timeout
 
-    from deskgpt import lock
+    from deskgpt.run import lock
 
     try:
         held = lock.locked(folder, name=name)
@@ -424,7 +424,7 @@ def end_with_parent() -> None:
 
 
 def remove_leftovers(folder: Path, *patterns: str) -> None:
-    """Deletes the temporary files of a start that was killed, to each of which deskgpt.files gave a name of its own."""
+    """Deletes the temporary files of a start that was killed, each named by deskgpt.machine.files."""
     for pattern in patterns:
         for path in folder.glob(pattern):
             path.unlink()

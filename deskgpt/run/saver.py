@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deskgpt import checkpoint, hardware
-from deskgpt.checkpoint import Checkpoint
-from deskgpt.sharded_checkpoint import agreed
-from deskgpt.sharding import is_dtensor, local
+from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint.folders import agreed
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.sharding import is_dtensor, local
+from deskgpt.machine import hardware
 
 # Of the snapshot's size, what must be free: torch rounds pinned memory up to powers of two, and the system needs some.
 MEMORY_FACTOR = 2.0

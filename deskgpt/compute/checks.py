@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from deskgpt.errors import is_out_of_memory
-from deskgpt.runner import Form, Runner
-from deskgpt.sharding import local, means, whole
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.sharding import local, means, whole
+from deskgpt.machine.errors import is_out_of_memory
 from model import GPT
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from deskgpt.files import write_atomically
+from deskgpt.machine.files import write_atomically
 
 if TYPE_CHECKING:
-    from deskgpt.ranks import Ranks
+    from deskgpt.compute.ranks import Ranks
 
 LOCK = ".lock"
 LEASE = ".lease"

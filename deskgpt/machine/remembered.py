@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deskgpt.files import read_small, replacing
+from deskgpt.machine.files import read_small, replacing
 
 LARGEST = 64 << 20  # bytes of such a file
 

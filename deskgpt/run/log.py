@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from deskgpt import hardware
-from deskgpt.files import is_at
+from deskgpt.machine import hardware
+from deskgpt.machine.files import is_at
 
 # Metrics that Weights & Biases gets, under nanoGPT's names where it has them.
 WANDB_NAMES = {name: name for name in ("iter", "loss", "lr", "mfu", "mfu_measured", "tokens_per_s", "grad_norm")}

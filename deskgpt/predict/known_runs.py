@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from deskgpt import gpu_peaks, remembered
-from deskgpt.gpu_peaks import Card
+from deskgpt.machine import gpu_peaks, remembered
+from deskgpt.machine.gpu_peaks import Card
 from model import GPT, GPTConfig
 
 ASSUMED_MFU = 0.4  # of a card that nothing is known of

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from deskgpt import estimate
-from deskgpt.checkpoint import EVAL_WINDOWS, VAL_DATA, Checkpoint
-from deskgpt.runlog import git_commit, versions
+from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA, Checkpoint
+from deskgpt.predict import memory as estimate
+from deskgpt.run.log import git_commit, versions
 
 if TYPE_CHECKING:
-    from deskgpt.ranks import Ranks
+    from deskgpt.compute.ranks import Ranks
     from train import TrainConfig
 
 Facts = dict[str, Any]

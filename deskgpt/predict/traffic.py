@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deskgpt import sharding
-from deskgpt.optimizer import make_optimizer
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import sharding
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.runner import Form, Runner
 from model import GPT, GPTConfig
 
 if TYPE_CHECKING:

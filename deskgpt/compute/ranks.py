@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deskgpt import hardware
+from deskgpt.machine import hardware
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # the folder of our own code
+ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
 # What torch's RuntimeErrors say when memory runs out. A shared memory that is too small for a kernel of Triton's ("out
 # of resource") is something else: no smaller batch helps.

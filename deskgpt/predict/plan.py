@@ -22,11 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deskgpt import estimate, gpu_peaks, hardware, kernels, known_runs, peak_flops, sharding, traffic
-from deskgpt.gpu_peaks import Card
-from deskgpt.known_runs import KnownRun
-from deskgpt.ranks import Ranks
-from deskgpt.runlog import clock, not_silent
+from deskgpt.compute import sharding
+from deskgpt.compute.ranks import Ranks
+from deskgpt.faster import kernels
+from deskgpt.machine import gpu_peaks, hardware, peak_flops
+from deskgpt.machine.gpu_peaks import Card
+from deskgpt.predict import known_runs, traffic
+from deskgpt.predict import memory as estimate
+from deskgpt.predict.known_runs import KnownRun
+from deskgpt.run.log import clock, not_silent
 from model import BYTES, GPT, GPTConfig, with_unit
 
 if TYPE_CHECKING:

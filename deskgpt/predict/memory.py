@@ -35,11 +35,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deskgpt import hardware, kernels
-from deskgpt.ranks import Ranks
-from deskgpt.runlog import clock
-from deskgpt.runner import Runner
-from deskgpt.sharding import local
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Runner
+from deskgpt.compute.sharding import local
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
+from deskgpt.run.log import clock
 from model import BYTES, GPT, GPTConfig, with_unit
 
 if TYPE_CHECKING:

@@ -348,7 +348,7 @@ def find_card(name: str) -> Card:
         similar = difflib.get_close_matches(name_key(name), by_key, n=5, cutoff=0.4)
         names = list(dict.fromkeys(by_key[key] for key in similar))
         hint = f"did you mean {', '.join(names)}? " if names else ""
-        raise ValueError(f"{name!r} is not a card of deskgpt/gpu_peaks.py; {hint}'all' lists them")
+        raise ValueError(f"{name!r} is not a card of deskgpt/machine/gpu_peaks.py; {hint}'all' lists them")
     stated = MEMORY_SIZE.search(name.lower())
     if stated is None or not cards[0].memory_gb:
         return replace(cards[0], memory_gb=cards[0].memory_gb[:1])

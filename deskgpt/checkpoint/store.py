@@ -1,11 +1,11 @@
 """Checkpoints: written so that a crash at any moment leaves a whole one, read without running code from them.
 
 On disk a checkpoint is nanoGPT's dictionary with what an exact resume needs beyond it. nanoGPT's own checkpoints are
-read too. Each file carries a checksum (deskgpt/archive.py). Sharded runs write a folder instead
-(deskgpt/sharded_checkpoint.py). From one form to the other, a TARGET that ends in .pt being a file:
+read too. Each file carries a checksum (deskgpt/checkpoint/archive.py). Sharded runs write a folder instead
+(deskgpt/checkpoint/folders.py). From one form to the other, a TARGET that ends in .pt being a file:
 
-    python -m deskgpt.checkpoint convert out/ckpt-00001000 ckpt.pt
-    python -m deskgpt.checkpoint convert out ckpt-00001000
+    python -m deskgpt.checkpoint.store convert out/ckpt-00001000 ckpt.pt
+    python -m deskgpt.checkpoint.store convert out ckpt-00001000
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deskgpt import archive, sharded_checkpoint
-from deskgpt.errors import one_line_errors
-from deskgpt.files import TEMPORARY, check_unused, copy, replacing, sync_folder
-from deskgpt.optimizer import make_optimizer
-from deskgpt.ranks import Ranks
-from deskgpt.sharded_checkpoint import agreed, is_folder, new_path, order_of
-from deskgpt.sharding import is_dtensor, local
+from deskgpt.checkpoint import archive
+from deskgpt.checkpoint import folders as sharded_checkpoint
+from deskgpt.checkpoint.folders import agreed, is_folder, new_path, order_of
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.sharding import is_dtensor, local
+from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.files import TEMPORARY, check_unused, copy, replacing, sync_folder
 from model import GPT, GPTConfig
 
 NAME = "ckpt.pt"
@@ -715,5 +716,5 @@ def convert(source: str, target: str) -> None:
 if __name__ == "__main__":
     with one_line_errors("the machine's memory must hold the checkpoint"):
         if len(sys.argv) != 4 or sys.argv[1] != "convert":
-            raise ValueError("usage: python -m deskgpt.checkpoint convert SOURCE TARGET")
+            raise ValueError("usage: python -m deskgpt.checkpoint.store convert SOURCE TARGET")
         convert(sys.argv[2], sys.argv[3])

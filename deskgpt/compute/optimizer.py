@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskgpt.sharding import Owners, is_dtensor, local
+from deskgpt.compute.sharding import Owners, is_dtensor, local
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:

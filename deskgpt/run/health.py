@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deskgpt.ranks import Ranks
-from deskgpt.runner import Form, Runner
-from deskgpt.sharding import local
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.sharding import local
 
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 REMEMBERED = 100  # good steps before a bad one that count as its evidence

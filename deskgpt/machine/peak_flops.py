@@ -12,9 +12,9 @@ import time
 
 import torch
 
-from deskgpt import remembered
-from deskgpt.gpu_peaks import Card, card_named
-from deskgpt.hardware import DTYPES, device_name, synchronize, uncounted_memory
+from deskgpt.machine import remembered
+from deskgpt.machine.gpu_peaks import Card, card_named
+from deskgpt.machine.hardware import DTYPES, device_name, synchronize, uncounted_memory
 
 # ---- answers -------------------------------------------------------------------------------------------------
 

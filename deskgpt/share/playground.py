@@ -29,7 +29,7 @@ from typing import Any, Protocol, get_type_hints
 import torch
 from torch import Tensor
 
-from deskgpt.errors import message_for_user
+from deskgpt.machine.errors import message_for_user
 from model import GPT
 
 MOST_PROMPT_CHARS = 100_000

@@ -20,8 +20,10 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from deskgpt import compiling, hardware, kernels, sharding
-from deskgpt.ranks import Ranks
+from deskgpt.compute import compiling, sharding
+from deskgpt.compute.ranks import Ranks
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
 from model import GPT
 
 

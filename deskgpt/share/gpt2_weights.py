@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from deskgpt import hugging_face
-from deskgpt.files import read_small
-from deskgpt.hugging_face import OUR_KEY
+from deskgpt.machine.files import read_small
+from deskgpt.share import hugging_face
+from deskgpt.share.hugging_face import OUR_KEY
 
 JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")

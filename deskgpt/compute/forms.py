@@ -23,20 +23,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deskgpt import compiling, estimate, hardware, kernels, peak_flops, remembered, sharding
-from deskgpt.checks import PLAIN, Batch, Wrong, check, nothing_is_zero
-from deskgpt.errors import is_out_of_memory
-from deskgpt.ranks import Ranks
-from deskgpt.runlog import clock, not_silent
-from deskgpt.runner import Form, Runner
+from deskgpt.compute import compiling, sharding
+from deskgpt.compute.checks import PLAIN, Batch, Wrong, check, nothing_is_zero
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware, peak_flops, remembered
+from deskgpt.machine.errors import is_out_of_memory
+from deskgpt.predict import memory as estimate
+from deskgpt.run.log import clock, not_silent
 from model import GPT
 
 if TYPE_CHECKING:
     from train import TrainConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # The code that a form depends on: what is remembered of forms holds for this code only.
-CODE = ("model.py", *(f"deskgpt/{name}.py" for name in ("kernels", "runner", "sharding", "checks", "forms")))
+CODE = ("model.py", "deskgpt/faster/kernels.py")
+CODE += tuple(f"deskgpt/compute/{name}.py" for name in ("runner", "sharding", "checks", "forms"))
 
 # ---- timing ----
 PROBE_S = 0.3  # about what a timed pass takes: as many sequences of the micro-batch as fit into it
