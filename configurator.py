@@ -25,6 +25,7 @@ from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from deskgpt.machine.errors import ConfigError
+from deskgpt.machine.words import shortened
 
 Config = TypeVar("Config")
 
@@ -138,7 +139,6 @@ def line_of_error(e: BaseException, path: str) -> int:
 
 # A value of each type, for messages.
 EXAMPLES = {int: "8", float: "3e-4", bool: "True", str: "text", NoneType: "None"}
-SHOWN = 100  # characters of a value in a message
 
 
 def check_known(name: str, types: Mapping[str, Any], where: str) -> None:
@@ -188,28 +188,19 @@ def check(value: Any, kind: Any, where: str) -> Any:
         choices = get_args(kind)
         if any(type(value) is type(choice) and value == choice for choice in choices):  # True is not 1
             return value
-        raise ConfigError(f"{where}={shown(value)} is not one of {', '.join(map(str, choices))}")
+        raise ConfigError(f"{where}={shortened(value)} is not one of {', '.join(map(str, choices))}")
     alternatives = alternatives_of(kind)
     if int in alternatives and type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is int and (int in alternatives or float in alternatives) and abs(value) >= 2**63:
-        raise ConfigError(f"{where}={shown(value)} must be below 2^63 in size")
+        raise ConfigError(f"{where}={shortened(value)} must be below 2^63 in size")
     if int not in alternatives and float in alternatives and type(value) is int:
         value = float(value)
     is_finite = type(value) is not float or math.isfinite(value)
     if type(value) in alternatives and is_finite:
         return value
     name = where.split()[-1].removeprefix("--")
-    raise ConfigError(f"{where}={shown(value)} is not {type_name(kind)}; write it like --{name}={example(kind)}")
-
-
-def shown(value: Any) -> str:
-    """A value in a message: its repr, shortened; its type where it has none, as very large numbers have."""
-    try:
-        text = repr(value)
-    except Exception:  # a config file can define any class
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    raise ConfigError(f"{where}={shortened(value)} is not {type_name(kind)}; write it like --{name}={example(kind)}")
 
 
 def alternatives_of(kind: Any) -> tuple[Any, ...]:

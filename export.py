@@ -4,7 +4,9 @@
     python export.py --out_dir=out/ckpt_best.pt --to=my-model
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
-(the model card), and for settings that no class of transformers has the model's own code, modeling_deskgpt.py.
+(the model card), and for settings that no class of transformers has the model's own code, modeling_deskgpt.py. What is
+written is loaded again with transformers, if that is installed, and its logits are compared with those of model.py: a
+folder that computes something else, as after a change of model.py, is not left.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import math
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +25,23 @@ from torch import Tensor
 
 from configurator import configure
 from data.chat import template
-from data.token_files import read_record
+from data.token_files import read_record, read_tokens, token_files
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.faster.held import SAME_LOGITS, distance
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import check_unused, new_folder
 from deskgpt.run.log import read_events
 from deskgpt.share import hugging_face
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.share.hugging_face import MODELING_FILE
+from model import GPT
 from sample import DATA, Trained, load
+
+# Root mean square of what enlarged matrices make of normalised inputs. With 2, the same models differ by at most 5e-6,
+# whether they have 2 layers or 48; with 4, those of 48 layers differ by 4e-2 (LOG.md, 2026-11-23).
+LARGE = 2.0
 
 CARD_SETTINGS = (
     *("batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "min_lr", "lr_schedule"),
@@ -74,12 +83,14 @@ def main(c: ExportConfig) -> None:
         write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, weights))
         shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
         check(folder, trained)
+        compared = compare(folder, trained)
     if kind.is_own:
         print(
             f"no class of transformers has {hugging_face.why_own(config)}: the folder has code of its own, "
             f"{MODELING_FILE}, and loading it needs trust_remote_code=True"
         )
-    print(f"{to}: {kind.name}, {millions(config)} parameters, tokenizer {tokenizer.meta()['name']}")
+    print(f"{to}: {kind.name}, {millions(trained.model)} parameters, tokenizer {tokenizer.meta()['name']}")
+    print(compared)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
@@ -109,6 +120,87 @@ def check(folder: Path, trained: Trained) -> None:
         raise OSError("what was written is not what is read back; check the disk")
 
 
+# ---- what it computes ----------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def compare(folder: Path, trained: Trained) -> str:
+    """Compares what transformers makes of the folder with model.py; says how. Raises ValueError where they differ.
+
+    Leaves other weights in trained.model.
+    """
+    kind = hugging_face.class_of(trained.model.config)
+    try:
+        import transformers
+    except ImportError:
+        return "transformers is not installed: nothing was compared with model.py"
+    if kind.is_own:
+        from deskgpt.share import modeling_deskgpt  # which the folder has a copy of
+
+        cls: Any = getattr(modeling_deskgpt, kind.name)
+    else:
+        cls = getattr(transformers, kind.name, None)
+    if cls is None:
+        return f"transformers {transformers.__version__} has no {kind.name}: nothing was compared with model.py"
+    tokens, whose = tokens_to_compare(trained)
+    transformers.utils.logging.disable_progress_bar()
+    problem = misfit(cls, folder)
+    if problem is None:
+        theirs = cls.from_pretrained(folder, dtype=torch.float32).eval()
+        ours = trained.model.eval()
+        off = distance(theirs(tokens).logits, ours(tokens)[0])
+        if not off <= SAME_LOGITS:
+            problem = f"its logits differ by {off:.3g}"
+        else:
+            enlarge(ours)
+            theirs.load_state_dict(hugging_face.to_hugging_face(ours.config, ours.state_dict()), strict=False)
+            off = distance(theirs(tokens).logits, ours(tokens)[0])
+            if not off <= SAME_LOGITS:
+                problem = f"with larger weights its logits would differ by {off:.3g}"
+    if problem:
+        raise ValueError(
+            f"{kind.name} does not compute what model.py does: {problem}; nothing was exported. It has GPT-2's network "
+            "with the choices of docs/export.md; a model that was changed in other ways needs code of its own"
+        )
+    return f"transformers computes the same logits as model.py on {tokens.numel():,} tokens of {whose}"
+
+
+@torch.no_grad()
+def enlarge(model: GPT) -> None:
+    """Scales all matrices, so that scores and logits are large: a cap on them changes nothing while they are small."""
+    for p in model.parameters():
+        if p.dim() >= 2:
+            p.mul_(LARGE / (p.square().mean() * p.size(-1)).sqrt().clamp(min=1e-12))
+
+
+def misfit(cls: Any, folder: Path) -> str | None:
+    """Which of the folder's weights its class of transformers lacks or has in another shape; None if all fit."""
+    from safetensors import safe_open
+
+    with torch.device("meta"):
+        theirs = cls(cls.config_class.from_pretrained(folder)).state_dict()
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            shape = tuple(file.get_slice(name).get_shape())
+            their_shape = tuple(theirs[name].shape) if name in theirs else None
+            if shape != their_shape:
+                return f"{name} has the shape {shape}, there {their_shape or 'it is missing'}"
+    return None
+
+
+def tokens_to_compare(trained: Trained) -> tuple[Tensor, str]:
+    """Tokens (1, T), as many as the context has or the data, and whose they are: val's, else drawn ones."""
+    limit = trained.model.config.block_size
+    dataset = trained.checkpoint.config.get("dataset") if trained.checkpoint is not None else None
+    with suppress(OSError, ValueError):
+        if isinstance(dataset, str):
+            ids = read_tokens(token_files(DATA / dataset, "val")[0])[:limit].astype("int64")
+            if ids.max() < trained.model.config.vocab_size:
+                return torch.from_numpy(ids)[None], "val"
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(trained.model.config.vocab_size, (1, limit), generator=draw), "a random text"
+
+
 # ---- model card ----------------------------------------------------------------------------------------------
 
 
@@ -125,9 +217,9 @@ def model_card(trained: Trained, name: str) -> str:
     else:
         reason = f"Its class is `{kind.name}` because {kind.why}; in float32 it computes what deskGPT does."
     settings = asdict(config)
-    facts = {"parameters": millions(config)}
+    facts = {"parameters": millions(trained.model)}
     if trained.checkpoint is not None:
-        facts |= training_facts(trained.checkpoint, checkpoint.folder_of(trained.source))
+        facts |= training_facts(trained.checkpoint, store.folder_of(trained.source))
         settings |= {k: trained.checkpoint.config[k] for k in CARD_SETTINGS if k in trained.checkpoint.config}
         settings["init_from"] = Path(settings.get("init_from", "scratch")).name  # not where this machine has it
     new_tokens = max(1, min(100, config.block_size // 2))
@@ -212,10 +304,10 @@ def prompt_of(trained: Trained) -> str:
     return "\n" if chars is None or "\n" in chars else chars[0]
 
 
-def millions(config: Any) -> str:
-    return f"{config.count_parameters(config.vocab_size) / 1e6:.2f}M"
+def millions(model: GPT) -> str:
+    return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M"
 
 
 if __name__ == "__main__":
-    with one_line_errors("take a machine with twice the model's memory"):
+    with one_line_errors("take a machine with four times the model's memory"):
         main(configure(ExportConfig, sys.argv[1:]))

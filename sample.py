@@ -16,7 +16,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,17 +28,17 @@ from data.chat import talk, template
 from data.text.prepare import read_text
 from data.token_files import read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute import compiling
-from deskgpt.compute.checks import TOLERANCE
-from deskgpt.faster import kernels
+from deskgpt.compute.inference import Reading
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Runner
 from deskgpt.machine import hardware, peak_flops
-from deskgpt.machine.errors import is_out_of_memory, one_line_errors
-from deskgpt.predict import memory as estimate
+from deskgpt.machine.errors import message_for_user, one_line_errors
+from deskgpt.predict import fit
 from deskgpt.share import playground
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
-from model import GPT, Decoder, GPTConfig
+from model import GPT, GPTConfig
 
 DATA = Path(__file__).parent / "data"
 
@@ -107,18 +106,16 @@ def main(c: SampleConfig) -> list[str]:
     tokenizer = trained.tokenizer
     model = trained.model.eval().to(device)
     dtype = dtype_of(c, device)
-    amp = hardware.autocast(device, dtype)
 
     if c.chat:
-        chat(c, trained, dtype, amp)
+        chat(c, trained, dtype)
         return []
 
     # ---- prompt ----------------------------------------------------------------------------------------------
     prompt = prompt_text(c)
     rows = 1 if c.stream else c.num_samples  # generated in one batch
-    prompts = encoded(c, prompt, tokenizer, model).to(device).expand(rows, -1)
-    if c.compile:
-        compile_for_sampling(model, prompts, dtype, amp)
+    prompts = encoded(c, prompt, tokenizer, model).to(device).repeat(rows, 1)
+    reading = Reading(model, prompts, dtype, compiled=c.compile)
 
     # ---- generate --------------------------------------------------------------------------------------------
     texts = []
@@ -126,7 +123,7 @@ def main(c: SampleConfig) -> list[str]:
         samples = [Sample(tokenizer, prompt, c.stop) for _ in range(rows)]
         if c.stream:
             print(prompt, end="", flush=True)
-        with amp:
+        with reading.using():
             tokens = model.generate(
                 prompts,
                 c.max_new_tokens,
@@ -170,18 +167,18 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
     export.py and bench/evaluate.py load their models with it too.
     """
     saved = None
-    if init_from == "resume" or checkpoint.is_one(init_from):
+    if init_from == "resume" or store.is_one(init_from):
         source = out_dir if init_from == "resume" else init_from
-        saved = checkpoint.load(source, functools.partial(print, file=sys.stderr))
+        saved = store.load(source, functools.partial(print, file=sys.stderr))
         config = GPTConfig.from_args(saved.model_args, source)
-        weights = checkpoint.weights_of(saved)
+        weights = store.weights_of(saved)
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
         source = init_from
         model_args, weights = load_gpt2(init_from)
         config = GPTConfig.from_args(model_args, source)
         meta = tokenizer_of(init_from)
-    estimate.refuse_beyond_memory(config, 1, device)
+    fit.refuse_beyond_memory(config, device)
     model = GPT.from_state(config, weights, source)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError(f"{source}: the weights hold NaN or infinity, which give no text; take another checkpoint")
@@ -238,7 +235,7 @@ def encoded(c: SampleConfig, prompt: str, tokenizer: Tokenizer, model: GPT) -> T
 # ---- talking -------------------------------------------------------------------------------------------------
 
 
-def chat(c: SampleConfig, trained: Trained, dtype: str, amp: AbstractContextManager[None]) -> None:
+def chat(c: SampleConfig, trained: Trained, dtype: str) -> None:
     """Answers on the terminal until the input ends. Raises ValueError where the model cannot talk."""
     model = trained.model
     of_chat = template.Template(trained.tokenizer)
@@ -251,10 +248,12 @@ def chat(c: SampleConfig, trained: Trained, dtype: str, amp: AbstractContextMana
     def as_prompts(ids: Ids) -> Tensor:
         return torch.from_numpy(ids.astype("int64")).to(device)[None]
 
+    reading = Reading(model, as_prompts(dialogue.prompt()), dtype, compiled=c.compile)
+
     def answer(prompt: Ids, n: int) -> Iterator[str]:
         """The n-th answer, in pieces as they come."""
         sample = Sample(trained.tokenizer, "", c.stop or template.FORGED_TURN)
-        with amp:
+        with reading.using():
             tokens = model.generate(
                 as_prompts(prompt),
                 c.max_new_tokens,
@@ -270,53 +269,7 @@ def chat(c: SampleConfig, trained: Trained, dtype: str, amp: AbstractContextMana
                 yield sample.add(int(new.item()))
         yield sample.finish()
 
-    if c.compile:
-        compile_for_sampling(model, as_prompts(dialogue.prompt()), dtype, amp)
     talk.talk(dialogue, answer)
-
-
-# ---- compiling -----------------------------------------------------------------------------------------------
-
-
-def compile_for_sampling(model: GPT, prompts: Tensor, dtype: str, amp: AbstractContextManager[None]) -> None:
-    """Compiles what generation calls, and compares it with plain float32.
-
-    Raises ValueError where that fails, and where the results differ.
-    """
-    print("compiling, which takes a while", file=sys.stderr)
-    device = prompts.device
-    expected = next_logits(model, prompts)
-    kernels.register_operators()
-    if device.type == "cpu":
-        compiling.set_up_inductor()
-    model.transformer.compile(dynamic=True)
-    try:
-        with amp:
-            found = next_logits(model, prompts)
-    except Exception as e:
-        if is_out_of_memory(e):
-            raise
-        raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or leave --compile out") from None
-    off = ((found - expected).norm() / expected.norm()).item()
-    limit = TOLERANCE["tf32" if dtype == "float32" and device.type == "cuda" else dtype]
-    if not off <= limit:  # nan is not
-        raise ValueError(
-            f"compile=True: what the compiled model computes in {dtype} differs from plain float32 by "
-            f"{off:.3g}, at most {limit:g} is rounding; leave --compile out"
-        )
-
-
-@torch.inference_mode()
-def next_logits(model: GPT, prompts: Tensor) -> Tensor:
-    """Logits (rows, 2 * vocab_size) after the prompts' last token and after one more, as generation gets them.
-
-    They take the two ways of generation: a whole prompt at once, then a single token next to the cache.
-    """
-    limit = model.config.block_size
-    decoder = Decoder(model)
-    last = decoder(prompts[:, -max(1, limit - 1) :])
-    following = decoder(prompts[:, -1:]) if limit > 1 else model(prompts[:, -1:])[0][:, -1]
-    return torch.cat((last, following), 1).float()
 
 
 # ---- page ----------------------------------------------------------------------------------------------------
@@ -351,8 +304,9 @@ def player(c: SampleConfig, trained: Trained, device: torch.device) -> playgroun
         f"context of {model.config.block_size:,} tokens",
     ]
     grow = functools.partial(Sample, trained.tokenizer)
-    autocast = functools.partial(hardware.autocast, device, dtype_of(c, device))
-    return playground.Player(trained.source, facts, model, trained.tokenizer, grow, autocast)
+    prompt = encoded(c, prompt_text(c), trained.tokenizer, model)[None].to(device)
+    reading = Reading(model, prompt, dtype_of(c, device))
+    return playground.Player(trained.source, facts, model, trained.tokenizer, grow, reading.using)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------
@@ -402,22 +356,39 @@ class Sampler:
     TEXTS = 2
     TOKENS = 200
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, amp: AbstractContextManager[None]) -> None:
+    def __init__(self, runner: Runner, tokenizer: Tokenizer, every: int, say: Callable[[str], None]) -> None:
+        """every: evaluations from one sample to the next."""
         self.c = SampleConfig(num_samples=self.TEXTS, max_new_tokens=self.TOKENS)
-        self.model = model
+        self.model = runner.model
+        self.as_written = runner.form.as_written
         self.tokenizer = tokenizer
-        self.amp = amp
-        self.prompt = encoded(self.c, self.c.start, tokenizer, model)  # (T,)
+        self.dtype = "float32" if runner.device.type == "cpu" else runner.form.dtype
+        self.cached = True  # until that is found to be wrong
+        self.every = every
+        self.say = say
+        self.prompt = encoded(self.c, self.c.start, tokenizer, self.model)  # (T,)
 
-    def texts(self, break_off: Callable[[], bool]) -> list[str]:
-        """What the model writes now; [] where break_off says so."""
+    def texts_at(self, evaluation: int, is_last: bool, break_off: Callable[[], bool]) -> list[str]:
+        """Texts of the model as it is now, if this evaluation has any; [] where break_off says so."""
+        if not is_last and evaluation % self.every:
+            return []
         c = self.c
         samples = [Sample(self.tokenizer, c.start, c.stop) for _ in range(self.TEXTS)]
         # Beyond its context a model has no cache to write with, and each token costs a whole forward pass.
         n_tokens = min(self.TOKENS, max(1, self.model.config.block_size - len(self.prompt)))
-        prompts = self.prompt.to(self.model.lm_head.weight.device).expand(self.TEXTS, -1)
+        prompts = self.prompt.to(next(self.model.parameters()).device).repeat(self.TEXTS, 1)
         self.model.eval()
-        with self.amp:
+        reading = Reading(
+            self.model,
+            prompts,
+            self.dtype,
+            cached=self.cached,
+            as_written=self.as_written,
+            remembers=False,
+            say=self.say,
+        )
+        self.cached = reading.cached
+        with reading.using():
             for new in self.model.generate(
                 prompts,
                 n_tokens,
@@ -437,6 +408,20 @@ class Sampler:
         for sample in samples:
             sample.finish()
         return [sample.text for sample in samples]
+
+
+def sampler_for(every: int, runner: Runner, ranks: Ranks, tokenizer: dict[str, Any]) -> Sampler | None:
+    """What writes samples at every `every`-th evaluation; None for 0, and on ranks that only wait meanwhile.
+
+    tokenizer: as in meta.json. Says in one line if it cannot be had: the run does not need it.
+    """
+    if not every or not ranks.is_first:
+        return None
+    try:
+        return Sampler(runner, from_meta(tokenizer), every, ranks.say)
+    except (ValueError, ModuleNotFoundError) as e:
+        ranks.say(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
+        return None
 
 
 if __name__ == "__main__":

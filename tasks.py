@@ -118,7 +118,7 @@ def train(python: Path, text: str, out: str, settings: list) -> None:
 def first_model(python: Path) -> list:
     """Settings of the model that learns most in three minutes here, chosen by how fast matmuls are."""
     say("measuring how fast this machine multiplies matrices")
-    code = "from deskgpt import hardware, peak_flops; device = hardware.resolve_device('auto'); "
+    code = "from deskgpt.machine import hardware, peak_flops; device = hardware.resolve_device('auto'); "
     code += "print(device.type, peak_flops.fastest_matmul(device))"
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
     if done.returncode:

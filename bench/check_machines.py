@@ -35,14 +35,13 @@ from bench import output
 from bench.output import markdown_row, markdown_table
 from bench.timing import ROOT
 from deskgpt.compute import checks, compiling, forms
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine import hardware
+from deskgpt.machine import hardware, provenance
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.run import log as runlog
 from model import GPT, GPTConfig
-from train import TrainConfig
 
 STEPS = 4
 AT_ONCE = 2
@@ -140,38 +139,38 @@ def learn(runner: Runner) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(0)
     fresh = GPT(runner.model.config)
     runner.model.load_state_dict(fresh.state_dict())
-    optimizer = make_optimizer(runner.model, "adamw", 0.1, 3e-3, (0.9, 0.95), 0.95, "cpu")
+    optimizer = make_optimizer(runner.model, "adamw", 0.1, 3e-3, (0.9, 0.95), 0.95)
     losses = []
     for _ in range(STEPS):
-        losses.append(runner.backward(*batch_of(BATCH_SIZE)).item())
+        losses.append(runner.forward_backward(*batch_of(BATCH_SIZE)).item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    losses.append(runner.backward(*batch_of(BATCH_SIZE)).item())
+    losses.append(runner.forward_backward(*batch_of(BATCH_SIZE)).item())
     return losses, checks.taken_gradients(runner, 1)
 
 
 def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
     """What became of one form: why it was refused, or how far its losses and gradients are from plain float32's."""
     torch.compiler.reset()
-    settings = SIZES | MODELS[name] | {"batch_size": BATCH_SIZE, "gradient_accumulation_steps": 1, "device": "cpu"}
-    trials = forms.Trials(model, TrainConfig(**settings), Ranks(torch.device("cpu")), batch_of)
+    cpu = torch.device("cpu")
+    batching = Batching(BATCH_SIZE, block_size=SIZES["block_size"])
+    search = forms.FormSearch(model, batching, forms.Wanted(), Ranks(cpu), batch_of, lambda batching, form: batching)
     t0 = time.perf_counter()
     with redirect_stdout(io.StringIO()) as said:
-        runner = trials.attempt(form)
+        runner = search.attempt(form)
     found: dict[str, Any] = {"model": name, "form": str(form), "compiled": form.compiled}
-    found["compiler"] = compiling.compiler_name(trials.device)
+    found["compiler"] = compiling.compiler_name(cpu)
     if runner is None:
         return found | {"refused": said.getvalue().splitlines()[-1], "seconds": time.perf_counter() - t0}
     losses, gradients = learn(runner)
     expected_losses, _ = learn(Runner(model, Form()))
     # float32 has come to slightly other weights. The gradients are compared at the weights that this form came to.
     learn(runner)
-    plain = checks.plain_float32(model, batch_of(BATCH_SIZE))
+    plain = checks.plain_float32(model, batch_of(BATCH_SIZE), form)
     assert plain is not None  # it fits into memory
     expected_gradients = plain[1]
 
-    names = [name for name, _ in model.named_parameters()]
-    errors = checks.gradient_errors(names, gradients, expected_gradients, form.dtype)
+    errors = checks.gradient_errors(runner.names, gradients, expected_gradients, form.dtype)
     worst = max(errors, key=lambda name: errors[name])
     loss_off = max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True))
     right = loss_off <= LOSS_OFF[form.dtype] and errors[worst] <= checks.TOLERANCE[form.dtype]
@@ -249,8 +248,8 @@ def save(
     cpu = torch.device("cpu")
     start: dict[str, Any] = {
         "device": hardware.device_name(cpu),
-        "versions": runlog.versions(),
-        "git_commit": runlog.git_commit(),
+        "versions": provenance.versions(),
+        "git_commit": provenance.git_commit(),
         "compiler": compiling.compiler_name(cpu),
     }
     told = "\n".join(f"- {n}: `{settings or '{}'}`, {results[n][0].get('device')}" for n, settings in chosen.items())

@@ -20,14 +20,17 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
+import torch
+
 from bench import output
 from bench.output import markdown_table
 from configurator import configure
-from deskgpt.checkpoint import folders as sharded_checkpoint
+from deskgpt.checkpoint import folders
+from deskgpt.compute.inference import Reading
 from deskgpt.machine import hardware
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import write_atomically
-from deskgpt.run.log import git_commit, versions
+from deskgpt.machine.provenance import git_commit, versions
 from deskgpt.share.gpt2_weights import download_gpt2
 from sample import Trained, load
 
@@ -77,10 +80,11 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     trained = load(c.init_from, c.out_dir, device)
     facts = facts_of_model(c, trained)  # at once: a run that goes on would soon replace the file
     model = trained.model.eval().to(device)
-    amp = hardware.autocast(device, c.dtype)
     seed = harness.SEED if c.seed is None else c.seed
-    backend = harness.Backend(model, trained.tokenizer, amp, c.batch_size, c.use_cache, seed)
+    backend = harness.Backend(model, trained.tokenizer, batch_size=c.batch_size, seed=seed)
     tasks.check(backend)
+    prompt = torch.tensor([[backend.prefix_token_id]], device=device)
+    backend.using = Reading(model, prompt, c.dtype, cached=c.use_cache).using
     t0 = time.perf_counter()
     found = tasks.evaluate(backend)
 
@@ -139,7 +143,7 @@ def file_of_weights(c: EvaluateConfig, trained: Trained) -> Path:
     if trained.checkpoint is None:
         return (path if path.is_dir() else download_gpt2(c.init_from)) / "model.safetensors"
     found = trained.checkpoint.path or path
-    return found / sharded_checkpoint.MANIFEST if found.is_dir() else found
+    return found / folders.MANIFEST if found.is_dir() else found
 
 
 # ---- what is written -----------------------------------------------------------------------------------------

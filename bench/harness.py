@@ -15,7 +15,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from itertools import takewhile
@@ -33,9 +33,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, from_meta
+from deskgpt.compute.inference import Reading
 from deskgpt.compute.ranks import Ranks
-from model import GPT, Decoder, sample_tokens
+from deskgpt.compute.runner import Runner
+from deskgpt.run.stopping import listener
+from model import GPT, sample_tokens
 
 END_OF_TEXT = "<|endoftext|>"  # the end_of_text of all tokenizers, as text
 MAX_NEW_TOKENS = 256  # of tasks that name no number, as in lm_eval's hf
@@ -66,17 +69,17 @@ class Generation:
 class Backend(TemplateLM):
     """A GPT as lm_eval asks it: how likely a continuation of a text is, and what comes next.
 
-    amp: the autocast context of the matmuls. batch_size: rows at a time. stopped: once it returns True, all further
-    answers are empty, so that the harness comes to its end at once, on all ranks; its results are then meaningless.
+    using: within it the model computes as it should (Reading.using). batch_size: rows at a time. stopped: once it
+    returns True, all further answers are empty, so that the harness comes to its end at once, on all ranks; its results
+    are then meaningless.
     """
 
     def __init__(
         self,
         model: GPT,
         tokenizer: Tokenizer,
-        amp: AbstractContextManager[Any] | None = None,
+        using: Callable[[], AbstractContextManager[None]] = nullcontext,
         batch_size: int = 16,
-        use_cache: bool = True,
         seed: int = SEED,
         ranks: Ranks | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -84,13 +87,12 @@ class Backend(TemplateLM):
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
-        self.amp = amp or nullcontext()
+        self.using = using
         self.batch_size = batch_size
-        self.use_cache = use_cache
         self.seed = seed
         self.stopped = stopped
         self.n_truncated = 0  # requests that lost the beginning of their context
-        self.weights_device = model.lm_head.weight.device
+        self.weights_device = next(model.parameters()).device
         if ranks is not None:
             self._rank = ranks.rank
             self._world_size = ranks.world
@@ -224,10 +226,10 @@ class Backend(TemplateLM):
         greedy = []
         rows = max(1, LOGITS_PER_CHUNK // self.model.config.vocab_size)
         targets = targets.to(idx.device)
-        with self.amp:
+        with self.using():
             h = self.model.transformer(idx).flatten(0, 1)[at.to(idx.device)]  # (N, C)
             for part, expected in zip(h.split(rows), targets.split(rows), strict=True):
-                log_p = F.log_softmax(self.model.lm_head(part).float(), -1)  # (rows, V)
+                log_p = F.log_softmax(self.model.logits(part).float(), -1)  # (rows, V)
                 log_ps.append(log_p.gather(1, expected[:, None])[:, 0])
                 greedy.append(log_p.argmax(1) == expected)
         return torch.cat(log_ps).cpu(), torch.cat(greedy).cpu()
@@ -296,14 +298,9 @@ class Backend(TemplateLM):
         idx = torch.zeros(len(prompts), longest + way.max_new_tokens, dtype=torch.long, device=self.weights_device)
         for b, prompt in enumerate(prompts):
             idx[b, : len(prompt)] = torch.tensor(prompt)
-        decoder = Decoder(self.model) if self.use_cache else None
-        seen = 0  # tokens in the decoder's cache
-        with self.amp:
+        with self.using():
             while not all(row.done for row in rows) and not self.stopped():
-                if decoder is not None:
-                    logits = decoder(idx[:, seen:known])  # (B, V)
-                else:
-                    logits = self.model.lm_head(self.model.transformer(idx[:, :known])[:, -1])
+                logits = self.model.next_logits(idx[:, :known])  # (B, V)
                 logits = logits.float()[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
                 u = torch.zeros(len(rows), 1)
                 if way.temperature > 0:
@@ -316,7 +313,6 @@ class Backend(TemplateLM):
                 if known == idx.size(1):
                     break
                 idx[:, known] = torch.where(in_prompt, idx[:, known], new)
-                seen = known
                 known += 1
         return [row.text for row in rows]
 
@@ -440,7 +436,7 @@ class Tasks:
         n_truncated = int(backend.all_gather(torch.tensor(backend.n_truncated)).sum())
         return {} if found is None else found | {"truncated": n_truncated}
 
-    def in_words(self, found: Figures) -> str:
+    def describe(self, found: Figures) -> str:
         """Such as "lambada_openai perplexity 40.06 ± 1.48, acc 0.3256 ± 0.0066; hellaswag acc ..."
 
         A group that has figures of its own stands for its tasks.
@@ -614,3 +610,49 @@ def number(value: float | None) -> str:
     if value is None:
         return "n/a"
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+# ---- benchmarks of a run -------------------------------------------------------------------------------------
+
+
+class Benchmark:
+    """Tasks of lm_eval for the model as it trains, which they leave as it is; the ranks share the items."""
+
+    def __init__(self, settings: Mapping[str, Any], model: GPT, tokenizer: dict[str, Any], ranks: Ranks) -> None:
+        """Loads and checks the tasks that train.py's settings name.
+
+        Raises ValueError where one cannot be had or does not fit model and tokenizer.
+        """
+        if not ranks.is_first:
+            ranks.agree(0)  # until the first rank has downloaded the data
+        self.tasks = Tasks(settings["tasks"], limit=settings["tasks_limit"])
+        if ranks.is_first:
+            ranks.agree(0)
+        self.interval = settings["tasks_interval"]
+        self.eval_interval = settings["eval_interval"]
+        self.ranks = ranks
+        self.backend = Backend(model, from_meta(tokenizer), ranks=ranks, stopped=lambda: listener.signal is not None)
+        if ranks.is_first:
+            self.tasks.check(self.backend)
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        return is_last or step // self.eval_interval % self.interval == 0
+
+    def run(self, runner: Runner, batch_size: int) -> tuple[Figures, str]:
+        """What it found, and in words; empty on other ranks than the first.
+
+        A signal breaks it off: its figures then mean nothing.
+        """
+        prompt = torch.tensor([[self.backend.prefix_token_id]], device=runner.device)
+        reading = Reading(
+            runner.model,
+            prompt,
+            runner.form.dtype,
+            as_written=runner.form.as_written,
+            remembers=False,
+            say=self.ranks.say,
+        )
+        self.backend.using = reading.using
+        self.backend.batch_size = batch_size
+        found = figures(self.tasks.evaluate(self.backend))
+        return found, self.tasks.describe(found)

@@ -46,7 +46,7 @@ from bench.output import markdown_table
 from bench.soak import DIST_TIMEOUT_S, SMALL, differences, events, write_data
 from bench.timing import ROOT
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.run import log as runlog
+from deskgpt.run import log
 
 MAX_ITERS = 120
 SAVE_INTERVAL = 10  # steps
@@ -154,7 +154,7 @@ class Cluster:
             raise BrokenPromise(f"torchrun ended on {', '.join(failed)}")
         with suppress(BrokenPromise):
             self.wait(lambda: not self.all_pids(), 5, "the end of all processes")
-        lost = steps_lost(runlog.read_events(self.out_dir / "log.jsonl"))
+        lost = steps_lost(log.read_events(self.out_dir / "log.jsonl"))
         return {"run_s": run_s, "steps_lost": lost, "orphans": len(self.all_pids()), **facts}
 
     def agents_running(self) -> bool:
@@ -190,7 +190,7 @@ class Cluster:
 
     def trains_since(self, starts: int) -> bool:
         """Whether a step was made after more starts than these."""
-        kinds = [event["event"] for event in runlog.read_events(self.out_dir / "log.jsonl")]
+        kinds = [event["event"] for event in log.read_events(self.out_dir / "log.jsonl")]
         return kinds.count("start") > starts and kinds[-1] != "start"
 
     def stop(self) -> None:

@@ -25,12 +25,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from configurator import configure
-from data.loader import BatchPlan, Loader
+from data.loader import Loader
 from data.splits import Split
 from data.token_files import read_tokens, token_files, write_tokens
-from deskgpt.machine import hardware
+from deskgpt.compute.batching import Batching
+from deskgpt.machine import hardware, provenance
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.run import log as runlog
 
 VOCAB_SIZE = 50304
 END_OF_TEXT = 50256
@@ -89,7 +89,7 @@ def take_batches(loader: Loader, device: torch.device, seconds: float, pause_s: 
     while time.perf_counter() - t0 < seconds:
         if pause_s:
             time.sleep(pause_s)
-        loader.next()
+        next(loader.step())
         batches += 1
     hardware.synchronize(device)
     return batches, time.perf_counter() - t0
@@ -103,20 +103,21 @@ def main(c: LoaderConfig) -> None:
         write_shards(folder, c)
         shards = token_files(folder, "train")
         tokens = sum(len(read_tokens(path)) for path in shards)
-        print(f"{hardware.device_name(device)}; {runlog.versions()}, commit {runlog.git_commit()}")
+        print(f"{hardware.device_name(device)}; {provenance.versions()}, commit {provenance.git_commit()}")
         print(f"{tokens:,} tokens in {len(shards)} shards, {'cold' if c.cold else 'warm'}; {c}")
         if c.cold:
             drop_from_cache(folder)
         split = open_split(folder, c)
 
         batch_tokens = c.batch_size * c.block_size
-        loader = Loader(split, BatchPlan(c.batch_size), device)
-        loader.next()
-        loader.take_wait_s()
+        waits_s: list[float] = []
+        loader = Loader(split, Batching(c.batch_size), device, waited=waits_s.append)
+        next(loader.step())
+        waits_s.clear()
         batches, elapsed_s = take_batches(loader, device, c.seconds, batch_tokens / c.rate)
         print(
             f"work for {c.rate:,.0f} tokens/s: {batches * batch_tokens / elapsed_s:,.0f} tokens/s reached, "
-            f"{loader.take_wait_s() / elapsed_s:.3%} of the time spent waiting for data"
+            f"{sum(waits_s) / elapsed_s:.3%} of the time spent waiting for data"
         )
         batches, elapsed_s = take_batches(loader, device, c.seconds / 4, 0.0)
         print(f"without pauses: {batches * batch_tokens / elapsed_s:,.0f} tokens/s")

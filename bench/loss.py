@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from configurator import configure
 from deskgpt.compute import compiling
 from deskgpt.faster.kernels import ChunkedCrossEntropy, register_operators
-from deskgpt.machine import hardware
+from deskgpt.machine import hardware, provenance
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.run import log as runlog
 
 # Tokens of a chunk that are tried, and of the one that is compiled.
 CHUNKS_ON_CPU = (128, 256, 512, 1024)
@@ -139,7 +138,7 @@ def main(c: LossConfig) -> None:
     exact_grad = passes.weight_gradient().clone()
     print(f"{hardware.device_name(passes.device)}, {c.dtype}, N={c.tokens} C={c.n_embd} V={c.vocab_size}")
     compiler = compiling.compiler_name(passes.device) or "compiler n/a"
-    print(f"{runlog.versions()}, {compiler}, commit {runlog.git_commit()}")
+    print(f"{provenance.versions()}, {compiler}, commit {provenance.git_commit()}")
 
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     loss_errors = {}

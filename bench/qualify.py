@@ -35,10 +35,9 @@ from bench.qualifying import facts, page
 from bench.qualifying.session import CARD, TOY, Session, Sizes
 from bench.qualifying.stages import STAGES, Stage, numbers_of
 from deskgpt.compute import compiling
-from deskgpt.machine import hardware
+from deskgpt.machine import hardware, provenance
 from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
 from deskgpt.predict import known_runs
-from deskgpt.run import log as runlog
 
 UNFINISHED = "did not end: its process was killed"
 WHOLE_STEPS = 7  # the stage whose speed is the card's
@@ -92,9 +91,9 @@ def about_machine(device: torch.device) -> dict[str, Any]:
     driver = facts.nvidia_smi(device)["driver"]
     return {
         "device": hardware.device_name(device),
-        "versions": runlog.versions() | ({"driver": driver} if driver else {}),
+        "versions": provenance.versions() | ({"driver": driver} if driver else {}),
         "compiler": compiling.compiler_name(device),
-        "git_commit": runlog.git_commit(),
+        "git_commit": provenance.git_commit(),
     }
 
 

@@ -29,12 +29,12 @@ from bench.analysis.page import Figure, Headline, Table, page, picture
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import band, evaluation, median_ms, percent
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.run.log import clock
+from deskgpt.machine.words import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def shown(value: float | None, form: str, unit: str = "") -> str:
+def or_na(value: float | None, form: str, unit: str = "") -> str:
     return "n/a" if value is None or not math.isfinite(value) else format(value, form) + unit
 
 
@@ -63,9 +63,9 @@ def speed_table(run: Run) -> Table:
     }
     memory = end.get("peak_memory_bytes")
     rows = [
-        ["time of a step, median", shown(median_ms(run), ".2f", " ms")],
-        ["10% to 90% of the steps", f"{shown(p10, '.2f')} to {shown(p90, '.2f', ' ms')}"],
-        ["tokens/s, median", shown(median(run, "tokens_per_s"), ",.0f")],
+        ["time of a step, median", or_na(median_ms(run), ".2f", " ms")],
+        ["10% to 90% of the steps", f"{or_na(p10, '.2f')} to {or_na(p90, '.2f', ' ms')}"],
+        ["tokens/s, median", or_na(median(run, "tokens_per_s"), ",.0f")],
         ["MFU, median", "n/a" if mfu is None else f"{percent(mfu)} {of_peak}".strip()],
         *([name, "n/a" if spent_s is None else clock(spent_s)] for name, spent_s in seconds.items()),
         ["peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"],
@@ -98,8 +98,8 @@ def learning_table(run: Run) -> Table:
         rows += [
             [f"{name} val loss", f"{e['val_loss']:.4f}{se}, step {e['iter']:,}"],
             [f"perplexity of the {name}", f"{perplexity(e['val_loss']):,.2f}"],
-            [f"bits per byte of the {name}", shown(e.get("val_bpb"), ".4f")],
-            [f"val loss - train loss, {name}", shown(gap_to_train(e), "+.4f")],
+            [f"bits per byte of the {name}", or_na(e.get("val_bpb"), ".4f")],
+            [f"val loss - train loss, {name}", or_na(gap_to_train(e), "+.4f")],
         ]
     rows.append(["val loss turned up", turned(run)])
     return Table("Learning", [], rows, "Losses in nats per token; bits per byte of text compare between tokenizers.")
@@ -124,7 +124,7 @@ def headline(run: Run) -> Headline:
     mfu = median(run, "mfu")
     figures = [
         best_figure(run),
-        Figure("speed", shown(median(run, "tokens_per_s"), ",.0f", " tokens/s"), f"{ms:,.4g} ms a step" if ms else ""),
+        Figure("speed", or_na(median(run, "tokens_per_s"), ",.0f", " tokens/s"), f"{ms:,.4g} ms a step" if ms else ""),
         Figure("MFU", "n/a" if mfu is None else f"{mfu:.1%}", peak_text(run)),
     ]
     return Headline(verdict(run), figures, run.name)

@@ -43,11 +43,11 @@ from bench import output
 from bench.output import markdown_table
 from bench.timing import ROOT
 from data.text.prepare import prepare
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import TEMPORARY
-from deskgpt.run import log as runlog
+from deskgpt.run import log
 
 SAVE_INTERVAL = 10  # steps
 STEPS_PER_KILL = 60  # that a process makes before it is killed, on average; the run has twice as many
@@ -86,7 +86,7 @@ def write_data(folder: Path) -> Path:
 
 def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
     path = out_dir / "log.jsonl"
-    return [event for event in runlog.read_events(path) if event["event"] == kind] if path.exists() else []
+    return [event for event in log.read_events(path) if event["event"] == kind] if path.exists() else []
 
 
 def train_as(rank: int, ranks: int, port: int, arguments: list[str], log: Path) -> None:
@@ -170,14 +170,14 @@ def steps_lost(out_dir: Path) -> int:
     saves = events(out_dir, "save")
     if not saves:
         return len(events(out_dir, "iter"))
-    last = checkpoint.resume(out_dir)
+    last = store.resume(out_dir)
     if last.iter_num < saves[-1]["iter"]:
         raise RuntimeError(f"step {saves[-1]['iter']} was saved, ckpt.pt is of step {last.iter_num}")
     losses = {e["iter"]: e["val_loss"] for e in events(out_dir, "eval")}
     best_reported = min([losses[e["iter"]] for e in saves if e["best"]], default=math.inf)
     if best_reported < math.inf:
-        path = checkpoint.best_of(out_dir)
-        best = checkpoint.load(path).best_val_loss if path else math.inf
+        path = store.best_of(out_dir)
+        best = store.load(path).best_val_loss if path else math.inf
         if best > best_reported or last.best_val_loss != best:
             raise RuntimeError(f"val loss {best_reported} was saved as the best, {path} has {best}")
     return max(0, events(out_dir, "iter")[-1]["iter"] + 1 - last.iter_num)
@@ -186,8 +186,8 @@ def steps_lost(out_dir: Path) -> int:
 def differences(a: Path, b: Path) -> list[str]:
     """In what two runs differ: checkpoints, and what they logged at any time."""
     found = []
-    for name, path in {"last": lambda folder: folder, "best": checkpoint.best_of}.items():
-        one, other = (contents(checkpoint.whole(checkpoint.load(path(folder)))) for folder in (a, b))
+    for name, path in {"last": lambda folder: folder, "best": store.best_of}.items():
+        one, other = (contents(store.whole(store.load(path(folder)))) for folder in (a, b))
         found += [f"{name} {key}" for key in one.keys() | other.keys() if not same(one.get(key), other.get(key))]
     for kind, names in LOGGED.items():
         expected = {e["iter"]: [e[name] for name in names] for e in events(a, kind)}

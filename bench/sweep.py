@@ -22,6 +22,7 @@ Prints a table and the command with the fastest setting. Writes sweep.md, .json 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -47,11 +48,12 @@ from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, memory_cap, sta
 from configurator import build, read_settings
 from data.token_files import read_meta
 from data.tokenizer import padded_vocab_size
+from deskgpt.compute.runner import Form
 from deskgpt.faster import kernels
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import ConfigError, one_line_errors
-from deskgpt.predict import memory as estimate
-from deskgpt.run.log import clock
+from deskgpt.machine.words import clock
+from deskgpt.predict.memory import Step, memory
 from model import GPTConfig
 
 SPLIT = ("batch_size", "gradient_accumulation_steps")
@@ -160,20 +162,15 @@ def cell_name(settings: dict[str, Any]) -> str:
 
 
 def predicted_bytes(c: train.TrainConfig, vocab_size: int) -> int:
-    """Peak memory of a step of c, as estimate.py predicts it."""
+    """Peak memory of a step of c, as predict/memory.py predicts it."""
     config = GPTConfig.from_settings(c, vocab_size)
     device = hardware.resolve_device(c.device)
     dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
-    parts = estimate.memory(
-        config,
-        c.batch_size,
-        dtype,
-        device.type,
-        compiled=c.compile is not False,
-        accumulates=c.gradient_accumulation_steps > 1,
-        loss_logits=kernels.logits_per_chunk(device),
-        activation_checkpoint=c.activation_checkpoint,
-    )
+    form = Form(dtype, c.compile is not False, checkpoint=c.activation_checkpoint)
+    logits = kernels.logits_per_chunk(device)
+    several = c.gradient_accumulation_steps > 1
+    make = functools.partial(train.make_optimizer, c)
+    parts = memory(Step(config, c.batch_size, form, device.type, several, logits, make))
     return sum(parts.values())
 
 

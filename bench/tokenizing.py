@@ -186,8 +186,7 @@ def main(c: TokenizingConfig) -> None:
 
     import torch  # not at the top: the processes of the ways do without it
 
-    from deskgpt.machine import hardware
-    from deskgpt.run import log as runlog
+    from deskgpt.machine import hardware, provenance
 
     with tempfile.TemporaryDirectory() as folder:
         files = corpus(c, Path(folder))
@@ -200,8 +199,8 @@ def main(c: TokenizingConfig) -> None:
                 child = subprocess.run(command, input=json.dumps(files), capture_output=True, text=True, check=True)
                 of_way.append(json.loads(child.stdout))
     print(f"{hardware.device_name(torch.device('cpu'))}; {megabytes:.0f} MB of text, {c.rounds} rounds")
-    versions = runlog.versions() | {p: version(p) for p in ("tiktoken", "fastokens", "datasets")}
-    print(f"{versions}, commit {runlog.git_commit()}")
+    versions = provenance.versions() | {p: version(p) for p in ("tiktoken", "fastokens", "datasets")}
+    print(f"{versions}, commit {provenance.git_commit()}")
     print_table(results, megabytes)
 
 

@@ -147,7 +147,7 @@ class Split:
             digest.update(file.read(0, min(FINGERPRINTED // every, len(file))).tobytes())
         return digest.hexdigest()[:16]
 
-    def poverty(self) -> str | None:
+    def few_tokens(self) -> str | None:
         """A warning where there are but one or two different tokens to learn from, else None.
 
         Nearly all data answers this with its first piece; the rest is looked at up to SCANNED tokens.

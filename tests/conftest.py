@@ -22,7 +22,7 @@ import torch
 
 from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.run.log import read_events
 from deskgpt.run.stopping import SIGNALS
 from train import TrainConfig
@@ -141,7 +141,7 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.weights_of(checkpoint.load(out_dir))
+    return store.weights_of(store.load(out_dir))
 
 
 def assert_equal(a: Any, b: Any) -> None:

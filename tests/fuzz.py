@@ -38,7 +38,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -60,19 +60,20 @@ from bench.analysis.logs import read_run
 from bench.analysis.runs import FACTS, complete
 from bench.loss import LossConfig
 from configurator import build, configure
-from data.loader import BatchPlan
 from data.splits import Split
 from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
 from data.verify import Verification
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.compute import forms
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine import hardware
 from deskgpt.machine.errors import ROOT, one_line_errors
 from deskgpt.machine.files import file_sha256
-from deskgpt.predict import memory as estimate
-from deskgpt.predict import plan
+from deskgpt.run.run import Run
 from model import GPT, GPTConfig
 from sample import SampleConfig
 from train import TrainConfig
@@ -441,11 +442,10 @@ def use(settings: Any) -> None:
     for step in (0, 1, 7, c.warmup_iters, c.max_iters - 1, c.max_iters, c.lr_decay_iters, 10**6):
         if step >= 0:
             train.learning_rate(c, step)
-    config = GPTConfig.from_settings(c, 256)
-    estimate.eval_windows(c)
-    BatchPlan.of(c.batch_size, c.gradient_accumulation_steps, 0, 1)
-    plan.tokens_per_step(c, config)
-    train.out_dir_of(c)
+    GPTConfig.from_settings(c, 256)
+    batching = Batching.of(asdict(c))
+    assert batching.tokens_per_step == batching.sequences * c.block_size
+    store.folder_of(c.out_dir)
     hardware.resolve_device(c.device)
 
 
@@ -907,9 +907,9 @@ def make(value: Any) -> Any:
 
 def checkpoints(folder: Path) -> Target:
     tiny_run(folder)
-    path = folder / "out" / checkpoint.NAME
+    path = folder / "out" / store.NAME
     content = path.read_bytes()
-    loaded = saved_content(checkpoint.load(path))
+    loaded = saved_content(store.load(path))
     plain = torch.load(path, weights_only=True)
     plain.pop("format", None)  # as older checkpoints are, and strangers': without a checksum
     without_checksum = to_bytes(plain)
@@ -942,7 +942,7 @@ def checkpoints(folder: Path) -> Target:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(changed)
         try:
-            is_other = kind == "damaged" and saved_content(checkpoint.load(file)) != loaded
+            is_other = kind == "damaged" and saved_content(store.load(file)) != loaded
             resume(file)
         finally:
             file.unlink()
@@ -954,13 +954,14 @@ def checkpoints(folder: Path) -> Target:
 def resume(file: Path) -> None:
     """What train.py does to go on from a checkpoint, a step of it, and what sample.py does with the tokenizer."""
     c = build(TrainConfig, train.resumed_settings([], str(file)))
-    saved = checkpoint.load(file)
+    saved = store.load(file)
     model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
-    optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9, "cpu")
-    checkpoint.restore_optimizer(optimizer, saved.optimizer, str(file))
-    if saved.scaler:
-        torch.amp.GradScaler("cpu").load_state_dict(saved.scaler)
-    forms.EarlierForm.of(saved.form, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    runner = Runner(model, Form("float16" if saved.scaler else "float32"))
+    optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
+    run = Run(asdict(c), runner, optimizer, Ranks(cpu))
+    run.resume(saved, str(file), saved.best_val_loss, saved.health, trains=True)
+    forms.EarlierForm.of(saved.form, cpu)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -968,8 +969,8 @@ def resume(file: Path) -> None:
     from_meta(saved.tokenizer or {"name": "bytes"})
 
 
-def saved_content(saved: checkpoint.Checkpoint) -> bytes:
-    return to_bytes(checkpoint.content_of(saved))
+def saved_content(saved: store.Checkpoint) -> bytes:
+    return to_bytes(store.content_of(saved))
 
 
 def to_bytes(value: Any) -> bytes:

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.run.saver import Saver
@@ -36,7 +36,7 @@ def state_of(step: int, best_val_loss: float) -> Checkpoint:
     model = GPT(config)
     return Checkpoint(
         model=model.state_dict(),
-        optimizer=make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu").state_dict(),
+        optimizer=make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95).state_dict(),
         model_args=config.as_args(),
         iter_num=step,
         best_val_loss=best_val_loss,
@@ -74,11 +74,11 @@ def prepare_folder(out_dir: Path, before: str) -> None:
     if before == "nothing":
         return
     (out_dir / "ckpt.pt.1-a.tmp").write_text("torn")
-    checkpoint.save(replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True)
+    store.save(replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True)
     if before == "one file":  # nanoGPT's
-        (out_dir / checkpoint.BEST).unlink()
+        (out_dir / store.BEST).unlink()
     elif before == "damaged":
-        os.truncate(out_dir / checkpoint.NAME, 1000)
+        os.truncate(out_dir / store.NAME, 1000)
 
 
 def what_is_wrong(out_dir: Path, before: str, begun: list[int], done: list[int]) -> str | None:
@@ -87,13 +87,13 @@ def what_is_wrong(out_dir: Path, before: str, begun: list[int], done: list[int])
     losses = {step: loss for step, best, loss in SAVES if best} | ({0: 4.0} if had_files else {})
     bests_done = [step for step in done if step in losses]
     try:
-        last = checkpoint.resume(out_dir)
+        last = store.resume(out_dir)
     except ValueError as e:
         return str(e) if had_files or done else None
     if last.iter_num < max([0, *done, *(step - 1 for step in begun)]):
         return f"the last one is of step {last.iter_num}"
-    if bests_done or before == "damaged" or (out_dir / checkpoint.BEST).exists():
-        best = checkpoint.load(out_dir / checkpoint.BEST)
+    if bests_done or before == "damaged" or (out_dir / store.BEST).exists():
+        best = store.load(out_dir / store.BEST)
         if best.iter_num not in losses:
             return f"the best one is of step {best.iter_num}"
         if best.best_val_loss > min([losses[step] for step in bests_done], default=4.0):
@@ -102,13 +102,13 @@ def what_is_wrong(out_dir: Path, before: str, begun: list[int], done: list[int])
             return f"the resumed run takes {last.best_val_loss} for the best loss, not {best.best_val_loss}"
     # The resumed run saves one that is no improvement, which must leave the best alone.
     expected = last.best_val_loss
-    checkpoint.take_over(out_dir, silent)
-    checkpoint.save(state_of(RESUMED_STEP, expected), out_dir, best=False)
-    if checkpoint.load(out_dir).iter_num != RESUMED_STEP:
+    store.take_over(out_dir, silent)
+    store.save(state_of(RESUMED_STEP, expected), out_dir, best=False)
+    if store.load(out_dir).iter_num != RESUMED_STEP:
         return "the resumed run's checkpoint is not there"
-    if checkpoint.load(out_dir / checkpoint.BEST).best_val_loss != expected:
+    if store.load(out_dir / store.BEST).best_val_loss != expected:
         return "the resumed run has lost the best one"
-    if checkpoint.leftovers(out_dir):
+    if store.leftovers(out_dir):
         return "temporary files are left"
     return None
 

@@ -17,7 +17,7 @@ from conftest import ROOT, TINY, flags
 
 from data.token_files import write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from train import TrainConfig, main
 
 
@@ -149,7 +149,7 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, eval_interval
         out, err = process.communicate(timeout=60)
     stopped = re.search(r"^stopped by an error at step (\d+)$", out, re.M)
     assert stopped
-    assert checkpoint.load(tmp_path / "run").iter_num == int(stopped[1]) > 5
+    assert store.load(tmp_path / "run").iter_num == int(stopped[1]) > 5
     (line,) = err.splitlines()
     assert re.match(r"error: .*train\.bin became shorter while it was in use: it had 200,000 bytes, now it has", line)
     assert process.returncode == 1
@@ -212,7 +212,7 @@ def test_damaged_last_checkpoint_falls_back_to_the_best_one(run, script):
     assert len(re.findall(note, done.out)) == 1
     assert "it is kept as ckpt_damaged.pt" in done.out
     assert (run / "ckpt_damaged.pt").read_bytes() == damaged
-    assert checkpoint.load(run).iter_num == 8
+    assert store.load(run).iter_num == 8
 
 
 @pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("block_size", 64), ("n_layer", 5), ("n_embd", 64)])
@@ -250,13 +250,13 @@ def test_checkpoint_with_wrong_content(run, script, name, value, message):
 
 
 ABSURD = [
-    (
-        {"n_layer": 10**9, "n_embd": 768},
-        r"n_layer=1000000000, .* 7,079\.4 trillion parameters, 28,317\.7 TB in float32",
-    ),
+    ({"n_layer": 10**9, "n_embd": 768}, "n_layer=1000000000 must be at most 1000"),
     ({"n_layer": 10**6}, "n_layer=1000000 must be at most 1000"),
-    ({"n_embd": 1 << 40}, r"n_embd=1099511627776, .* trillion parameters, .* TB in float32, which no machine has"),
-    ({"n_embd": 1 << 40, "n_head": 3}, "which no machine has"),
+    (
+        {"n_embd": 1 << 40},
+        r"n_embd=1099511627776 .* of more than 1e\+14 parameters, which no machine holds; take a small",
+    ),
+    ({"n_embd": 1 << 40, "n_head": 3}, "which no machine holds"),
     ({"n_embd": 10**400, "n_head": 1}, r"--n_embd=10+\.\.\. must be below 2\^63 in size"),
 ]
 

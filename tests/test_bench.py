@@ -222,14 +222,14 @@ def test_check_of_machines_finds_a_kernel_that_is_wrong(monkeypatch):
     assert right["right"]
     # It passes the check of a run and is wrong afterwards: the steps show it.
     monkeypatch.setattr("deskgpt.compute.checks.compare", lambda *_: None)
-    attention = check_machines.Runner.backward
+    forward_backward = check_machines.Runner.forward_backward
 
     def planted(self, *args):
-        loss = attention(self, *args)
+        loss = forward_backward(self, *args)
         if self.form.explicit:
             self.parameters[0].grad *= 3
         return loss
 
-    monkeypatch.setattr(check_machines.Runner, "backward", planted)
+    monkeypatch.setattr(check_machines.Runner, "forward_backward", planted)
     wrong = check_machines.check_form(model, "GPT-2", check_machines.Form("float32", explicit=True))
     assert not wrong["right"]

@@ -302,5 +302,5 @@ def test_run_on_gpt2s_tokens_goes_on_without_its_files(text, tmp_path, monkeypat
     main(tiny(tmp_path / "data", tmp_path / "out", **once))
     out = capsys.readouterr().out
     assert out.count("bits per byte") == 1
-    assert "\nbits per byte are not known: the files of tokenizer 'gpt2' are not cached (TIKTOKEN_CACHE_DIR)" in out
+    assert re.search(r"^bits per byte are not known: the files of tokenizer 'gpt2' are not cached \(TIK", out, re.M)
     assert not list(empty.iterdir())

@@ -33,8 +33,7 @@ from data.tokenizer import (
     padded_vocab_size,
     tokens_of,
 )
-from deskgpt.checkpoint import archive
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import archive, store
 
 SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
 SMALL = bpe.train([SOME], 320)
@@ -268,7 +267,7 @@ def test_own_text_is_prepared_trained_on_and_sampled_from_where_neither_data_nor
     log = (tmp_path / "out" / "log.jsonl").read_text()
     assert '"tokenizer": "bpe"' in log
     assert "merges" not in log
-    saved = checkpoint.load(tmp_path / "out")
+    saved = store.load(tmp_path / "out")
     assert saved.tokenizer == tokenizer.meta()
     assert saved.model_args["vocab_size"] == 640
     (tmp_path / "own").rename(tmp_path / "elsewhere")

@@ -22,12 +22,13 @@ from data.chat.prepare import pack, packed_tokens, prepare
 from data.chat.talk import Dialogue, talk
 from data.chat.template import JINJA, Message, Template
 from data.describe import describe
-from data.loader import BatchPlan, Loader, eval_batches, first_micro_batch
+from data.loader import Loader, eval_batches, first_micro_batch
 from data.splits import Split
 from data.text.prepare import prepare as prepare_text
 from data.token_files import read_record
 from data.tokenizer import BytesTokenizer, CharTokenizer, TiktokenTokenizer, Tokenizer
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from model import GPT, GPTConfig
@@ -274,13 +275,13 @@ def test_files_without_enough_dialogues_are_named(tmp_path):
 @pytest.mark.slow
 def test_tokenizer_and_window_of_a_checkpoint(chat_data, chars, tmp_path, script):
     train(tiny(chat_data, tmp_path / "run", max_iters=1, eval_interval=1, block_size=T))
-    assert checkpoint.load(tmp_path / "run").chat == "deskgpt-chat-1"
+    assert store.load(tmp_path / "run").chat == "deskgpt-chat-1"
     source = write(tmp_path / "d.jsonl", varied(20))
     done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--like", tmp_path / "run")
     assert done.code == 0, done.err
     assert f"c: tokenizer bytes, windows of {T} tokens" in done.out
     train(tiny(chars, tmp_path / "char", max_iters=1, eval_interval=1))
-    assert checkpoint.load(tmp_path / "char").chat is None
+    assert store.load(tmp_path / "char").chat is None
     done = script("data/chat/prepare.py", source, "--name", tmp_path / "d", "--like", tmp_path / "char")
     assert done.err == (
         "error: the tokenizer char has no token that ends an answer; use bytes, gpt2, or a checkpoint's own bpe\n"
@@ -306,18 +307,20 @@ def by_hand(runner: Runner, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
     return total / n
 
 
-def step_of(runner: Runner, split: Split, plans: list[BatchPlan], step: int) -> tuple[float, list[torch.Tensor]]:
+def step_of(runner: Runner, split: Split, batchings: list[Batching], step: int) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of a step: the means over ranks, one after another here, as DDP and Health take them."""
     loss = 0.0
-    for plan in plans:
-        loader = Loader(split, plan, CPU, step)
-        for micro_step in range(plan.micro_steps):
-            x, y, weight = loader.next()
-            loss += runner.backward(x, y, plan.micro_steps, micro_step == plan.micro_steps - 1, weight).item()
+    for batching in batchings:
+        loader = Loader(split, batching, CPU, step)
+        for batch in loader.step():
+            with runner.micro_batch(batch.is_last):
+                total, parts = runner.forward(batch.x, batch.y, batching.micro_steps, batch.weight)
+                runner.backward(total)
+            loss += parts["loss"].item()
         loader.close()
-    gradients = [g / len(plans) for g in runner.gradients()]
+    gradients = [g / len(batchings) for g in runner.gradients()]
     runner.drop_gradients()
-    return loss / len(plans), gradients
+    return loss / len(batchings), gradients
 
 
 @pytest.mark.parametrize(
@@ -328,11 +331,11 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
 ):
     split = Split(chat_data, "train", T, 256, seed=1)
     runner = small()
-    plans = [BatchPlan(micro, steps, rank, world) for rank in range(world)]
+    batchings = [Batching(micro, steps * world, rank=rank, world=world) for rank in range(world)]
     for step in (0, 5):
         whole = by_hand(runner, *split.train_batch(step, np.arange(8), 8))
         expected = torch.autograd.grad(whole, runner.parameters)
-        loss, gradients = step_of(runner, split, plans, step)
+        loss, gradients = step_of(runner, split, batchings, step)
         assert loss == pytest.approx(whole.item(), rel=1e-5)
         for ours, theirs in zip(gradients, expected, strict=True):
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-8
@@ -341,9 +344,9 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
 def test_graph_of_forward_and_backward_pass_weighs_as_the_plain_model_does(chat_data):
     split = Split(chat_data, "train", T, 256, seed=1)
     joint = small()
-    joint.graph = joint._loss_and_gradients  # as where it is compiled
-    loss, expected = step_of(small(), split, [BatchPlan(2, 4)], 0)
-    got, gradients = step_of(joint, split, [BatchPlan(2, 4)], 0)
+    joint.graph = joint._losses_and_gradients  # as where it is compiled
+    loss, expected = step_of(small(), split, [Batching(2, 4)], 0)
+    got, gradients = step_of(joint, split, [Batching(2, 4)], 0)
     assert got == pytest.approx(loss, rel=1e-6)
     for ours, theirs in zip(gradients, expected, strict=True):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm() + 1e-8
@@ -367,7 +370,7 @@ def test_micro_batches_and_steps_without_anything_to_learn_add_zero(tmp_path):
     runner = small()
     norms = []
     for step in (0, 1):
-        loss, gradients = step_of(runner, split, [BatchPlan(1, 4)], step)
+        loss, gradients = step_of(runner, split, [Batching(1, 4)], step)
         norms.append(sum(g.norm().item() for g in gradients))
         if norms[-1]:
             assert loss == pytest.approx(by_hand(runner, *split.train_batch(step, np.arange(4), 4)).item(), rel=1e-5)
@@ -375,7 +378,7 @@ def test_micro_batches_and_steps_without_anything_to_learn_add_zero(tmp_path):
             assert loss == 0
     assert min(norms) == 0
     assert max(norms) > 0
-    x, y = first_micro_batch(split, BatchPlan(2, 4), CPU, 1)
+    x, y = first_micro_batch(split, Batching(2, 4), CPU, 1)
     assert x.shape == (1, T)
     assert (y >= 0).any()  # a comparison of forms needs a loss
 
@@ -386,20 +389,20 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
     expected = by_hand(runner, *split.eval_batch(np.arange(3), 3)).item()
     xs, ys = (torch.from_numpy(a) for a in split.eval_batch(np.arange(3), 3))
     nothing = (xs[:1], torch.full_like(ys[:1], -1), 0.0)
-    batches = [*eval_batches(split, BatchPlan(1), 99, CPU)]
+    batches = [*eval_batches(split, Batching(1, eval_windows=99), CPU)]
     one = runner.evaluate(batches * 3, Ranks(CPU))
     assert one.loss == pytest.approx(expected, rel=1e-5)
     assert one.standard_error is not None
     assert runner.evaluate([*batches * 3, *[nothing] * 5], Ranks(CPU)) == one
     for world in (2, 4):  # ranks with padding only
-        plans = [BatchPlan(1, rank=rank, world=world) for rank in range(world)]
-        shares = [[*eval_batches(split, plan, 99, CPU)] for plan in plans]
+        batchings = [Batching(1, world, eval_windows=99, rank=rank, world=world) for rank in range(world)]
+        shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
         assert runner.evaluate(chain(*shares), Ranks(CPU)).loss == pytest.approx(expected, rel=1e-5)
-    assert runner.evaluate(eval_batches(split, BatchPlan(3), 99, CPU), Ranks(CPU)).loss == pytest.approx(expected, 1e-5)
-    assert all(
-        (y >= 0).any() for _, y, _ in eval_batches(split, BatchPlan(1), 2, CPU)
-    )  # of few windows, those that tell
+    of_three = eval_batches(split, Batching(3, eval_windows=99), CPU)
+    assert runner.evaluate(of_three, Ranks(CPU)).loss == pytest.approx(expected, 1e-5)
+    few = eval_batches(split, Batching(1, eval_windows=2), CPU)
+    assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
     with pytest.raises(ValueError, match=r"val\.mask: it leaves no token to learn"):
         Split(masked(tmp_path / "n", {"val": []}), "val", T, 256)
 

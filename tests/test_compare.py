@@ -18,7 +18,7 @@ from bench.analysis.learning import at, spent_until, standard_error
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run, complete, give
 from bench.analysis.verdict import following
-from deskgpt.run.log import clock
+from deskgpt.machine.words import clock
 
 
 def compared(*paths: str) -> tuple[dict[str, list[str]], str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import flags, shell, tiny
 
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
 from train import main
 
@@ -120,8 +120,8 @@ def test_errors_as_torch_raises_them_are_known(monkeypatch):
 def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
     """An earlier run was compiled, so this one tries to."""
     main(tiny(chars, tmp_path / "out", max_iters=3, compile="auto"))
-    saved = checkpoint.load(tmp_path / "out")
-    checkpoint.save(replace(saved, form=(saved.form or {}) | {"compiled": True}), tmp_path / "out", best=False)
+    saved = store.load(tmp_path / "out")
+    store.save(replace(saved, form=(saved.form or {}) | {"compiled": True}), tmp_path / "out", best=False)
     env = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     settings = flags(out_dir=tmp_path / "out", init_from="resume", max_iters=6)
     done = shell("python", "train.py", *settings, env=env)

@@ -20,11 +20,11 @@ from tiny_models import make, tokens
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import merges_of, tokenizer_config_json, tokenizer_json
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.share import hugging_face
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
-from export import ExportConfig, check, main
+from export import ExportConfig, check, main, write_weights
 from model import GPT, GPTConfig
 from sample import load
 from train import main as train
@@ -69,7 +69,7 @@ def saved(
         tokenizer=tokenizer or {"name": "char", "chars": CHARS},
         chat=chat,
     )
-    checkpoint.save(content, out_dir, best=False)
+    store.save(content, out_dir, best=False)
     return model
 
 
@@ -113,6 +113,17 @@ def test_folder_that_differs_from_the_model_is_found_before_it_gets_its_name(tmp
         check(folder, trained)
 
 
+def test_blocks_that_share_weights_are_written_each_by_itself_and_scalars_as_they_are(tmp_path, monkeypatch):
+    model = GPT(SMALL)
+    model.transformer.h[1] = model.transformer.h[0]
+    shapes = {name: x.shape for name, x in model.state_dict().items() if name != "lm_head.weight"}
+    monkeypatch.setattr(hugging_face, "shapes_of", lambda c: shapes | {"transformer.steps": torch.Size()})
+    weights = hugging_face.to_hugging_face(SMALL, model.state_dict() | {"transformer.steps": torch.tensor(3)})
+    write_weights(tmp_path / "model.safetensors", weights)
+    _, back = hugging_face.from_hugging_face(hugging_face.config_json(SMALL, None), weights, "")
+    assert_equal(back, dict(model.state_dict()) | {"transformer.steps": torch.tensor(3)})
+
+
 def test_change_that_our_model_cannot_have_is_named(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -142,7 +153,7 @@ def test_exported_model_is_sampled_from_and_trained_on_with_its_own_tokenizer(ch
     flags = [f"--init_from={folder}", f"--dataset={chars}", f"--out_dir={tmp_path / 'more'}", "--device=cpu", *short]
     done = script("train.py", *flags)
     assert done.code == 0, done.err
-    more = checkpoint.load(tmp_path / "more")
+    more = store.load(tmp_path / "more")
     assert more.model_args["position"] == "rope"
     before = events(tmp_path / "out", "eval")[-1]["val_loss"]
     assert events(tmp_path / "more", "eval")[0]["val_loss"] == pytest.approx(before, abs=0.01)
@@ -197,7 +208,7 @@ def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tm
     model, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name]))
     with torch.no_grad():
         model.lm_head.weight[65:] = 5 * model.lm_head.weight[:2]  # likelier than any other
-    checkpoint.save(replace(checkpoint.load(tmp_path / "out"), model=model.state_dict()), tmp_path / "out", best=False)
+    store.save(replace(store.load(tmp_path / "out"), model=model.state_dict()), tmp_path / "out", best=False)
     shutil.rmtree(folder)
     main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(folder)))
     theirs = loaded(folder)
@@ -375,6 +386,25 @@ def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
         assert done.err.count("\n") == 1, done.err
         assert expected in done.err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_model_whose_attention_was_changed_is_refused_and_nothing_stays(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("model.sees", lambda query, key: (key <= query) & (query - key < 8))
+    saved(tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"^GPT2LMHeadModel does not compute what model\.py does: its logits"):
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "new")))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_cap_on_logits_is_refused_though_the_logits_of_a_new_model_are_far_below_it(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(GPT, "logits", lambda model, x: 30 * torch.tanh(model.lm_head(x) / 30))
+    monkeypatch.setitem(globals(), "make", GPT)  # whose weights are small
+    saved(tmp_path / "out")
+    with pytest.raises(ValueError, match=r": with larger weights its logits would differ by "):
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "new")))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a limit to the size of files is POSIX's")

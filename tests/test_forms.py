@@ -1,33 +1,40 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import re
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, weights
-from tiny_models import MODERN_SETTINGS
+from tiny_models import MODERN_SETTINGS, CountingNorm
 from torch import Tensor
 
 from deskgpt.compute import checks, forms
-from deskgpt.compute.checks import PLAIN, gradient_errors, nothing_is_zero
-from deskgpt.compute.forms import EarlierForm, Trials, drop_unfinished, settle
+from deskgpt.compute.batching import Batching
+from deskgpt.compute.checks import gradient_errors, nothing_is_zero
+from deskgpt.compute.forms import EarlierForm, FormSearch, Wanted, drop_unfinished, fastest_right_form
+from deskgpt.compute.inference import Reading
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
-from deskgpt.machine import hardware, remembered
-from deskgpt.run import log as runlog
-from deskgpt.run.log import not_silent
-from model import GPT, GPTConfig
-from train import TrainConfig, main, resumed_settings
+from deskgpt.faster import held, kernels
+from deskgpt.faster.definition import may_be_faster
+from deskgpt.machine import hardware, remembered, terminal
+from deskgpt.machine.terminal import not_silent
+from deskgpt.predict import fit
+from model import GPT, MLP, GPTConfig, sees
+from train import TrainConfig, main, make_optimizer, resumed_settings
 
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
 SIZES |= {"gradient_accumulation_steps": 1, "device": "cpu"}
@@ -61,25 +68,33 @@ class Listening(Ranks):
         self.said.append(line)
 
 
+def search_of(model: GPT, c: TrainConfig, ranks: Ranks, earlier: EarlierForm, steps: int) -> tuple[Any, ...]:
+    """What FormSearch and fastest_right_form take for a run of c."""
+    make = functools.partial(make_optimizer, c)
+    smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, c.auto_batch)
+    return model, Batching.of(asdict(c)), Wanted.of(asdict(c), earlier, steps, None), ranks, batch_of, smaller
+
+
 def settled(said: list[str] | None = None, earlier: dict[str, Any] | None = None, **settings: Any) -> Runner:
     """The runner of a run with these settings; its lines go to said."""
     model = a_model(**{k: v for k, v in settings.items() if k in MODERN_SETTINGS or k == "dropout"})
     ranks = Listening(CPU, said=[] if said is None else said)
     c = TrainConfig(**SIZES | settings)
-    return settle(model, c, ranks, batch_of, EarlierForm(**(earlier or {})), c.max_iters, None)[0]
+    return fastest_right_form(*search_of(model, c, ranks, EarlierForm(**(earlier or {})), c.max_iters))[0]
 
 
-def some_trials(model: GPT) -> Trials:
-    return Trials(model, TrainConfig(**SIZES), Listening(CPU), batch_of)
+def a_search(model: GPT, **settings: Any) -> FormSearch:
+    return FormSearch(*search_of(model, TrainConfig(**SIZES | settings), Listening(CPU), EarlierForm(), 0))
 
 
 def test_what_is_remembered_of_a_form_is_not_for_other_activation_checkpoints():
-    trials = some_trials(a_model())
-    digests = set()
+    model, batch = a_model(), batch_of(4)
+    names = set()
     for which in ("none", "full", "selective"):
-        trials.model.checkpoint_activations(which)
-        digests.add(trials.digest(batch_of(4)))
-    assert len(digests) == 3
+        search = a_search(model, activation_checkpoint=which)
+        names |= {search.digest(batch, search.plain), search.check_key(search.plain, batch)}
+        names.add(search.marker(replace(search.plain, compiled=True), batch).name)
+    assert len(names) == 9
 
 
 # ---- the check -----------------------------------------------------------------------------------------------
@@ -87,12 +102,16 @@ def test_what_is_remembered_of_a_form_is_not_for_other_activation_checkpoints():
 
 @pytest.fixture
 def wrong_attention(monkeypatch):
-    """Explicit attention whose last of 32 positions is wrong, by a little and without a NaN."""
+    """Explicit attention whose last of 32 positions is wrong in bfloat16, by a little and without a NaN."""
+    plant(monkeypatch, [torch.bfloat16])
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype]) -> None:
     right = kernels.attention_by_matmuls
 
     def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y = right(q, k, v)
-        return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2)
+        return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if q.dtype in dtypes else y
 
     monkeypatch.setattr(kernels, "attention_by_matmuls", wrong)
 
@@ -107,11 +126,128 @@ def test_wrong_kernel_is_found_and_the_run_goes_on_with_the_plain_form(wrong_att
     said: list[str] = []
     earlier = {"dtype": "bfloat16", "explicit": True, "compiled": False}
     runner = settled(said, earlier, compile=False)
-    assert runner.form == PLAIN
+    assert runner.form == Form()
     assert any(re.fullmatch(f"{WRONG}; going on in float32", line) for line in said), said
     said.clear()
-    assert settled(said, earlier, compile=False).form == PLAIN  # remembered, and where
+    assert settled(said, earlier, compile=False).form == Form()  # remembered, and where
     assert any(str(remembered.path_of("forms")) in line for line in said)
+
+
+def test_kernel_that_is_wrong_in_float32_too_is_left_out_and_a_line_says_so(monkeypatch):
+    plant(monkeypatch, [torch.float32, torch.bfloat16])
+    line = r"what stands in for attention differs from model\.py by 0\.\d+: it is computed as model\.py says, .*"
+    earlier = {"dtype": "bfloat16", "explicit": True, "compiled": False}
+    for _ in range(2):  # it is remembered, too
+        said: list[str] = []
+        runner = settled(said, earlier, compile=False)
+        assert runner.form == Form("bfloat16", explicit=True, as_written=("attention",))
+        assert "attention" not in runner.forms
+        assert re.fullmatch(line, said[0]), said
+
+
+def define_attention(monkeypatch: pytest.MonkeyPatch, weights_of: Callable[[Tensor, float], Tensor]) -> None:
+    """Attention in model.py now has the weights that weights_of makes of its masked scores and the dropout."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
+        scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~sees(query_at[:, None], key_at), -1e9)
+        return weights_of(scores, dropout) @ v
+
+    attention.__qualname__ = "attention"
+    monkeypatch.setattr("model.attention", may_be_faster(attention))
+
+
+def usual_weights(scores: Tensor, dropout: float) -> Tensor:
+    return F.dropout(scores.softmax(-1), dropout)
+
+
+RANDOM: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "noise": lambda scores, dropout: usual_weights(scores + 0.3 * torch.randn_like(scores), dropout),
+    "little noise": lambda scores, dropout: usual_weights(scores + 1e-5 * torch.randn_like(scores), dropout),
+    "rarely": lambda scores, dropout: usual_weights(scores * (torch.rand(()) > 0.01), dropout),
+    "another rate": lambda scores, dropout: F.dropout(scores.softmax(-1), dropout / 2 + 0.01),
+    "dropped scores": lambda scores, dropout: F.dropout(scores, dropout).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("kind", ["as it is", *RANDOM])
+def test_no_kernel_leaves_out_randomness_that_attention_has_in_model_py(kind, dropout, monkeypatch):
+    define_attention(monkeypatch, RANDOM.get(kind, usual_weights))
+    is_usual = kind == "as it is" or (kind == "dropped scores" and not dropout)
+    said: list[str] = []
+    form = settled(said, {"explicit": False}, dtype="float32", compile=False, dropout=dropout).form
+    assert form.as_written == (() if is_usual else ("attention",)), said
+    assert len(said) == (not is_usual)
+
+
+@pytest.mark.parametrize("settings", [{"sample_interval": 1}, pytest.param({"compile": True}, marks=pytest.mark.slow)])
+def test_run_whose_kernel_is_refused_says_so_once_and_trains_as_model_py_says(
+    chars, tmp_path, monkeypatch, capsys, settings
+):
+    forward = MLP.forward
+    monkeypatch.setattr("model.sees", lambda query, key: (key <= query) & (query - key < 4))
+    monkeypatch.setattr(
+        MLP, "forward", lambda mlp, x, span: forward(mlp, x.cumsum(1), span)
+    )  # no cache knows these sums
+    main(tiny(chars, tmp_path / "run", **settings))
+    said = capsys.readouterr().out
+    line = r"^what stands in for attention differs from model\.py by \S+: it is computed as model\.py says, .*$"
+    assert len(re.findall(line, said, re.M)) == 1
+    assert said.count("writing without a cache, which is slower") == ("sample_interval" in settings)
+    monkeypatch.setattr(kernels, "forms_for", lambda *args, **options: {})
+    main(tiny(chars, tmp_path / "as-written", **settings))
+    assert_equal(weights(tmp_path / "run"), weights(tmp_path / "as-written"))
+
+
+@pytest.mark.parametrize("when", [True, False])
+def test_comparison_of_kernels_that_runs_out_of_memory_leaves_the_model_in_training(when):
+    model = a_model()
+
+    def too_large(plain: Callable[..., Tensor], *args: Any) -> Tensor:
+        if model.training == when:
+            raise MemoryError
+        return plain(*args)
+
+    with pytest.raises(MemoryError):
+        held.wrong_kernels(model, {"attention": too_large}, *batch_of(1))
+    assert model.training
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_trials_of_a_model_with_a_running_mean_all_start_from_its_mean_and_leave_it(in_place):
+    def subtract_mean(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, span = args
+        if block.training and in_place:
+            block.mean.lerp_(x.detach().mean((0, 1)), 0.5)
+        elif block.training:
+            block.mean = block.mean.lerp(x.detach().mean((0, 1)), 0.5)
+        return x - block.mean, span
+
+    model = a_model()
+    block: Any = model.transformer.h[0]
+    block.register_buffer("mean", torch.ones(32))
+    block.register_forward_pre_hook(subtract_mean)
+    c = TrainConfig(**SIZES, dtype="float32", compile=False)
+    search = search_of(model, c, Listening(CPU), EarlierForm("float32", False, True), 1)
+    runner, _ = fastest_right_form(*search)  # raises ValueError where the forms differ
+    assert runner.form.explicit
+    runner.forward_backward(*batch_of(4))
+    Reading(model.train(), batch_of(1)[0][:, :4], "float32", remembers=False)
+    assert torch.equal(block.mean, torch.ones(32))
+
+
+def test_cache_that_fails_is_left_out_and_a_line_says_so():
+    def add_row_by_row(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, span = args
+        of_each_position = torch.ones(int(span.at[-1]) + 1, 1)
+        return torch.cat((x, of_each_position[None] * x[..., :1]), -1)[..., :32], span
+
+    model = a_model()
+    model.transformer.h[0].register_forward_pre_hook(add_row_by_row)
+    said: list[str] = []
+    reading = Reading(model, batch_of(1)[0][:, :4], "float32", remembers=False, say=said.append)
+    assert "GPT.next_logits" not in reading.forms
+    assert [line.partition(":")[0] for line in said] == ["logits with a cache fail"]
 
 
 def test_right_kernel_is_taken_and_checked_once():
@@ -121,6 +257,13 @@ def test_right_kernel_is_taken_and_checked_once():
         said.clear()
         assert settled(said, earlier, compile=False).form == Form("bfloat16", explicit=True)
         assert [line.startswith("comparing loss and gradients") for line in said] == ([True] if start == 0 else [])
+
+
+def test_form_is_not_taken_for_wrong_since_buffers_change_from_pass_to_pass(monkeypatch):
+    monkeypatch.setattr("model.make_norm", lambda config: CountingNorm(config.n_embd))
+    runner = settled([], {"explicit": True}, dtype="float32", compile=False)
+    assert runner.form == Form(explicit=True)
+    assert not any(x.any() for x in runner.model.buffers())
 
 
 def test_wrong_kernel_in_the_dtype_that_was_asked_for_ends_the_run(wrong_attention):
@@ -152,7 +295,7 @@ def test_wrong_kernel_of_the_compiler_is_found(wish, ends, tmp_path, monkeypatch
         assert form is None
     else:
         assert re.search("in float32, compiled.*; going on without compiling$", problem)
-        assert form == PLAIN
+        assert form == Form()
 
 
 @pytest.fixture
@@ -177,7 +320,7 @@ def test_compiling_that_fails_ends_the_run_that_asked_for_it(no_triton):
 
 def test_compiling_that_fails_is_said_aloud_where_nobody_asked_for_it(no_triton):
     said: list[str] = []
-    assert settled(said, {"dtype": "float32", "explicit": False, "compiled": True}, compile="auto").form == PLAIN
+    assert settled(said, {"dtype": "float32", "explicit": False, "compiled": True}, compile="auto").form == Form()
     assert said == ["compile=auto: NOT compiled, so steps are slower: there is no working Triton: pip install triton"]
 
 
@@ -197,6 +340,7 @@ def test_each_part_of_a_gradient_counts_by_itself_and_rounding_of_nothing_does_n
     assert errors["h.0.attn.c_attn.weight (q)"] == pytest.approx(1)
     found[2][0, 0] = torch.nan
     assert gradient_errors(names, found, right, "float32")["lm_head.weight"] == torch.inf
+    assert gradient_errors(["scalar"], [torch.tensor(2.0)], [torch.tensor(1.0)], "float32") == {"scalar": 1.0}
 
 
 def test_bfloat16s_rounding_of_queries_that_learn_nothing_is_no_error_and_a_lost_gradient_is_one():
@@ -217,13 +361,13 @@ def test_bfloat16s_rounding_of_queries_that_learn_nothing_is_no_error_and_a_lost
 def test_matrices_of_zeros_hide_no_gradient_from_the_check_and_are_zero_again():
     model = a_model(**MODERN_SETTINGS)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    runner = Runner(model, PLAIN)
-    runner.backward(*batch_of(4))
+    runner = Runner(model, Form())
+    runner.forward_backward(*batch_of(4))
     assert not all(g.any() for g in runner.gradients())  # which is why
     for p in model.parameters():
         p.grad = None
     with nothing_is_zero(model):
-        runner.backward(*batch_of(4))
+        runner.forward_backward(*batch_of(4))
     assert all(g.any() for g in runner.gradients())
     assert_equal(dict(model.state_dict()), before)
 
@@ -237,22 +381,57 @@ def test_low_precision_passes_the_check_with_all_choices_of_the_model(settings, 
 
 
 def test_dropout_hides_no_kernel_that_is_not_finite(monkeypatch):
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", lambda q, k, v, **_: v * torch.nan)
-    with pytest.raises(ValueError, match="plain float32 gives a loss of nan .* the weights that the run starts from"):
+    right = kernels.F.scaled_dot_product_attention
+    wrong_in: list[torch.dtype] = []
+
+    def not_finite(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        return v * torch.nan if v.dtype in wrong_in else right(q, k, v, **kwargs)
+
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", not_finite)
+    wrong_in = [torch.bfloat16]
+    with pytest.raises(ValueError, match=r"^dtype=bfloat16: the loss in bfloat16, not compiled is nan, in plain float"):
         settled([], {"explicit": False}, dtype="bfloat16", compile=False, dropout=0.2)
+    remembered.path_of("forms").unlink()
+    wrong_in = [torch.bfloat16, torch.float32]
+    said: list[str] = []
+    form = settled(said, {"explicit": False}, dtype="bfloat16", compile=False, dropout=0.2).form
+    assert form.as_written == ("attention",)
+    assert said[0].startswith("what stands in for attention differs from model.py by inf: ")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_noise_where_gradients_are_wanted_counts_as_random(dropout):
+    model = a_model(dropout=dropout)
+    assert checks.draws_random_numbers(model, batch_of(2), Form()) == (dropout > 0)
+    model.transformer.drop.register_forward_hook(
+        lambda module, args, x: x + 0.1 * torch.randn_like(x) if torch.is_grad_enabled() else x
+    )
+    assert checks.draws_random_numbers(model, batch_of(2), Form())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_weights_that_are_not_finite_are_not_taken_for_a_wrong_form(dropout):
+    settings: dict[str, Any] = {"dtype": "bfloat16", "compile": False, "dropout": dropout}
+    model, c = a_model(dropout=dropout), TrainConfig(**SIZES | settings)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    search = search_of(model, c, Listening(CPU), EarlierForm(explicit=False), 1)
+    with pytest.raises(ValueError, match="plain float32 gives a loss of nan .* the weights that the run starts from"):
+        fastest_right_form(*search)
+    assert settled([], {"explicit": False}, **settings).form == Form("bfloat16")
 
 
 def test_where_float32_does_not_fit_one_sequence_is_compared(monkeypatch, wrong_attention):
     plain = checks.plain_float32
 
-    def limited(model: GPT, batch: tuple[Tensor, Tensor]) -> Any:
-        return None if batch[0].size(0) > 1 else plain(model, batch)
+    def limited(model: GPT, batch: tuple[Tensor, Tensor], form: Form) -> Any:
+        return None if batch[0].size(0) > 1 else plain(model, batch, form)
 
     monkeypatch.setattr(checks, "plain_float32", limited)
     earlier = {"dtype": "bfloat16", "compiled": False}
     assert settled([], earlier | {"explicit": False}, compile=False).form.dtype == "bfloat16"
     said: list[str] = []
-    assert settled(said, earlier | {"explicit": True}, compile=False).form == PLAIN
+    assert settled(said, earlier | {"explicit": True}, compile=False).form == Form()
     assert any(re.fullmatch(f"{WRONG}; going on in float32", line) for line in said), said
 
 
@@ -271,7 +450,7 @@ def planted(*args):
         raise checks.Wrong("planted")
     compare(*args)
 checks.compare = planted
-forms.Trials.times = lambda self, some: {{f: 1.0 if f.dtype == "bfloat16" else 2.0 for f in some}}
+forms.FormSearch.times = lambda self, some: {{f: 1.0 if f.dtype == "bfloat16" else 2.0 for f in some}}
 train.main(configure(train.TrainConfig, sys.argv[1:]))
 """)
     settings = TINY | {"gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path / "out"}
@@ -291,10 +470,10 @@ sys.path.insert(0, {str(ROOT)!r})
 import torch, train
 from configurator import configure
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.compute.forms import Trials
+from deskgpt.compute.forms import FormSearch
 def planted(self, form, batch):
     return None, "does not compile" if os.environ["RANK"] == "1" else "fits", "planted"
-Trials.try_out = planted
+FormSearch.try_out = planted
 with one_line_errors():
     train.main(configure(train.TrainConfig, sys.argv[1:]))
 """)
@@ -311,11 +490,11 @@ def times_of(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[list[For
     """A machine on which the forms take these seconds; returns the forms that were timed."""
     asked = []
 
-    def times(self: Trials, some: list[Form]) -> dict[Form, float]:
+    def times(self: FormSearch, some: list[Form]) -> dict[Form, float]:
         asked.append(some)
         return {form: seconds[form.dtype + "_explicit" * form.explicit] for form in some}
 
-    monkeypatch.setattr(Trials, "times", times)
+    monkeypatch.setattr(FormSearch, "times", times)
     return asked
 
 
@@ -337,7 +516,7 @@ def test_times_that_are_not_those_of_this_machine_or_damaged_are_measured_again(
     path = remembered.path_of("forms")
     for damage in ("", "[1]", '{"a": 1', path.read_text().replace("2.0", '"fast"')):
         path.write_text(damage)
-        assert settled([], compile=False).form == PLAIN
+        assert settled([], compile=False).form == Form()
     assert len(asked) == 5
     monkeypatch.setattr(hardware, "device_name", lambda device: "another processor")
     settled([], compile=False)
@@ -350,46 +529,46 @@ def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monke
     assert not asked
     assert settled([], dtype="bfloat16", compile=False).form == Form("bfloat16", explicit=True)
     assert [[f.dtype for f in some] for some in asked] == [["bfloat16", "bfloat16"]]
-    assert settled([], compile=False, dropout=0.1).form == PLAIN  # explicit attention has no dropout
+    assert settled([], compile=False, dropout=0.1).form == Form()  # explicit attention has no dropout
     assert [str(f) for f in asked[1]] == ["float32, not compiled", "bfloat16, not compiled"]
 
 
 def test_real_times_are_those_of_a_pass_and_the_slower_form_loses():
     model = a_model()
-    trials = some_trials(model)
-    backward = Runner.backward
+    search = a_search(model)
+    forward_backward = Runner.forward_backward
 
     class Slow(Runner):
-        def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        def forward_backward(self, *args: Any, **kwargs: Any) -> Tensor:
             if self.form.dtype == "bfloat16":
                 time.sleep(0.05)
-            return backward(self, *args, **kwargs)
+            return forward_backward(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forms, "Runner", Slow)
-        found = trials.times([PLAIN, Form("bfloat16")])
-    assert 0 < found[PLAIN] < found[Form("bfloat16")]
+        found = search.times([Form(), Form("bfloat16")])
+    assert 0 < found[Form()] < found[Form("bfloat16")]
     assert found[Form("bfloat16")] > 0.05
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_auto_compiles_long_runs_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    trials = some_trials(a_model())
+    search = a_search(a_model())
     form, batch = Form(compiled=True), batch_of(4)
-    pays, why = trials.compiling_pays(form, batch, 10.0)
+    pays, why = search.compiling_pays(form, batch, 10.0)
     assert not pays
     assert why == "not compiling, which takes about 21.0s (not in the cache) and saves about 2.5s of this run"
-    pays, why = trials.compiling_pays(form, batch, 1000.0)
+    pays, why = search.compiling_pays(form, batch, 1000.0)
     assert pays
     assert why == "compiling, which takes about 21.0s (not in the cache) and saves about 4m10s of this run"
-    trials.mark(form, batch, 0.5, cold_s=42.0)  # which it took here, and half of the time it saves
-    assert trials.compiling_pays(form, batch, 10.0) == (
+    search.mark(form, batch, 0.5, cold_s=42.0)  # which it took here, and half of the time it saves
+    assert search.compiling_pays(form, batch, 10.0) == (
         True,
         "compiling, which takes about 4.0s (in the cache) and saves about 5.0s of this run",
     )
     other = Form("bfloat16", compiled=True)
-    assert "takes about 42.0s (not in the cache)" in trials.compiling_pays(other, batch, 1000.0)[1]
+    assert "takes about 42.0s (not in the cache)" in search.compiling_pays(other, batch, 1000.0)[1]
 
 
 def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
@@ -401,17 +580,17 @@ def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_
 def test_compiled_form_that_is_no_faster_is_dropped_and_not_tried_again(monkeypatch):
     tried = []
 
-    def attempt(self: Trials, form: Form) -> Runner:
+    def attempt(self: FormSearch, form: Form) -> Runner:
         tried.append(form)
         return Runner(self.model, replace(form, compiled=False))
 
-    monkeypatch.setattr(Trials, "attempt", attempt)
-    monkeypatch.setattr(Trials, "in_turns", lambda *_: (1.0, 1.1))
-    monkeypatch.setattr(Trials, "mark", lambda *_: None)
+    monkeypatch.setattr(FormSearch, "attempt", attempt)
+    monkeypatch.setattr(FormSearch, "in_turns", lambda *_: (1.0, 1.1))
+    monkeypatch.setattr(FormSearch, "mark", lambda *_: None)
     said: list[str] = []
     earlier = {"dtype": "float32", "explicit": False}
     for _ in range(2):
-        assert settled(said, earlier, max_iters=10**9).form == PLAIN
+        assert settled(said, earlier, max_iters=10**9).form == Form()
     compiled = [form for form in tried if form.compiled]
     assert compiled == [Form(compiled=True), Form(compiled=True, explicit=True)]
     assert said[-1].startswith("compile=auto: not compiling, which was no faster before")
@@ -426,17 +605,17 @@ def searched(monkeypatch):
     seconds: dict[int, float] = {}
     asked: list[int] = []
     monkeypatch.setattr(forms, "BATCH_IS_SEARCHED_ON", ("cpu",))
-    backward = Runner.backward
+    forward_backward = Runner.forward_backward
 
-    def timed(self: Trials, runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
+    def timed(self: FormSearch, runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
         rows = batch[0].size(0)
         asked.append(rows)
         if rows not in seconds:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-        backward(runner, *batch)
+        forward_backward(runner, *batch)
         return seconds[rows] * rows
 
-    monkeypatch.setattr(Trials, "seconds", timed)
+    monkeypatch.setattr(FormSearch, "seconds", timed)
     return SimpleNamespace(seconds=seconds, asked=asked)
 
 
@@ -445,8 +624,9 @@ def batch_found(said: list[str], **settings: Any) -> tuple[int, int, int]:
     c = TrainConfig(**SIZES | {"batch_size": 2, "gradient_accumulation_steps": 12, "auto_batch": True} | settings)
     kept = EarlierForm(None if c.init_from == "scratch" else "float32", compiled=False, explicit=False)
     model = a_model()
-    _, c = settle(model, replace(c, compile=False), Listening(CPU, said=said), batch_of, kept, 9, None)
+    _, batching = fastest_right_form(*search_of(model, replace(c, compile=False), Listening(CPU, said=said), kept, 9))
     assert all(p.grad is None for p in model.parameters())
+    c = TrainConfig(**asdict(c) | batching.changed(asdict(c)))
     return c.batch_size, c.gradient_accumulation_steps, c.eval_tokens
 
 
@@ -504,13 +684,13 @@ def test_micro_batch_is_searched_once_for_a_split_a_form_and_the_memory_at_hand(
 def test_search_times_real_passes(monkeypatch):
     monkeypatch.setattr(forms, "BATCH_IS_SEARCHED_ON", ("cpu",))
     monkeypatch.setattr(forms, "PROBE_S", 0.01)
-    backward = Runner.backward
+    forward_backward = Runner.forward_backward
 
     def slow_start(self: Runner, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         time.sleep(0.1 if x.size(0) < 8 else 0.4)
-        return backward(self, x, *args, **kwargs)
+        return forward_backward(self, x, *args, **kwargs)
 
-    monkeypatch.setattr(Runner, "backward", slow_start)
+    monkeypatch.setattr(Runner, "forward_backward", slow_start)
     said: list[str] = []
     assert batch_found(said, dtype="float32")[0] == 4
     times = [float(ms) for ms in re.findall(r": (\S+) ms", said[0])]
@@ -542,7 +722,7 @@ def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
     main(tiny(chars, tmp_path / "whole", dtype="auto"))
     main(tiny(chars, tmp_path / "halves", dtype="auto", max_iters=3, lr_decay_iters=6))
     assert events(tmp_path / "halves", "start")[0]["dtype"] == "bfloat16"
-    monkeypatch.setattr(Trials, "times", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(FormSearch, "times", lambda *_: pytest.fail("asked again"))
     argv = [f"--out_dir={tmp_path / 'halves'}", "--init_from=resume", "--max_iters=6"]
     main(TrainConfig(**resumed_settings(argv, str(tmp_path / "halves"))))
     assert [e["dtype"] for e in events(tmp_path / "halves", "start")] == ["bfloat16"] * 2
@@ -572,7 +752,7 @@ def test_older_checkpoints_say_whether_they_were_compiled():
 
 
 def test_what_takes_long_is_not_silent(monkeypatch):
-    monkeypatch.setattr(runlog, "SILENCE_S", 0.02)
+    monkeypatch.setattr(terminal, "SILENCE_S", 0.02)
     said: list[str] = []
     with not_silent("still compiling", said.append):
         time.sleep(0.2)

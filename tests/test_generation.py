@@ -1,15 +1,31 @@
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import MODERN, SMALL, make, tokens
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deskgpt.faster import graphs
-from model import Decoder, sample_tokens
+from deskgpt.compute.inference import Reading
+from deskgpt.faster import graphs, kernels
+from deskgpt.faster.decoding import Decoder
+from deskgpt.faster.definition import may_be_faster, using
+from model import GPT, MLP, activation, sample_tokens
+
+
+def cached(model: GPT) -> dict[str, Any]:
+    return {"GPT.next_logits": Decoder(model)}
+
+
+def drawn(model: GPT, forms: dict[str, Any], idx: torch.Tensor, n: int, **options: Any) -> torch.Tensor:
+    """The next n tokens (n, B), with these forms in use."""
+    with using(forms):
+        return torch.stack(list(model.generate(idx, n, **options)))
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
@@ -17,13 +33,13 @@ from model import Decoder, sample_tokens
 @pytest.mark.parametrize("prompt", [1, 9, 40])
 def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, temperature, config):
     model, idx = make(config).eval(), tokens(3, prompt)
-    drawn = [
-        torch.stack(list(model.generate(idx, 45, temperature=temperature, seed=5, use_cache=use_cache)))
-        for use_cache in (True, False)
+    found = [
+        drawn(model, forms, idx, 45, temperature=temperature, seed=5)
+        for forms in ({}, cached(model), kernels.forms_for("cpu"), kernels.forms_for("cpu") | cached(model))
     ]  # 45 new tokens: past block_size=32 from every prompt
-    assert torch.equal(*drawn)
-    if temperature == 0:  # and both are what the whole model says
-        whole = torch.cat((idx, drawn[0].t()), 1)
+    assert all(torch.equal(other, found[0]) for other in found)
+    if temperature == 0:  # and all are what the whole model says
+        whole = torch.cat((idx, found[0].t()), 1)
         for t in range(prompt, prompt + 45):
             context = whole[:, max(0, t - 32) : t]
             assert torch.equal(model(context)[0][:, -1].argmax(1), whole[:, t])
@@ -59,6 +75,10 @@ class RecordedStep(TorchDispatchMode):
         return self.result
 
 
+def refuse(*args):
+    raise AssertionError("a full pass")
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -70,12 +90,15 @@ def test_decoder_with_a_static_cache_gives_the_same_logits_also_replayed(recorde
         monkeypatch.setattr(graphs, "replayed", RecordedStep)
     static = Decoder(model, static=True)
     text = tokens(3, 32)
-    for first, end in ((0, 7), *((t, t + 1) for t in range(7, 32))):
+    for end in range(7, 33):
         # One context for each token: what autocast itself remembers of the weights is gone at its end.
         with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
-            expected = growing(text[:, first:end]).float()
-            found = static(text[:, first:end]).float()
+            expected = growing(refuse, model, text[:, :end]).float()
+            found = static(refuse, model, text[:, :end]).float()
         assert (found - expected).norm() < (1e-5 if dtype == "float32" else 2e-2) * expected.norm()
+        if end == 7:
+            caches = (growing.cache, static.cache)
+    assert (growing.cache, static.cache) == caches  # which each token has joined
     if recorded:
         linear = {p.data_ptr() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
         operations = static._step.operations  # type: ignore[attr-defined]
@@ -88,25 +111,57 @@ def test_decoder_with_a_static_cache_gives_the_same_logits_also_replayed(recorde
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 def test_generation_with_a_static_cache_draws_the_same_tokens(config, monkeypatch):
     model, idx = make(config).eval(), tokens(3, 9)
-    expected = torch.stack(list(model.generate(idx, 45, seed=5)))
+    expected = drawn(model, cached(model), idx, 45, seed=5)
     monkeypatch.setattr(graphs, "can_replay", lambda device: True)
     monkeypatch.setattr(graphs, "replayed", RecordedStep)
-    assert torch.equal(torch.stack(list(model.generate(idx, 45, seed=5))), expected)
+    assert torch.equal(drawn(model, cached(model), idx, 45, seed=5), expected)
 
 
-def test_a_sample_does_not_depend_on_how_many_are_drawn_with_it():
+def by_shape(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
+    """Attention that does not ask where its keys are: as many as there are, up to the query's own, the last ones."""
+    scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.size(2) - q.size(2))
+    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def over_time(self: MLP, x: Tensor, span: Any) -> Tensor:
+    """An MLP with a mean over the tokens of the pass so far, without those in the cache."""
+    n = torch.arange(1, x.size(1) + 1)[:, None]
+    return self.c_proj(activation(self.c_fc(x.cumsum(1) / n), self.activation))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("name", "change"), [("attention", by_shape), ("MLP.forward", over_time)])
+def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(name, change, static, monkeypatch):
+    change.__qualname__ = name
+    monkeypatch.setattr(f"model.{name}", may_be_faster(change) if name == "attention" else change)
+    monkeypatch.setattr(graphs, "can_replay", lambda device: static)
+    monkeypatch.setattr(graphs, "replayed", RecordedStep)
+    model, idx = make().eval(), tokens(2, 9)
+    said: list[str] = []
+    reading = Reading(model, idx, "float32", remembers=False, say=said.append)
+    is_right = name == "attention" and not static
+    assert ("GPT.next_logits" in reading.forms) == is_right
+    line = "logits with a cache differ from those of the full forward pass by .*: writing without a cache, .* slower"
+    assert [bool(re.fullmatch(line, said_of_it)) for said_of_it in said] == [True] * (not is_right), said
+    assert torch.equal(drawn(model, reading.forms, idx, 45, seed=5), drawn(model, {}, idx, 45, seed=5))
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_sample_does_not_depend_on_how_many_are_drawn_with_it(is_cached):
     model, idx = make().eval(), tokens(1, 4)
-    many = torch.stack(list(model.generate(idx.expand(5, -1), 20, seed=7)), 1)
+    forms = cached(model) if is_cached else {}
+    many = drawn(model, forms, idx.expand(5, -1), 20, seed=7).t()
     for i in range(5):
-        alone = torch.stack(list(model.generate(idx, 20, seed=7 + i)), 1)
+        alone = drawn(model, forms, idx, 20, seed=7 + i).t()
         assert torch.equal(many[i : i + 1], alone)
     assert len({tuple(row.tolist()) for row in many}) == 5
 
 
 def test_padding_of_the_vocabulary_is_never_drawn():
     model = make().eval()
-    drawn = torch.stack(list(model.generate(tokens(4, 4), 60, temperature=5.0, vocab_size=7)))
-    assert drawn.max() == 6
+    for forms in ({}, cached(model)):
+        assert drawn(model, forms, tokens(4, 4), 60, temperature=5.0, vocab_size=7).max() == 6
 
 
 def counts(p: torch.Tensor, n: int = 10_000, **kwargs: object) -> torch.Tensor:

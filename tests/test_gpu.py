@@ -9,6 +9,7 @@ The second command rehearses the tests on a CPU: it shows that they run, not wha
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 
@@ -19,18 +20,22 @@ from conftest import TINY, TORCHRUN, assert_equal, events, flags, shell
 from tiny_models import MODERN_SETTINGS
 
 import sample
-from data.loader import BatchPlan, Loader
+from data.loader import Loader
 from data.splits import Split
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.checks import TOLERANCE, gradient_errors, nothing_is_zero
+from deskgpt.compute.batching import Batching
+from deskgpt.compute.checks import gradient_errors, nothing_is_zero
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import graphs, kernels
+from deskgpt.faster.decoding import Decoder
+from deskgpt.faster.definition import using
+from deskgpt.faster.held import TOLERANCE
 from deskgpt.machine import hardware, peak_flops
-from deskgpt.predict.memory import memory
+from deskgpt.predict.memory import Step, memory
 from deskgpt.run.saver import Saver
-from model import GPT, Decoder, GPTConfig
+from model import GPT, GPTConfig
 from train import TrainConfig, main
 
 DEVICE = torch.device(os.environ.get("DESKGPT_TEST_DEVICE", "cuda"))
@@ -71,7 +76,7 @@ def pass_of(runner, x, y):
     """The loss and the gradients of a pass, the latter without float16's scale."""
     if runner.scaler.is_enabled():
         runner.scaler.load_state_dict(runner.scaler.state_dict() | {"scale": 1024.0})
-    loss = runner.backward(x, y).item()
+    loss = runner.forward_backward(x, y).item()
     scale = runner.scaler.get_scale() if runner.scaler.is_enabled() else 1.0
     gradients = [g.float() / scale for g in runner.gradients()]
     runner.drop_gradients()
@@ -122,11 +127,11 @@ def test_muon_skips_a_step_whose_float16_gradients_overflow():
     model = make(GPT2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     runner = Runner(model, Form("float16"))
-    optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95, DEVICE.type)
+    optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95)
     changed = []
     for scale in (2.0**120, 2.0**10):
         runner.scaler.load_state_dict(runner.scaler.state_dict() | {"scale": scale})
-        runner.backward(*batch(GPT2))
+        runner.forward_backward(*batch(GPT2))
         runner.scaler.unscale_(optimizer)
         runner.scaler.step(optimizer)
         runner.scaler.update()
@@ -140,10 +145,10 @@ def test_muon_skips_a_step_whose_float16_gradients_overflow():
 def test_step_whose_gradients_are_not_finite_changes_nothing(name):
     model = make(GPT2)
     runner = Runner(model, Form())
-    optimizer = make_optimizer(model, name, 0.1, 1e-3, (0.9, 0.95), 0.95, DEVICE.type)
+    optimizer = make_optimizer(model, name, 0.1, 1e-3, (0.9, 0.95), 0.95)
     for bad in (False, True, False):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-        runner.backward(*batch(GPT2))
+        runner.forward_backward(*batch(GPT2))
         if bad:
             runner.gradients()[3].view(-1)[5] = math.nan
         norms = torch.stack(torch._foreach_norm(runner.gradients()))
@@ -156,13 +161,50 @@ def test_step_whose_gradients_are_not_finite_changes_nothing(name):
             assert not torch.equal(before[0]["lm_head.weight"], after[0]["lm_head.weight"])
 
 
+class Lion(torch.optim.Optimizer):
+    """An optimizer that does not look at found_inf."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_(torch.lerp(p.grad, m, 0.9).sign(), alpha=-group["lr"])
+                m.lerp_(p.grad, 0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("make_own", [Lion, torch.optim.SGD, functools.partial(torch.optim.AdamW, foreach=True)])
+def test_optimizer_that_is_not_fused_skips_a_step_whose_gradients_are_not_finite(make_own, dtype):
+    model = make(GPT2)
+    runner = Runner(model, Form(dtype))
+    optimizer = make_own(model.parameters(), **({"defaults": {"lr": 1e-3}} if make_own is Lion else {"lr": 1e-3}))
+    if runner.scaler.is_enabled():
+        runner.scaler.load_state_dict(runner.scaler.state_dict() | {"scale": 1024.0})
+    for bad in (True, False, True, False):  # the first one finds no state yet
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        runner.forward_backward(*batch(GPT2))
+        if bad:
+            runner.gradients()[3].view(-1)[5] = math.nan
+        runner.scaler.unscale_(optimizer)
+        norm = torch.linalg.vector_norm(runner.gradient_norms())
+        torch.nn.utils.clip_grads_with_norm_(runner.parameters, 1.0, norm)
+        step_if_finite(optimizer, runner.scaler, norm)
+        runner.drop_gradients()
+        after = (model.state_dict(), optimizer.state_dict()["state"])
+        if bad:
+            assert_equal(before, after)
+        else:
+            assert not torch.equal(before[0]["lm_head.weight"], after[0]["lm_head.weight"])
+
+
 def test_checkpoint_holds_what_the_weights_were_although_training_goes_on(tmp_path):
     model = make(GPT2)
     runner = Runner(model, Form())
-    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, DEVICE.type)
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
     saver = Saver(tmp_path, print, math.inf)
     for step in (1, 2):  # the second one takes the buffers of the first
-        runner.backward(*batch(GPT2))
+        runner.forward_backward(*batch(GPT2))
         optimizer.step()
         expected = {key: w.clone() for key, w in model.state_dict().items()}
         args = GPT2.as_args()
@@ -172,7 +214,7 @@ def test_checkpoint_holds_what_the_weights_were_although_training_goes_on(tmp_pa
                 p.mul_(2.0)
         saver.wait()
         assert [saved.error for saved in saver.finished()] == [None]
-        loaded = checkpoint.load(tmp_path)
+        loaded = store.load(tmp_path)
         assert loaded.iter_num == step
         assert_equal(loaded.model, {key: w.cpu() for key, w in expected.items()})
 
@@ -183,7 +225,7 @@ def test_resumed_run_goes_on_closely(chars, tmp_path):
     main(run_of(chars, tmp_path / "halves", init_from="resume", lr_decay_iters=6, dtype="float16"))
     for a, b in zip(events(tmp_path / "whole", "iter"), events(tmp_path / "halves", "iter"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
-    assert checkpoint.load(tmp_path / "halves").scaler
+    assert store.load(tmp_path / "halves").scaler
 
 
 # ---- loss in chunks ------------------------------------------------------------------------------------------
@@ -199,14 +241,16 @@ def test_loss_in_chunks_equals_the_plain_loss_and_holds_less(compiled):
     y[0, :10] = -1
     passes = []
     peaks = []
-    for logits in (kernels.WHOLE, tokens // 3 * vocab_size):  # the last chunk is not full
-        with kernels.loss_chunk(logits):
-            runner = Runner(model, Form("bfloat16", compiled))
-            pass_of(runner, x, y)
-            if ON_CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            passes.append(pass_of(runner, x, y))
-            peaks.append(hardware.peak_memory_bytes(DEVICE) or 0)
+    whole_at_once = Runner(model, Form("bfloat16", compiled, as_written=("GPT.loss",)))
+    in_chunks = Runner(model, Form("bfloat16", compiled))
+    loss_logits = tokens // 3 * vocab_size  # the last chunk is not full
+    in_chunks.forms["GPT.loss"] = functools.partial(kernels.chunked_loss, loss_logits=loss_logits)
+    for runner in (whole_at_once, in_chunks):
+        pass_of(runner, x, y)
+        if ON_CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        passes.append(pass_of(runner, x, y))
+        peaks.append(hardware.peak_memory_bytes(DEVICE) or 0)
         torch.compiler.reset()
     (whole_loss, whole), (loss, chunks) = passes
     assert loss == pytest.approx(whole_loss, rel=1e-3)
@@ -235,8 +279,12 @@ def test_head_gradient_of_many_chunks_is_as_exact_as_that_of_one():
 def test_samples_with_the_cache_are_those_without(config):
     model = make(config).eval()
     idx = batch(config, rows=3)[0][:, :9]
-    a, b = (torch.stack(list(model.generate(idx, 80, seed=1, use_cache=c))) for c in (True, False))
-    assert torch.equal(a, b)
+    forms = kernels.forms_for(DEVICE.type)
+    texts = []
+    for more in ({"GPT.next_logits": Decoder(model)}, {}):
+        with using(forms | more):
+            texts.append(torch.stack(list(model.generate(idx, 80, seed=1))))
+    assert torch.equal(*texts)
 
 
 @cuda_only
@@ -247,9 +295,9 @@ def test_decoder_replays_a_graph_and_gives_the_logits_of_the_whole_model(config,
     model = make(config).eval()
     text = batch(config, rows=3)[0]
     decoder = Decoder(model)
-    with hardware.autocast(DEVICE, dtype):
-        for first, end in ((0, 7), *((t, t + 1) for t in range(7, 64))):
-            found = decoder(text[:, first:end]).float()
+    with hardware.autocast(DEVICE, dtype), using({"GPT.next_logits": decoder}):
+        for end in range(7, 65):
+            found = model.next_logits(text[:, :end]).float()
             expected = model(text[:, :end])[0][:, -1].float()
             assert (found - expected).norm() < (1e-2 if dtype == "float32" else 5e-2) * expected.norm()
     assert isinstance(decoder._step, graphs.ReplayedStep)
@@ -295,7 +343,7 @@ def test_one_rank_under_torchrun_computes_what_no_torchrun_does(compiled, chars,
     words = [w.replace("=2", "=1") for w in TORCHRUN]
     done = shell(*words, *flags(**settings, out_dir=tmp_path / "ddp"))
     assert done.returncode == 0, done.stderr
-    assert checkpoint.load(tmp_path / "ddp").iter_num == 6
+    assert store.load(tmp_path / "ddp").iter_num == 6
     assert events(tmp_path / "ddp", "start")[0]["compiled"] == compiled
     main(run_of(chars, tmp_path / "alone", gradient_accumulation_steps=2))
     for a, b in zip(events(tmp_path / "alone", "iter"), events(tmp_path / "ddp", "iter"), strict=True):
@@ -329,18 +377,18 @@ def test_predicted_total_is_what_cuda_allocates(compiled, dtype, settings):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = make(config)
-    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cuda")
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
     runner = Runner(model, Form(dtype, compiled))
     x, y = batch(config, rows=8)
     for _ in range(2):  # the second step has AdamW's moments, and nothing of the compiling
         torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
-            runner.backward(x, y)
+            runner.forward_backward(x, y)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     logits = kernels.logits_per_chunk(DEVICE)
-    predicted = sum(memory(config, 8, dtype, "cuda", compiled, loss_logits=logits).values())
+    predicted = sum(memory(Step(config, 8, Form(dtype, compiled), "cuda", loss_logits=logits)).values())
     allocated = torch.cuda.max_memory_allocated() - before
     assert predicted == pytest.approx(allocated, rel=0.1 if compiled else 0.05)
 
@@ -350,7 +398,7 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
     """With most of the memory forbidden; the losses are those of a run that began with the smaller micro-batch."""
     settings = {"n_embd": 256, "block_size": 256, "dtype": "float32", "gradient_accumulation_steps": 1, "max_iters": 3}
     model = GPTConfig(block_size=256, vocab_size=65, n_layer=2, n_head=2, n_embd=256, bias=False)
-    limit = sum(memory(model, 64, "float32", "cuda", compiled=False).values()) + 200 * 2**20
+    limit = sum(memory(Step(model, 64, Form(), "cuda")).values()) + 200 * 2**20
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
@@ -373,11 +421,11 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
 
 def test_batches_made_ahead_are_those_made_on_the_spot(chars):
     split = Split(chars, "train", 64, 256)
-    loader = Loader(split, BatchPlan(8, 2), DEVICE)
+    loader = Loader(split, Batching(8, 2), DEVICE)
     for step in range(50):
         whole = split.train_batch(step, np.arange(16), 16)
-        for micro in range(2):
-            for ours, rows in zip(loader.next()[:2], whole, strict=True):
+        for micro, made in zip(range(2), loader.step(), strict=True):
+            for ours, rows in zip((made.x, made.y), whole, strict=True):
                 assert ours.device.type == DEVICE.type
                 assert torch.equal(ours.cpu(), torch.from_numpy(rows[micro * 8 : micro * 8 + 8]))
     loader.close()

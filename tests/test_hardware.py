@@ -309,7 +309,7 @@ def test_cpu_has_a_name_if_the_system_says_nothing_about_it(xeon, monkeypatch):
 @pytest.mark.slow
 def test_emulated_machine_has_another_name_and_another_peak():
     code = (
-        "from deskgpt import hardware as h, peak_flops as p; d = h.resolve_device('cpu'); "
+        "from deskgpt.machine import hardware as h, peak_flops as p; d = h.resolve_device('cpu'); "
         "print(h.device_name(d), p.peak_key(d, 'float32'), sep='|')"
     )
     emulated = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -15,43 +15,62 @@ from conftest import TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, t
 from hypothesis import given
 from hypothesis import strategies as st
 
-import train
 from bench.analysis import learning
 from bench.analysis.runs import Run
 from data.splits import Split
-from deskgpt.checkpoint import store as checkpoint
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.run import health
-from deskgpt.run.health import Evaluated, Evidence, Health, SpikeWatch, advice, bad_parameters, without_improvement
+from deskgpt.checkpoint import store
+from deskgpt.compute.runner import Evaluation, Form, Runner
+from deskgpt.run.diagnosis import (
+    Evaluated,
+    Evidence,
+    SpikeWatch,
+    advice,
+    bad_parameters,
+    clip_rate,
+    overfit,
+    without_improvement,
+)
+from deskgpt.run.health import Health
+from deskgpt.run.start import StartingPoint
+from deskgpt.run.stops import Due, Stops
 from train import main
 
 # ---- planting what goes wrong --------------------------------------------------------------------------------
 
 
 class Plant:
-    """Goes wrong in steps of a run: `damage(runner, loss)` is what these give instead of their loss.
+    """Goes wrong in steps of a run: after their backward passes, `damage(runner, parts)` changes gradients or losses.
 
-    A batch goes wrong again when it comes again.
+    parts: the losses, by name. A batch goes wrong again when it comes again.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.damage: Callable[[Runner, torch.Tensor], torch.Tensor] | None = None
+        self.damage: Callable[[Runner, dict[str, torch.Tensor]], None] | None = None
         self.at: range | tuple[int, ...] = ()  # which micro-batches of the test
         self.batches: list[torch.Tensor] = []  # those trained on
         self.bad_batches: list[torch.Tensor] = []
+        trained: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None  # what goes backward next
+        forward = Runner.forward
         backward = Runner.backward
 
-        def planted(runner, x, y, *args, **kwargs):
-            loss = backward(runner, x, y, *args, **kwargs)
-            if not kwargs:  # trying out gives no keywords
-                return loss
+        def noted(runner, x, y, *args):
+            nonlocal trained
+            loss, parts = forward(runner, x, y, *args)
+            trained = (x, parts) if len(args) == 2 else None  # trying out gives no weight
+            return loss, parts
+
+        def planted(runner, loss):
+            backward(runner, loss)
+            if trained is None:
+                return
+            x, parts = trained
             if len(self.batches) in self.at:
                 self.bad_batches.append(x)
             self.batches.append(x)
             if self.damage is not None and any(torch.equal(x, bad) for bad in self.bad_batches):
-                return self.damage(runner, loss)
-            return loss
+                self.damage(runner, parts)
 
+        monkeypatch.setattr(Runner, "forward", noted)
         monkeypatch.setattr(Runner, "backward", planted)
 
 
@@ -60,13 +79,12 @@ def plant(monkeypatch):
     return Plant(monkeypatch)
 
 
-def bad_gradient(runner, loss):
+def bad_gradient(runner, parts):
     runner.model.transformer.h[1].mlp.c_fc.weight.grad[0, 0] = math.nan
-    return loss
 
 
-def leap(runner, loss):
-    return loss + 5
+def leap(runner, parts):
+    parts["loss"] = parts["loss"] + 5
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------
@@ -85,7 +103,7 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, 
     [begins] = bad["windows"].values()
     windows = np.stack([tokens[begin : begin + 16] for begin in begins])
     assert np.array_equal(windows, plant.batches[2].numpy())
-    saved = checkpoint.load(tmp_path)
+    saved = store.load(tmp_path)
     assert saved.iter_num == 6
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
     assert events(tmp_path, "end")[0]["bad_steps"] == 1
@@ -95,7 +113,7 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, 
 def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_path, plant, monkeypatch, first_bad):
     plant.damage = bad_gradient
     plant.at = range(first_bad, 100)
-    monkeypatch.setattr(train.Agenda, "due", lambda agenda, step: (None, True))
+    monkeypatch.setattr(Stops, "due", lambda stops, step, has_work: Due(stop=None, save=True))
     if first_bad:
         norms = r"gradient norms before: [^;]*, clipped in \d of the last 5 good steps"
         kept = re.escape(f"the last checkpoint is {tmp_path / 'ckpt.pt'} of step 5") + "[^;]*"
@@ -125,7 +143,7 @@ def test_numbers_that_wait_on_the_device_until_a_log_line_say_the_same(chars, tm
     plant.at = (3, 23)
     settings = {"max_iters": 20, "log_interval": 7, "eval_interval": 10, "grad_clip": 0.7}
     main(tiny(chars, tmp_path / "at-once", **settings))
-    monkeypatch.setattr(Health, "must_catch_up", False)
+    monkeypatch.setattr(Health, "is_full", False)
     main(tiny(chars, tmp_path / "later", **settings))
     for kind in ("bad_step", "iter", "eval"):
         at_once, later = (events(tmp_path / run, kind) for run in ("at-once", "later"))
@@ -140,7 +158,7 @@ def test_clip_rate_is_the_share_of_the_steps_since_the_last_log_line(chars, tmp_
     clip = statistics.median(norms)
     main(tiny(chars, tmp_path / "all", max_iters=12, grad_clip=0))
     assert {e["clip_rate"] for e in events(tmp_path / "all", "iter")} == {None}
-    assert [health.clip_rate(norms[i : i + 4], clip) for i in (0, 4)] == [
+    assert [clip_rate(norms[i : i + 4], clip) for i in (0, 4)] == [
         sum(norm > clip for norm in norms[i : i + 4]) / 4 for i in (0, 4)
     ]
     main(tiny(chars, tmp_path / "some", max_iters=12, log_interval=4, grad_clip=1e-3))
@@ -165,8 +183,8 @@ def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path):
         "        loss = loss * (math.nan if len(steps) == 3 and os.environ['RANK'] == '1' else 1)\n"
         "    return logits, loss\n"
         "started = []\n"
-        "take = train.Loader.next\n"
-        "train.Loader.next = lambda loader: started.append(1) or take(loader)\n"
+        "take = train.Loader.step\n"
+        "train.Loader.step = lambda loader: started.append(1) or take(loader)\n"
         "GPT.forward = spoiled\n"
         "train.main(build(train.TrainConfig, read_settings(train.TrainConfig, sys.argv[1:])))\n"
     )
@@ -177,7 +195,7 @@ def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path):
     assert done.stdout.count("gradients are not finite") == 1
     [bad] = events(tmp_path / "out", "bad_step")
     assert (bad["iter"], bad["which"], bad["loss"]) == (2, "those of all parameters", None)
-    saved = checkpoint.load(tmp_path / "out")
+    saved = store.load(tmp_path / "out")
     assert all(w.isfinite().all() for w in saved.model.values())
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
 
@@ -209,14 +227,14 @@ def test_bad_parameters_are_named_by_depth():
 
 def test_weights_that_are_broken_when_a_run_resumes_are_said_to_be_the_cause(chars, tmp_path, monkeypatch):
     main(tiny(chars, tmp_path))
-    build_model = train.StartingPoint.build_model
+    make_model = StartingPoint.model
 
-    def broken(start, block_size):
-        model = build_model(start, block_size)
+    def broken(start, make):
+        model = make_model(start, make)
         model.get_parameter("transformer.ln_f.weight").data[0] = math.nan
         return model
 
-    monkeypatch.setattr(train.StartingPoint, "build_model", broken)
+    monkeypatch.setattr(StartingPoint, "model", broken)
     message = r"the best one is .*ckpt_best\.pt; the weights .* \(transformer\.ln_f\.weight\): go on from another"
     with pytest.raises(ValueError, match=message):
         main(tiny(chars, tmp_path, init_from="resume"))
@@ -264,7 +282,7 @@ def test_spike_is_logged_and_the_run_goes_on(chars, tmp_path, plant, capsys):
     assert spike["rows"] == [180, 183]
     assert spike["loss"] > spike["median"] + 4
     assert "step 45: loss spike, " in capsys.readouterr().out
-    assert checkpoint.load(tmp_path).iter_num == 60
+    assert store.load(tmp_path).iter_num == 60
     assert events(tmp_path, "end")[0]["spikes"] == 1
 
 
@@ -275,13 +293,13 @@ def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
     assert done.code == 1
     last = re.escape(f"the last checkpoint is {tmp_path / 'ckpt.pt'} of step 40")
     assert re.fullmatch(rf"error: on_spike=stop: the loss leapt to .* at step 45; {last}, .*\n", done.err)
-    assert checkpoint.load(tmp_path).iter_num == 40
+    assert store.load(tmp_path).iter_num == 40
 
 
 @pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(later, chars, tmp_path, plant, monkeypatch):
     if later:
-        monkeypatch.setattr(Health, "must_catch_up", False)
+        monkeypatch.setattr(Health, "is_full", False)
     plant.damage = leap
     plant.at = (45,)
     main(tiny(chars, tmp_path / "whole", on_spike="rewind", **SPIKED))
@@ -289,20 +307,20 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(later,
     assert (back["iter"], back["spike"], back["skipped_batches"]) == (40, 45, 6)
     after_spike, _ = Split(chars, "train", 16, 1 << 16, 1337).train_batch(46, np.arange(4), 4)
     assert np.array_equal(plant.batches[-20], after_spike)  # what step 40 trained on
-    saved = checkpoint.load(tmp_path / "whole")
+    saved = store.load(tmp_path / "whole")
     assert saved.iter_num == 60
     assert saved.health is not None
     assert saved.health["skipped_batches"] == 6
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {60}
 
     # The same run, killed after it went back and resumed.
-    def killed(agenda, step):
+    def killed(stops, step, has_work):
         if step == 42 and events(tmp_path / "halves", "rewind"):
             raise KeyboardInterrupt
-        return None, False
+        return Due(stop=None, save=False)
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.Agenda, "due", killed)
+        patched.setattr(Stops, "due", killed)
         with pytest.raises(KeyboardInterrupt):
             main(tiny(chars, tmp_path / "halves", on_spike="rewind", **SPIKED))
     for thread in threading.enumerate():
@@ -312,8 +330,8 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(later,
     for run in ("whole", "halves"):
         assert len(events(tmp_path / run, "rewind")) == 1
     assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
-    assert_equal(saved.optimizer, checkpoint.load(tmp_path / "halves").optimizer)
-    assert saved.health == checkpoint.load(tmp_path / "halves").health
+    assert_equal(saved.optimizer, store.load(tmp_path / "halves").optimizer)
+    assert saved.health == store.load(tmp_path / "halves").health
 
 
 def test_spike_before_the_first_checkpoint_does_not_end_a_run(chars, tmp_path, plant, capsys):
@@ -335,10 +353,10 @@ def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, pla
 
 def test_health_in_a_checkpoint_that_is_damaged_is_an_error_of_one_line(chars, tmp_path):
     main(tiny(chars, tmp_path))
-    saved = checkpoint.load(tmp_path)
+    saved = store.load(tmp_path)
     for damage in ({}, {"losses": 3}, {"skipped_batches": -1}, {"evaluations": [[1, 2]]}, {"rewinds_there": True}):
         state = None if saved.health is None else (saved.health | damage if damage else {})
-        checkpoint.save(checkpoint.Checkpoint(**vars(saved) | {"health": state}), tmp_path, best=False)
+        store.save(store.Checkpoint(**vars(saved) | {"health": state}), tmp_path, best=False)
         with pytest.raises(ValueError, match="skipped batches and past losses is damaged"):
             main(tiny(chars, tmp_path, init_from="resume"))
 
@@ -367,7 +385,7 @@ losses = st.floats(0.1, 5.0)
 def test_overfitting_is_what_comparisons_of_runs_call_so(rows):
     rows = [(step * 10, *row) for step, row in enumerate(rows)]
     run = Run("a", evals=[dict(zip(("iter", "train_loss", "val_loss", "val_se"), row, strict=True)) for row in rows])
-    found = health.overfit([Evaluated(*row) for row in rows])
+    found = overfit([Evaluated(*row) for row in rows])
     if rows[-1][3] is not None:
         assert found == learning.overfit(run)
     else:
@@ -378,7 +396,7 @@ def test_patience_ends_a_run_and_a_resumed_one_goes_on_counting(chars, tmp_path,
     flat = {"learning_rate": 0.0, "min_lr": 0.0, "max_iters": 30, "eval_interval": 5}
     main(tiny(chars, tmp_path / "whole", patience=3, **flat))
     assert [e["iter"] for e in events(tmp_path / "whole", "eval")] == [0, 5, 10, 15]
-    assert checkpoint.load(tmp_path / "whole").iter_num == 15
+    assert store.load(tmp_path / "whole").iter_num == 15
     out = capsys.readouterr().out
     assert "patience=3: the last 3 evaluations improved by no more than the standard error; the lowest val loss" in out
     assert "resume:  python train.py --init_from=resume" in out
@@ -398,8 +416,8 @@ def test_overfitting_is_said_once(chars, tmp_path, monkeypatch, capsys):
     def planned(runner, *_):
         if not now:
             now.append(next(values))
-            return train.Evaluation(now[0][0], 0.1)
-        return train.Evaluation(now.pop()[1], 0.1)
+            return Evaluation(now[0][0], 0.1)
+        return Evaluation(now.pop()[1], 0.1)
 
     monkeypatch.setattr(Runner, "evaluate", planned)
     main(tiny(chars, tmp_path, max_iters=10, eval_interval=2))
@@ -421,7 +439,7 @@ def test_end_of_a_run_gives_commands_that_work(chars, tmp_path, script):
     sampled = script(*commands["sample"], "--num_samples=1", "--max_new_tokens=3", "--device=cpu")
     assert sampled.code == 0, sampled.err
     assert script(*commands["resume"]).code == 0
-    assert checkpoint.load(out_dir).iter_num == 12
+    assert store.load(out_dir).iter_num == 12
     compared = script(*commands["compare"][:-1], out_dir)
     assert compared.code == 0, compared.err
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import AHEAD, BatchPlan, Loader
+from data.loader import AHEAD, Loader
 from data.splits import Split
 from data.token_files import write_meta, write_tokens
 from data.verify import Verification
+from deskgpt.compute.batching import Batching
 
 try:
     import resource
@@ -29,23 +30,36 @@ def split(tmp_path):
 
 @pytest.mark.parametrize(("rank", "world", "step"), [(0, 1, 0), (1, 2, 0), (2, 3, 7)])
 def test_micro_batches_come_in_the_order_of_the_split(split, rank, world, step):
-    loader = Loader(split, BatchPlan(2, 3, rank, world), CPU, step)
+    loader = Loader(split, Batching(2, 3 * world, rank=rank, world=world), CPU, step)
     for now in range(step, step + 5):
         global_batch = split.train_batch(now, np.arange(6 * world), 6 * world)
-        for micro in range(3):
+        for micro, batch in enumerate(loader.step()):
             first = (micro * world + rank) * 2
-            *ours, weight = loader.next()
-            assert weight is None  # every target is learned
-            for part, whole in zip(ours, global_batch, strict=True):
+            assert batch.weight is None  # every target is learned
+            assert batch.is_last == (micro == 2)
+            for part, whole in zip((batch.x, batch.y), global_batch, strict=True):
                 assert torch.equal(part, torch.from_numpy(whole[first : first + 2]))
+        assert micro == 2
+    loader.close()
+
+
+def test_loader_goes_on_from_where_it_is_sent(split):
+    batching = Batching(2, 3)
+    loader = Loader(split, batching, CPU, 4)
+    [*loader.step()]
+    for position in (9, 2):
+        loader.seek(position)
+        for now in (position, position + 1):
+            found = torch.cat([batch.x for batch in loader.step()])
+            assert torch.equal(found, torch.from_numpy(split.train_batch(now, np.arange(6), 6)[0]))
     loader.close()
 
 
 def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(split):
     split.vocab_size = 0
-    loader = Loader(split, BatchPlan(2), CPU)
+    loader = Loader(split, Batching(2), CPU)
     with pytest.raises(ValueError, match="the vocabulary ends at -1"):
-        loader.next()
+        next(loader.step())
     loader.close()
 
 
@@ -57,25 +71,28 @@ def test_waiting_is_counted_and_batches_made_ahead_are_not_waited_for(split):
             time.sleep(0.05)
             return split.train_batch(step, rows, global_batch)
 
-    loader = Loader(Slow(), BatchPlan(2), CPU)  # type: ignore[arg-type]
-    loader.next()
-    assert loader.take_wait_s() > 0.02
+    waits: list[float] = []
+    loader = Loader(Slow(), Batching(2), CPU, waited=waits.append)  # type: ignore[arg-type]
+    [*loader.step()]
+    assert sum(waits) > 0.02
+    waits.clear()
     time.sleep(0.05 * (AHEAD + 2))
     for _ in range(AHEAD):
-        loader.next()
-    assert loader.take_wait_s() < 0.04
-    assert loader.take_wait_s() == 0
+        [*loader.step()]
+    assert sum(waits) < 0.04
+    assert len(waits) == AHEAD  # each micro-batch is counted once
     loader.close()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_and_micro_batches_share_the_rows_of_a_step_and_of_an_evaluation(world):
-    plans = [BatchPlan.of(3, 8, rank, world) for rank in range(world)]
-    rows = np.concatenate([plan.rows(micro) for plan in plans for micro in range(plan.micro_steps)])
+    of_ranks = [Batching(3, 8, rank=rank, world=world) for rank in range(world)]
+    rows = np.concatenate([of_rank.rows(micro) for of_rank in of_ranks for micro in range(of_rank.micro_steps)])
     assert sorted(rows) == list(range(24))
-    assert {plan.global_batch for plan in plans} == {24}
-    shares = [[*plan.eval_rows(10)] for plan in plans]
+    assert {of_rank.sequences for of_rank in of_ranks} == {24}
+    shares = [[*of_rank.eval_rows(10)] for of_rank in of_ranks]
     assert {len(share) for share in shares} == {math.ceil(4 / world)}  # batches: equally many on each rank
+    assert {of_rank.eval_batches(10) for of_rank in of_ranks} == {math.ceil(4 / world)}
     evaluated = np.concatenate([batch for share in shares for batch in share])
     assert sorted(evaluated) == list(range(math.ceil(4 / world) * world * 3))  # from 10 on they are padding
 
@@ -85,13 +102,11 @@ def test_ranks_of_any_world_read_the_same_rows_in_each_step_under_the_same_numbe
         """Of the tokens of each micro-batch, by its step and its number in it."""
         found = {}
         for rank in range(world):
-            plan = BatchPlan.of(2, 8, rank, world)
-            loader = Loader(split, plan, CPU, step=70)
+            loader = Loader(split, Batching(2, 8, rank=rank, world=world), CPU, 70)
             for step in range(70, 85):  # past the end of an epoch
-                for micro_step in range(plan.micro_steps):
-                    x, y, _ = loader.next()
-                    tokens = x.numpy().tobytes() + y.numpy().tobytes()
-                    found[step, plan.number(micro_step)] = sha256(tokens).hexdigest()
+                for batch in loader.step():
+                    tokens = batch.x.numpy().tobytes() + batch.y.numpy().tobytes()
+                    found[step, batch.number] = sha256(tokens).hexdigest()
             loader.close()
         return found
 
@@ -120,12 +135,12 @@ def test_more_shards_than_a_process_may_have_files_are_read(tmp_path, listed):
         split = Split(tmp_path, "train", 8, 50257)
         assert [shard.path.name for shard in split.shards] == [*files]
         split.fingerprint()
-        loader = Loader(split, BatchPlan(50), CPU)
+        loader = Loader(split, Batching(50), CPU)
         seen = set()
         for _ in range(22):
-            x, y, _ = loader.next()
-            assert torch.equal(y, x + 1)
-            seen.update((x[:, 0] // 20).tolist())
+            [batch] = loader.step()
+            assert torch.equal(batch.y, batch.x + 1)
+            seen.update((batch.x[:, 0] // 20).tolist())
         loader.close()
         assert seen == set(range(1100))  # an epoch has one window of each
         verification = Verification(tmp_path, [split])
@@ -138,4 +153,4 @@ def test_more_shards_than_a_process_may_have_files_are_read(tmp_path, listed):
 
 def test_accumulation_that_ranks_cannot_share_names_one_that_they_can():
     with pytest.raises(ValueError, match="=40 does not divide among 3 ranks; try --gradient_accumulation_steps=42$"):
-        BatchPlan.of(12, 40, 0, 3)
+        Batching(12, 40, world=3)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, events, flags
 
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.run import lock
 from deskgpt.run.lock import only_run_in
 
@@ -120,7 +120,7 @@ def test_lease_is_held_kept_fresh_and_given_back(tmp_path, no_locks):
 
 @pytest.mark.skipif(os.name == "nt", reason="there a dead holder's lease ends when its handle is closed")
 def test_lease_of_a_dead_run_is_taken_over(tmp_path, no_locks):
-    code = "import os, pathlib, sys; from deskgpt import lock; lock.LEASE_S = 0.4; "
+    code = "import os, pathlib, sys; from deskgpt.run import lock; lock.LEASE_S = 0.4; "
     code += "lease = lock.leased(pathlib.Path(sys.argv[1])); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, check=True)
     assert (tmp_path / lock.LEASE).exists()
@@ -145,6 +145,6 @@ def test_of_two_runs_started_at_the_same_instant_exactly_one_trains(chars, tmp_p
     assert errors[0] == ""
     assert errors[1].startswith(f"error: out_dir={out_dir} is in use by a run that started ")
     assert errors[1].count("\n") == 1
-    assert checkpoint.load(out_dir).iter_num == 1500
+    assert store.load(out_dir).iter_num == 1500
     assert [e["iter"] for e in events(out_dir, "iter")] == list(range(1500))
     assert sorted(content(out_dir)) == ["ckpt.pt", "ckpt_best.pt", "log.jsonl"]

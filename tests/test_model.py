@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import functools
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,10 +20,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
+from deskgpt.faster import held, kernels
+from deskgpt.faster.definition import Forms, using
+from deskgpt.faster.recompute import ATTENTION, block_form, is_kept
 from deskgpt.machine import hardware
 from deskgpt.share.gpt2_weights import load_gpt2
-from model import ATTENTION, GPT, Block, GPTConfig, is_kept, rotate
+from model import GPT, CausalSelfAttention, GPTConfig, activation, attention, rotate
+
+FASTER = kernels.forms_for("cpu")
+EXPLICIT = kernels.forms_for("cpu", explicit=True)
+as_written_and_faster = pytest.mark.parametrize("forms", [{}, FASTER], ids=["as written", "faster"])
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -37,12 +45,13 @@ def test_initial_loss_is_near_ln_of_the_vocabulary(vocab):
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # explicit attention
-def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("forms", [{}, FASTER, EXPLICIT], ids=["as written", "faster", "explicit attention"])
+def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, forms):
     model, idx = make(config), tokens(2, 32)
     changed = idx.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 100
-    with hardware.autocast(torch.device("cpu"), dtype):
+    with hardware.autocast(torch.device("cpu"), dtype), using(forms):
         a, b = (model(ids)[0].float() for ids in (idx, changed))
     torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
     assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
@@ -60,12 +69,11 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
     idx = tokens(3, 32)
     results = []
     for which in ("none", "full", "selective"):
-        model.checkpoint_activations(which)
-        assert list(model.state_dict()) == names
         for explicit in (False, True):
-            runner = Runner(model, Form(dtype, explicit=explicit))
+            runner = Runner(model, Form(dtype, explicit=explicit, checkpoint=which))
+            assert list(model.state_dict()) == names
             torch.manual_seed(3)
-            loss = runner.backward(idx, idx.roll(-1, 1))
+            loss = runner.forward_backward(idx, idx.roll(-1, 1))
             results.append([loss, *gradients(model).values(), torch.rand(3)])  # the same random stream afterwards
             runner.drop_gradients()
     for i, found in enumerate(results[2:]):
@@ -75,42 +83,40 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
 @pytest.mark.parametrize("which", ["full", "selective"])
 def test_only_passes_with_gradients_are_checkpointed(which, monkeypatch):
     model = make(MODERN)
-    model.checkpoint_activations(which)
-    blocks = []
-    compute = Block.compute
+    runner = Runner(model, Form(checkpoint=which))
+    blocks = []  # of each pass through a block, its attention
+    compute = CausalSelfAttention.forward
 
-    def counted(block, *args):
-        blocks.append(block)
-        return compute(block, *args)
+    def counted(attention, *args):
+        blocks.append(attention)
+        return compute(attention, *args)
 
-    monkeypatch.setattr(Block, "compute", counted)
-    loss = model(tokens(2, 32), tokens(2, 32))[1]
-    loss.backward()
+    monkeypatch.setattr(CausalSelfAttention, "forward", counted)
+    runner.forward_backward(tokens(2, 32), tokens(2, 32))
     assert len(blocks) == 2 * MODERN.n_layer
     blocks.clear()
 
     def refuse(*args, **options):
         raise AssertionError
 
-    monkeypatch.setattr("model.checkpoint", refuse)
-    with torch.no_grad():
-        model(tokens(2, 32), tokens(2, 32))
-    list(model.generate(tokens(2, 4), 3))
-    model.checkpoint_activations("none")
-    model(tokens(2, 32), tokens(2, 32))
-    assert blocks
+    monkeypatch.setattr("deskgpt.faster.recompute.checkpoint", refuse)
+    with runner.evaluating():
+        runner.loss(tokens(2, 32), tokens(2, 32))
+    with using(runner.forms):
+        list(model.generate(tokens(2, 4), 3))
+    Runner(model, Form()).forward_backward(tokens(2, 32), tokens(2, 32))
+    assert len(blocks) == (1 + 3 + 1) * MODERN.n_layer
 
 
 def test_selective_checkpoints_compute_one_matmul_again_and_all_that_draws_random_numbers():
-    for attention in ATTENTION:
-        assert is_kept(0.0, None, attention)
-        assert not is_kept(0.1, None, attention)
+    for op in ATTENTION:
+        assert is_kept(0.0, None, op)
+        assert not is_kept(0.1, None, op)
     flops = {}
     for which in ("none", "selective", "full"):
-        model = make(SMALL)
-        model.checkpoint_activations(which)
+        runner = Runner(make(SMALL), Form(checkpoint=which))
         with FlopCounterMode(display=False) as counter:
-            model(tokens(2, 32), tokens(2, 32))[1].backward()
+            runner.forward_backward(tokens(2, 32), tokens(2, 32))
         flops[which] = counter.get_total_flops()
     first_of_mlp = 2 * (2 * 32) * SMALL.n_embd * (4 * SMALL.n_embd)
     assert flops["selective"] == flops["none"] + SMALL.n_layer * first_of_mlp < flops["full"]
@@ -141,16 +147,18 @@ def hugging_face() -> GPT2LMHeadModel:
     return theirs
 
 
-def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel) -> None:
+def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel, forms: Forms) -> None:
     """Logits, loss and every gradient agree within 1e-5."""
     idx = tokens(3, 32)
     targets = torch.cat((idx[:, 1:], torch.full((3, 1), -1)), 1)  # transformers shifts the labels itself
     theirs.zero_grad(set_to_none=True)
     out = theirs(input_ids=idx, labels=idx)
     out.loss.backward()
-    _, loss = ours(idx, targets)
-    loss.backward()
-    torch.testing.assert_close(ours(idx)[0], out.logits, rtol=1e-5, atol=1e-5)
+    with using(forms):
+        _, loss = ours(idx, targets)
+        loss.backward()
+        logits, _ = ours(idx)
+    torch.testing.assert_close(logits, out.logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
     their_gradients = gradients(theirs)
     our_gradients = gradients(ours)
@@ -167,18 +175,20 @@ def is_conv1d(name: str) -> bool:
     return ".h." in name and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
-def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(tmp_path):
+@as_written_and_faster
+def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(forms, tmp_path):
     theirs = hugging_face()
     theirs.save_pretrained(tmp_path)
     model_args, weights = load_gpt2(str(tmp_path))
-    assert_same_model(GPT.from_state(GPTConfig(**model_args), weights, "gpt2"), theirs)
+    assert_same_model(GPT.from_state(GPTConfig(**model_args), weights, "gpt2"), theirs, forms)
 
 
-def test_our_weights_give_our_logits_loss_and_gradients_in_transformers():
+@as_written_and_faster
+def test_our_weights_give_our_logits_loss_and_gradients_in_transformers(forms):
     ours, theirs = make(), hugging_face()
     state = {k: v.t() if is_conv1d(k) else v for k, v in ours.state_dict().items()}
     theirs.load_state_dict(state, strict=True)
-    assert_same_model(ours, theirs)
+    assert_same_model(ours, theirs, forms)
 
 
 # ---- loss ----------------------------------------------------------------------------------------------------
@@ -194,49 +204,60 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
     expected = gradients(model)
     model.zero_grad(set_to_none=True)
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * 100)
-    loss = model(idx, targets)[1]
+    with using(FASTER):
+        loss = model(idx, targets)[1]
     loss.backward()
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, expected[name], rtol=1e-5, atol=1e-7, msg=name)
-    with torch.no_grad():
+    with torch.no_grad(), using(FASTER):
         torch.testing.assert_close(model(idx, targets)[1], loss, rtol=1e-6, atol=1e-6)
 
 
-def loss_and_gradients(loss: Any, chunk: int | None, targets: torch.Tensor) -> list[torch.Tensor]:
-    """Of `loss`, a function of hidden states, weight and targets, with this number of logits in a chunk."""
-    h, w = torch.randn(12, 8, generator=seeded(0)), torch.randn(20, 8, generator=seeded(1))
-    h, w = h.requires_grad_(), w.requires_grad_()
-    with kernels.loss_chunk(chunk):
-        value = loss(h, w, targets) / 3
-    return [value.detach(), *torch.autograd.grad(value, (h, w))]
+def loss_and_gradients(loss: Any, forms: Forms, targets: torch.Tensor) -> list[torch.Tensor]:
+    """Of `loss`, a function of a GPT, hidden states and targets, with these forms in use."""
+    model = GPT(GPTConfig(block_size=12, vocab_size=20, n_layer=1, n_head=1, n_embd=8))
+    x = torch.randn(1, 12, 8, generator=seeded(0), requires_grad=True)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn(20, 8, generator=seeded(1)))
+    with using(forms):
+        value = loss(model, x, targets[None]) / 3
+    return [value.detach(), *torch.autograd.grad(value, (x, model.lm_head.weight))]
+
+
+def torchs_loss(model: GPT, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(x[0], model.lm_head.weight), targets[0], ignore_index=-1)
 
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("chunk", [None, 100, kernels.WHOLE], ids=["small", "in chunks", "whole"])
-def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torchs(chunk):
-    for values in loss_and_gradients(kernels.linear_cross_entropy, chunk, torch.full((12,), -1)):
+IN_CHUNKS = kernels.forms_for("cpu", loss_logits=100)
+
+
+@pytest.mark.parametrize("forms", [{}, FASTER, IN_CHUNKS], ids=["as written", "small", "in chunks"])
+def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torchs(forms):
+    for values in loss_and_gradients(GPT.loss, forms, torch.full((12,), -1)):
         assert not values.any()  # NaN would be true
     targets = torch.randint(0, 20, (12,), generator=seeded(2))
     targets[3:5] = -1
-    ours = loss_and_gradients(kernels.linear_cross_entropy, chunk, targets)
-    plain = loss_and_gradients(lambda h, w, t: F.cross_entropy(F.linear(h, w), t, ignore_index=-1), chunk, targets)
+    ours = loss_and_gradients(GPT.loss, forms, targets)
+    plain = loss_and_gradients(torchs_loss, {}, targets)
     for a, b in zip(ours, plain, strict=True):
-        if chunk == 100:
+        if forms is IN_CHUNKS:
             torch.testing.assert_close(a, b)
         else:
             assert torch.equal(a, b)  # bit for bit
 
 
 @pytest.mark.slow
-def test_compiled_loss_without_targets_is_zero_with_gradients_of_zero():
+@pytest.mark.parametrize("forms", [{}, FASTER, IN_CHUNKS], ids=["as written", "small", "in chunks"])
+def test_compiled_loss_without_targets_is_zero_with_gradients_of_zero(forms):
     kernels.register_operators()
-    compiled = torch.compile(kernels.linear_cross_entropy)
+    compiled = torch.compile(GPT.loss)
     try:
-        found = loss_and_gradients(compiled, None, torch.full((12,), -1))
+        found = loss_and_gradients(compiled, forms, torch.full((12,), -1))
     except Exception as e:
         if "compiler" in str(e).lower():
             pytest.skip("no working C++ compiler here")
@@ -249,7 +270,7 @@ def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypat
     model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
     exact = model(idx, targets)[1]
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1600)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), using(FASTER):
         loss = model(idx, targets)[1]
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
@@ -260,7 +281,7 @@ def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
     model, x = make(), tokens(2, 32)
     flops = {}
     for grad in (False, True):
-        with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counter:
+        with torch.set_grad_enabled(grad), using(FASTER), FlopCounterMode(display=False) as counter:
             model(x, x)
         flops[grad] = counter.get_total_flops()
     head = 2 * 64 * 32 * 100  # one of the three matmuls of the head
@@ -305,15 +326,16 @@ def test_large_vocabulary_never_holds_all_logits():
     # 4096 tokens x 50304 ids are 824 MB in float32: forward and backward must stay below that together.
     code = """
 import torch
+from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine.hardware import peak_memory_bytes
 from model import GPT, GPTConfig
 cpu = torch.device("cpu")
 torch.manual_seed(0)
-model = GPT(GPTConfig(block_size=512, vocab_size=50304, n_layer=1, n_head=1, n_embd=32))
+runner = Runner(GPT(GPTConfig(block_size=512, vocab_size=50304, n_layer=1, n_head=1, n_embd=32)), Form())
 x = torch.randint(0, 50304, (8, 512))
-model(x[:, :1], x[:, :1])[1].backward()
+runner.forward_backward(x[:, :1], x[:, :1])
 before = peak_memory_bytes(cpu)
-model(x, x)[1].backward()
+runner.forward_backward(x, x)
 print(peak_memory_bytes(cpu) - before)
 """
     if hardware.peak_memory_bytes(torch.device("cpu")) is None:
@@ -337,6 +359,16 @@ def test_explicit_attention_is_attention_with_its_gradients(T):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_functions_with_faster_forms_may_be_called_with_names():
+    q, k, v = torch.randn(3, 2, 2, 8, 4)
+    at = torch.arange(8)
+    with using(kernels.forms_for("cpu")):
+        named = attention(q, k, dropout=0.0, key_at=at, query_at=at, v=v)
+        assert torch.equal(named, attention(q, k, v, at, at, 0.0))
+        assert torch.equal(named, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert torch.equal(attention(q, k, v, at, key_at=at, dropout=0.0), attention(q, k, v, at, at, 0.0))
+
+
 def test_explicit_attention_is_for_training_without_dropout_where_it_was_asked_for(monkeypatch):
     used = []
 
@@ -349,10 +381,11 @@ def test_explicit_attention_is_for_training_without_dropout_where_it_was_asked_f
     for explicit in (False, True):
         plain = Runner(make(), Form(explicit=explicit))
         dropped = Runner(make(replace(SMALL, dropout=0.1)), Form(explicit=explicit))
-        dropped.backward(idx, idx)
-        plain.loss(idx, idx)  # without a backward pass, flash attention is the faster
+        dropped.forward_backward(idx, idx)
+        with plain.evaluating():
+            plain.loss(idx, idx)  # without a backward pass, flash attention is the faster
         assert not used
-        plain.backward(idx, idx)
+        plain.forward_backward(idx, idx)
         assert used == [(2, 4, 20, 8)] * 2 * explicit
     plain.model(idx, idx)[1].backward()  # outside the runner
     assert len(used) == 2
@@ -373,7 +406,7 @@ def test_activations_are_what_their_names_say():
     exact = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     tanh = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     for name, expected in (("gelu", exact), ("gelu_tanh", tanh), ("relu2", x.clamp(min=0) ** 2)):
-        torch.testing.assert_close(kernels.activation(x, name), expected)
+        torch.testing.assert_close(activation(x, name), expected)
 
 
 def test_queries_and_keys_are_normalised_where_asked():
@@ -432,7 +465,9 @@ def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
 )
 def test_parameters_are_counted_before_a_model_is_built(settings):
     config = GPTConfig(n_layer=3, n_head=2, n_embd=12, block_size=7, vocab_size=11, **settings)
-    assert config.count_parameters(11) == sum(p.numel() for p in GPT(config).parameters())
+    shapes = GPT.without_storage(config)
+    assert all(x.is_meta for x in (*shapes.parameters(), *shapes.buffers()))
+    assert sum(p.numel() for p in shapes.parameters()) == sum(p.numel() for p in GPT(config).parameters())
 
 
 def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
@@ -447,7 +482,7 @@ def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
 
 def test_only_matrices_decay():
     model = make()
-    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
     decayed, others = (group["params"] for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert {p.dim() for p in decayed} == {2}
@@ -473,12 +508,21 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
         model.crop_block_size(13)
 
 
-def test_dropout_acts_in_training_only():
+def test_cropping_leaves_frozen_positions_frozen():
+    model = make()
+    model.transformer.wpe.requires_grad_(False)
+    model.crop_block_size(12)
+    assert not model.transformer.wpe.weight.requires_grad
+
+
+@as_written_and_faster
+def test_dropout_acts_in_training_only(forms):
     model = make(replace(SMALL, dropout=0.5))
     idx = tokens(2, 32)
-    assert not torch.equal(model(idx)[0], model(idx)[0])
-    model.eval()
-    assert torch.equal(model(idx)[0], model(idx)[0])
+    with using(forms):
+        assert not torch.equal(model(idx)[0], model(idx)[0])
+        model.eval()
+        assert torch.equal(model(idx)[0], model(idx)[0])
 
 
 # ---- bad arguments -------------------------------------------------------------------------------------------
@@ -509,10 +553,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 from model import GPT, GPTConfig
 from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.faster import kernels
+from deskgpt.faster.decoding import Decoder
+from deskgpt.faster.definition import using
 
 class Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self):
         return [torch.bfloat16]
+
+class DecoderOfFakes(Decoder):
+    def _continues(self, idx):  # they have no tokens to compare
+        n = self.cache.length
+        return self._seen is not None and self._seen.shape == (len(idx), n) and idx.size(1) == n + 1
 
 backend_registration._setup_privateuseone_for_python_backend("gpu", Backend())
 with FakeTensorMode():
@@ -520,13 +572,18 @@ with FakeTensorMode():
         with torch.device("gpu"):
             model = GPT(GPTConfig(block_size=1024, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16))
             x = torch.zeros(2, 1024, dtype=torch.long)
-        loss = model(x, x)[1]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "gpu").step()
-        drawn = [t for T in (1, 1024) for kind in (0.0, 0.8) for t in model.generate(x[:, :T], 2, temperature=kind)]
-        drawn += model.generate(x[:, :4], 2, top_k=3, top_p=0.9)
-        print({str(t.device) for t in [loss, *drawn]})
+        for forms in ({}, kernels.forms_for("gpu") | {"GPT.next_logits": DecoderOfFakes(model)}):
+            with using(forms):
+                loss = model(x, x)[1]
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95).step()
+                drawn = []
+                for T in (1, 1024):
+                    for temperature in (0.0, 0.8):
+                        drawn += model.generate(x[:, :T], 2, temperature=temperature)
+                drawn += model.generate(x[:, :4], 2, top_k=3, top_p=0.9)
+            print({str(t.device) for t in [loss, *drawn]})
 """
 
 
@@ -538,4 +595,48 @@ with FakeTensorMode():
 def test_everything_stays_on_the_models_device():
     # Without a GPU: tensors without content on a device of torch's that exists by name only, and is as strict.
     done = subprocess.run([sys.executable, "-c", OTHER_DEVICE], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "{'gpu:0'}\n" * 2, done.stderr
+    assert done.stdout == "{'gpu:0'}\n" * 4, done.stderr
+
+
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_block_with_other_arguments_and_results_computes_its_activations_again(which):
+    def plain(block, x, span, *, first=None):
+        return x * first, first
+
+    x = torch.ones(2, requires_grad=True)
+    y, first = block_form(which, 0.0)(plain, torch.nn.Module(), x, None, first=torch.tensor(3.0))
+    assert first.item() == 3
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [3, 3]
+
+
+def test_block_that_a_second_pass_would_change_is_refused():
+    model = make()
+    block: Any = model.transformer.h[0]
+    block.register_buffer("mean", torch.zeros(()))
+    forms: Forms = {"Block.forward": block_form("full", 0.0)}
+    idx = tokens(2, 8)
+    with using(forms):
+        model(idx)
+    for change in (
+        lambda m, a: m.mean.add_(1),
+        lambda m, a: setattr(m, "mean", m.mean + 1),
+        lambda m, a: random.random(),
+    ):
+        handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(block, a), y)[1])
+        with using(forms), pytest.raises(ValueError, match="activation_checkpoint=full: blocks that change buffers"):
+            model(idx)
+        handle.remove()
+
+
+def test_functions_with_faster_forms_take_arguments_by_name_and_a_form_that_does_not_know_one_is_left_out():
+    q, at = torch.randn(1, 2, 8, 4), torch.arange(8)
+    with using({"attention": kernels.flash_attention}):
+        assert torch.allclose(attention(q, q, q, at, at, dropout=0.0), attention(q, q, q, at, at, 0.0))
+
+    def attention_with_a_scale(*args, scale):
+        return attention(scale * args[0], *args[1:])
+
+    problems: dict[str, str] = {}
+    form = functools.partial(held.compare_call, "attention", kernels.flash_attention, problems, False)
+    form(attention_with_a_scale, q, q, q, at, at, 0.0, scale=torch.tensor(1.0))  # the same numbers, but no gradient
+    assert "unexpected keyword argument" in problems["attention"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import events, tiny
 
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.compute.optimizer import make_optimizer
 from model import GPT, GPTConfig
 from train import main
@@ -68,7 +68,7 @@ def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
     nanogpt_run(folder)
     done = script("train.py", "--init_from=resume", f"--out_dir={folder}", "--compile=False", "--device=cpu")
     assert done.code == 0, done.err
-    saved = checkpoint.load(folder)
+    saved = store.load(folder)
     assert saved.iter_num == 5
     assert saved.model_args["activation"] == "gelu"
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
@@ -94,7 +94,7 @@ def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
 
 def test_gpt2_weights_are_of_gpt2s_architecture(chars, tmp_path, monkeypatch):
     args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "bias": True, "vocab_size": 65}
-    monkeypatch.setattr("train.load_gpt2", lambda _: (args, {}))
+    monkeypatch.setattr("deskgpt.run.start.load_gpt2", lambda _: (args, {}))
     with pytest.raises(ValueError, match="position=rope, but gpt2 has position=learned: leave it out"):
         main(tiny(chars, tmp_path, init_from="gpt2", position="rope"))
 

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import collections
 import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from conftest import assert_equal
 
+from deskgpt.checkpoint import archive
+from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.compute.optimizer import Muon, make_optimizer, orthogonalized, step_if_finite, step_unless
 from model import GPT, GPTConfig
 
@@ -21,7 +27,7 @@ def model_with_gradients() -> GPT:
 
 
 def make(model: GPT, name: str) -> torch.optim.AdamW:
-    return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, "cpu", bfloat16=True)
+    return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, muon_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -181,3 +187,118 @@ def test_muon_leaves_matrices_without_gradients_alone_and_its_state_travels():
         assert state.keys() == again.state[p].keys()
         for key in state:
             assert torch.equal(state[key], again.state[p][key])
+
+
+# ---- optimizers of a user's own ------------------------------------------------------------------------------
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum, which is kept somewhere else than in `state`."""
+
+    def __init__(self, params: Any, lr: float, keys: str) -> None:
+        super().__init__(params, {"lr": lr, "slow": None})
+        self.keys = keys
+        self.momentum: dict[Any, Any] = collections.defaultdict(lambda: None)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if self.keys == "group":
+                group["slow"] = group["slow"] or [torch.zeros_like(p) for p in group["params"]]
+            for i, p in enumerate(group["params"]):
+                key = {"parameter": p, "id": id(p), "tuple": (0, i), "group": i}[self.keys]
+                kept = group["slow"] if self.keys == "group" else self.momentum
+                kept[key] = p.grad.clone() if kept[key] is None else kept[key].lerp(p.grad, 0.1)
+                p.sub_(kept[key], alpha=group["lr"])
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers as one."""
+
+    def __init__(self, model: GPT, lr: float) -> None:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() != 2]
+        self.parts = [torch.optim.AdamW(matrices, lr=lr), torch.optim.SGD(rest, lr=lr, momentum=0.9)]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class BothByThemselves(Both):
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every third step goes half the way from the weights three steps ago (arXiv:1907.08610)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.state = inner.state
+        for group in self.param_groups:
+            group["count"] = 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            group["count"] += 1
+            for p, s in zip(group["params"], slow, strict=True):
+                if group["count"] % 3 == 0:
+                    p.copy_(s.lerp_(p, 0.5))
+
+
+OWN: dict[str, Callable[[GPT], Any]] = {
+    "by parameter": lambda model: Momentum(model.parameters(), 0.1, "parameter"),
+    "by id": lambda model: Momentum(model.parameters(), 0.1, "id"),
+    "by a tuple": lambda model: Momentum(model.parameters(), 0.1, "tuple"),
+    "in groups": lambda model: Momentum(model.parameters(), 0.1, "group"),
+    "two": lambda model: Both(model, 0.1),
+    "two with a state_dict": lambda model: BothByThemselves(model, 0.1),
+    "one in another": lambda model: Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_optimizer_of_ones_own_goes_on_exactly_wherever_it_keeps_its_state(name, tmp_path):
+    def start() -> tuple[GPT, Any, OptimizerState]:
+        model = model_with_gradients()
+        optimizer = OWN[name](model)
+        return model, optimizer, OptimizerState(optimizer, model)
+
+    def steps(model: GPT, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + step)
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.full_like(p, math.sin(step + i))
+            optimizer.step()
+
+    model, optimizer, kept = start()
+    before = kept.snapshot()
+    weights = copy.deepcopy(model.state_dict())
+    steps(model, optimizer, 0, 2)
+    kept.go_back(before)
+    model.load_state_dict(weights)
+    steps(model, optimizer, 0, 4)
+    with open(tmp_path / "state", "w+b") as file:
+        archive.write({"model": model.state_dict(), "optimizer": kept.state()}, file)
+    steps(model, optimizer, 4, 8)
+
+    resumed, its_optimizer, its_kept = start()
+    saved = archive.load(tmp_path / "state")
+    resumed.load_state_dict(saved["model"])
+    its_kept.load(saved["optimizer"], "out")
+    steps(resumed, its_optimizer, 4, 8)
+    undisturbed, other_optimizer, _ = start()
+    steps(undisturbed, other_optimizer, 0, 8)
+    assert_equal(dict(model.state_dict()), dict(undisturbed.state_dict()))
+    assert_equal(dict(resumed.state_dict()), dict(undisturbed.state_dict()))

@@ -90,7 +90,7 @@ def test_documents_are_prepared_if_the_cache_cannot_be_written(tmp_path):
 def test_installation_holds_all_modules():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     scripts = {path.stem for path in ROOT.glob("*.py")}
-    assert set(setuptools["py-modules"]) == scripts - {"hardware"}  # hardware.py is only to be run
+    assert set(setuptools["py-modules"]) == scripts
     for package, files in setuptools["package-data"].items():
         for file in files:
             assert (ROOT / package.replace(".", "/") / file).exists()

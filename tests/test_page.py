@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from browser import Browser, needs_browser
 from conftest import tiny
 from logs import log
@@ -165,6 +166,49 @@ def test_runs_with_little_in_their_logs(browser, tmp_path):
     seen, console = browse(browser, tmp_path, page.page("few", [empty, once, diverged], [], []), 360)
     assert (seen["svg"], console) == (CHARTS, [])
     page.picture([empty, once, diverged], str(tmp_path / "few.png"))
+
+
+OWN = {"weight_norm/0": 3.25, EVIL: -7.0}
+
+
+@pytest.fixture(scope="module")
+def with_own(chars, tmp_path_factory) -> Path:
+    """A run whose loop hands OWN to report.step, raised by the number of the step."""
+    out_dir = tmp_path_factory.mktemp("own") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        step = train.Report.step
+        own = {name: torch.tensor(value) for name, value in OWN.items()}
+        patch.setattr(
+            train.Report,
+            "step",
+            lambda self, **numbers: step(self, **numbers, **{k: v + self.run.step for k, v in own.items()}),
+        )
+        train.main(tiny(chars, out_dir))
+    return out_dir
+
+
+def test_number_that_the_loop_hands_to_report_step_has_a_chart(with_own, real):
+    charts = page.make_charts([read_run(str(with_own)), read_run(str(real))])
+    for name, value in OWN.items():
+        chart = charts[f"own-{name}"]
+        assert chart.title == name
+        assert chart.note.startswith("Not in the log of ")
+        assert [*chart.figure.data[0].y] == [value + i for i in range(6)]
+    assert set(charts) - set(page.make_charts([read_run(str(real))])) == {f"own-{name}" for name in OWN}
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 1200])
+def test_numbers_of_a_runs_own_are_drawn_under_their_names(with_own, script, browser, tmp_path, width):
+    done = script("bench/report.py", with_own, "--samples", "0", "--html", tmp_path / "a.html")
+    assert (done.code, done.err) == (0, "")
+    seen, console = browse(browser, tmp_path, (tmp_path / "a.html").read_text(encoding="utf-8"), width)
+    assert console == []
+    assert seen["svg"] == [*CHARTS, *(f"own-{name}" for name in OWN)]
+    assert (seen["width"] <= width, seen["right"] <= width, seen["cut"]) == (True, True, [])
+    tab = browser.open((tmp_path / "page.html").as_uri(), width)
+    assert tab.run("[...document.querySelectorAll('figure h3')].map(h => h.textContent).slice(-2)") == [*OWN]
+    tab.close()
 
 
 @needs_browser

@@ -191,7 +191,7 @@ def test_sweep_skips_sizes_that_are_too_slow_and_takes_no_random_numbers(monkeyp
 @pytest.mark.slow
 def test_script_prints_what_this_machine_reaches(tmp_path):
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = shell("python", "hardware.py", env=env)
+    done = shell("python", "-m", "deskgpt.machine", env=env)
     assert done.returncode == 0, done.stderr
     for dtype in hardware.DTYPES:
         line = rf"^{dtype}: published .*, measured now [\d.]+, best so far [\d.]+ TFLOP/s$"

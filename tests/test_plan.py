@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +11,20 @@ import pytest
 import torch
 from conftest import flags
 
+import model
 from deskgpt.compute.ranks import Ranks
-from deskgpt.faster import kernels
+from deskgpt.compute.runner import Form
+from deskgpt.faster import held, kernels
+from deskgpt.faster.definition import may_be_faster
 from deskgpt.machine import gpu_peaks, remembered
-from deskgpt.predict import known_runs, plan
-from deskgpt.predict import memory as estimate
+from deskgpt.predict import fit, known_runs, plan
+from deskgpt.predict.memory import Step, memory
 from model import GPTConfig
-from train import TrainConfig, main
+from train import TrainConfig, dry_run, main
 
 GPT2 = GPTConfig(block_size=1024, vocab_size=50304)
+COMPILED = Form("bfloat16", compiled=True)
+ALONE = Ranks(torch.device("cpu"))
 TINY: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 32}
 TINY_CONFIG = GPTConfig(vocab_size=64, **TINY)
 
@@ -29,9 +36,22 @@ def nothing_remembered(monkeypatch, tmp_path):
 
 def plan_of_tiny(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
     """What a dry run of a tiny model says."""
-    c = TrainConfig(**TINY, **settings)
-    plan.dry_run(c, TINY_CONFIG, Ranks(torch.device("cpu")))
+    dry_run(TrainConfig(**TINY, **settings), TINY_CONFIG, ALONE)
     return capsys.readouterr().out
+
+
+@pytest.fixture
+def planned(monkeypatch) -> Callable[..., plan.Planned]:
+    """What train.py makes of a tiny model's settings for a plan."""
+
+    def of(**settings: Any) -> plan.Planned:
+        found: list[plan.Planned] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(plan, "dry_run", lambda run, *rest: found.append(run))
+            dry_run(TrainConfig(**TINY, **settings), TINY_CONFIG, ALONE)
+        return found[0]
+
+    return of
 
 
 # ---- on this machine -----------------------------------------------------------------------------------------
@@ -56,18 +76,43 @@ def test_dry_run_says_what_is_needed_and_does_nothing(tmp_path, script):
     assert not out.exists()
 
 
+def test_attention_that_was_changed_is_planned_as_it_is_written(monkeypatch):
+    plain = inspect.unwrap(model.attention)
+
+    def attention(q, *rest):
+        return plain(5.0 * (q / 5.0).tanh(), *rest)
+
+    def peak_bytes() -> int:
+        form = Form("bfloat16", as_written=plan.functions_as_written(config))
+        return sum(memory(Step(config, 4, form, "cuda")).values())
+
+    config = replace(TINY_CONFIG, block_size=256)
+    unchanged = peak_bytes()
+    assert plan.functions_as_written(config) == ()
+    attention.__qualname__ = "attention"
+    monkeypatch.setattr(model, "attention", may_be_faster(attention))
+    remembered.path_of(held.FILE).unlink()  # a digest of files does not see this change
+    assert plan.functions_as_written(config) == ("attention",)
+    assert peak_bytes() > 1.2 * unchanged
+
+
+def test_model_whose_passes_depend_on_numbers_is_refused_in_one_line(monkeypatch):
+    plain = model.Block.forward
+    monkeypatch.setattr(model.Block, "forward", lambda block, x, span: plain(block, x, span) if x.any() else x)
+    with pytest.raises(ValueError, match=r"cannot be rehearsed, .*_local_scalar_dense"):
+        memory(Step(TINY_CONFIG, 4, Form(), "cpu"))
+
+
 @pytest.mark.parametrize(
-    ("settings", "worlds"),
+    ("dp_shard", "worlds"),
     [
-        ({"dp_shard": -1, "gradient_accumulation_steps": 40}, "1, 2, 4, 5, 8, 10, 20, 40; they divide "),
-        ({"dp_shard": 4, "gradient_accumulation_steps": 40}, "4, 8, 20, 40; they divide "),
-        ({"dp_shard": 3, "gradient_accumulation_steps": 40}, "none; they divide .*=40 and are multiples of dp_shard=3"),
+        (-1, "1, 2, 4, 5, 8, 10, 20, 40; they divide "),
+        (4, "4, 8, 20, 40; they divide "),
+        (3, "none; they divide .*=40 and are multiples of dp_shard=3"),
     ],
 )
-def test_worlds_of_the_same_experiment_can_share_the_micro_batches_of_a_step(settings, worlds):
-    assert re.search(
-        rf"^numbers of ranks for the same experiment: {worlds}", plan.worlds_in_words(TrainConfig(**settings))
-    )
+def test_worlds_of_the_same_experiment_can_share_the_micro_batches_of_a_step(dp_shard, worlds):
+    assert re.search(rf"^numbers of ranks for the same experiment: {worlds}", plan.worlds_in_words(40, dp_shard))
 
 
 # ---- for a card ----------------------------------------------------------------------------------------------
@@ -80,15 +125,15 @@ def test_plan_for_a_4070_says_what_fits_into_12_gb_and_what_the_known_run_took(t
     assert (done.code, done.err) == (0, "")
     total = re.search(r"^predicted peak memory of GeForce RTX 4070, bfloat16: (\S+) of 12.0 GiB$", done.out, re.M)
     assert total
-    parts = estimate.memory(GPTConfig(bias=False), 8, "bfloat16", "cuda", compiled=True)
+    parts = memory(Step(GPTConfig(bias=False), 8, COMPILED, "cuda"))
     assert float(total[1]) == pytest.approx(sum(parts.values()) / 2**30, abs=0.01)
     fits = re.search(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)$", done.out, re.M)
     assert fits
     batch_size = int(fits[1])
     assert batch_size * int(fits[2]) == 8 * 64
     for n, is_below in ((batch_size, True), (2 * batch_size, False)):
-        needed = sum(estimate.memory(GPTConfig(bias=False), n, "bfloat16", "cuda", compiled=True).values())
-        assert (needed <= estimate.USABLE * 12 * 2**30) is is_below
+        needed = sum(memory(Step(GPTConfig(bias=False), n, COMPILED, "cuda")).values())
+        assert (needed <= fit.USABLE * 12 * 2**30) is is_below
     assert "of these sizes on GeForce RTX 4070 took 9.34s per step of 524,288 tokens" in done.out
     assert "at 82.3% (known run of these sizes) of 1 x 58.29 TFLOP/s" in done.out
     assert "9.34s per step, 2.0 days for 18,750 steps" in done.out
@@ -119,13 +164,12 @@ def test_plan_for_all_is_a_table_of_cards_by_speed(tmp_path, script):
 @pytest.mark.slow
 def test_table_rehearses_each_micro_batch_once_for_all_cards(monkeypatch, capsys):
     asked = []
-    memory = estimate.memory
 
-    def counted(config: GPTConfig, batch_size: int, dtype: str, *rest: Any, **options: Any) -> dict[str, int]:
-        asked.append((batch_size, dtype, options["loss_logits"]))
-        return memory(config, batch_size, dtype, *rest, **options)
+    def counted(step: Step) -> dict[str, int]:
+        asked.append((step.batch_size, step.form.dtype, step.loss_logits))
+        return memory(step)
 
-    monkeypatch.setattr(estimate, "memory", counted)
+    monkeypatch.setattr(plan, "memory", counted)
     plan_of_tiny(capsys, plan_for="all", batch_size=2, gradient_accumulation_steps=2)
     assert {dtype for _, dtype, _ in asked} == {"bfloat16", "float16"}
     assert len(asked) == len(set(asked)) <= 2 * 3 * 3  # two dtypes, micro-batches of 1, 2 and 4, three sizes of chunks
@@ -133,7 +177,7 @@ def test_table_rehearses_each_micro_batch_once_for_all_cards(monkeypatch, capsys
 
 @pytest.mark.slow
 def test_card_into_which_nothing_fits_has_no_time(monkeypatch, capsys):
-    monkeypatch.setattr(estimate, "USABLE", 1e-6)
+    monkeypatch.setattr(plan, "USABLE", 1e-6)
     assert "at the same tokens per step: none" in plan_of_tiny(capsys, plan_for="RTX 4070")
     assert re.search(
         r"GeForce RTX 4070  +12  bfloat16 +none +n/a +n/a +n/a$", plan_of_tiny(capsys, plan_for="all"), re.M
@@ -174,25 +218,23 @@ def test_plan_for_is_a_dry_run(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_micro_batches_of_a_plan_divide_the_step_and_the_largest_that_fits_is_found():
-    c = TrainConfig(**TINY, batch_size=12, gradient_accumulation_steps=5)
-    fitting = plan.Fitting(c, TINY_CONFIG, world=1)
+def test_micro_batches_of_a_plan_divide_the_step_and_the_largest_that_fits_is_found(planned):
+    step: dict[str, Any] = {"batch_size": 12, "gradient_accumulation_steps": 5}
+    fitting = plan.Fitting(planned(**step))
     assert fitting.batch_sizes == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
-    assert plan.Fitting(c, TINY_CONFIG, world=5).batch_sizes == [1, 2, 3, 4, 6, 12]
+    assert plan.Fitting(planned(**step, world=5)).batch_sizes == [1, 2, 3, 4, 6, 12]
     card = plan.Machine.of_card(gpu_peaks.find_card("RTX 4070"), "auto")
     for n in fitting.batch_sizes:
-        parts = estimate.memory(TINY_CONFIG, n, "bfloat16", "cuda", compiled=True, accumulates=n < 60)
-        needed = sum(parts.values())
-        enough, too_little = (replace(card, free_bytes=(needed + d) / estimate.USABLE) for d in (0.5, -0.5))
+        needed = sum(memory(Step(TINY_CONFIG, n, COMPILED, "cuda", accumulates=n < 60)).values())
+        enough, too_little = (replace(card, free_bytes=(needed + d) / fit.USABLE) for d in (0.5, -0.5))
         assert fitting.largest(enough) == n
         assert fitting.largest(too_little) in [0, *(smaller for smaller in fitting.batch_sizes if smaller < n)]
     assert fitting.largest(replace(card, free_bytes=None)) is None
 
 
-def test_largest_micro_batch_of_a_plan_follows_activation_checkpoints():
-    c = TrainConfig(**TINY, batch_size=12, activation_checkpoint="full")
-    parts = estimate.memory(TINY_CONFIG, 12, "bfloat16", "cuda", True, activation_checkpoint="full")
-    fitting = plan.Fitting(c, TINY_CONFIG, world=1)
+def test_largest_micro_batch_of_a_plan_follows_activation_checkpoints(planned):
+    parts = memory(Step(TINY_CONFIG, 12, replace(COMPILED, checkpoint="full"), "cuda"))
+    fitting = plan.Fitting(planned(batch_size=12, activation_checkpoint="full"))
     assert fitting.peak_bytes(12, "bfloat16", kernels.LEAST_LOGITS_ON_GPU) == sum(parts.values())
 
 

@@ -28,7 +28,7 @@ from tiny_models import MODERN, SMALL, make
 
 import sample
 from data.tokenizer import BytesTokenizer, CharTokenizer
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.share import playground
 from deskgpt.share.playground import HEADERS, MOST_BODY_BYTES, MOST_PROMPT_CHARS, Player, Server, Wish
@@ -61,7 +61,7 @@ def run(tmp_path_factory) -> Path:
     tokenizer = CharTokenizer.of(string.printable).meta()
     state = make(SMALL).state_dict()
     saved = Checkpoint(state, {}, asdict(SMALL), iter_num=6, best_val_loss=4.5, config={}, tokenizer=tokenizer)
-    checkpoint.save(saved, out_dir, best=True)
+    store.save(saved, out_dir, best=True)
     return out_dir
 
 

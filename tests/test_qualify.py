@@ -22,8 +22,7 @@ from bench.qualifying.stages import STAGES, numbers_of
 from configurator import build, read_settings
 from deskgpt.compute.runner import Runner
 from deskgpt.faster import kernels
-from deskgpt.machine import hardware
-from deskgpt.run import log as runlog
+from deskgpt.machine import hardware, provenance
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -68,7 +67,7 @@ def fake(monkeypatch):
         monkeypatch.setitem(STAGES, number, stage)
         return stage
 
-    monkeypatch.setattr(runlog, "git_commit", lambda: "abc")
+    monkeypatch.setattr(provenance, "git_commit", lambda: "abc")
     return put
 
 
@@ -144,7 +143,7 @@ def test_earlier_failure_counts_for_the_exit_status(qualify, fake):
 def test_results_of_another_commit_are_left_alone(qualify, fake, monkeypatch, tmp_path):
     stage = fake(4, {})
     qualify("--stages=4-4")
-    monkeypatch.setattr(runlog, "git_commit", lambda: "def")
+    monkeypatch.setattr(provenance, "git_commit", lambda: "def")
     qualify("--stages=4-4")
     assert stage.calls == 2
     assert len(list((tmp_path / "out").glob("*.json"))) == 2
@@ -188,7 +187,7 @@ def test_device_that_no_longer_computes_gets_a_fresh_process_for_the_rest(qualif
     assert started[0][-2:] == ["--stages=6,7", "--after_failure"]
 
     monkeypatch.undo()  # what the fresh process does
-    monkeypatch.setattr(runlog, "git_commit", lambda: "abc")
+    monkeypatch.setattr(provenance, "git_commit", lambda: "abc")
     rest = [fake(number, {}) for number in (6, 7)]
     done, text, written = qualify(*started[0][3:])
     assert done.code == 1
@@ -369,10 +368,10 @@ def test_plain_forms_on_the_cpu_are_right(session, expected):
 
 
 def test_wrong_form_is_named_with_its_worst_parameter_and_the_others_go_on(session, expected, monkeypatch):
-    backward = Runner.backward
+    forward_backward = Runner.forward_backward
 
     def planted(self: Runner, *batch: Any) -> torch.Tensor:
-        loss = backward(self, *batch)
+        loss = forward_backward(self, *batch)
         if self.form.dtype == "bfloat16":
             gradient = self.model.get_parameter("transformer.h.0.mlp.c_fc.weight").grad
             assert gradient is not None
@@ -381,7 +380,7 @@ def test_wrong_form_is_named_with_its_worst_parameter_and_the_others_go_on(sessi
             raise RuntimeError("no kernel\nfor it")
         return loss
 
-    monkeypatch.setattr(Runner, "backward", planted)
+    monkeypatch.setattr(Runner, "forward_backward", planted)
     rows = {row["case"]: row for row in parity.gradient_rows(session, expected, compiled=False)}
     for name in ("GPT-2", "modern"):
         assert rows[f"{name}, float32, plain"]["wrong"] is None

@@ -22,7 +22,8 @@ from bench.qualifying.session import TOY, Session, Sizes
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import kernels
 from deskgpt.machine import hardware, peak_flops
-from deskgpt.predict import memory as estimate
+from deskgpt.predict.fit import USABLE
+from deskgpt.predict.memory import Step, memory
 from model import GPTConfig
 
 SMALL = Sizes(
@@ -73,8 +74,8 @@ def test_larger_micro_batches_take_more_memory_and_the_fastest_is_the_best(s):
 
 def test_before_stage_4_the_micro_batch_is_the_largest_predicted_to_fit(s, monkeypatch):
     assert work.best_batch(s) == 8
-    needed = sum(estimate.memory(SMALL.model, 4, "float32", "cpu", compiled=True).values())
-    monkeypatch.setattr(hardware, "memory_bytes", lambda device: needed / estimate.USABLE)
+    needed = sum(memory(Step(SMALL.model, 4, Form(compiled=True), "cpu")).values())
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: needed / USABLE)
     assert work.best_batch(s) == 4
     monkeypatch.setattr(hardware, "memory_bytes", lambda device: 1)
     assert work.best_batch(s) == SMALL.first_batch
@@ -204,17 +205,21 @@ def test_models_that_are_separate_share_parameters_but_no_compiled_code(s):
 
 
 def test_chunks_of_the_loss_give_the_whole_loss(s):
-    runner = Runner(work.new_model(s), PLAIN)
-    batch = work.random_batch(s, 3)
-    whole = runner.loss(*batch)
-    with kernels.loss_chunk(700):  # chunks of 7 tokens, the last one smaller
-        assert kernels.logits_per_chunk(s.device) == 700
-        assert runner.loss(*batch).item() == pytest.approx(whole.item(), rel=1e-5)
-        runner.backward(*batch)
-        chunked = [g.clone() for g in runner.gradients()]
-    runner.drop_gradients()
-    runner.backward(*batch)
-    for a, b in zip(chunked, runner.gradients(), strict=True):
+    model, batch = work.new_model(s), work.random_batch(s, 3)
+    assert kernels.tokens_per_chunk(3 * 32, 100, 700) == 7  # the last chunk is smaller
+    losses, gradients = [], []
+    for loss_logits in (0, 700):
+        contestant = variants.Contestant(s, model, batch, variants.Variant("", PLAIN, loss_logits=loss_logits))
+        contestant.warm_up()
+        runner = contestant.runner
+        assert ("GPT.loss" in runner.forms) == bool(loss_logits)
+        with runner.evaluating():
+            losses.append(runner.loss(*batch).item())
+        runner.drop_gradients()
+        contestant.once()
+        gradients.append([g.clone() for g in runner.gradients()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -253,7 +258,7 @@ def test_eight_bits_replace_all_linear_layers_of_the_blocks_and_can_be_traced(s,
     assert layers == []
     batch = work.random_batch(s, 2)
     plain = Runner(model, PLAIN)
-    plain.backward(*batch)
+    plain.forward_backward(*batch)
     expected = [g.clone() for g in plain.gradients()]
     # As on CUDA: forward and backward pass are two graphs.
     traced = torch.compile(twin, backend="aot_eager", fullgraph=True)

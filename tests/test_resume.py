@@ -18,11 +18,14 @@ import pytest
 import torch
 from conftest import ROOT, TINY, assert_equal, events, flags, tiny, trajectory, weights
 from tiny_models import MODERN_SETTINGS
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import train
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt.checkpoint import store as checkpoint
-from deskgpt.run.log import git_commit
+from deskgpt.checkpoint import store
+from deskgpt.machine.provenance import git_commit
+from deskgpt.run.run import Run
 from train import TrainConfig, main, resumed_settings
 
 EXTENDED = ("--max_iters=8", "--lr_decay_iters=6")  # a run of TINY with two steps more, at the least learning rate
@@ -39,7 +42,7 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
     main(tiny(chars, tmp_path / "halves", init_from="resume", **options))
     assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
     assert list(trajectory(tmp_path / "whole")["iter"]) == list(range(6))
-    a, b = (checkpoint.load(tmp_path / run) for run in ("whole", "halves"))
+    a, b = (store.load(tmp_path / run) for run in ("whole", "halves"))
     for key in ("model", "optimizer", "scaler", "iter_num", "best_val_loss"):
         assert_equal(getattr(a, key), getattr(b, key))
 
@@ -50,7 +53,7 @@ def test_resumed_run_may_compute_activations_again_and_is_bit_identical(chars, t
     main(tiny(chars, tmp_path / "halves", max_iters=3, activation_checkpoint="selective", **options))
     main(tiny(chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **options))
     assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
-    a, b = (checkpoint.load(tmp_path / run) for run in ("whole", "halves"))
+    a, b = (store.load(tmp_path / run) for run in ("whole", "halves"))
     assert_equal(a.model, b.model)
     assert a.model_args == b.model_args  # it is not part of the model
 
@@ -68,7 +71,7 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
-    assert 0 < checkpoint.load(out_dir).iter_num < 60
+    assert 0 < store.load(out_dir).iter_num < 60
     assert "iter 4: loss" in (tmp_path / "terminal").read_text()  # nothing printed waits in a buffer
     # The settings of the run are the checkpoint's: nothing has to be typed again.
     assert script("train.py", "--init_from=resume", f"--out_dir={out_dir}").code == 0
@@ -78,16 +81,69 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
 
 def test_float16_scaler_is_saved_and_restored(chars, tmp_path):
     main(tiny(chars, tmp_path, dtype="float16", max_iters=3))
-    saved = checkpoint.load(tmp_path)
+    saved = store.load(tmp_path)
     assert saved.scaler is not None
     assert saved.scaler["scale"] > 0
     saved.scaler["scale"] = 128.0
-    checkpoint.save(saved, tmp_path, best=False)
+    store.save(saved, tmp_path, best=False)
     main(tiny(chars, tmp_path, dtype="float16", init_from="resume"))
-    scaler = checkpoint.load(tmp_path).scaler
+    scaler = store.load(tmp_path).scaler
     assert scaler is not None
     assert scaler["scale"] == 128.0
     assert scaler["_growth_tracker"] == 6
+
+
+def keep_average(monkeypatch: pytest.MonkeyPatch, at: str) -> list[AveragedModel]:
+    """An average of the weights in train.py, from the call of Run's method `at` on: the latest run's is the last."""
+    averages: list[AveragedModel] = []
+    method = getattr(Run, at)
+    step = train.step_if_finite
+
+    def begun(run: Run, *args: Any) -> None:
+        method(run, *args)
+        averages.append(AveragedModel(run.runner.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+        run.keep("average", averages[-1])
+
+        def step_and_average(*args: Any) -> None:
+            step(*args)
+            averages[-1].update_parameters(run.runner.model)
+
+        monkeypatch.setattr(train, "step_if_finite", step_and_average)
+
+    monkeypatch.setattr(Run, at, begun)
+    return averages
+
+
+@pytest.mark.parametrize("at", ["know", "resume"])  # before a resumed run has its state, and after
+def test_what_a_run_keeps_is_saved_and_comes_back_bit_for_bit(chars, tmp_path, monkeypatch, at):
+    averages = keep_average(monkeypatch, "know")
+    main(tiny(chars, tmp_path / "whole", lr_decay_iters=6))
+    main(tiny(chars, tmp_path / "halves", lr_decay_iters=6, max_iters=3))
+    if at == "resume":
+        monkeypatch.undo()
+        averages += keep_average(monkeypatch, at)
+    main(tiny(chars, tmp_path / "halves", lr_decay_iters=6, init_from="resume"))
+    whole, halves = (store.load(tmp_path / run).parts for run in ("whole", "halves"))
+    assert_equal(halves, whole)
+    assert whole is not None
+    assert whole["average"]["n_averaged"] == 6
+    assert not torch.equal(whole["average"]["module.lm_head.weight"], weights(tmp_path / "whole")["lm_head.weight"])
+
+
+@pytest.mark.parametrize("entry", [3, {}, {"n_averaged": "x"}, {"module.lm_head.weight": torch.zeros(2)}])
+def test_kept_state_that_does_not_fit_is_refused_in_one_line(chars, tmp_path, monkeypatch, entry):
+    keep_average(monkeypatch, "know")
+    main(tiny(chars, tmp_path, max_iters=3))
+    saved = store.load(tmp_path)
+    store.save(replace(saved, parts={"average": entry}), tmp_path, best=False)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: its average does not fit what the run keeps \(.+\)$"):
+        main(tiny(chars, tmp_path, init_from="resume"))
+
+
+def test_schedule_may_compute_with_numpy(chars, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "learning_rate", lambda c, step: np.interp(step, [0, 6], [1e-2, 1e-3]))
+    main(tiny(chars, tmp_path))
+    assert store.load(tmp_path).iter_num == 6
 
 
 def test_run_that_is_over_only_evaluates_when_resumed(chars, tmp_path):
@@ -103,7 +159,7 @@ def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(chars, tmp_path
     (tmp_path / "ckpt.pt").unlink()
     done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path / 'ckpt_best.pt'}", *EXTENDED)
     assert done.code == 0, done.err
-    assert checkpoint.load(tmp_path).iter_num == 8
+    assert store.load(tmp_path).iter_num == 8
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 6, 6, 8]
 
 
@@ -123,7 +179,7 @@ def test_settings_given_on_resume_win_over_the_checkpoints(chars, tmp_path, scri
     done = script("train.py", *resume, "--max_iters=8", "--learning_rate=1e-4")
     assert done.code == 0, done.err
     assert [e["lr"] for e in events(tmp_path, "iter")][-1] < 1e-4
-    group = checkpoint.load(tmp_path).optimizer["param_groups"][0]
+    group = store.load(tmp_path).optimizer["param_groups"][0]
     assert group["betas"] == (0.9, 0.95)
     assert events(tmp_path, "start")[1]["settings"]["n_embd"] == TINY["n_embd"]
 
@@ -203,15 +259,15 @@ def test_schedule_may_end_otherwise_while_its_past_stays(half, tmp_path, capsys)
     main(tiny(half / "data", out, init_from="resume", max_iters=9, **schedule))
     said = "changed: schedule: max_iters 3, lr_decay_iters 6, cooldown_iters 2 before, "
     assert f"{said}max_iters 9, lr_decay_iters 0, cooldown_iters 3 now\n" in capsys.readouterr().out
-    assert checkpoint.load(out).iter_num == 9
+    assert store.load(out).iter_num == 9
 
 
 @pytest.mark.parametrize("interval", [3, 4])  # 4: the first evaluation, of the weights at the start, is the best
 def test_best_losses_of_other_val_data_are_not_compared(half, tmp_path, capsys, interval):
     out = Path(shutil.copytree(half / "out", tmp_path / "out"))
     best = (out / "ckpt_best.pt").read_bytes()
-    saved = checkpoint.load(out)
-    checkpoint.save(replace(saved, best_val_loss=0.5), out, best=False)  # which this data never has
+    saved = store.load(out)
+    store.save(replace(saved, best_val_loss=0.5), out, best=False)  # which this data never has
     other = write_bytes(tmp_path / "other", {"val": 3})
     c = second_half(half, out, dataset=str(other), resume_changed=True, eval_interval=interval)
     main(c)
@@ -220,8 +276,8 @@ def test_best_losses_of_other_val_data_are_not_compared(half, tmp_path, capsys, 
     assert "train data" not in said
     assert f"ckpt_best.pt is now in {out / 'previous-1'}" in said
     assert (out / "previous-1" / "ckpt_best.pt").read_bytes() == best
-    assert checkpoint.load(out / "ckpt_best.pt").best_val_loss > 0.5
-    evaluations = (checkpoint.load(out).health or {})["evaluations"]
+    assert store.load(out / "ckpt_best.pt").best_val_loss > 0.5
+    evaluations = (store.load(out).health or {})["evaluations"]
     assert [step for step, *_ in evaluations] == ([4, 6] if interval == 4 else [6])
     main(replace(c, resume_changed=False))  # from now on it is this data's run
     assert "changed" not in capsys.readouterr().out
@@ -245,10 +301,10 @@ def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path, monkeyp
 
 def test_older_checkpoints_know_how_many_tokens_there_were(half, tmp_path):
     out = Path(shutil.copytree(half / "out", tmp_path / "out"))
-    checkpoint.save(replace(checkpoint.load(out), facts=None, train_tokens=3000), out, best=False)
+    store.save(replace(store.load(out), facts=None, train_tokens=3000), out, best=False)
     with pytest.raises(ValueError, match=r"experiment: train data: tokens 3,000 before, tokens 4,000 now\. Go on"):
         main(second_half(half, out))
-    checkpoint.save(replace(checkpoint.load(out), facts=None, train_tokens=None), out, best=False)
+    store.save(replace(store.load(out), facts=None, train_tokens=None), out, best=False)
     main(second_half(half, out, max_iters=4))  # nanoGPT's know nothing of their data
 
 
@@ -260,15 +316,15 @@ def test_facts_of_a_damaged_checkpoint_are_not_compared(half, tmp_path):
         {"val data": {"tokens": None}, 3: 4},
     ]
     for facts in damaged:
-        checkpoint.save(replace(checkpoint.load(out), facts=facts), out, best=False)
+        store.save(replace(store.load(out), facts=facts), out, best=False)
         main(second_half(half, out, max_iters=4))
 
 
 def test_other_code_and_form_are_only_said(half, tmp_path, capsys):
     out = Path(shutil.copytree(half / "out", tmp_path / "out"))
-    saved = checkpoint.load(out)
+    saved = store.load(out)
     earlier = {"code": "0123456789ab", "versions": saved.facts["versions"] | {"torch": "1.0"}}  # type: ignore[index]
-    checkpoint.save(replace(saved, facts=saved.facts | earlier), out, best=False)  # type: ignore[operator]
+    store.save(replace(saved, facts=saved.facts | earlier), out, best=False)  # type: ignore[operator]
     main(second_half(half, out, max_iters=4, dtype="bfloat16"))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
     if git_commit():
@@ -310,7 +366,7 @@ def test_run_begins_with_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_
         assert (start["iter"], start["model_args"]["n_layer"], start["settings"]["block_size"]) == (0, 2, 8)
     main(tiny(other, tmp_path / "trained", init_from=str(half / "out"), max_iters=1, learning_rate=0.0))
     assert_equal(weights(tmp_path / "trained"), weights(half / "out"))
-    saved = checkpoint.load(tmp_path / "trained")
+    saved = store.load(tmp_path / "trained")
     assert saved.iter_num == 1
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {1}
     assert {path: path.read_bytes() for path in (half / "out").iterdir()} == before

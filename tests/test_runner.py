@@ -11,20 +11,20 @@ from conftest import TORCHRUN, events, flags, shell, tiny
 from tiny_models import MODERN_SETTINGS
 from torch._dynamo.utils import counters
 
-from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.runner import Form, Runner, parts_of
 from deskgpt.faster import kernels
 from model import GPT, GPTConfig
 from train import main
 
 
-def make(bfloat16: bool = False, compiled: bool = False, **settings: Any) -> Runner:
+def make(bfloat16: bool = False, compiled: bool = False, checkpoint: str = "none", **settings: Any) -> Runner:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=2, n_embd=32, **settings))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     dtype = "bfloat16" if bfloat16 else "float32"
-    return Runner(model, Form(dtype, compiled, explicit=bfloat16))
+    return Runner(model, Form(dtype, compiled, explicit=bfloat16, checkpoint=checkpoint))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +35,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
     """The sum of the losses of some micro-batches, and the gradients that they leave."""
     try:
-        loss = sum(runner.backward(*batch(), micro_steps).item() for _ in range(micro_steps))
+        loss = sum(runner.forward_backward(*batch(), micro_steps).item() for _ in range(micro_steps))
     except Exception as e:
         if runner.form.compiled and "compiler" in str(e).lower():
             pytest.skip("no working C++ compiler here")
@@ -66,9 +66,7 @@ def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(settin
 def test_compiled_model_that_computes_activations_again_gives_the_gradients_of_the_plain_one(which):
     for settings in ({"activation": "gelu"}, MODERN_SETTINGS):
         plain = make(**settings)
-        checkpointed = make(**settings)
-        checkpointed.model.checkpoint_activations(which)
-        compiled = Runner(checkpointed.model, Form(compiled=True))
+        compiled = make(compiled=True, checkpoint=which, **settings)
         assert compiled.graph is None  # one graph of both passes would compute nothing again
         loss, expected = taken(plain, 2)
         got, gradients = taken(compiled, 2)
@@ -87,9 +85,11 @@ def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
 
 
 def test_evaluation_of_a_compiled_graph_is_that_of_the_plain_model():
-    x, y = batch()
-    with torch.no_grad():
-        assert torch.equal(make(compiled=True).module(x, y)[1], make().module(x, y)[1])
+    losses = []
+    for runner in (make(compiled=True), make()):
+        with runner.evaluating():
+            losses.append(runner.loss(*batch()))
+    assert torch.equal(*losses)
 
 
 def test_opaque_gelu_is_gelu_with_its_gradient():
@@ -160,3 +160,28 @@ def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
     for kind, key in (("iter", "loss"), ("eval", "val_loss")):
         one, two = ([e[key] for e in events(tmp_path / run, kind)] for run in ("one", "two"))
         assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize("further", [{"loss": torch.ones(())}, {"z": 0.5}, {"z": torch.ones(2)}], ids=str)
+def test_further_loss_that_would_replace_the_loss_or_cannot_be_added_is_refused(further):
+    assert parts_of((None, torch.ones(()), {"z": torch.ones(1)})).keys() == {"loss", "z"}
+    with pytest.raises(ValueError, match=r"GPT\.forward returns a further loss '(loss|z)'"):
+        parts_of((None, torch.ones(()), further))
+
+
+@pytest.mark.slow
+def test_compiled_graph_leaves_parameters_that_are_frozen_for_a_while_without_gradients():
+    runner = make(compiled=True)
+    plain = Runner(runner.model, Form())
+    taken(runner, 1)
+    for frozen in (True, False):
+        gradients = []
+        for p in runner.model.transformer.h[0].parameters():
+            p.requires_grad_(not frozen)
+        for either in (runner, plain):
+            either.drop_gradients()
+            either.forward_backward(*batch())
+            gradients.append([torch.zeros(()) if p.grad is None else p.grad for p in runner.parameters])
+        assert frozen == any(g.dim() == 0 for g in gradients[0])
+        for found, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, expected)

@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, assert_equal, shell
 from kill_points import silent, state_of
 
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.machine import hardware
 from deskgpt.run.saver import Saver
 
@@ -25,8 +25,8 @@ def saver_of(folder: Path, said: list[str] | None = None) -> Saver:
 
 def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(tmp_path, monkeypatch):
     go = threading.Event()
-    write = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *args: go.wait() and write(*args))
+    write = store.save
+    monkeypatch.setattr(store, "save", lambda *args: go.wait() and write(*args))
     saver = saver_of(tmp_path)
     state = state_of(1, 2.0)
     expected = state_of(1, 2.0)
@@ -38,7 +38,7 @@ def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(t
         state.optimizer["param_groups"][0]["lr"] = 7.0
         go.set()
         saver.wait()
-        loaded = checkpoint.load(tmp_path)
+        loaded = store.load(tmp_path)
         assert_equal(loaded.model, dict(expected.model))
         assert_equal(loaded.optimizer, expected.optimizer)
         assert loaded.iter_num == step
@@ -76,15 +76,15 @@ def test_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path, monkeypatch
     saver.save(state_of(3, 2.5), best=True)
     saver.wait()
     saver.raise_if_last_failed()
-    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 3
-    assert not checkpoint.leftovers(tmp_path)
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 3
+    assert not store.leftovers(tmp_path)
 
 
 def test_defect_in_the_thread_is_raised_in_the_loop(tmp_path, monkeypatch):
     def save(*args):
         raise KeyError("defect")
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(store, "save", save)
     saver = saver_of(tmp_path)
     saver.save(state_of(1, 3.0), best=True)
     saver.wait()
@@ -98,7 +98,7 @@ def test_without_free_memory_the_loop_waits_and_says_so_once(tmp_path, monkeypat
     saver = saver_of(tmp_path, said)
     for step in (1, 2):
         saver.save(state_of(step, 3.0), best=False)
-        assert checkpoint.load(tmp_path).iter_num == step
+        assert store.load(tmp_path).iter_num == step
         assert [saved.step for saved in saver.finished()] == [step]
     assert said == ["little memory is free: training waits while a checkpoint is written"]
     assert not saver.snapshot.buffers
@@ -111,7 +111,7 @@ def test_state_that_grows_gets_larger_buffers(tmp_path):
     large = replace(small, iter_num=2, model={**small.model, "more": torch.ones(5)})
     saver.save(large, best=False)
     saver.wait()
-    assert torch.equal(checkpoint.load(tmp_path).model["more"], torch.ones(5))
+    assert torch.equal(store.load(tmp_path).model["more"], torch.ones(5))
 
 
 @pytest.mark.slow

@@ -26,11 +26,13 @@ from conftest import ROOT, TINY, TORCHRUN, assert_equal, flags, tiny, trajectory
 
 import train
 from configurator import read_settings
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.compute.ranks import Ranks
 from deskgpt.machine.errors import message_for_user
-from deskgpt.run import lock, resuming
+from deskgpt.run import lock, resuming, saver
+from deskgpt.run.report import Report
 from deskgpt.run.resuming import refuse_differences
+from deskgpt.run.start import StartingPoint
 from deskgpt.run.stopping import SIGNALS, listener
 from train import TrainConfig, main, settings_of_start
 
@@ -50,15 +52,15 @@ def start(argv: list[str]) -> TrainConfig:
 def test_init_from_auto_starts_and_after_a_crash_goes_on_bit_for_bit(chars, tmp_path, monkeypatch, capsys):
     main(tiny(chars, tmp_path / "whole", **LONG))
     argv = flags(**TINY | LONG, dataset=chars, out_dir=tmp_path / "crashed", init_from="auto")
-    log_step = train.Report.step
+    log_step = Report.step
 
-    def crash(self, at, *args):
-        log_step(self, at, *args)
-        if at == 8:
+    def crash(self, **numbers):
+        log_step(self, **numbers)
+        if self.run.step == 8:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Report, "step", crash)
+        patch.setattr(Report, "step", crash)
         with pytest.raises(KeyboardInterrupt):
             main(start(argv))
     for thread in threading.enumerate():
@@ -218,12 +220,12 @@ class Two:
         owner, name = function
         calls = 0
 
-        def disturbed(*args: Any) -> Any:
+        def disturbed(*args: Any, **named: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == number:
                 disturb()
-            return original(*args)
+            return original(*args, **named)
 
         def on_rank(rank: int) -> None:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
@@ -258,10 +260,10 @@ def stop_this_process() -> None:
 
 
 MOMENTS = {  # what the second rank is about to do when it gets the signal, and the step that is saved then
-    "warm-up": ((train, "optimizer_for"), 1, 0),
+    "warm-up": ((StartingPoint, "fastest_form"), 1, 0),
     "evaluation": ((train, "eval_batches"), 6, 6),  # of the val split at step 6
-    "save": ((train, "Kept"), 2, 7),  # after step 5, while the first rank's thread writes
-    "step": ((train.Report, "step"), 7, 7),
+    "save": ((saver, "Kept"), 2, 7),  # after step 5, while the first rank's thread writes
+    "step": ((Report, "step"), 7, 7),
 }
 
 
@@ -277,7 +279,7 @@ def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, t
     stopped = 128 + signal.SIGTERM
     assert [process.exitcode for process in processes] == [stopped if step else 1, stopped]
     if step:
-        assert checkpoint.load(tmp_path / "out").iter_num == step
+        assert store.load(tmp_path / "out").iter_num == step
         main(tiny(chars, tmp_path / "out", init_from="resume", **two.settings))
         main(tiny(chars, tmp_path / "whole", **two.settings))
         torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "whole"))
@@ -286,12 +288,12 @@ def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, t
 @pytest.mark.slow
 def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
     two = Two(chars, tmp_path, dist_timeout_s=4.0)
-    first, hung = two.start((train.Report, "step"), 7, lambda: time.sleep(1000))
+    first, hung = two.start((Report, "step"), 7, lambda: time.sleep(1000))
     first.join(60)
     hung.kill()
     assert first.exitcode == 1
     assert re.search(r"^rank 0 lost the others \(Timed out waiting 4000ms", capfd.readouterr().err, re.M)
-    assert checkpoint.load(tmp_path).iter_num == 6
+    assert store.load(tmp_path).iter_num == 6
 
 
 # ---- torchrun on two hosts, which are one here ---------------------------------------------------------------
@@ -410,7 +412,7 @@ def test_stop_of_one_host_stops_both_at_the_same_step_and_the_same_command_goes_
     assert two.ends() == [1, 1]
     stopped = re.search(r"stopped by SIGTERM at step (\d+)", two.printed())
     assert stopped
-    assert checkpoint.load(tmp_path / "out").iter_num == int(stopped[1])
+    assert store.load(tmp_path / "out").iter_num == int(stopped[1])
     for host in range(2):
         two.begin(host, out_dir)
     assert two.ends() == [0, 0]
@@ -470,7 +472,7 @@ def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_goes_on(
     job.send_signal(signal.SIGUSR1)
     assert job.wait(60) != 0
     assert (tmp_path / "asked").read_text() == "--signal=TERM 123\nrequeue 123\n"
-    step = checkpoint.load(tmp_path / "out").iter_num
+    step = store.load(tmp_path / "out").iter_num
     assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
     assert submit().wait(120) == 0
     assert f"going on from {tmp_path / 'out'}, step {step}\n" in terminal.read_text()

@@ -23,12 +23,15 @@ from tiny_models import MODERN_SETTINGS
 
 import train
 from configurator import build
-from deskgpt.checkpoint import folders as sharded_checkpoint
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import folders, store
+from deskgpt.checkpoint.__main__ import convert
+from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.ranks import Ranks
+from deskgpt.run.health import Health
+from deskgpt.run.report import Report, Spike
 from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 
@@ -79,13 +82,14 @@ def resumed(out_dir: Path, **settings: Any) -> train.TrainConfig:
 # ---- what is written -----------------------------------------------------------------------------------------
 
 
-def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT, torch.optim.AdamW]:
-    """A model, whole or sharded, and its optimizer after a few steps with gradients that all layouts draw alike."""
+def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT, OptimizerState]:
+    """A model, whole or sharded, and its optimizer's after a few steps with gradients that all layouts draw alike."""
     torch.manual_seed(1)
     model = GPT(CONFIG)
     if mesh is not None:
         model = sharding.sharded_copy(model, mesh, True, torch.device("cpu"))
-    optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95, "cpu")
+    optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
+    kept = OptimizerState(optimizer, model)
     for _ in range(steps):
         for p in model.parameters():
             grad = torch.randn(p.shape)
@@ -95,13 +99,13 @@ def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT,
                 grad = distribute_tensor(grad, mesh, p.placements, src_data_rank=None)  # type: ignore[attr-defined]
             p.grad = grad
         optimizer.step()
-    return model, optimizer
+    return model, kept
 
 
-def state_of(model: GPT, optimizer: torch.optim.AdamW, step: int = 2, loss: float = 3.0) -> Checkpoint:
+def state_of(model: GPT, optimizer: OptimizerState, step: int = 2, loss: float = 3.0) -> Checkpoint:
     return Checkpoint(
         model=model.state_dict(),
-        optimizer=optimizer.state_dict(),
+        optimizer=optimizer.state(),
         model_args=CONFIG.as_args(),
         iter_num=step,
         best_val_loss=loss,
@@ -133,8 +137,8 @@ def folder(tmp_path_factory) -> Path:
         for kind in ("adamw", "muon"):
             check_layouts(out_dir / kind, kind, mesh, group, ranks)
         model, optimizer = trained(mesh=mesh)
-        checkpoint.save(state_of(model, optimizer, 1, 4.0), out_dir, True, 2, group)
-        checkpoint.save(state_of(model, optimizer, 2, 5.0), out_dir, False, 2, group)
+        store.save(state_of(model, optimizer, 1, 4.0), out_dir, True, 2, group)
+        store.save(state_of(model, optimizer, 2, 5.0), out_dir, False, 2, group)
         check_failures(out_dir, model, optimizer, group)
         dist.barrier()
         dist.destroy_process_group()
@@ -150,7 +154,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: Ranks)
     dist.barrier()
     model, optimizer = trained(kind, mesh=mesh)
     saved = state_of(model, optimizer)
-    expected = gathered(checkpoint.content_of(saved))
+    expected = gathered(store.content_of(saved))
     saver = Saver(out_dir, print, 9.0, group=group)
     saver.save(saved, best=True)
     for p in model.parameters():  # which the snapshot does not see
@@ -158,22 +162,22 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: Ranks)
     saver.wait()
     saver.raise_if_last_failed()
     dist.barrier()
-    loaded = checkpoint.load(out_dir, ranks=ranks)
-    assert_equal(gathered(checkpoint.content_of(checkpoint.whole(loaded))), expected)  # folder to whole
+    loaded = store.load(out_dir, ranks=ranks)
+    assert_equal(gathered(store.content_of(store.whole(loaded))), expected)  # folder to whole
     if ranks.is_first:
-        checkpoint.convert(str(out_dir), str(out_dir / "one.pt"))
+        convert(str(out_dir), str(out_dir / "one.pt"))
     dist.barrier()
     for source in (out_dir, out_dir / "one.pt"):  # folder to sharded, file to sharded
         other, other_optimizer = trained(kind, steps=1, mesh=mesh)
-        loaded = checkpoint.load(source)
-        checkpoint.restore_weights(other, loaded)
-        checkpoint.restore_optimizer(other_optimizer, loaded.optimizer, "out", loaded.folder)
-        found = gathered(checkpoint.content_of(state_of(other, other_optimizer)))
+        loaded = store.load(source)
+        store.restore_weights(other, loaded)
+        other_optimizer.load(loaded.optimizer, "out", loaded.folder)
+        found = gathered(store.content_of(state_of(other, other_optimizer)))
         assert_equal(found["model"], expected["model"])
         assert_equal(found["optimizer"]["state"], expected["optimizer"]["state"])
 
 
-def check_failures(out_dir: Path, model: GPT, optimizer: torch.optim.AdamW, group: Any) -> None:
+def check_failures(out_dir: Path, model: GPT, optimizer: OptimizerState, group: Any) -> None:
     """What fails on one rank fails on all, and leaves what was there."""
     rank = dist.get_rank()
     before = sorted(path.name for path in out_dir.iterdir())
@@ -181,7 +185,7 @@ def check_failures(out_dir: Path, model: GPT, optimizer: torch.optim.AdamW, grou
     if rank == 1:
         sharding.local(next(iter(bad.model.values())))[0, 0] = math.nan
     with pytest.raises(ValueError, match="ckpt-00000003 is not written: weights or moments hold NaN"):
-        checkpoint.save(bad, out_dir, True, 2, group)
+        store.save(bad, out_dir, True, 2, group)
     if rank == 1:
         sharding.local(next(iter(bad.model.values())))[0, 0] = 0
         os.fsync = lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -198,11 +202,11 @@ def check_failures(out_dir: Path, model: GPT, optimizer: torch.optim.AdamW, grou
 
 
 def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_on_all(folder):
-    loaded = checkpoint.whole(checkpoint.load(folder))
+    loaded = store.whole(store.load(folder))
     model, _ = trained()
     torch.testing.assert_close(loaded.model, dict(model.state_dict()))  # AdamW rounds shards otherwise
-    assert checkpoint.best_of(folder) == folder / "ckpt-00000001"
-    assert checkpoint.resume(folder).best_val_loss == 4.0
+    assert store.best_of(folder) == folder / "ckpt-00000001"
+    assert store.resume(folder).best_val_loss == 4.0
     for tail in ("adamw", "muon"):
         files = sorted(path.name for path in (folder / tail / "ckpt-00000002").iterdir())
         assert [name.split("-")[0] for name in files] == ["checkpoint.json", "manifest.json", "shard", "shard"]
@@ -211,18 +215,18 @@ def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_
 def test_conversion_both_ways_keeps_every_number(folder, tmp_path, script):
     one, two, three = tmp_path / "one.pt", tmp_path / "two", tmp_path / "three.pt"
     for source, target in ((folder, one), (one, two), (two, three)):
-        checkpoint.convert(str(source), str(target))
-    first, last = checkpoint.load(one), checkpoint.load(three)
-    assert_equal(gathered(checkpoint.content_of(first)), gathered(checkpoint.content_of(last)))
+        convert(str(source), str(target))
+    first, last = store.load(one), store.load(three)
+    assert_equal(gathered(store.content_of(first)), gathered(store.content_of(last)))
     assert first.model["lm_head.weight"].data_ptr() == first.model["transformer.wte.weight"].data_ptr()
     _, optimizer = trained(steps=0)
-    checkpoint.restore_optimizer(optimizer, first.optimizer, "one.pt")
+    optimizer.load(first.optimizer, "one.pt")
     with pytest.raises(ValueError, match=r"one\.pt exists and is not a folder; choose another name"):
-        checkpoint.convert(str(folder), str(one))
+        convert(str(folder), str(one))
     with pytest.raises(ValueError, match="no such checkpoint"):
-        checkpoint.convert(str(tmp_path / "nothing"), str(tmp_path / "x.pt"))
-    done = script("deskgpt/checkpoint/store.py", "convert", folder)
-    assert (done.code, done.err) == (1, "error: usage: python -m deskgpt.checkpoint.store convert SOURCE TARGET\n")
+        convert(str(tmp_path / "nothing"), str(tmp_path / "x.pt"))
+    done = script("deskgpt/checkpoint/__main__.py", "convert", folder)
+    assert (done.code, done.err) == (1, "error: usage: python -m deskgpt.checkpoint convert SOURCE TARGET\n")
 
 
 # ---- damage and strangers' files -----------------------------------------------------------------------------
@@ -245,7 +249,7 @@ def damage_file(path: Path, draw: random.Random) -> None:
 
 def test_no_damage_to_a_folder_is_silent_and_the_one_before_it_is_used(folder, tmp_path):
     draw = random.Random(3)
-    before = checkpoint.load(folder / "ckpt-00000002")
+    before = store.load(folder / "ckpt-00000002")
     for n in range(60):
         out = tmp_path / str(n)
         shutil.copytree(folder, out, ignore=shutil.ignore_patterns("adamw", "muon"))
@@ -258,21 +262,21 @@ def test_no_damage_to_a_folder_is_silent_and_the_one_before_it_is_used(folder, t
         if path.exists() and path.read_bytes() == content:
             continue
         said: list[str] = []
-        loaded = checkpoint.load(out, said.append)
+        loaded = store.load(out, said.append)
         if loaded.iter_num == 2:  # other names and spaces in a JSON file that mean the same
-            assert_equal(checkpoint.content_of(loaded), checkpoint.content_of(before))
+            assert_equal(store.content_of(loaded), store.content_of(before))
             continue
         (line,) = said
         assert line.startswith(f"{out / 'ckpt-00000002'} is not a ")
         assert line.endswith(": going on from ckpt-00000001, step 1")
         with pytest.raises(ValueError, match="ckpt-00000002 is not a ") as e:
-            checkpoint.load(out / "ckpt-00000002")
+            store.load(out / "ckpt-00000002")
         assert "\n" not in str(e.value)
 
 
 def with_manifest(path: Path) -> Path:
     """Makes the manifest of a stranger's folder right."""
-    files = {p.name: sharded_checkpoint.facts_of(p) for p in path.iterdir() if p.name != "manifest.json"}
+    files = {p.name: folders.facts_of(p) for p in path.iterdir() if p.name != "manifest.json"}
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     return path
 
@@ -298,7 +302,7 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
     for text in [*texts, deep, "[" * 100_000, "3", "{", ""]:
         (path / "checkpoint.json").write_text(text)
         with pytest.raises(ValueError, match="ckpt-00000001 is not a (readable|training) checkpoint") as e:
-            checkpoint.load(with_manifest(path))
+            store.load(with_manifest(path))
         assert "\n" not in str(e.value)
     (path / "checkpoint.json").write_text(content)
     shard = next(path.glob("shard-00001*"))
@@ -306,13 +310,13 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
         info = json.dumps({"w": {"saved_offsets": offsets}})
         save_file({"w": torch.zeros(2, 2)}, shard, {"DCP_SHARDING_INFO": info})
         with pytest.raises(ValueError, match="ckpt-00000001 is not a (readable|training) checkpoint"):
-            checkpoint.load(with_manifest(path))
+            store.load(with_manifest(path))
     for name in ("../../x", "/etc/passwd", "checkpoint.json/x"):
         (path / "manifest.json").write_text(
             json.dumps({"format": 1, "files": {"checkpoint.json": [1, ""], name: [1, ""]}})
         )
         with pytest.raises(ValueError, match="is not a readable checkpoint"):
-            checkpoint.load(path)
+            store.load(path)
 
 
 # ---- which one -----------------------------------------------------------------------------------------------
@@ -321,9 +325,9 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
 def save_whole(out_dir: Path, step: int, best: bool) -> Path:
     """A folder as a sharded run would have written it, by one process."""
     model, optimizer = trained()
-    tensors, rest = checkpoint.parted(state_of(model, optimizer, step))
-    path = sharded_checkpoint.new_path(out_dir, step)
-    sharded_checkpoint.write(tensors, rest | {"best": best}, path)
+    tensors, rest = store.parted(state_of(model, optimizer, step))
+    path = folders.new_path(out_dir, step)
+    folders.write(tensors, rest | {"best": best}, path)
     return path
 
 
@@ -333,26 +337,26 @@ def names(folder: Path) -> list[str]:
 
 def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
     model, optimizer = trained()
-    checkpoint.save(state_of(model, optimizer, 5), tmp_path, best=True)
-    assert checkpoint.load(tmp_path).iter_num == 5
+    store.save(state_of(model, optimizer, 5), tmp_path, best=True)
+    assert store.load(tmp_path).iter_num == 5
     save_whole(tmp_path, 4, best=False)
-    assert checkpoint.load(tmp_path).path == tmp_path / "ckpt.pt"
+    assert store.load(tmp_path).path == tmp_path / "ckpt.pt"
     save_whole(tmp_path, 7, best=False)
-    assert checkpoint.load(tmp_path).iter_num == 7
-    assert checkpoint.best_of(tmp_path) == tmp_path / "ckpt_best.pt"
+    assert store.load(tmp_path).iter_num == 7
+    assert store.best_of(tmp_path) == tmp_path / "ckpt_best.pt"
     save_whole(tmp_path, 7, best=True)
-    assert checkpoint.load(tmp_path).path == checkpoint.best_of(tmp_path) == tmp_path / "ckpt-00000007-2"
+    assert store.load(tmp_path).path == store.best_of(tmp_path) == tmp_path / "ckpt-00000007-2"
     save_whole(tmp_path, 9, best=False)
-    checkpoint.prune(tmp_path, 2)
+    store.prune(tmp_path, 2)
     assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000009"]
     save_whole(tmp_path, 12, best=False)
-    checkpoint.prune(tmp_path, 1)
+    store.prune(tmp_path, 1)
     assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000012"]
     for path in (tmp_path / "ckpt-00000007-2", str(tmp_path / "ckpt-00000007-2")):
-        assert checkpoint.folder_of(path) == tmp_path
-        assert checkpoint.is_one(path)
-        assert checkpoint.load(path).iter_num == 7
-    checkpoint.save(state_of(model, optimizer, 13), tmp_path, best=True)  # a run that is not sharded goes on
+        assert store.folder_of(path) == tmp_path
+        assert store.is_one(path)
+        assert store.load(path).iter_num == 7
+    store.save(state_of(model, optimizer, 13), tmp_path, best=True)  # a run that is not sharded goes on
     assert names(tmp_path) == ["ckpt.pt", "ckpt_best.pt"]
 
 
@@ -363,21 +367,30 @@ def test_what_killed_and_abandoned_runs_left_is_tidied(tmp_path):
     (tmp_path / "ckpt-00000008.12-ab.tmp").mkdir()
     (tmp_path / "ckpt-00000008.12-ab.tmp" / "shard").write_text("torn")
     said: list[str] = []
-    checkpoint.take_over(tmp_path, said.append, step=8)
+    store.take_over(tmp_path, said.append, step=8)
     assert names(tmp_path) == ["ckpt-00000005", "previous-1", "previous-2"]
     assert "later than step 8, to which the run went back: it is now in" in said[0]
     assert "ckpt-00000007 is not a readable checkpoint (it has no manifest.json" in said[1]
-    assert checkpoint.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
+    assert store.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
 
 
 def test_files_of_earlier_steps_are_kept(tmp_path):
     model, optimizer = trained()
     for step in range(1, 6):
-        checkpoint.save(state_of(model, optimizer, step), tmp_path, best=step == 1, keep=3)
+        store.save(state_of(model, optimizer, step), tmp_path, best=step == 1, keep=3)
     assert names(tmp_path) == ["ckpt-00000003.pt", "ckpt-00000004.pt", "ckpt.pt", "ckpt_best.pt"]
-    assert [checkpoint.load(tmp_path / f"ckpt-0000000{n}.pt").iter_num for n in (3, 4)] == [3, 4]
+    assert [store.load(tmp_path / f"ckpt-0000000{n}.pt").iter_num for n in (3, 4)] == [3, 4]
     (tmp_path / "ckpt.pt").write_text("damaged")
-    assert checkpoint.load(tmp_path).iter_num == 4
+    assert store.load(tmp_path).iter_num == 4
+
+
+def test_scalars_are_kept(tmp_path):
+    folders.write({"steps": torch.tensor(3), "rows": torch.ones(2, 2)}, {}, tmp_path / "folder")
+    shapes = folders.tensors_of(tmp_path / "folder")
+    assert {name: x.shape for name, x in shapes.items()} == {"steps": (), "rows": (2, 2)}
+    read = {"steps": torch.tensor(0), "rows": torch.zeros(2, 2)}
+    folders.read(read, tmp_path / "folder")
+    assert read["steps"] == 3
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------
@@ -395,13 +408,13 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
     assert [path.name for path in (tmp_path / "halves").glob("ckpt*")] == ["ckpt-00000003"]
     run(2, resumed(tmp_path / "halves", max_iters=6))
     assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
-    a, b = (checkpoint.whole(checkpoint.load(tmp_path / name)) for name in ("whole", "halves"))
+    a, b = (store.whole(store.load(tmp_path / name)) for name in ("whole", "halves"))
     assert_equal(a.model, b.model)
     assert_equal(a.optimizer["state"], b.optimizer["state"])
     sampling = flags(device="cpu", max_new_tokens=20, num_samples=1)
     done = script("sample.py", f"--out_dir={tmp_path / 'whole'}", *sampling)
     assert done.code == 0, done.err
-    checkpoint.convert(str(tmp_path / "whole"), str(tmp_path / "one.pt"))
+    convert(str(tmp_path / "whole"), str(tmp_path / "one.pt"))
     again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
     assert again.out == done.out
     new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "whole", "max_iters": 1}
@@ -427,11 +440,17 @@ def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does
 @pytest.mark.slow
 def test_sharded_run_rewinds(chars, tmp_path, monkeypatch):
     """Back to the checkpoint, past the batches of the spike, on all ranks, and saved again under another name."""
-    spikes = iter([None, None, None, None, train.Spike(4, 0, 9.0, 4.0)])
-    monkeypatch.setattr(train.Health, "take_spike", lambda self: next(spikes, None))
+    spikes = iter([None, None, None, None, Spike(4, 0, 9.0, 4.0)])
+    went_back = Health.went_back
+
+    def leapt(health: Health) -> bool:
+        health.spike = next(spikes, None)
+        return went_back(health)
+
+    monkeypatch.setattr(Health, "went_back", leapt)
     run(2, tiny(chars, tmp_path, dp_shard=-1, on_spike="rewind", **SETTINGS | {"eval_interval": 3}))
     assert [e["iter"] for e in events(tmp_path, "rewind")] == [3]
-    assert checkpoint.load(tmp_path).iter_num == 6
+    assert store.load(tmp_path).iter_num == 6
 
 
 @pytest.mark.slow
@@ -461,13 +480,13 @@ def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
             os._exit(0)
 
         n_killed += -9 in on_ranks(2, work, killed=2)
-        last = checkpoint.resume(out)
-        checkpoint.whole(last)
-        best = checkpoint.best_of(out)
+        last = store.resume(out)
+        store.whole(last)
+        best = store.best_of(out)
         assert best is not None
-        assert checkpoint.load(best).best_val_loss == last.best_val_loss
-        checkpoint.take_over(out, print)
-        assert not checkpoint.leftovers(out)
+        assert store.load(best).best_val_loss == last.best_val_loss
+        store.take_over(out, print)
+        assert not store.leftovers(out)
     assert n_killed >= 8
 
 
@@ -488,3 +507,21 @@ def die_at_call(n: int) -> None:
     for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "open"):
         setattr(os, name, dying(getattr(os, name)))
     Path.open = dying(Path.open)  # type: ignore[method-assign]
+
+
+# ---- the log -------------------------------------------------------------------------------------------------
+
+
+def test_number_made_of_sharded_weights_is_that_of_the_whole_ones(chars, tmp_path, monkeypatch):
+    step = Report.step
+
+    def logged(self: Report, **numbers: Any) -> None:
+        step(self, **numbers, norm=self.run.runner.model.lm_head.weight.norm())
+
+    monkeypatch.setattr(Report, "step", logged)
+    settings = {"max_iters": 2, "gradient_accumulation_steps": 2}
+    run(1, tiny(chars, tmp_path / "1", **settings))
+    run(2, tiny(chars, tmp_path / "2", dp_shard=2, **settings))
+    alone, sharded = ([e["norm"] for e in events(tmp_path / n, "iter")] for n in "12")
+    assert len(sharded) == 2
+    assert sharded == pytest.approx(alone, rel=1e-5)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +17,20 @@ import torch.distributed as dist
 from conftest import assert_equal, spare_what_is_imported, tiny
 
 import model as model_file
-from data.loader import BatchPlan, Loader, first_micro_batch
+import train
+from data.loader import Loader, first_micro_batch
 from data.splits import Split
 from deskgpt.compute import sharding
-from deskgpt.compute.forms import EarlierForm, settle
+from deskgpt.compute.batching import Batching
+from deskgpt.compute.forms import EarlierForm, Wanted, fastest_right_form
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite, step_unless
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine import remembered
-from deskgpt.predict import memory as estimate
+from deskgpt.predict import fit
+from deskgpt.run import minutes
 from deskgpt.run.health import Health
+from deskgpt.run.run import Run
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -95,20 +101,19 @@ def trained(
     """
     model = build(ranks, dp_shard, config)
     runner = Runner(model, Form(dtype), ranks.distributed)
-    bfloat16 = dtype == "bfloat16"
-    stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu", bfloat16)
-    plan = BatchPlan.of(GLOBAL_BATCH // split, split, ranks.rank, ranks.world)
+    stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, muon_dtype=dtype)
+    batching = Batching(GLOBAL_BATCH // split, split, rank=ranks.rank, world=ranks.world)
     rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
     if ranks.distributed:
-        runner.distribute(*first_micro_batch(rows, plan, CPU, plan.batch_size))
-    loader = Loader(rows, plan, CPU, 0)
+        runner.distribute(*first_micro_batch(rows, batching, CPU, batching.batch_size))
+    loader = Loader(rows, batching, CPU)
     for step in range(steps):
-        for micro_step in range(plan.micro_steps):
-            x, y, weight = loader.next()
+        for micro_step, batch in enumerate(loader.step()):
             if step == 1 and micro_step == 0:
-                runner.evaluate([(x, y, float(len(x)))], ranks)
-            last = micro_step == plan.micro_steps - 1
-            runner.backward(x, y, plan.micro_steps, last=last, weight=weight)
+                runner.evaluate([(batch.x, batch.y, float(len(batch.x)))], ranks)
+            with runner.micro_batch(batch.is_last):
+                loss, _ = runner.forward(batch.x, batch.y, batching.micro_steps, batch.weight)
+                runner.backward(loss)
         step_if_finite(stepper, runner.scaler, torch.linalg.vector_norm(runner.gradient_norms()))
         stepper.zero_grad(set_to_none=True)
     loader.close()
@@ -139,6 +144,18 @@ def batch_of(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[:, :-1], x[:, 1:]
 
 
+def found_form(
+    model: GPT, c: train.TrainConfig, ranks: Ranks, earlier: EarlierForm | None = None
+) -> tuple[Runner, Batching]:
+    """The Runner of a run of c, and its micro-batches."""
+    settings = asdict(c)
+    make = functools.partial(train.make_optimizer, c)
+    smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, c.auto_batch)
+    wanted = Wanted.of(settings, earlier or EarlierForm(), 5, None)
+    batching = Batching.of(settings, ranks.rank, ranks.world)
+    return fastest_right_form(model, batching, wanted, ranks, batch_of, smaller)
+
+
 def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
     def no_room_above_four(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if q.size(0) > 4:
@@ -158,29 +175,34 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
                 remembered, "read", lambda name: {}
             )  # its file has nothing of the form that it gives up
         with pytest.raises(ValueError, match="out of memory: batch_size=8 does not fit .* --batch_size=4"):
-            settle(model, c, ranks, batch_of, EarlierForm(), 5, None)
-        runner, settled = settle(model, replace(c, auto_batch=True), ranks, batch_of, EarlierForm(), 5, None)
+            found_form(model, c, ranks)
+        runner, batching = found_form(model, replace(c, auto_batch=True), ranks)
         assert_equal(whole_weights(model), before)
-        found += [settled.batch_size, settled.gradient_accumulation_steps, runner.form.dtype]
+        found += [batching.batch_size, batching.accumulation, runner.form.dtype]
 
-        # the time that steps take: this rank's clock runs
+        # the time that steps take: this rank's clock runs, and the other one has more time left
+        began = time.perf_counter()
         if ranks.is_first:
-            monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=map(float, count(0, 10)).__next__))
-        runner.backward(*batch_of(4))
-        optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
-        splits = (Split(chars, "val", CONFIG.block_size, CONFIG.vocab_size, 1),)
-        seconds = 200.0 + 100 * ranks.rank
-        found.append(estimate.steps_within(seconds, settled, runner, optimizer, batch_of(4), splits, 0, ranks))
+            monkeypatch.setattr(minutes, "time", SimpleNamespace(perf_counter=map(float, count(0, 10)).__next__))
+            began = -100.0
+        runner.forward_backward(*batch_of(4))
+        optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95)
+        settings = asdict(c)
+        run = Run(settings | batching.changed(settings) | {"max_minutes": 5.0}, runner, optimizer, ranks)
+        val = Split(chars, "val", CONFIG.block_size, CONFIG.vocab_size, 1)
+        windows = [val.n_eval_windows(batching.eval_windows)]
+        found.append(minutes.steps_within(began, run, batching, windows, batch_of(4), 0))
         assert_equal(whole_weights(model), before)
 
         # gradients and weights that are not finite
-        runner.backward(*batch_of(4))
+        runner.forward_backward(*batch_of(4))
         norms = runner.gradient_norms()
         whole = torch.stack([sharding.whole(p.grad).norm() for p in runner.parameters])
         torch.testing.assert_close(norms, whole, rtol=1e-6, atol=0)
         step_unless(optimizer, torch.tensor(True))
         assert_equal(whole_weights(model), before)
-        health = Health(runner, ranks, 0, 1.0, 1)
+        unused: Any = None
+        health = Health(run, unused, unused, ranks, 1.0, 1, "go")
         found.append(health.evidence(0, []).broken_weight)
         if ranks.rank == 1:
             sharding.local(runner.parameters[3])[-1] = torch.nan
@@ -206,9 +228,37 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
 )
 def test_what_sharded_weights_cannot_do_is_refused_with_the_remedy(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        sharding.shards_for(tiny(tmp_path, tmp_path, **settings), 8)
-    sharding.shards_for(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": 1})), 8)
-    sharding.shards_for(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": -1})), 1)
+        sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **settings)), 8)
+    sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": 1}))), 8)
+    sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": -1}))), 1)
+
+
+def test_parameters_that_torch_cannot_shard_are_refused_in_one_line():
+    sharding.refuse_what_torch_cannot_shard(GPT(CONFIG))
+    model = GPT(CONFIG)
+    model.transformer.h[1] = model.transformer.h[0]
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.\S+ is also transformer\.h\.1\.\S+, .*; leave it out"):
+        sharding.refuse_what_torch_cannot_shard(model)
+    model = GPT(CONFIG)
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"scale is a scalar, .* the shape \(1,\)"):
+        sharding.refuse_what_torch_cannot_shard(model)
+
+
+def test_parameter_that_is_unused_on_one_rank_only_ends_no_run(tmp_path):
+    def gradient(ranks: Ranks) -> torch.Tensor | None:
+        model = build(ranks, 1)
+        if not ranks.is_first:  # as an expert that no token of this rank's micro-batch is for
+            model.transformer.h[1].forward = lambda x, span: x
+        runner = Runner(model, Form(), distributed=True)
+        idx = torch.arange(16)[None]
+        runner.distribute(idx, idx)
+        runner.forward_backward(idx, idx)
+        return next(model.transformer.h[1].parameters()).grad
+
+    found = in_ranks(gradient, 2, tmp_path / "ranks")
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 @pytest.mark.slow
@@ -231,11 +281,12 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world, config):
 
 
 @pytest.mark.slow
-def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_path, monkeypatch):
-    c = tiny(chars, tmp_path, dp_shard=-1, compile="auto")
+def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_path, monkeypatch, capfd):
+    c = tiny(chars, tmp_path, dp_shard=-1, gradient_accumulation_steps=2, compile="auto")
     compile = torch.compile
 
     def work(ranks: Ranks) -> str:
+        from torch._inductor import config as inductor
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.pool.cache_clear()  # its threads, if an earlier test has made some, are not in a fork
@@ -243,8 +294,10 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
             monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="eager"))
         else:
             monkeypatch.setenv("CXX", "/nonexistent")
+            monkeypatch.setattr(inductor.cpp, "cxx", (None, "/nonexistent"))  # it has read CXX before the fork
         model = build(ranks, -1)
-        runner, _ = settle(model, c, ranks, batch_of, EarlierForm("float32", compiled=True, explicit=False), 5, None)
+        runner, _ = found_form(model, c, ranks, EarlierForm("float32", compiled=True, explicit=False))
         return str(runner.form)
 
     assert in_ranks(work, 2, tmp_path / "ranks") == ["float32, not compiled"] * 2
+    assert "NOT compiled, so steps are slower: it fails on another rank" in capfd.readouterr().out

@@ -188,17 +188,17 @@ def test_data_of_one_or_two_tokens_is_named(tmp_path, ids, warning):
     write_tokens(tmp_path / "train.bin", np.resize(np.repeat(ids, 40), 500).astype(np.uint16))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.token_files.PIECE", 30)
-        poverty = Split(tmp_path, "train", 4, 10).poverty()
-    assert poverty is None if warning is None else re.search(warning, poverty or "")
+        warned = Split(tmp_path, "train", 4, 10).few_tokens()
+    assert warned is None if warning is None else re.search(warning, warned or "")
     write_tokens(tmp_path / "train_2.bin", np.full(50, 9, np.uint16))
-    assert (Split(tmp_path, "train", 4, 10).poverty() is None) == (set(ids) != {7})
+    assert (Split(tmp_path, "train", 4, 10).few_tokens() is None) == (set(ids) != {7})
 
 
 def test_opening_a_split_does_not_hold_its_files_in_memory(tmp_path):
     write_tokens(tmp_path / "train.bin", np.resize(np.arange(100, dtype=np.uint16), 30_000_000))
     tracemalloc.start()
     split = Split(tmp_path, "train", 4, 100)
-    split.poverty()
+    split.few_tokens()
     split.fingerprint()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

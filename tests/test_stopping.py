@@ -11,13 +11,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, tiny, trajectory
 
 import train
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
+from deskgpt.compute.ranks import Ranks
 from deskgpt.run import stopping
+from deskgpt.run.report import Report
 from deskgpt.run.stopping import SIGNALS, Listener, listener
 from train import main
 
@@ -47,21 +52,21 @@ def send(number: int) -> None:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Sends this process a signal when it logs a step."""
-    log_step = train.Report.step
+    log_step = Report.step
 
-    def signalled(self, at, *args):
-        log_step(self, at, *args)
-        if at == step:
+    def signalled(self, **numbers):
+        log_step(self, **numbers)
+        if self.run.step == step:
             send(number)
 
-    monkeypatch.setattr(train.Report, "step", signalled)
+    monkeypatch.setattr(Report, "step", signalled)
 
 
 def assert_same_run(whole: Path, stopped: Path) -> None:
     assert trajectory(whole) == trajectory(stopped)
     for name in ("ckpt.pt", "ckpt_best.pt"):
-        a = checkpoint.load(whole / name)
-        b = checkpoint.load(stopped / name)
+        a = store.load(whole / name)
+        b = store.load(stopped / name)
         for key in ("model", "iter_num", "best_val_loss"):
             assert_equal(getattr(a, key), getattr(b, key))
         assert_equal(a.optimizer["state"], b.optimizer["state"])  # the learning rate is set anew at each step
@@ -79,7 +84,7 @@ def test_run_that_each_signal_has_stopped_goes_on_bit_for_bit(chars, tmp_path, l
             with pytest.raises(SystemExit) as exit:
                 main(c)
         assert exit.value.code == 128 + number
-        assert checkpoint.load(out_dir).iter_num == 7 + 8 * n
+        assert store.load(out_dir).iter_num == 7 + 8 * n
         out, err = capfd.readouterr()
         assert err == f"{number.name}: saving after this step; a second signal leaves at once\n"
         command = re.search(r"^resume:  python (.*)$", out, re.M)
@@ -111,29 +116,29 @@ def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(step, char
         patch.setattr(train, "eval_batches", signalled)
         with pytest.raises(SystemExit):
             main(tiny(chars, out_dir, **LONG))
-    assert checkpoint.load(out_dir).iter_num == step
+    assert store.load(out_dir).iter_num == step
     assert [e["iter"] for e in events(out_dir, "eval")] == list(range(0, step, 5))
     listener.listen()
     main(tiny(chars, out_dir, init_from="resume", **LONG))
-    assert checkpoint.load(tmp_path / "whole" / "ckpt_best.pt").iter_num >= step
+    assert store.load(tmp_path / "whole" / "ckpt_best.pt").iter_num >= step
     assert_same_run(tmp_path / "whole", out_dir)
 
 
 def test_hours_that_are_over_save_and_end_well(chars, tmp_path, monkeypatch, capsys):
     main(tiny(chars, tmp_path / "whole", **LONG))
-    log_step = train.Report.step
+    log_step = Report.step
     now = time.perf_counter
 
-    def late(self, at, *args):
-        log_step(self, at, *args)
-        if at == 11:
+    def late(self, **numbers):
+        log_step(self, **numbers)
+        if self.run.step == 11:
             monkeypatch.setattr(time, "perf_counter", lambda: now() + 3600)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Report, "step", late)
+        patch.setattr(Report, "step", late)
         main(tiny(chars, tmp_path / "stopped", max_hours=1.0, **LONG))
     assert "stopped by max_hours at step " in capsys.readouterr().out
-    assert checkpoint.load(tmp_path / "stopped").iter_num == 12
+    assert store.load(tmp_path / "stopped").iter_num == 12
     main(tiny(chars, tmp_path / "stopped", init_from="resume", max_hours=1.0, **LONG))
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
@@ -160,8 +165,8 @@ def test_stop_saves_the_last_step_where_otherwise_only_the_best_is_saved(chars, 
     at_step(monkeypatch, 7, signal.SIGTERM)
     with pytest.raises(SystemExit):
         main(tiny(chars, tmp_path, always_save_checkpoint=False, **LONG))
-    assert checkpoint.load(tmp_path).iter_num == 8
-    assert checkpoint.load(tmp_path / "ckpt_best.pt").iter_num == 5
+    assert store.load(tmp_path).iter_num == 8
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
 
 
 def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
@@ -187,13 +192,13 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
 
 def test_stop_on_several_machines_does_not_invent_torchruns_options(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    ranks = train.Ranks(train.torch.device("cpu"), world=4, distributed=True)
-    c = train.TrainConfig(out_dir="a b")
+    ranks = Ranks(torch.device("cpu"), world=4, distributed=True)
+    report: Any = SimpleNamespace(ranks=ranks, out_dir=store.folder_of("a b"))
     rest = "train.py --init_from=resume '--out_dir=a b'"
     if os.name != "nt":
-        assert train.resume_command(c, ranks) == f"torchrun --standalone --nproc_per_node=4 {rest}"
+        assert Report._resume_command(report) == f"torchrun --standalone --nproc_per_node=4 {rest}"
         monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-        assert train.resume_command(c, ranks) == f"torchrun (with its options as before) {rest}"
+        assert Report._resume_command(report) == f"torchrun (with its options as before) {rest}"
 
 
 # ---- as a user meets them ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ cd "FOLDER"
 echo "$*" >> calls
 case "$*" in
   "-c import pip") [ ! -e no-pip ];;
-  "-c from deskgpt import"*) cat matmul;;
+  "-c from deskgpt.machine import"*) cat matmul;;
   "-m venv"*)
     for venv; do :; done
     [ "$3" != --clear ] || rm -rf "$venv"
@@ -235,9 +235,10 @@ def test_ctrl_c_waits_until_the_command_has_ended_in_its_own_way(tmp_path):
         "open('ready', 'w').close()\n"
         "time.sleep(60)\n"
     )
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job does not
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tasks; tasks.call(sys.executable, 'child.py')"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", f"{heeds}; {code}"], cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL
     )
     while not (tmp_path / "ready").exists():
         assert process.poll() is None

@@ -66,8 +66,9 @@ def test_pipe_that_another_program_made_non_blocking_gets_every_byte():
 @POSIX
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_file_opened_after_the_start_is_not_taken_for_the_terminal(closed, tmp_path):
-    code = "import os; from deskgpt.machine.terminal import *; open_standard_files()\n"
-    code += "file = open(os.environ['X'], 'wb');"
+    code = (
+        "import os; from deskgpt.machine.terminal import *; open_standard_files(); file = open(os.environ['X'], 'wb');"
+    )
     code += "assert file.fileno() > 2; os.write(1, b'noise'); os.write(2, b'noise'); os.system('echo noise >&2')\n"
     code += "with lasting_output(): print('x'); import sys; print('x', file=sys.stderr)"
     command = f'"$PYTHON" -c "$CODE" {closed}'

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import re
@@ -13,22 +14,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TORCHRUN, flags, shell
-from test_estimate import peak_of
+from test_memory import kept_by_optimizer, peak_of
 
 from deskgpt.compute import sharding
-from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.predict import memory as estimate
 from deskgpt.predict import plan, traffic
+from deskgpt.predict.memory import Step
+from deskgpt.predict.memory import memory as memory_of
 from deskgpt.predict.traffic import Group
 from model import GPT, GPTConfig
-from train import TrainConfig, main
+from train import TrainConfig, main, make_optimizer
+
+
+def count(config: GPTConfig) -> int:
+    return sum(p.numel() for p in GPT.without_storage(config).parameters())
+
 
 EVEN: dict[str, Any] = {"n_layer": 3, "n_head": 2, "n_embd": 64, "block_size": 64}  # rows divide among 64 ranks
 EVEN_CONFIG = GPTConfig(vocab_size=128, **EVEN)
 ODD = GPTConfig(n_layer=2, n_head=1, n_embd=33, block_size=16, vocab_size=50)  # rows do not divide among 2, 4 or 8
-N = EVEN_CONFIG.count_parameters(128)
+N = count(EVEN_CONFIG)
 N_BLOCKS = 3 * (12 * 64 * 64 + 2 * 64)
 N_HIDDEN = 3 * 12 * 64 * 64
 
@@ -37,11 +43,21 @@ def settings(world: int, dp_shard: int, micro_steps: int = 1, **more: Any) -> Tr
     return TrainConfig(dp_shard=dp_shard, gradient_accumulation_steps=micro_steps * world, **more)
 
 
-def rehearsed(c: TrainConfig, config: GPTConfig, world: int) -> dict[Group, float]:
+def step_of(c: TrainConfig, config: GPTConfig, world: int, device_type: str = "cuda") -> Step:
+    """Not compiled. To be called within fake_ranks."""
+    shard = None
     shards = sharding.shards_of(c.dp_shard, world)
+    if shards > 1:
+        mesh = sharding.make_mesh("cpu", shards, world)
+        shard = functools.partial(sharding.shard, mesh=mesh, reshard_after_forward=c.reshard_after_forward)
+    form = Form("float32" if device_type == "cpu" else "bfloat16", checkpoint=c.activation_checkpoint)
+    make = functools.partial(make_optimizer, c)
+    return Step(config, c.batch_size, form, device_type, make_optimizer=make, shard=shard)
+
+
+def rehearsed(c: TrainConfig, config: GPTConfig, world: int) -> dict[Group, float]:
     with traffic.fake_ranks(world):
-        mesh = sharding.make_mesh("cpu", shards, world) if shards > 1 else None
-        return traffic.of_step(c, config, mesh, world)
+        return traffic.of_step(step_of(c, config, world), c.gradient_accumulation_steps // world, world)
 
 
 # ---- closed forms --------------------------------------------------------------------------------------------
@@ -93,24 +109,25 @@ class Real:
     def __init__(self, c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
         torch.manual_seed(0)
         self.model = GPT(config)
-        self.model.checkpoint_activations(c.activation_checkpoint)
         if c.dp_shard > 1:
             sharding.shard(self.model, sharding.make_mesh("cpu", c.dp_shard, ranks.world), c.reshard_after_forward)
-        self.runner = Runner(self.model, Form(), distributed=True)
-        self.optimizer = make_optimizer(self.model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
+        self.runner = Runner(self.model, Form(checkpoint=c.activation_checkpoint), distributed=True)
+        self.optimizer = make_optimizer(c, self.model)
         self.x = torch.zeros(c.batch_size, config.block_size, dtype=torch.int64)
         self.runner.distribute(self.x, self.x)
 
     def step(self) -> None:
         for last in (False, True):
-            self.runner.backward(self.x, self.x, 2, last=last)
+            with self.runner.micro_batch(last):
+                loss, _ = self.runner.forward(self.x, self.x, 2)
+                self.runner.backward(loss)
         self.runner.gradient_norms()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def sent(self) -> dict[Group, float]:
         self.step()  # at the beginning of the next one DDP tells all ranks how it has arranged the gradients
-        self.runner.backward(self.x, self.x)
+        self.runner.forward_backward(self.x, self.x)
         self.optimizer.zero_grad(set_to_none=True)
         with traffic.Sent() as sent:
             self.step()
@@ -120,7 +137,8 @@ class Real:
         """The least peak of some steps: gloo's threads let go of tensors a little later, or much."""
         self.step()  # makes AdamW's moments
         weights = sum(sharding.local(p).nbytes for p in self.model.parameters())
-        return 3 * weights + 2 * self.x.nbytes + min(peak_of(self.step) for _ in range(12))
+        there = weights + kept_by_optimizer(self.optimizer) + 2 * self.x.nbytes
+        return there + min(peak_of(self.step) for _ in range(12))
 
 
 def check_traffic(runs: list[TrainConfig], world: int, tmp_path: Path) -> None:
@@ -170,12 +188,9 @@ def test_predicted_memory_of_a_sharded_rank_is_the_peak_of_a_real_step(tmp_path,
 
 
 def memory(c: TrainConfig, config: GPTConfig, world: int, device_type: str = "cuda") -> dict[str, int]:
-    """Of a sharded rank, not compiled."""
-    dtype = "float32" if device_type == "cpu" else "bfloat16"
+    """Of a rank, not compiled."""
     with traffic.fake_ranks(world):
-        shard = plan.sharder(c, sharding.make_mesh("cpu", c.dp_shard, world))
-        options: dict[str, Any] = {"activation_checkpoint": c.activation_checkpoint, "shard": shard}
-        return estimate.memory(config, c.batch_size, dtype, device_type, compiled=False, **options)
+        return memory_of(step_of(c, config, world, device_type))
 
 
 LARGE = GPTConfig(n_layer=2, n_head=8, n_embd=1024, block_size=256, vocab_size=50304)
@@ -186,7 +201,7 @@ ROOT = 4 * (50304 + 256) * 1024
 def test_sharded_state_is_16_bytes_per_parameter_over_the_shards():
     parts = memory(settings(16, 8, batch_size=2), LARGE, 16)
     state = parts["weights"] + parts["gradients"] + parts["optimizer"]
-    assert state == pytest.approx(16 * LARGE.count_parameters(50304) / 8, rel=0.01)
+    assert state == pytest.approx(16 * count(LARGE) / 8, rel=0.01)
 
 
 @pytest.mark.slow
@@ -196,7 +211,7 @@ def test_sharded_rank_gathers_a_few_blocks_or_all_and_keeps_the_activations_of_o
     assert ROOT <= few["gathered"] < ROOT + 4 * BLOCK
     all_ = memory(settings(16, 8, batch_size=2, reshard_after_forward=False), config, 16)
     assert ROOT + 9 * BLOCK <= all_["gathered"] < ROOT + 12 * BLOCK
-    alone = estimate.memory(config, 2, "bfloat16", "cuda", compiled=False)
+    alone = memory_of(Step(config, 2, Form("bfloat16"), "cuda"))
     for parts in (few, all_):
         assert parts["activations"] == pytest.approx(alone["activations"], rel=0.01)
 
@@ -208,7 +223,7 @@ def test_layers_of_a_sharded_model_are_extrapolated_to_what_a_rehearsal_gives(wh
     c = settings(16, 8, batch_size=2, activation_checkpoint=which, reshard_after_forward=reshard)
     config = replace(LARGE, n_layer=9)
     few = memory(c, config, 16)
-    monkeypatch.setattr(estimate, "LAYERS_REHEARSED", 100)
+    monkeypatch.setattr("deskgpt.predict.memory.LAYERS_REHEARSED", 100)
     assert few == memory(c, config, 16)
 
 
@@ -238,7 +253,7 @@ def test_plan_says_memory_traffic_and_time_of_ranks_that_are_not_here(capsys, tm
 
 def test_plan_of_ddp_counts_the_buckets_and_8_bytes_per_parameter_and_says_which_batch_divides(capsys):
     out = said(capsys, world=16, gradient_accumulation_steps=40, n_embd=768)
-    n = GPTConfig(**EVEN | {"n_layer": 1, "n_embd": 768}).count_parameters(50304)
+    n = count(GPTConfig(**EVEN | {"n_layer": 1, "n_embd": 768}))
     assert f"buckets {4 * n / 2**30:.2f} GiB" in out
     assert f"each rank sends per step: all-reduce {8 * n * 15 / 16 / 1e6:.1f} MB" in out
     assert "16 ranks, each with all weights; micro-batches of each rank and step: 3" in out

@@ -10,18 +10,22 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, vector, weights
+from tiny_models import CountingNorm
 
 import train
-from data.loader import BatchPlan, eval_batches
+from data.loader import eval_batches
+from data.splits import Split
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import kernels
@@ -117,7 +121,7 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
     assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
-    model = GPT.from_state(GPTConfig(**checkpoint.load(tmp_path).model_args), weights(tmp_path), "out")
+    model = GPT.from_state(GPTConfig(**store.load(tmp_path).model_args), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["peak_flops"] > 1e9
@@ -215,16 +219,17 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     """Seven windows in batches of three."""
     c = tiny(chars, tmp_path, batch_size=3)
     model = GPT(GPTConfig.from_settings(c, vocab_size=100)).train()
-    split = train.Split(chars, "val", c.block_size, 100)
+    split = Split(chars, "val", c.block_size, 100)
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
     runner = Runner(model, Form())
-    whole = runner.evaluate(eval_batches(split, BatchPlan(3), 7, CPU), Ranks(CPU))
+    whole = runner.evaluate(eval_batches(split, Batching(3, eval_windows=7), CPU), Ranks(CPU))
     assert whole.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     assert whole.standard_error is None  # of three batches
     for world in (2, 3, 4):  # of four ranks, one has padding only
         total = 0.0
         for rank in range(world):
-            batches = [*eval_batches(split, BatchPlan(3, rank=rank, world=world), 7, CPU)]
+            batching = Batching(3, accumulation=world, eval_windows=7, rank=rank, world=world)
+            batches = [*eval_batches(split, batching, CPU)]
             assert len(batches) == math.ceil(3 / world)
             rows = sum(counted for *_, counted in batches)
             found = runner.evaluate(batches, Ranks(CPU))
@@ -238,45 +243,51 @@ def test_loss_of_padding_is_zero(in_chunks, monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 100 if in_chunks else 10**6)
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=50))
     x = torch.zeros((2, 16), dtype=torch.int64)
-    assert Runner(model, Form()).loss(x, torch.full_like(x, -1)) == 0
+    runner = Runner(model, Form())
+    with runner.evaluating():
+        assert runner.loss(x, torch.full_like(x, -1)) == 0
 
 
 def test_standard_error_of_an_evaluation_is_that_of_the_mean_of_its_batches(chars, tmp_path):
     c = tiny(chars, tmp_path)
-    split = train.Split(chars, "val", c.block_size, 100)
+    split = Split(chars, "val", c.block_size, 100)
     model = GPT(GPTConfig.from_settings(c, vocab_size=100))
     runner = Runner(model, Form())
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
     means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
-    found = runner.evaluate(eval_batches(split, BatchPlan(3), 24, CPU), Ranks(CPU))
+    found = runner.evaluate(eval_batches(split, Batching(3, eval_windows=24), CPU), Ranks(CPU))
     assert found.standard_error == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
     assert model.training
 
 
-def test_ranks_and_steps_drop_out_differently(chars, tmp_path, monkeypatch):
+def test_ranks_and_steps_drop_out_differently_and_then_draw_alike(chars, tmp_path, monkeypatch):
     seeds: list[int] = []
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    for module in (train, hardware):
+        monkeypatch.setattr(module, "seed_all", lambda seed, device: seeds.append(seed))
     main(tiny(chars, tmp_path / "0", dropout=0.1))
     monkeypatch.setattr(train, "start_ranks", lambda *_: Ranks(CPU, rank=1))
     main(tiny(chars, tmp_path / "1", dropout=0.1))
-    assert seeds[0] == seeds[7] == 1337  # initial weights are the same
-    assert len(set(seeds)) == 1 + 2 * 6
+    first, second = seeds[:13], seeds[13:]
+    assert first[0] == second[0] == 1337  # initial weights are the same
+    assert len({*first[1::2], *second[1::2]}) == 2 * 6  # micro-batches
+    assert first[2::2] == second[2::2]  # what a change draws after them, such as noise for the gradients
+    assert len({*first, *second}) == 1 + 2 * 6 + 6
 
 
 def test_loss_of_a_step_is_the_mean_over_its_micro_batches(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=1, gradient_accumulation_steps=3, always_save_checkpoint=True))
     c = tiny(chars, tmp_path)
     torch.manual_seed(c.seed)
-    meta = checkpoint.load(tmp_path).model_args
-    model = GPT(train.GPTConfig(**meta))
-    split = train.Split(chars, "train", c.block_size, meta["vocab_size"], c.seed)
+    meta = store.load(tmp_path).model_args
+    model = GPT(GPTConfig(**meta))
+    split = Split(chars, "train", c.block_size, meta["vocab_size"], c.seed)
     x, y = (torch.from_numpy(a) for a in split.train_batch(0, np.arange(12), 12))
     assert events(tmp_path, "iter")[0]["loss"] == pytest.approx(model(x, y)[1].item(), rel=1e-6)
 
 
 def test_run_makes_exactly_max_iters_updates_and_saves_the_last(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=4, eval_interval=3))
-    saved = checkpoint.load(tmp_path)
+    saved = store.load(tmp_path)
     assert saved.iter_num == 4
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {4}
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 4]
@@ -284,24 +295,24 @@ def test_run_makes_exactly_max_iters_updates_and_saves_the_last(chars, tmp_path)
 
 def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=30, eval_interval=10))
-    best = checkpoint.load(tmp_path).best_val_loss
+    best = store.load(tmp_path).best_val_loss
     worse = {"max_iters": 36, "eval_interval": 3, "learning_rate": 3.0, "decay_lr": False, "resume_changed": True}
     main(tiny(chars, tmp_path, init_from="resume", **worse))
     assert min(e["val_loss"] for e in events(tmp_path, "eval") if e["iter"] > 30) > best
-    assert checkpoint.load(tmp_path).iter_num == 36
-    kept = checkpoint.load(tmp_path / "ckpt_best.pt")
+    assert store.load(tmp_path).iter_num == 36
+    kept = store.load(tmp_path / "ckpt_best.pt")
     assert (kept.iter_num, kept.best_val_loss) == (30, best)
     # and where only improvements are saved, ckpt.pt itself stays
     out = tmp_path / "only-better"
     main(tiny(chars, out, max_iters=30, eval_interval=10, always_save_checkpoint=False))
     c = tiny(chars, out, init_from="resume", **worse)
     main(replace(c, always_save_checkpoint=False))
-    assert checkpoint.load(out).iter_num == 30
+    assert store.load(out).iter_num == 30
     # nor does it help to change one's mind, or to come from nanoGPT, which has no other file
     (out / "ckpt_best.pt").unlink()
     main(c)
-    assert checkpoint.load(out).iter_num == 36
-    assert checkpoint.load(out / "ckpt_best.pt").iter_num == 30
+    assert store.load(out).iter_num == 36
+    assert store.load(out / "ckpt_best.pt").iter_num == 30
 
 
 def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, capsys):
@@ -319,6 +330,22 @@ def test_eval_only_writes_nothing(chars, tmp_path, capsys):
     assert "step 0: train loss" in capsys.readouterr().out
 
 
+def test_eval_only_of_a_checkpoint_says_its_step_and_leaves_the_folder_as_it_is(chars, tmp_path, script):
+    def files() -> dict[str, tuple[bytes, int]]:
+        return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+
+    main(tiny(chars, tmp_path))
+    before = files()
+    folder = tmp_path.stat().st_mtime_ns
+    for changed in ([], ["--batch_size=2"], ["--eval_iters=3"], ["--compile=False", "--max_iters=3"]):
+        done = script("train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={tmp_path}", *changed)
+        assert (done.code, done.err) == (0, "")
+        assert f"going on from {tmp_path}, step 6" in done.out
+        assert len(re.findall(r"^step 6: train loss \d.*, val loss \d", done.out, re.M)) == 1
+        assert files() == before
+        assert tmp_path.stat().st_mtime_ns == folder
+
+
 def test_eval_only_makes_no_gradients(chars, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", lambda *_: pytest.fail("a backward pass"))
     main(tiny(chars, tmp_path, eval_only=True))
@@ -331,7 +358,7 @@ def test_run_that_cannot_start_leaves_the_earlier_one_where_it_is(chars, tmp_pat
     def refuse(*_):
         raise ValueError("wandb cannot start")
 
-    monkeypatch.setattr(train, "start_wandb", refuse)
+    monkeypatch.setattr("deskgpt.run.start.start_wandb", refuse)
     with pytest.raises(ValueError, match="wandb cannot start"):
         main(tiny(chars, tmp_path, wandb_log=True))
     assert sorted(p.name for p in tmp_path.iterdir()) == before
@@ -370,7 +397,7 @@ def test_run_of_some_minutes_writes_its_steps_into_the_settings_and_ends_near_it
     steps = taken["max_iters"]
     assert 10 < steps < 10**5
     assert taken["lr_decay_iters"] == steps
-    assert checkpoint.load(tmp_path).iter_num == steps == events(tmp_path, "end")[0]["iter"]
+    assert store.load(tmp_path).iter_num == steps == events(tmp_path, "end")[0]["iter"]
     assert f"max_minutes=0.1: {steps:,} steps of about" in capsys.readouterr().out
     assert took_s < 30  # of 6: other work may take the machine meanwhile
 
@@ -388,6 +415,39 @@ def test_timing_the_steps_changes_no_weight_and_leaves_no_state(chars, tmp_path)
         main(tiny(chars, tmp_path / f"steps-{optimizer}", **settings))
         main(tiny(chars, tmp_path / f"minutes-{optimizer}", max_minutes=60.0, **settings))
         assert_equal(*(weights(tmp_path / f"{kind}-{optimizer}") for kind in ("steps", "minutes")))
+
+
+class Stateful(torch.optim.SGD):
+    """SGD with momentum, and with a number of steps in an attribute and in its groups, on which its steps depend."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.0, momentum=0.9)
+        self.made = 0
+        self.sums: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made += 1
+        group = self.param_groups[0]
+        group["momentum"] *= 0.9
+        for p in group["params"]:
+            self.sums[p] = self.sums.get(p, torch.zeros_like(p)) + p.grad
+            p.grad.add_(self.sums[p] / self.made)
+        super().step()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("optimizer", [lambda ps: torch.optim.SGD(ps, momentum=0.9), Stateful], ids=["SGD", "Stateful"])
+def test_timing_the_steps_leaves_any_optimizer_and_buffers_as_they_were(chars, tmp_path, monkeypatch, optimizer, dtype):
+    monkeypatch.setattr(train, "make_optimizer", lambda c, model, dtype="float32": optimizer(model.parameters()))
+    monkeypatch.setattr("model.make_norm", lambda config: CountingNorm(config.n_embd))
+    settings = {"max_iters": 4, "warmup_iters": 0, "dtype": dtype}
+    main(tiny(chars, tmp_path / "steps", **settings))
+    main(tiny(chars, tmp_path / "minutes", max_minutes=60.0, **settings))
+    steps, minutes = (store.load(tmp_path / run) for run in ("steps", "minutes"))
+    assert_equal(minutes.model, steps.model)
+    assert_equal(minutes.optimizer, steps.optimizer)
+    assert_equal(minutes.scaler, steps.scaler)
 
 
 def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new_ones(chars, tmp_path):
@@ -433,8 +493,8 @@ def test_importing_the_scripts_does_nothing():
     code += "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
     code += "import export, data.chat.prepare, data.text.prepare, bench.report, bench.evaluate;"
     code += "import data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
-    code += "names = {m.name for m in pkgutil.iter_modules(deskgpt.__path__)} - {'modeling_deskgpt'};"  # transformers'
-    code += "[__import__('deskgpt.' + name) for name in names];"
+    code += "names = {m.name for m in pkgutil.walk_packages(deskgpt.__path__, 'deskgpt.')};"
+    code += "[__import__(name) for name in names - {'deskgpt.share.modeling_deskgpt'}];"  # transformers'
     slow = ["wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo"]
     slow += ["tokenizers", "lm_eval"]
     code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"

@@ -18,11 +18,15 @@ import torch.distributed as dist
 from conftest import TINY, TORCHRUN, events, flags, shell, tiny, vector
 
 import train
-from data.loader import BatchPlan
+from data.loader import eval_batches
 from data.splits import Split
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
+from deskgpt.predict.memory import MakeOptimizer
+from deskgpt.run.start import StartingPoint
 from deskgpt.run.stopping import listener
+from deskgpt.run.stops import Stops
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -50,11 +54,10 @@ def on_ranks(world: int, folder: Path, work: Callable[[Ranks], Any]) -> list[Any
 def recorded_run(c: train.TrainConfig, ranks: Ranks) -> dict[str, Any]:
     """Trains; returns checksums of the initial weights and of each dropout's mask, row by row, and counts."""
     found: dict[str, Any] = {"weights": "", "masks": [], "evaluated": 0}
-    build_model = train.StartingPoint.build_model
-    eval_batches = train.eval_batches
+    make_model = StartingPoint.model
 
-    def built(start: train.StartingPoint, block_size: int) -> GPT:
-        model = build_model(start, block_size)
+    def built(start: StartingPoint, make: MakeOptimizer) -> GPT:
+        model = make_model(start, make)
         content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         found["weights"] = sha256(content).hexdigest()
         return model
@@ -70,7 +73,7 @@ def recorded_run(c: train.TrainConfig, ranks: Ranks) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "start_ranks", lambda *_: ranks)
-        patch.setattr(train.StartingPoint, "build_model", built)
+        patch.setattr(StartingPoint, "model", built)
         patch.setattr(train, "eval_batches", evaluated)
         hook = torch.nn.modules.module.register_module_forward_hook(dropped)
         train.main(c)
@@ -120,7 +123,7 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
 
     def batches_until_a_signal(ranks: Ranks) -> list[int]:
         counts = []
-        for dp_shard in (-1, 1):
+        for shared in (True, False):
             calls: list[int] = []
 
             def signalled(*_: Any, calls: list[int] = calls) -> None:
@@ -130,8 +133,9 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
 
             model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
             model.register_forward_hook(signalled)
-            c = tiny(chars, tmp_path, batch_size=1, eval_iters=20, dp_shard=dp_shard)
-            train.evaluate(c, Runner(model, Form()), split, BatchPlan(1, rank=ranks.rank, world=2), ranks)
+            batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
+            stops = Stops(ranks, 0.0, max_hours=0.0, save_interval=0, save_minutes=0.0, shared=shared)
+            Runner(model, Form()).evaluate(stops.until_signal(eval_batches(split, batching, CPU)), ranks)
             listener.signal = None
             counts.append(len(calls))
         return counts

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Passes on its arguments, folder, environment and standard files, and ends with the exit status of the fork.
@@ -98,7 +98,8 @@ def answer(connection: socket.socket) -> list[str]:
 def end_with_client(connection: socket.socket, process: int) -> None:
     """Ends the process when its client, which sends nothing more, has ended."""
     connection.recv(1)
-    os.kill(process, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(process, signal.SIGTERM)
 
 
 def run(arguments: list[str]) -> None:

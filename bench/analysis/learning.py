@@ -13,7 +13,7 @@ from typing import Any
 from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, letters, over_runs, same_text
 from bench.analysis.noise import difference, t975
 from bench.analysis.runs import Run
-from deskgpt.run.log import clock
+from deskgpt.machine.words import clock
 
 Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None where that is not known
 

@@ -26,7 +26,8 @@ from bench.analysis.logs import NO_END, Reading
 from bench.analysis.page import Headline, Table
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import median_ms
-from deskgpt.run.log import clock, event_of
+from deskgpt.machine.words import clock
+from deskgpt.run.log import event_of
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # in a request's Host: a foreign page can make its own name lead here

@@ -43,6 +43,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 NO_END = "its log has no end: the run was stopped, failed or is still running"  # one of a run's notes
 MOST_STEPS = 10**15
+LONGEST_NAME = 100  # characters, of a number that a run logs under a name of its own
 LONGEST_LINE = 2000  # characters of a printed line that are read
 Events = dict[int, dict[str, Any]]  # by step
 
@@ -84,6 +85,7 @@ def as_versions(value: Any) -> dict[str, str] | None:
 Kinds = dict[str, Callable[[Any], Any]]
 ITER_FIELDS: Kinds = {"iter": figure, "loss": signed}
 ITER_FIELDS |= dict.fromkeys(("time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s"), figure)
+NOT_OWN = {*ITER_FIELDS, "event", "mfu_measured", "data_wait", "clip_rate", "peak_memory_bytes"}  # train.py's own
 EVAL_FIELDS: Kinds = {"iter": figure, "train_loss": signed, "val_loss": signed}
 EVAL_FIELDS |= dict.fromkeys(("val_se", "val_bpb", "tokens", "train_s", "eval_s"), figure)
 SAMPLE_FIELDS: Kinds = {"iter": figure, "texts": as_texts}
@@ -206,6 +208,8 @@ class Reading:
 
     def add_step(self, e: dict[str, Any]) -> None:
         fields = self.fields(e, ITER_FIELDS)
+        own = {name: signed(value) for name, value in e.items() if name not in NOT_OWN and len(name) <= LONGEST_NAME}
+        fields["own"] = {name: value for name, value in own.items() if value is not None}
         self.last = {self.step: fields}
         if self.seen_steps % self.kept_every == 0:
             self.iters[self.step] = fields

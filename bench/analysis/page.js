@@ -8,7 +8,21 @@ const ticked = id => byId(id).checked;
 const touch = matchMedia("(pointer: coarse)").matches;  // there, a finger on a chart scrolls the page
 const buttons = [touch ? ["toImage"] : ["toImage", "zoom2d", "pan2d", "resetScale2d"]];
 let charts = JSON.parse(byId("charts").textContent);
+// Numbers of a run's own have no place on the page yet.
+function makePlaces() {
+  for (const [id, {title}] of Object.entries(charts)) {
+    if (byId(id)) continue;
+    const figure = document.createElement("figure");
+    figure.innerHTML = '<h3></h3><div class="plot" role="img"></div><p class="note" role="status"></p>';
+    figure.children[0].textContent = title;
+    figure.children[1].id = id;
+    figure.children[1].ariaLabel = title;
+    figure.children[2].id = id + "-note";
+    document.querySelector("section").append(figure);
+  }
+}
 function draw() {
+  makePlaces();
   for (const place of document.querySelectorAll(".plot")) {
     place.closest("figure").hidden = !(place.id in charts);
     if (place.id in charts) drawChart(place, charts[place.id]);

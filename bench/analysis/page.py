@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ CHARTS = {  # by a step's field: title, unit, factor
     "lr": ("Learning rate", "", 1),
     "grad_norm": ("Gradient norm, before clipping", "", 1),
 }
+MOST_NUMBERS = 40  # of a run's own, which have a chart each
 
 GUESSING = math.log(1 << 16)  # nats per token of guessing blindly: token ids are uint16, so no vocabulary is larger
 
@@ -258,7 +259,11 @@ def layout(height: int, x_title: str, y_title: str) -> dict[str, Any]:
 
 def make_charts(runs: list[Run]) -> dict[str, Chart]:
     """The charts by their id, without those for which no log has values."""
-    charts = {"loss": loss_chart(runs)} | {key: step_chart(runs, key) for key in CHARTS}
+    charts = {"loss": loss_chart(runs)} | {key: step_chart(runs, key, *about) for key, about in CHARTS.items()}
+    own = dict.fromkeys(name for run in runs for e in run.iters for name in e.get("own", {}))
+    for name in list(own)[:MOST_NUMBERS]:
+        with_own = [replace(run, iters=[e | e.get("own", {}) for e in run.iters]) for run in runs]
+        charts[f"own-{name}"] = step_chart(with_own, name, name, "", 1)
     return {key: chart for key, chart in charts.items() if chart is not None}
 
 
@@ -293,11 +298,10 @@ def loss_chart(runs: list[Run]) -> Chart | None:
     return Chart("Loss", "", graph_objects.Figure(data, of_loss))
 
 
-def step_chart(runs: list[Run], key: str) -> Chart | None:
-    """One of CHARTS: a field of the steps, against the step."""
+def step_chart(runs: list[Run], key: str, title: str, y_title: str, factor: float) -> Chart | None:
+    """A field of the steps, times a factor, against the step."""
     from plotly import graph_objects
 
-    title, y_title, factor = CHARTS[key]
     curves = [curve(run, run.iters, key, POINTS, factor) for run in runs]
     data = []
     for number, (run, c) in enumerate(zip(runs, curves, strict=True)):
@@ -429,7 +433,8 @@ def charts_json(charts: dict[str, Chart]) -> str:
     """What page.js draws: by chart plotly's figure and a note."""
     parts = []
     for key, chart in charts.items():
-        parts.append(f'"{key}":{{"note":{json.dumps(chart.note)},"figure":{chart.figure.to_json()}}}')
+        about = f'"title":{json.dumps(chart.title)},"note":{json.dumps(chart.note)}'
+        parts.append(f'{json.dumps(key)}:{{{about},"figure":{chart.figure.to_json()}}}')
     return f"{{{','.join(parts)}}}"
 
 

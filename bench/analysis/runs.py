@@ -43,8 +43,8 @@ class Run:
     """A training run; None stands for what its log does not say.
 
     Each of `iters` holds iter, loss, time_ms, mfu (a share, of the step alone), tokens_per_s, lr, grad_norm, tokens and
-    train_s. Each of `evals` holds iter, train_loss, val_loss, val_se (standard error), val_bpb (bits per byte of text),
-    tokens, train_s and eval_s.
+    train_s, and `own`, further numbers by name. Each of `evals` holds iter, train_loss, val_loss, val_se (standard
+    error), val_bpb (bits per byte of text), tokens, train_s and eval_s.
     tokens and train_s count from the beginning of the run; train_s are seconds of training without evaluation.
     """
 

@@ -13,7 +13,7 @@ from bench.analysis.arms import Arm, Lead, Row, millions, over_runs
 from bench.analysis.noise import difference
 from bench.analysis.runs import Run, implied_parameters
 from deskgpt.machine.gpu_peaks import published_peak
-from deskgpt.run.log import clock
+from deskgpt.machine.words import clock
 
 SAME_SPEED = 1.05  # a ratio that two single runs cannot tell from 1: a machine's speed changes from run to run
 

@@ -19,10 +19,11 @@ import train
 from bench.analysis.noise import difference, interval
 from bench.claims.sizes import CHARS, EVAL_TOKENS, Events, Found, Options, Settings
 from bench.claims.speeds import factor, log_ratios, of_times, timed
-from data.loader import BatchPlan, eval_batches
+from data.loader import eval_batches
 from data.splits import Split
 from data.token_files import read_tokens, token_files
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine import peak_flops
@@ -203,7 +204,7 @@ def random_evaluation(o: Options) -> Found:
     T = CHARS["block_size"]
     B = CHARS["batch_size"]
     trained(o, folder, CHARS | {"max_iters": 500, "dtype": "float32"}, o.tmp / "evaluated")
-    saved = checkpoint.load(o.tmp / "evaluated")
+    saved = store.load(o.tmp / "evaluated")
     model = GPT.from_state(GPTConfig.from_args(saved.model_args, "checkpoint"), saved.model, "checkpoint").to(o.device)
     split = Split(folder, "val", T, model.config.vocab_size)
     runner = Runner(model, Form())
@@ -212,7 +213,7 @@ def random_evaluation(o: Options) -> Found:
     rows, says, raw = [], [], {}
 
     def evaluated(at_most: int) -> float:
-        batches = eval_batches(split, BatchPlan(B), at_most, o.device)
+        batches = eval_batches(split, Batching(B, eval_windows=at_most), o.device)
         return runner.evaluate(batches, Ranks(o.device)).loss
 
     whole = evaluated(10**9)

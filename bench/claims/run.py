@@ -27,9 +27,8 @@ from bench import output
 from bench.claims import counts, losses, speeds
 from bench.claims.sizes import CPU, CUDA, Found, Options
 from bench.output import markdown_table
-from deskgpt.machine import hardware
+from deskgpt.machine import hardware, provenance
 from deskgpt.machine.errors import ConfigError, one_line_errors
-from deskgpt.run import log as runlog
 
 CLAIMS: dict[int, tuple[str, Callable[[Options], Found]]] = {
     1: ("A smaller micro-batch at the same tokens per step gives higher MFU.", speeds.micro_batch),
@@ -69,8 +68,8 @@ def page(o: Options, number: int, given: list[str]) -> None:
     found = experiment(o)
 
     device = hardware.device_name(o.device)
-    versions = runlog.versions()
-    commit = runlog.git_commit()
+    versions = provenance.versions()
+    commit = provenance.git_commit()
     about = f"{time.strftime('%Y-%m-%d')}, {device}; {versions}, commit {commit}"
     made_with = [*sorted(found.dtypes), *sorted(o.compilers)]
     if made_with:

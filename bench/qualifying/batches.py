@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from bench.qualifying import work
 from bench.qualifying.session import Session
 from bench.timing import gpu_memory
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
 from deskgpt.machine import hardware
-from deskgpt.predict import memory as estimate
-from deskgpt.predict.memory import USABLE
+from deskgpt.predict.fit import USABLE
+from deskgpt.predict.memory import memory
 from model import GPT
 
 CAPS_GB = (8, 12, 16, 24, 80)  # memory of usual cards, in 2^30 bytes
@@ -70,7 +69,7 @@ def measure(s: Session) -> dict[str, Any]:
         best_for_gb[str(gb)] = capped["batch_size"] if capped else None
         speed_for_gb[str(gb)] = capped["tokens_per_s"] / best["tokens_per_s"] if capped and best else None
     return {
-        "form": asdict(form),
+        "form": form.facts(),
         "not_compiled": not_compiled,
         "rows": rows,
         "best": best["batch_size"] if best else None,
@@ -83,9 +82,7 @@ def measure(s: Session) -> dict[str, Any]:
 
 def case(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
     """A row: memory and time of a micro-batch of this size, next to AdamW's state and gradients."""
-    config = s.sizes.model
-    logits = kernels.logits_per_chunk(s.device)
-    predicted = estimate.memory(config, batch_size, form.dtype, s.device.type, form.compiled, loss_logits=logits)
+    predicted = memory(work.predicted_step(s, form, batch_size))
     row: Row = {
         "batch_size": batch_size,
         "fits": False,
@@ -116,7 +113,7 @@ def measured(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
     batch = work.random_batch(s, batch_size)
 
     def micro_batch() -> None:
-        runner.backward(*batch, work.MICRO_STEPS)
+        runner.forward_backward(*batch, work.MICRO_STEPS)
 
     micro_batch()
     work.update(runner, optimizer)  # makes AdamW's state

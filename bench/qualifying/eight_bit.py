@@ -14,8 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.faster.kernels import activation
-from model import GPT, MLP, KVCache
+from model import GPT
 
 EightBits = Literal["fp8", "int8"]
 
@@ -84,27 +83,11 @@ class EightBitLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(dtype)
 
 
-class EightBitMLP(nn.Module):
-    """model.py's MLP, whose last layer is otherwise a kernel's business."""
-
-    def __init__(self, mlp: MLP, kind: EightBits) -> None:
-        super().__init__()
-        self.c_fc = EightBitLinear(mlp.c_fc, kind)
-        self.c_proj = EightBitLinear(mlp.c_proj, kind)
-        self.dropout = mlp.dropout
-        self.activation = mlp.activation
-        self.shift = mlp.shift
-
-    def forward(self, x: Tensor, cache: KVCache | None) -> Tensor:
-        if self.shift is not None:
-            x = self.shift(x, cache)
-        return self.dropout(self.c_proj(activation(self.c_fc(x), self.activation)))
-
-
 def use_eight_bits(model: GPT, kind: EightBits) -> None:
     """Swaps the linear layers of the blocks, not the head, for layers with the same parameters."""
     block: Any
     for block in model.transformer.h:
         block.attn.c_attn = EightBitLinear(block.attn.c_attn, kind)
         block.attn.c_proj = EightBitLinear(block.attn.c_proj, kind)
-        block.mlp = EightBitMLP(block.mlp, kind)
+        block.mlp.c_fc = EightBitLinear(block.mlp.c_fc, kind)
+        block.mlp.c_proj = EightBitLinear(block.mlp.c_proj, kind)

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend
 from bench.output import markdown_table
 from bench.qualifying.session import Session
 from deskgpt.compute import compiling
-from deskgpt.machine import hardware, peak_flops
-from deskgpt.run import log as runlog
+from deskgpt.machine import hardware, peak_flops, provenance
 
 # What nvidia-smi is asked: its name for the field, ours.
 QUERIED = {
@@ -41,8 +40,8 @@ def measure(s: Session) -> dict[str, Any]:
         "triton": compiling.triton_name(),
         "cpp_compiler": compiling.cpp_compiler_name(),
         "inductor_cache": inductor_cache(),
-        "versions": runlog.versions(),
-        "git_commit": runlog.git_commit(),
+        "versions": provenance.versions(),
+        "git_commit": provenance.git_commit(),
         "published": published,
         "fast_dtype": peak_flops.fast_dtype(device),
         "sdpa_order": [SDPBackend(number).name for number in torch._C._get_sdp_priority_order()],
@@ -138,7 +137,7 @@ def sdpa_chosen(s: Session) -> list[dict[str, str]]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    facts = [[name, shown(result[key], unit, scale)] for name, key, unit, scale in SHOWN]
+    facts = [[name, with_unit_or_na(result[key], unit, scale)] for name, key, unit, scale in SHOWN]
     facts += [[name, version] for name, version in result["versions"].items()]
     for dtype, peak in result["published"].items():
         said = "n/a" if peak is None else f"{peak[0] / 1e12:.4g} TFLOP/s ({peak[1]})"
@@ -185,7 +184,7 @@ SHOWN = (
 )
 
 
-def shown(value: Any, unit: str, scale: float) -> str:
+def with_unit_or_na(value: Any, unit: str, scale: float) -> str:
     if value is None:
         return "n/a"
     return f"{value / scale:.5g} {unit}" if unit else str(value)

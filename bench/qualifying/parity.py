@@ -118,7 +118,7 @@ class Expected:
         model = GPT(config)
         with checks.nothing_is_zero(model):
             self.state = {name: value.clone() for name, value in model.state_dict().items()}
-            found = checks.plain_float32(model, self.batch)
+            found = checks.plain_float32(model, self.batch, Form())
         assert found is not None
         self.loss, self.gradients = found
 
@@ -129,12 +129,12 @@ class Expected:
         runner = Runner(model.to(device), form)
         x, y = self.batch
         with float32_precision(tf32=precision == "tf32"):
-            loss = runner.backward(x.to(device), y.to(device)).item()
+            loss = runner.forward_backward(x.to(device), y.to(device)).item()
         gradients = [g.cpu() for g in checks.taken_gradients(runner, 1)]
         names = [name for name, _ in model.named_parameters()]
         row = errors_of(names, loss, gradients, self.loss, self.gradients, precision)
         try:
-            checks.compare(form, precision, names, loss, gradients, self.loss, self.gradients, dropout=False)
+            checks.compare(form, precision, names, loss, gradients, self.loss, self.gradients, by_norms=False)
         except checks.Wrong as e:
             row["wrong"] = str(e)
         return row
@@ -242,13 +242,13 @@ def losses_of(config: GPTConfig, name: str, precision: str, device: torch.device
     """The loss of each of the steps, taken as train.py takes them, from the same weights and on the same batches."""
     torch.manual_seed(0)
     runner = Runner(GPT(config).to(device), Form(dtype_of(precision)))
-    bfloat16 = precision != "float32" and peak_flops.fast_dtype(device) == "bfloat16"
-    optimizer = make_optimizer(runner.model, name, device_type=device.type, bfloat16=bfloat16, **SETTINGS)
-    losses = []
+    muon_dtype = "float32" if precision == "float32" else peak_flops.fast_dtype(device)
+    optimizer = make_optimizer(runner.model, name, muon_dtype=muon_dtype, **SETTINGS)
+    losses: list[Tensor] = []
     with float32_precision(tf32=precision == "tf32"):
         for step in range(STEPS):
             x, y = batch_of(config, step)
-            losses.append(runner.backward(x.to(device), y.to(device)))
+            losses.append(runner.forward_backward(x.to(device), y.to(device)))
             runner.scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(runner.parameters, 1.0)
             runner.scaler.step(optimizer)

@@ -15,6 +15,7 @@ import torch
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
+from deskgpt.compute.inference import Reading
 from deskgpt.machine import hardware
 from model import GPT
 from sample import SampleConfig, dtype_of
@@ -77,8 +78,9 @@ def token_times(
     """ms of each of n tokens but the first, after a prompt of `prompt` tokens."""
     prompts = torch.arange(prompt, device=s.device).expand(samples, -1)
     times = []
+    reading = Reading(model, prompts, dtype)
     hardware.synchronize(s.device)
-    with hardware.autocast(s.device, dtype):
+    with reading.using():
         t0 = time.perf_counter()
         for new in model.generate(prompts, n, **choice):
             new.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -42,6 +43,7 @@ class Variant:
     form: Form
     within: Context = nullcontext  # what it is compiled and runs under
     eight_bits: EightBits | None = None
+    loss_logits: int | None = None  # of a chunk of the loss; 0: all at once, None: as usual
     cost: float = 1.0  # how much longer than usual it may take to compile
 
 
@@ -86,16 +88,16 @@ def variants(usual: Form, logits: int) -> list[Variant]:
     other = replace(usual, compiled=not usual.compiled)
     compiled = replace(usual, compiled=True)
     autotuned = Variant(AUTOTUNE, compiled, autotune, cost=3.0)
-    chunks = [Variant(f"loss in chunks of 2^{n} logits", usual, chunk_of(1 << n)) for n in chunk_exponents(logits)]
+    chunks = [Variant(f"loss in chunks of 2^{n} logits", usual, loss_logits=1 << n) for n in chunk_exponents(logits)]
     attentions = [Variant(f"{name} attention", usual, attention_of(backend)) for name, backend in BACKENDS.items()]
     return [
         Variant(str(other), other),
-        Variant("loss whole", usual, chunk_of(kernels.WHOLE)),
+        Variant("loss whole", usual, loss_logits=0),
         *chunks,
         *attentions[:2],
         Variant("FP8 in the blocks", usual, eight_bits="fp8"),
         autotuned,
-        Variant("inductor's auto-chunker", compiled, auto_chunked),
+        Variant("inductor's auto-chunker", compiled, auto_chunked, loss_logits=0),
         Variant("INT8 in the blocks", usual, eight_bits="int8"),
         *attentions[2:],
     ]
@@ -104,10 +106,6 @@ def variants(usual: Form, logits: int) -> list[Variant]:
 def chunk_exponents(logits: int) -> list[int]:
     """25, 27, 29 ... below the exponent of all logits: the largest first, since those are likelier on a card."""
     return sorted(range(25, max(26, (logits - 1).bit_length()), 2), reverse=True)
-
-
-def chunk_of(logits: int) -> Context:
-    return lambda: kernels.loss_chunk(logits)
 
 
 def attention_of(backend: SDPBackend) -> Context:
@@ -126,10 +124,7 @@ def auto_chunked() -> AbstractContextManager[Any]:
 
     if not hasattr(inductor, "auto_chunker"):
         raise ValueError(f"torch {torch.__version__} has no auto-chunker")
-    stack = ExitStack()
-    stack.enter_context(inductor.patch({"auto_chunker.enable": True}))
-    stack.enter_context(kernels.loss_chunk(kernels.WHOLE))
-    return stack
+    return inductor.patch({"auto_chunker.enable": True})
 
 
 def compiled_apart() -> AbstractContextManager[Any]:
@@ -170,12 +165,17 @@ class Contestant:
             compiling.set_up_inductor()
         with self.variant.within():
             self.runner = Runner(self.model, self.variant.form)
+            logits = self.variant.loss_logits
+            if logits == 0:
+                del self.runner.forms["GPT.loss"]
+            elif logits is not None:
+                self.runner.forms["GPT.loss"] = functools.partial(kernels.chunked_loss, loss_logits=logits)
             self.runner.drop_gradients()
             self.loss = self.once().item() * work.MICRO_STEPS
             self.once()
 
     def once(self) -> torch.Tensor:
-        return self.runner.backward(*self.batch, work.MICRO_STEPS)
+        return self.runner.forward_backward(*self.batch, work.MICRO_STEPS)
 
     def time(self) -> float:
         """ms of a pass, from now on among all_ms."""

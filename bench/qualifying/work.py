@@ -24,7 +24,8 @@ from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import kernels
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import is_out_of_memory
-from deskgpt.predict import memory as estimate
+from deskgpt.predict.fit import USABLE, largest_batch
+from deskgpt.predict.memory import Step
 from deskgpt.run.log import read_events
 from model import GPT, GPTConfig, ModelSettings
 
@@ -39,8 +40,7 @@ LEAST_ROUNDS = 3
 
 def usual_form(device: torch.device) -> Form:
     """The form that train.py tries first here: compiled on CUDA; on a CPU only long runs win back compiling."""
-    compiled = forms.wanted_compiled(train.TrainConfig(), forms.EarlierForm(), device)
-    return Form(peak_flops.fast_dtype(device), compiled=bool(compiled))
+    return Form(peak_flops.fast_dtype(device), compiled=bool(forms.Wanted().compiled(device)))
 
 
 def found_form(s: Session) -> Form:
@@ -63,12 +63,16 @@ def best_batch(s: Session, sequences: int = 0) -> int:
     if sequences:
         rows = [r for r in rows if sequences % r["batch_size"] == 0]
     if not rows:
-        limit = estimate.USABLE * (hardware.usable_memory_bytes(s.device) or math.inf)
-        dtype = usual_form(s.device).dtype
-        logits = kernels.logits_per_chunk(s.device)
-        largest = estimate.largest_batch(s.sizes.model, s.sizes.last_batch, dtype, s.device.type, limit, logits)
-        return max(largest, s.sizes.first_batch)
+        limit = USABLE * (hardware.usable_memory_bytes(s.device) or math.inf)
+        form = replace(usual_form(s.device), compiled=True)
+        return max(largest_batch(predicted_step(s, form, s.sizes.last_batch), limit), s.sizes.first_batch)
     return max(rows, key=lambda r: r["tokens_per_s"])["batch_size"]
+
+
+def predicted_step(s: Session, form: Form, batch_size: int) -> Step:
+    """What predict/memory.py predicts the memory of."""
+    logits = kernels.logits_per_chunk(s.device)
+    return Step(s.sizes.model, batch_size, form, s.device.type, loss_logits=logits)
 
 
 def problem_of(e: Exception) -> str:
@@ -99,7 +103,7 @@ def random_batch(s: Session, batch_size: int) -> tuple[Tensor, Tensor]:
 
 def adamw(runner: Runner) -> torch.optim.AdamW:
     """train.py's AdamW; its rate of 0 leaves the weights as they are."""
-    return make_optimizer(runner.model, "adamw", 0.1, 0.0, (0.9, 0.95), 0.95, runner.device.type)
+    return make_optimizer(runner.model, "adamw", 0.1, 0.0, (0.9, 0.95), 0.95)
 
 
 def update(runner: Runner, optimizer: torch.optim.Optimizer) -> None:

@@ -58,9 +58,9 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
     if args.like and args.tokenizer:
         raise ValueError("--like and --tokenizer: the checkpoint's own tokenizer is taken; leave --tokenizer out")
     if args.like:
-        from deskgpt.checkpoint import store as checkpoint
+        from deskgpt.checkpoint import store  # imports torch, which takes seconds
 
-        saved = checkpoint.load(args.like)
+        saved = store.load(args.like)
         if not saved.tokenizer:
             raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
         meta = saved.tokenizer
@@ -99,7 +99,7 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
 
     print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, windows of {block_size:,} tokens")
     for split, of_split in splits.items():
-        print(f"{split}.bin has {in_words(of_split, packed[split], block_size)}")
+        print(f"{split}.bin has {describe_split(of_split, packed[split], block_size)}")
     n_long = sum(len(dialogue.ids) > block_size for dialogue in dialogues)
     if n_long:
         print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
@@ -116,7 +116,7 @@ def source_of(paths: list[Path], tokenizer: Tokenizer, block_size: int) -> str:
     return f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
 
 
-def in_words(dialogues: list[Encoded], packed: Encoded, block_size: int) -> str:
+def describe_split(dialogues: list[Encoded], packed: Encoded, block_size: int) -> str:
     tokens = len(packed.ids)
     padding = tokens - sum(len(dialogue.ids) for dialogue in dialogues)
     return (

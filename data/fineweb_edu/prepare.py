@@ -459,12 +459,12 @@ def check_identity(folder: Path, meta: dict[str, Any], identity: dict[str, Any])
             found = {name: meta[key].get(name) for name in value}
         if found != value:
             raise ValueError(
-                f"{folder} was prepared with {key} {shown(found)}, not {shown(value)}; "
+                f"{folder} was prepared with {key} {meta_text(found)}, not {meta_text(value)}; "
                 "choose another --out, or delete the folder"
             )
 
 
-def shown(value: Any) -> str:
+def meta_text(value: Any) -> str:
     """A value of meta.json for a message of one line: a tokenizer by its name."""
     if isinstance(value, list):  # of files
         return f"of {len(value)} files with the checksum {sha256(str(value).encode())[:8]}"

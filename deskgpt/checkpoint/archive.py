@@ -24,7 +24,11 @@ FOREIGN = "it holds more than tensors and plain values, which only its maker's c
 
 # What a checkpoint is pickled with. torch.load admits more, such as bytearray, which takes any amount of memory.
 GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
-GLOBALS |= {f"torch {kind}Storage" for kind in ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Byte", "Bool")}
+STORAGES: dict[str, torch.dtype] = {"Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
+STORAGES |= {"Double": torch.float64, "Long": torch.int64, "Int": torch.int32, "Short": torch.int16}
+STORAGES |= {"Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool}
+GLOBALS |= {f"torch {kind}Storage" for kind in STORAGES}
+DTYPES = set(STORAGES.values())
 OPCODES = {"PROTO", "STOP", "GLOBAL", "REDUCE", "BUILD", "BINPERSID", "MARK"}
 OPCODES |= {"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"}
 OPCODES |= {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}

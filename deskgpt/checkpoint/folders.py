@@ -201,9 +201,10 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
         for name, tensor in found.items():
             end = 0
             for offsets, sizes in sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks):
-                if offsets != (end, *(0 for _ in sizes[1:])) or sizes[1:] != tuple(tensor.size)[1:]:
+                first = (end, *(0 for _ in sizes[1:]))[: len(sizes)]  # a scalar has none
+                if offsets != first or sizes[1:] != tuple(tensor.size)[1:]:
                     raise ValueError(f"rows of {name[:80]!r} are missing or there twice")
-                end += sizes[0]
+                end += sum(sizes[:1])
         return {
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
             for name, tensor in found.items()

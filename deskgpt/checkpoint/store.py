@@ -2,10 +2,7 @@
 
 On disk a checkpoint is nanoGPT's dictionary with what an exact resume needs beyond it. nanoGPT's own checkpoints are
 read too. Each file carries a checksum (deskgpt/checkpoint/archive.py). Sharded runs write a folder instead
-(deskgpt/checkpoint/folders.py). From one form to the other, a TARGET that ends in .pt being a file:
-
-    python -m deskgpt.checkpoint.store convert out/ckpt-00001000 ckpt.pt
-    python -m deskgpt.checkpoint.store convert out ckpt-00001000
+(deskgpt/checkpoint/folders.py).
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
@@ -25,14 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deskgpt.checkpoint import archive
-from deskgpt.checkpoint import folders as sharded_checkpoint
+from deskgpt.checkpoint import archive, folders
 from deskgpt.checkpoint.folders import agreed, is_folder, new_path, order_of
-from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.checkpoint.optimizer_state import fill, usual_names
 from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.sharding import is_dtensor, local
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.files import TEMPORARY, check_unused, copy, replacing, sync_folder
+from deskgpt.compute.sharding import local
+from deskgpt.machine.files import TEMPORARY, copy, replacing, sync_folder
 from model import GPT, GPTConfig
 
 NAME = "ckpt.pt"
@@ -64,6 +59,7 @@ class Checkpoint:
     wandb_run_id: str | None = None
     health: dict[str, Any] | None = None  # Health.state: batches that were skipped, recent losses, evaluations
     facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings: resuming.py
+    parts: dict[str, Any] | None = None  # what else the run keeps: Run.keep
     path: Path | None = None  # that it was loaded from; not saved
 
     @property
@@ -74,7 +70,8 @@ class Checkpoint:
 
 def content_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is saved of a checkpoint."""
-    return {name: value for name, value in vars(checkpoint).items() if name != "path"}
+    left_out = ("path",) if checkpoint.parts else ("path", "parts")
+    return {name: value for name, value in vars(checkpoint).items() if name not in left_out}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -93,14 +90,19 @@ def save(
     path = out_dir / NAME
 
     def check() -> None:
-        if not all(is_finite(value) for value in values_in(content_of(checkpoint))):
-            raise ValueError(f"{path} is not written: weights or moments hold NaN or infinity{kept(path)}")
+        try:
+            for value in values_in(content_of(checkpoint)):
+                check_value(value)
+                if not is_finite(value):
+                    raise ValueError("weights or moments hold NaN or infinity")
+        except ValueError as e:
+            raise ValueError(f"{path} is not written: {e}{kept(path)}") from None
 
     if group is not None:
         path = agreed(group, lambda: new_path(out_dir, checkpoint.iter_num))[0]
         agreed(group, check)
         tensors, rest = parted(checkpoint)
-        sharded_checkpoint.write(tensors, rest | {"best": best}, path, group)
+        folders.write(tensors, rest | {"best": best}, path, group)
         agreed(group, lambda: prune(out_dir, keep) if dist.get_rank(group) == 0 else None)
         return
     check()
@@ -224,7 +226,7 @@ def is_one(path: str | Path) -> bool:
 
 def numbered(out_dir: Path) -> list[Path]:
     """The checkpoints of out_dir with their step in the name, folders and files, the latest first."""
-    found = [path for path in out_dir.glob("ckpt-*") if sharded_checkpoint.NAME.fullmatch(path.name)]
+    found = [path for path in out_dir.glob("ckpt-*") if folders.NAME.fullmatch(path.name)]
     return sorted(found, key=order_of, reverse=True)
 
 
@@ -236,8 +238,8 @@ def candidates(out_dir: Path) -> list[Path]:
     """
     last = out_dir / NAME
     found = numbered(out_dir)
-    folders = [path for path in found if is_folder(path)]
-    is_older = bool(folders) and (damage_of(last) or load_checked(last).iter_num <= order_of(folders[0])[0])
+    sharded = [path for path in found if is_folder(path)]
+    is_older = bool(sharded) and (damage_of(last) or load_checked(last).iter_num <= order_of(sharded[0])[0])
     found = [*found, last] if is_older else [last, *found]
     return [path for path in (*found, out_dir / BEST) if path.exists()]
 
@@ -249,7 +251,7 @@ def best_of(out_dir: Path) -> Path | None:
     """
     best = out_dir / BEST if (out_dir / BEST).exists() else None
     for path in numbered(out_dir):
-        if is_folder(path) and sharded_checkpoint.is_best(path):
+        if is_folder(path) and folders.is_best(path):
             is_later = best is None or damage_of(best) or load_checked(best).iter_num <= order_of(path)[0]
             return path if is_later else best
     return best
@@ -356,7 +358,6 @@ def plain_name(key: str) -> str:
 
 # ---- folders of shards ---------------------------------------------------------------------------------------
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"  # one tensor where tied; then only the embedding is saved
 
 
@@ -366,40 +367,45 @@ def parted(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = dict(rest.pop("model"))
     if checkpoint.model_args.get("tie_weights", True):
         del tensors[HEAD]
-    groups = checkpoint.optimizer["param_groups"]
-    names = parameter_names(checkpoint.model_args, groups)
+    optimizer = dict(checkpoint.optimizer)
+    names = optimizer.get("names")
+    if names is None:
+        model = GPT.without_storage(GPTConfig.from_args(checkpoint.model_args, "the checkpoint"))
+        names = usual_names(model, optimizer["param_groups"])
     steps = {}
-    for i, moments in checkpoint.optimizer["state"].items():
-        steps[names[i]] = float(moments["step"])
-        tensors |= {f"{kind}.{names[i]}": m for kind, m in moments.items() if kind != "step"}
-    return tensors, rest | {"optimizer": {"param_groups": groups, "names": names, "steps": steps}}
-
-
-def parameter_names(model_args: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
-    """The name of each parameter, by its number in the optimizer's groups."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig.from_args(model_args, "the checkpoint"))
-    kind = "muon" if any("momentum" in group for group in groups) else "adamw"
-    optimizer = make_optimizer(model, kind, 0.0, 0.0, (0.9, 0.9), 0.9, "meta")
-    names = {p: name for name, p in model.named_parameters()}
-    return [names[p] for group in optimizer.param_groups for p in group["params"]]
+    scalars: dict[str, dict[str, Any]] = {}
+    for i, of_parameter in optimizer.pop("state").items():
+        for kind, value in of_parameter.items():
+            if kind == "step":
+                steps[names[i]] = float(value)
+            elif isinstance(value, Tensor) and value.dim():
+                tensors[f"{kind}.{names[i]}"] = value
+            else:
+                scalars.setdefault(names[i], {})[kind] = value.item() if isinstance(value, Tensor) else value
+    optimizer |= {"names": names, "steps": steps} | ({"scalars": scalars} if scalars else {})
+    return tensors, rest | {"optimizer": optimizer}
 
 
 def joined(folder: Path) -> dict[str, Any]:
     """What a folder holds, as the dictionary of a file. Its tensors have shapes and no numbers. Raises ValueError."""
-    tensors = sharded_checkpoint.tensors_of(folder)
+    tensors = folders.tensors_of(folder)
     try:
-        rest = dict(sharded_checkpoint.rest_of(folder))
-        optimizer = rest["optimizer"]
-        state = {}
-        for i, name in enumerate(optimizer["names"]):
-            if name in optimizer["steps"]:
-                moments = {kind: tensors.pop(f"{kind}.{name}") for kind in MOMENTS if f"{kind}.{name}" in tensors}
-                state[i] = {"step": torch.tensor(float(optimizer["steps"][name]))} | moments
-        rest["optimizer"] = {"state": state, "param_groups": optimizer["param_groups"], "names": optimizer["names"]}
+        rest = dict(folders.rest_of(folder))
+        optimizer = dict(rest["optimizer"])
+        numbers = {name: i for i, name in enumerate(optimizer["names"])}
+        state: dict[int, dict[str, Any]] = {}
+        for name, step in optimizer.pop("steps").items():
+            state[numbers[name]] = {"step": torch.tensor(float(step))}
+        for name, values in optimizer.pop("scalars", {}).items():
+            state.setdefault(numbers[name], {}).update(values)
+        for key in list(tensors):
+            kind, _, name = key.partition(".")
+            if name in numbers:
+                state.setdefault(numbers[name], {})[kind] = tensors.pop(key)
+        rest["optimizer"] = optimizer | {"state": dict(sorted(state.items()))}
         return rest | {"model": tensors if HEAD in tensors else tensors | {HEAD: tensors[EMBEDDING]}}
-    except (OSError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"its {sharded_checkpoint.REST} does not belong to its tensors: {e}"[:200]) from None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as e:
+        raise ValueError(f"its {folders.REST} does not belong to its tensors: {e}"[:200]) from None
 
 
 def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
@@ -418,39 +424,23 @@ def whole(saved: Checkpoint) -> Checkpoint:
     if saved.folder is None:
         return saved
     tensors, _ = parted(saved)
-    moments = {k: torch.empty_like(m, device="cpu") for k, m in tensors.items() if k.startswith(MOMENTS)}
-    fill(moments, {}, saved.folder)
     names = saved.optimizer["names"]
+    moments = {k: torch.empty_like(m, device="cpu") for k, m in tensors.items() if k.partition(".")[2] in names}
+    fill(moments, {}, saved.folder)
     state = {
         i: {k: moments.get(f"{k}.{names[i]}", m) for k, m in of_parameter.items()}
         for i, of_parameter in saved.optimizer["state"].items()
     }
-    optimizer = {"state": state, "param_groups": saved.optimizer["param_groups"]}
+    usual = {} if "class" in saved.optimizer else {"names"}  # which a file of AdamW's or Muon's moments does without
+    optimizer = {k: v for k, v in saved.optimizer.items() if k not in usual} | {"state": state}
     return replace(saved, model=weights_of(saved), optimizer=optimizer, path=None)
-
-
-@torch.no_grad()
-def fill(tensors: dict[str, Tensor], saved: dict[str, Tensor], folder: Path | None) -> None:
-    """Copies saved tensors into those of the same names, whole or sharded, from the folder unless it is None.
-
-    Each rank reads its own rows, and no rank waits for another. Raises ValueError where they cannot be read.
-    """
-    if folder is not None:
-        sharded_checkpoint.read(tensors, folder)
-        return
-    for name, tensor in tensors.items():
-        source = saved[name]
-        if is_dtensor(tensor):
-            from torch.distributed.tensor import distribute_tensor
-
-            mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-            source = distribute_tensor(source, mesh, placements, src_data_rank=None)  # None: each takes its own rows
-        local(tensor).copy_(local(source))
 
 
 def restore_weights(model: GPT, saved: Checkpoint) -> None:
     """Copies the weights of a loaded checkpoint into a model of its shape, whole or sharded. Raises ValueError."""
-    fill({name: p.detach() for name, p in model.named_parameters()}, saved.model, saved.folder)
+    own = model.state_dict()
+    tied = model.lm_head.weight is model.transformer.wte.weight
+    fill({name: w.detach() for name, w in own.items() if not (tied and name == HEAD)}, saved.model, saved.folder)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------
@@ -458,6 +448,7 @@ def restore_weights(model: GPT, saved: Checkpoint) -> None:
 # Far above what any checkpoint has: bounds for files that were made to be endless.
 MOST_VALUES = 1_000_000
 DEEPEST = 20
+PLAIN = {dict, OrderedDict, list, tuple, str, float, bool, type(None)}
 
 
 NO_CHECKSUMS = (0, 0)  # which take minutes for a large folder
@@ -466,7 +457,7 @@ NO_CHECKSUMS = (0, 0)  # which take minutes for a large folder
 def damage_of(path: Path, part: tuple[int, int] = (0, 1)) -> str | None:
     """Why what is at path is not a good checkpoint, in words that follow its name; None for a good one.
 
-    Each content is checked once: a resumed run asks several times. part: of a folder, as sharded_checkpoint.check.
+    Each content is checked once: a resumed run asks several times. part: of a folder, as folders.check.
     """
     if is_folder(path):
         try:
@@ -501,7 +492,7 @@ def _damage_of(path: Path, mtime_ns: int, size: int, inode: int) -> str | None:
 @lru_cache(32)
 def _damage_of_folder(path: Path, part: tuple[int, int], stats: tuple[tuple[int, int, int], ...]) -> str | None:
     try:
-        sharded_checkpoint.check(path, part)
+        folders.check(path, part)
         found = joined(path)
     except ValueError as e:
         return f"is not a readable checkpoint ({e})"
@@ -555,14 +546,20 @@ def values_in(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def check_value(value: Any) -> None:
-    """Raises ValueError where a value is neither plain nor a tensor with all its numbers in the file."""
+    """Raises ValueError where a value is neither plain nor a tensor with all its numbers in the file.
+
+    Of classes that inherit from plain ones, as numpy's float64 does, archive.py reads none but torch's.
+    """
     if isinstance(value, Tensor):
+        value = local(value)
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(f"a tensor of {tuple(value.shape)} has more numbers than the file")
-    elif isinstance(value, int):
+        if value.dtype not in archive.DTYPES:
+            raise ValueError(f"a tensor in it is of {value.dtype}")
+    elif type(value) is int:
         if abs(value) >= 2**63:
             raise ValueError("a number in it has more than 64 bits")
-    elif not isinstance(value, dict | list | tuple | str | float | None):
+    elif type(value) not in PLAIN:
         raise ValueError(f"a value in it is a {type(value).__name__}")
 
 
@@ -579,8 +576,8 @@ def has_type(value: Any, hint: Any) -> bool:
 def check_weights(weights: dict[str, Tensor], model_args: dict[str, Any]) -> None:
     """Raises ValueError where weights are no numbers, or fewer than the model that model_args would make."""
     for name, w in weights.items():
-        if not (isinstance(name, str) and isinstance(w, Tensor) and w.is_floating_point()):
-            raise ValueError(f"its weight {str(name)[:80]!r} is not a tensor of floating-point numbers")
+        if not (isinstance(name, str) and isinstance(w, Tensor) and not w.is_complex()):
+            raise ValueError(f"its weight {str(name)[:80]!r} is not a tensor of numbers")
     blocks = {name.split(".h.")[1].split(".")[0] for name in weights if ".h." in name}
     n_layer = model_args.get("n_layer")
     if isinstance(n_layer, int) and n_layer > max(len(blocks), 1):
@@ -608,113 +605,3 @@ def is_finite(value: Any) -> bool:
         return True
     value = local(value)
     return all(math.isfinite(x) for x in torch.stack(torch.aminmax(value)).tolist())  # NaN is smallest and largest
-
-
-# ---- the optimizer -------------------------------------------------------------------------------------------
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str, folder: Path | None = None
-) -> None:
-    """Loads the optimizer's state; hyperparameters remain those of the settings, not the checkpoint's.
-
-    folder: Checkpoint.folder. Where the model is sharded, each rank loads its rows. Raises ValueError, naming `source`,
-    where the state does not belong to the model or the optimizer.
-    """
-    ours = optimizer.state_dict()["param_groups"]
-    theirs = state.get("param_groups")
-    if not isinstance(theirs, list) or not all(is_group(group) for group in theirs):
-        raise ValueError(f"{source}: the optimizer state does not fit the model (it has no groups of parameters)")
-    if ["momentum" in g for g in ours[2:]] != ["momentum" in g for g in theirs[2:]]:  # Muon's groups
-        raise ValueError(f"{source} was trained with another optimizer: leave --optimizer out")
-    try:
-        check_moments(optimizer, state.get("state"), theirs)
-        groups = [mine | {"params": saved["params"]} for mine, saved in zip(ours, theirs, strict=True)]
-        moments_of = placed_moments(optimizer, state, theirs, folder)
-        optimizer.load_state_dict({"state": moments_of, "param_groups": groups})
-    except (ValueError, KeyError) as e:
-        raise ValueError(f"{source}: the optimizer state does not fit the model ({e})") from None
-    for moments in optimizer.state.values():
-        # On a CPU they are still those of the memory-mapped file, which this run will replace.
-        moments.update({k: v.clone() for k, v in moments.items() if isinstance(v, Tensor)})
-
-
-def placed_moments(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], groups: list[dict[str, Any]], folder: Path | None
-) -> dict[int, dict[str, Any]]:
-    """The moments by the parameters' numbers, where and as the parameters are: whole or sharded. Raises ValueError."""
-    params = {
-        i: p
-        for ours, theirs in zip(optimizer.param_groups, groups, strict=True)
-        for p, i in zip(ours["params"], theirs["params"], strict=True)
-    }
-    if folder is None and not any(is_dtensor(p) for p in params.values()):
-        return state["state"]
-    names = state.get("names", range(len(params)))
-    placed = {i: dict(moments) for i, moments in state["state"].items()}
-    saved = {f"{k}.{names[i]}": m for i, moments in placed.items() for k, m in moments.items() if k != "step"}
-    tensors = {}
-    for i, moments in placed.items():
-        for kind in moments.keys() - {"step"}:
-            moments[kind] = tensors[f"{kind}.{names[i]}"] = torch.empty_like(params[i], requires_grad=False)
-    fill(tensors, saved, folder)
-    return placed
-
-
-def is_group(group: Any) -> bool:
-    """Whether this is a group of parameters, by their numbers."""
-    params = group.get("params") if isinstance(group, dict) else None
-    return isinstance(params, list) and all(isinstance(i, int) for i in params)
-
-
-def check_moments(optimizer: torch.optim.Optimizer, state: Any, groups: list[dict[str, Any]]) -> None:
-    """Raises ValueError where a parameter's moments are missing or of another shape: fused kernels do not look.
-
-    A state without any moments is that of a run which has made no step.
-    """
-    if not isinstance(state, dict):
-        raise ValueError("it has no moments")
-    if state.keys() - {i for group in groups for i in group["params"]}:
-        raise ValueError("it has moments of parameters that the model lacks")
-    for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
-        names = ["momentum_buffer"] if "momentum" in ours else ["exp_avg", "exp_avg_sq"]
-        for p, i in zip(ours["params"], theirs["params"], strict=True):
-            if not state:
-                continue
-            moments = state[i]
-            if not isinstance(moments, dict) or moments.keys() != {"step", *names}:
-                raise ValueError(f"parameter {i} has not the moments step, {', '.join(names)}")
-            for name in names:
-                m = moments[name]
-                if not isinstance(m, Tensor) or m.shape != p.shape or not m.is_floating_point():
-                    raise ValueError(f"{name} of parameter {i} has not the shape {tuple(p.shape)}")
-            step = moments["step"]
-            if not isinstance(step, Tensor | int | float) or torch.as_tensor(step).shape != () or not step >= 0:
-                raise ValueError(f"step of parameter {i} is not a number of steps")
-
-
-# ---- from one form to the other ------------------------------------------------------------------------------
-
-
-def convert(source: str, target: str) -> None:
-    """Writes the checkpoint `source`, as load takes it, as a file where target ends in .pt, else as a folder.
-
-    Raises ValueError or OSError; a target that exists is left alone.
-    """
-    path = Path(target)
-    check_unused(path)
-    saved = whole(load(source, print))
-    if path.suffix == ".pt":
-        with replacing(path) as file:
-            archive.write(content_of(saved) | {"format": FORMAT}, file)
-    else:
-        tensors, rest = parted(saved)
-        sharded_checkpoint.write(tensors, rest | {"best": True}, path)
-    print(f"{target}: step {saved.iter_num}, {len(saved.model)} weights")
-
-
-if __name__ == "__main__":
-    with one_line_errors("the machine's memory must hold the checkpoint"):
-        if len(sys.argv) != 4 or sys.argv[1] != "convert":
-            raise ValueError("usage: python -m deskgpt.checkpoint.store convert SOURCE TARGET")
-        convert(sys.argv[2], sys.argv[3])

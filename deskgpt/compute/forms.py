@@ -9,38 +9,31 @@ same machine, compiler and torch need not repeat them.
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deskgpt.compute import compiling, sharding
-from deskgpt.compute.checks import PLAIN, Batch, Wrong, check, nothing_is_zero
+from deskgpt.compute.batching import Batching
+from deskgpt.compute.checks import Batch, check, nothing_is_zero, plain, weights_are_finite
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
+from deskgpt.faster import held, kernels
+from deskgpt.faster.held import RIGHT, Wrong, machine
 from deskgpt.machine import hardware, peak_flops, remembered
 from deskgpt.machine.errors import is_out_of_memory
-from deskgpt.predict import memory as estimate
-from deskgpt.run.log import clock, not_silent
+from deskgpt.machine.terminal import not_silent
+from deskgpt.machine.words import clock
 from model import GPT
-
-if TYPE_CHECKING:
-    from train import TrainConfig
-
-ROOT = Path(__file__).resolve().parents[2]
-# The code that a form depends on: what is remembered of forms holds for this code only.
-CODE = ("model.py", "deskgpt/faster/kernels.py")
-CODE += tuple(f"deskgpt/compute/{name}.py" for name in ("runner", "sharding", "checks", "forms"))
 
 # ---- timing ----
 PROBE_S = 0.3  # about what a timed pass takes: as many sequences of the micro-batch as fit into it
@@ -65,68 +58,11 @@ SAVED = 0.25
 # The other kind of attention is compiled too if this share of the rest of a run is longer than compiling.
 WORTH_TRYING = 0.05
 
-RIGHT = "right"  # what is remembered of a form that passed the check; of another, what was wrong
+LONGEST_COMPARED = 2048  # tokens on which kernels are compared; where memory runs out, SHORT
+SHORT = 128
 
 # What can become of a form, from the best to the one that decides for all ranks.
 OUTCOMES = ("fits", "wrong", "does not compile", "again", "out of memory")
-
-
-def settle(
-    model: GPT,
-    c: TrainConfig,
-    ranks: Ranks,
-    batch_of: Callable[[int], Batch],
-    earlier: EarlierForm,
-    steps: int,
-    seconds: float | None,
-) -> tuple[Runner, TrainConfig]:
-    """The Runner that trains as c says in the fastest right form, and c with a micro-batch that fits.
-
-    batch_of: the first micro-batch of a number of sequences. earlier: the form of a resumed run. steps: of the run.
-    seconds: how long it may last, None without a limit. Leaves weights as they were, and no gradients. Raises
-    ValueError where no form that c admits is right, the user wants it compiled and that fails, or memory runs out.
-    """
-    trials = Trials(model, c, ranks, batch_of)
-    # Ranks that share weights go through the same passes, while their clocks differ: none of these forms is timed.
-    timed = not trials.sharded and not c.eval_only
-    measured = timed and ranks.device.type == "cpu"
-
-    dtype = c.dtype if c.dtype != "auto" else earlier.dtype
-    if dtype is None and not measured:
-        dtype = peak_flops.fast_dtype(ranks.device)
-    if trials.sharded:  # whose gradients no loss scale of float16 follows
-        dtype = "bfloat16" if ranks.all(dtype == "bfloat16") else "float32"
-    explicit = earlier.explicit
-    if explicit is None and not (measured and trials.may_be_explicit()):
-        explicit = False
-    if dtype is None or explicit is None:
-        form = trials.fastest_plain(dtype, explicit)
-    else:
-        form = Form(dtype, explicit=explicit)
-
-    is_resumed = earlier.dtype is not None  # on this kind of device: it keeps its micro-batch
-    if c.auto_batch and timed and not is_resumed and ranks.device.type in BATCH_IS_SEARCHED_ON:
-        trials.search_batch(form)
-
-    compiled = wanted_compiled(c, earlier, ranks.device)
-    runner = trials.attempt(replace(form, compiled=True)) if compiled else None
-    if runner is None:
-        runner = trials.attempt(form)
-    if runner is None:
-        runner = trials.attempt(PLAIN)
-    assert runner is not None  # the plain form is right by definition
-    if compiled is None and timed and steps > 0:
-        runner = trials.compiled_where_it_pays(runner, seconds, trials.micro_steps() * steps)
-    return runner, trials.c
-
-
-def wanted_compiled(c: TrainConfig, earlier: EarlierForm, device: torch.device) -> bool | None:
-    """Whether to compile; None where that depends on whether it pays."""
-    if c.compile != "auto":
-        return c.compile
-    if device.type == "cpu" and not c.eval_only:
-        return earlier.compiled
-    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -154,29 +90,167 @@ class EarlierForm:
 
 def saved_form(runner: Runner) -> dict[str, Any]:
     """A form for a checkpoint."""
-    return asdict(runner.form) | {"device": runner.device.type}
+    return runner.form.facts() | {"device": runner.device.type}
 
 
-class Trials:
-    """Forms of one model, tried with its first micro-batch. All ranks go through the same ones."""
+@dataclass(frozen=True)
+class Wanted:
+    """What a run wants of its form: settings of train.py, the form before a resume, and how long it will be."""
 
-    def __init__(self, model: GPT, c: TrainConfig, ranks: Ranks, batch_of: Callable[[int], Batch]) -> None:
+    dtype: str = "auto"
+    compile: str | bool = "auto"
+    auto_batch: bool = False
+    activation_checkpoint: str = "none"
+    dp_shard: int = 1
+    reshard_after_forward: bool = True
+    earlier: EarlierForm = EarlierForm()
+    trains: bool = True  # False: evaluates only
+    steps: int = 0
+    seconds: float | None = None  # None: no limit
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], earlier: EarlierForm, steps: int, seconds: float | None) -> Wanted:
+        """From settings of train.py. steps, seconds: how long the run may last."""
+        own = {name: settings[name] for name in cls.__dataclass_fields__ if name in settings}
+        return cls(**own, earlier=earlier, trains=not settings["eval_only"], steps=steps, seconds=seconds)
+
+    def compiled(self, device: torch.device) -> bool | None:
+        """Whether to compile; None where that depends on whether it pays."""
+        if isinstance(self.compile, bool):
+            return self.compile
+        if device.type == "cpu" and self.trains:
+            return self.earlier.compiled
+        return device.type == "cuda"
+
+
+def fastest_right_form(
+    model: GPT,
+    batching: Batching,
+    wanted: Wanted,
+    ranks: Ranks,
+    batch_of: Callable[[int], Batch],
+    smaller: Callable[[Batching, Form], Batching],
+) -> tuple[Runner, Batching]:
+    """The Runner that trains as wanted in the fastest right form, and the same training in micro-batches that fit.
+
+    batch_of: the first micro-batch of a number of sequences. smaller: the batching to go on with where memory runs out;
+    it raises ValueError where there is none. Leaves the model as it was, and no gradients. Raises ValueError where no
+    form that is wanted is right, the user wants it compiled and that fails, or memory runs out.
+    """
+    search = FormSearch(model, batching, wanted, ranks, batch_of, smaller)
+    with held.keeping_buffers(model):
+        runner = search.result()
+    return runner, search.batching
+
+
+class FormSearch:
+    """Tries forms of one model with its first micro-batch. All ranks go through the same ones."""
+
+    def __init__(
+        self,
+        model: GPT,
+        batching: Batching,
+        wanted: Wanted,
+        ranks: Ranks,
+        batch_of: Callable[[int], Batch],
+        smaller: Callable[[Batching, Form], Batching],
+    ) -> None:
         self.model = model
-        self.c = c  # changes with the micro-batch
+        self.batching = batching  # becomes that of micro-batches which fit
+        self.wanted = wanted
         self.ranks = ranks
         self.say = ranks.say
         self.batch_of = batch_of
-        self.device = model.lm_head.weight.device
+        self.smaller = smaller
+        self.device = next(model.parameters()).device
         self.sharded = sharding.is_sharded(model)
-        self.mesh = sharding.make_mesh(self.device.type, c.dp_shard, ranks.world, True) if self.sharded else None
+        self.mesh = sharding.make_mesh(self.device.type, wanted.dp_shard, ranks.world, True) if self.sharded else None
+        self.plain = Form(checkpoint=wanted.activation_checkpoint)  # gets the kernels that are right
         self.began = time.time()
 
-    def micro_steps(self) -> int:
-        """Micro-batches of an optimizer step, on this rank."""
-        return self.c.gradient_accumulation_steps // self.ranks.world
+    def result(self) -> Runner:
+        """As fastest_right_form."""
+        wanted = self.wanted
+        earlier = wanted.earlier
+        self.plain = replace(self.plain, as_written=self.wrong_kernels(compiled=False))
+        # Ranks that share weights go through the same passes, while their clocks differ: none of these forms is timed.
+        timed = not self.sharded and wanted.trains
+        measured = timed and self.device.type == "cpu"
+
+        dtype = wanted.dtype if wanted.dtype != "auto" else earlier.dtype
+        if dtype is None and not measured:
+            dtype = peak_flops.fast_dtype(self.device)
+        if self.sharded:  # whose gradients no loss scale of float16 follows
+            dtype = "bfloat16" if self.ranks.all(dtype == "bfloat16") else "float32"
+        explicit = earlier.explicit
+        if explicit is None and not (measured and self.may_be_explicit()):
+            explicit = False
+        if dtype is None or explicit is None:
+            form = self.fastest_plain(dtype, explicit)
+        else:
+            form = replace(self.plain, dtype=dtype, explicit=explicit)
+
+        is_resumed = earlier.dtype is not None  # on this kind of device: it keeps its micro-batch
+        if wanted.auto_batch and timed and not is_resumed and self.device.type in BATCH_IS_SEARCHED_ON:
+            self.search_batch(form)
+
+        compiled = wanted.compiled(self.device)
+        runner = self.attempt(self.compiled(form)) if compiled else None
+        if runner is None:
+            runner = self.attempt(form)
+        if runner is None:
+            runner = self.attempt(self.plain)
+        assert runner is not None  # the plain form is right by definition
+        if compiled is None and timed and wanted.steps > 0:
+            runner = self.compiled_where_it_pays(runner, wanted.seconds, self.batching.micro_steps * wanted.steps)
+        return runner
 
     def may_be_explicit(self) -> bool:
-        return kernels.may_be_explicit(self.device.type, self.c.block_size, self.model.config.dropout)
+        T = self.batching.block_size
+        is_right = "attention" not in self.plain.as_written
+        return is_right and kernels.may_be_explicit(self.device.type, T, self.model.config.dropout)
+
+    # ---- kernels -----------------------------------------------------------------------------------------
+
+    def wrong_kernels(self, compiled: bool) -> tuple[str, ...]:
+        """The functions of model.py whose faster forms compute something else here; says so of each.
+
+        compiled: of the forms that only compiled models have.
+        """
+        if not self.ranks.all(weights_are_finite(self.model)):
+            return ()  # what this run finds must not be remembered; health.py will say why it ends
+        key = f"{machine(self.device)}: {held.digest(self.model.config, compiled)}, kernels"
+        known = remembered.read(held.FILE).get(key)
+        if not self.ranks.all(isinstance(known, dict)):
+            with not_silent("still comparing faster forms with model.py", self.say):
+                known = self.compare_kernels(compiled)
+            remembered.keep(held.FILE, key, known)
+        assert isinstance(known, dict)
+        problems: dict[str, str] = {}
+        for of_rank in self.ranks.gather(known):
+            problems |= of_rank
+        for name in sorted(problems):
+            self.say(f"{problems[name]}: it is computed as model.py says, which may be slower")
+        return tuple(sorted(problems))
+
+    def compare_kernels(self, compiled: bool) -> dict[str, str]:
+        """By name, what is wrong with a form that stands in for a function of model.py."""
+        idx, targets = self.batch_of(1)
+        for longest in (LONGEST_COMPARED, SHORT):
+            try:
+                return held.all_wrong_kernels(self.model, compiled, idx[:, :longest], targets[:, :longest])
+            except (RuntimeError, MemoryError) as e:
+                if not is_out_of_memory(e) or longest == SHORT or self.sharded:
+                    raise
+            finally:
+                if self.sharded:
+                    sharding.drop_gathered(self.model)
+        raise AssertionError
+
+    def compiled(self, form: Form) -> Form:
+        """The form, compiled, with the kernels that are right then."""
+        as_written = (*self.plain.as_written, *self.wrong_kernels(compiled=True))
+        return replace(form, compiled=True, as_written=as_written)
 
     # ---- the fastest form that is not compiled -----------------------------------------------------------
 
@@ -184,8 +258,8 @@ class Trials:
         """The fastest form that is not compiled, among those with this dtype and attention; None: either."""
         dtypes = [dtype] if dtype else ["float32", "bfloat16"]
         kinds = [False, True] if explicit is None else [explicit]
-        forms = [Form(d, explicit=e) for d in dtypes for e in kinds]
-        key = f"{machine(self.device)}: {self.digest(self.batch_of(1))}: times"
+        forms = [replace(self.plain, dtype=d, explicit=e) for d in dtypes for e in kinds]
+        key = f"{machine(self.device)}: {self.digest(self.batch_of(1), self.plain)}: times"
         known = remembered.read("forms").get(key)
         is_known = isinstance(known, dict) and all(isinstance(known.get(str(f)), float) for f in forms)
         from_file = self.ranks.all(is_known)
@@ -201,18 +275,18 @@ class Trials:
             if times[form] < CLEARLY_FASTER * times[best]:
                 best = form
         best = forms[int(self.ranks.max(float(forms.index(best))))]  # ranks may have measured other times
-        said = ", ".join(f"{in_words(form, forms)} {seconds * 1e3:.3g} ms" for form, seconds in times.items())
+        said = ", ".join(f"{distinct_name(form, forms)} {seconds * 1e3:.3g} ms" for form, seconds in times.items())
         when = f", measured before: {remembered.path_of('forms')}" if from_file else ""
-        self.say(f"fastest here: {in_words(best, forms)} (a forward and backward pass takes {said}{when})")
+        self.say(f"fastest here: {distinct_name(best, forms)} (a forward and backward pass takes {said}{when})")
         return best
 
     def times(self, forms: list[Form]) -> dict[Form, float]:
         """Seconds of a forward and backward pass over part of the micro-batch: the best of a few, taking turns."""
         batch = self.batch_of(1)
-        plain = Runner(self.model, PLAIN)
+        plain = Runner(self.model, self.plain)
         self.seconds(plain, batch)  # the first pass allocates and prepares kernels
         one_s = self.seconds(plain, batch)
-        rows = max(1, min(self.c.batch_size, int(PROBE_S / one_s)))
+        rows = max(1, min(self.batching.batch_size, int(PROBE_S / one_s)))
         is_long = one_s > LONG_S
         try:
             return self.times_of(forms, rows, is_long)
@@ -241,7 +315,7 @@ class Trials:
         """How long a forward and backward pass takes. Leaves no gradients."""
         hardware.synchronize(self.device)
         t0 = time.perf_counter()
-        runner.backward(*batch, self.micro_steps())
+        runner.forward_backward(*batch, self.batching.micro_steps)
         hardware.synchronize(self.device)
         seconds = time.perf_counter() - t0
         runner.drop_gradients()
@@ -255,50 +329,50 @@ class Trials:
         form is not compiled, though the run may be: each size would have to be compiled anew, and this takes seconds.
         A compiled pass keeps as much for the backward pass or less. Should it not fit, `attempt` halves the batch.
         """
-        given = self.c.batch_size
+        given = self.batching.batch_size
         key = f"{self.check_key(form, self.batch_of(1))}, {self.step_in_words()}, micro-batch"
         known = remembered.read("forms").get(key)
-        per_rank = given * self.micro_steps()
+        per_rank = given * self.batching.micro_steps
         if not isinstance(known, int) or known < given or known % given or per_rank % known:
             known = 0
         known = -int(self.ranks.max(-float(known)))  # the least of the ranks, whose files may differ
         if known:
-            self.c = replace(self.c, **estimate.same_training(self.c, known))
+            self.batching = self.batching.with_batch_size(known)
             self.say(f"auto_batch: batch_size={known}, the fastest before: {remembered.path_of('forms')}")
             return
         runner = Runner(self.model, form)
         with not_silent("still comparing micro-batches", self.say):
             times = self.times_of_batches(runner)
         hardware.release_memory(self.device)  # what the largest took is not this run's peak
-        remembered.keep("forms", key, self.c.batch_size)
+        remembered.keep("forms", key, self.batching.batch_size)
         said = ", ".join(f"{n}: {s * 1e3:.3g} ms" if s < math.inf else f"{n}: no room" for n, s in times.items())
         self.say(
-            f"auto_batch: batch_size={self.c.batch_size} and gradient_accumulation_steps="
-            f"{self.c.gradient_accumulation_steps}, the same training (time of a sequence by batch_size: {said})"
+            f"auto_batch: batch_size={self.batching.batch_size} and gradient_accumulation_steps="
+            f"{self.batching.accumulation}, the same training (time of a sequence by batch_size: {said})"
         )
 
     def times_of_batches(self, runner: Runner) -> dict[int, float]:
-        """Seconds of a sequence by micro-batch, as far as they were tried. Leaves c with the fastest that fits."""
-        times = {self.c.batch_size: self.seconds_of_sequence(runner)}
-        while times[self.c.batch_size] < math.inf and self.micro_steps() % 2 == 0:
-            before = self.c
-            self.c = replace(before, **estimate.same_training(before, 2 * before.batch_size))
-            times[self.c.batch_size] = self.seconds_of_sequence(runner)
-            if times[self.c.batch_size] > CLEARLY_FASTER * times[before.batch_size]:
-                self.c = before
+        """Seconds of a sequence by micro-batch, as far as they were tried. Leaves the fastest batching that fits."""
+        times = {self.batching.batch_size: self.seconds_of_sequence(runner)}
+        while times[self.batching.batch_size] < math.inf and self.batching.micro_steps % 2 == 0:
+            before = self.batching
+            self.batching = before.with_batch_size(2 * before.batch_size)
+            times[self.batching.batch_size] = self.seconds_of_sequence(runner)
+            if times[self.batching.batch_size] > CLEARLY_FASTER * times[before.batch_size]:
+                self.batching = before
                 break
         return times
 
     def seconds_of_sequence(self, runner: Runner) -> float:
-        """A pass over c's micro-batch, by its sequences, on the slowest rank; infinite if one runs out of memory."""
+        """A pass over a micro-batch, by its sequences, on the slowest rank; infinite if one runs out of memory."""
         seconds = math.inf
         try:
-            batch = self.batch_of(self.c.batch_size)
+            batch = self.batch_of(self.batching.batch_size)
             self.training_pass(runner, batch, checked=True)  # with room for all that a step holds
             passes = [self.seconds(runner, batch)]
             while sum(passes) < PROBE_S:
                 passes.append(self.seconds(runner, batch))
-            seconds = min(passes) / self.c.batch_size
+            seconds = min(passes) / self.batching.batch_size
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):
                 raise
@@ -310,8 +384,8 @@ class Trials:
         total_bytes = hardware.memory_bytes(self.device)
         usable_bytes = hardware.usable_memory_bytes(self.device)
         share = f"{usable_bytes / total_bytes:.1f}" if total_bytes and usable_bytes else "n/a"
-        c = self.c
-        return f"{c.batch_size} x {c.gradient_accumulation_steps} on {self.ranks.world}, {share} of the memory"
+        split = self.batching
+        return f"{split.batch_size} x {split.accumulation} on {split.world}, {share} of the memory"
 
     # ---- one form ----------------------------------------------------------------------------------------
 
@@ -322,7 +396,7 @@ class Trials:
         where the user has asked for a form that computes something else, or that does not compile.
         """
         while True:
-            batch = self.batch_of(self.c.batch_size)
+            batch = self.batch_of(self.batching.batch_size)
             with not_silent(f"still {'compiling' if form.compiled else 'trying the first micro-batch'}", self.say):
                 runner, outcome, problem = self.try_out(form, batch)
             outcome = self.worst(outcome)
@@ -335,7 +409,7 @@ class Trials:
                 self.go_on_uncompiled(problem or "it fails on another rank")
                 return None
             if outcome == "out of memory":
-                self.halve(form.dtype)
+                self.shrink(form)
             # "again": a library that a killed run had left unfinished is deleted
 
     def worst(self, outcome: str) -> str:
@@ -349,13 +423,13 @@ class Trials:
         them waiting for its part.
         """
         key = self.check_key(form, batch)
-        known = remembered.read("forms").get(key)
-        checked = is_plain(form, self.device) or self.ranks.all(known == RIGHT)
+        found = held.known(key)
+        checked = is_plain(form, self.device) or self.ranks.all(found == RIGHT)
         check_as = None if checked else key
         runner = None
-        if isinstance(known, str) and known != RIGHT:
+        if found not in (None, RIGHT):
             outcome = "wrong"
-            problem = f"{known} (found before, in {remembered.path_of('forms')})"
+            problem = str(found)
         else:
             runner, outcome, problem = self.passes(form, batch, check_as, rehearsed=self.sharded)
         if self.sharded:
@@ -375,12 +449,12 @@ class Trials:
         try:
             model = self.model
             if rehearsed and self.mesh is not None:
-                model = sharding.empty_copy(model, self.mesh, self.c.reshard_after_forward, self.device)
+                model = sharding.empty_copy(model, self.mesh, self.wanted.reshard_after_forward, self.device)
             runner = Runner(model, form, self.ranks.distributed)
-            if not self.c.eval_only:
+            if self.wanted.trains:
                 self.training_pass(runner, batch, check_as is None)
                 if check_as is not None and not rehearsed:
-                    remembered.keep("forms", check_as, RIGHT)
+                    held.keep(check_as, None)
             runner.drop_gradients()
             with runner.evaluating():
                 runner.loss(*batch)
@@ -388,7 +462,7 @@ class Trials:
             return None if rehearsed else runner, "fits", ""
         except Wrong as e:
             if check_as is not None:
-                remembered.keep("forms", check_as, str(e))
+                held.keep(check_as, str(e))
             return None, "wrong", str(e)
         except Exception as e:
             if self.sharded and not rehearsed:
@@ -411,43 +485,42 @@ class Trials:
         buckets. In a rehearsal the model's own weights take some of it.
         """
         rehearsed = runner.model is not self.model
-        copies = 2 + (self.micro_steps() > 1) + (self.ranks.distributed and not self.sharded) - rehearsed
+        copies = 2 + (self.batching.micro_steps > 1) + (self.ranks.distributed and not self.sharded) - rehearsed
         scaler_state = runner.scaler.state_dict()
         with nothing_is_zero(runner.model):
             room = [torch.empty_like(p) for p in runner.parameters * copies]
             if scaler_state:
                 runner.scaler.load_state_dict(scaler_state | {"scale": 1024.0})  # the usual one may overflow at first
-            loss = runner.backward(*batch, self.micro_steps()) * self.micro_steps()
+            loss = runner.forward_backward(*batch, self.batching.micro_steps) * self.batching.micro_steps
             del room
             if not checked:
                 if not rehearsed:
                     self.say(f"comparing loss and gradients in {runner.form} with plain float32")
-                check(runner, batch, loss, self.micro_steps(), rehearsed)
+                check(runner, batch, loss, self.batching.micro_steps, rehearsed)
         if scaler_state:
             runner.scaler.load_state_dict(scaler_state)
 
     def go_on_uncompiled(self, reason: str) -> None:
         """Says that compiling fails, and what that costs; raises ValueError where the user has asked for it."""
-        if self.c.compile is True:
+        if self.wanted.compile is True:
             raise ValueError(f"compile=True: {reason}; or try --compile=auto, or --compile=False")
         more_memory = "" if self.device.type == "cpu" else " and may take more memory"
         self.say(f"compile=auto: NOT compiled, so steps are slower{more_memory}: {reason}")
 
     def refuse(self, form: Form, problem: str) -> None:
         """Says that a form computes something else; raises ValueError where the user has asked for it."""
-        if form.compiled and self.c.compile is True:
+        if form.compiled and self.wanted.compile is True:
             raise ValueError(f"compile=True: {problem}; leave --compile out, or try --compile=False")
-        if form == PLAIN:  # TF32, on CUDA: there is nothing plainer to go on with
+        if form == plain(form):  # TF32, on CUDA: there is nothing plainer to go on with
             raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
-        if not form.compiled and self.c.dtype != "auto":
+        if not form.compiled and self.wanted.dtype != "auto":
             raise ValueError(f"dtype={form.dtype}: {problem}; leave --dtype out, or try --dtype=float32")
         self.say(f"{problem}; going on {'without compiling' if form.compiled else 'in float32'}")
 
-    def halve(self, dtype: str) -> None:
+    def shrink(self, form: Form) -> None:
         """A smaller micro-batch of the same training. Raises ValueError if that is impossible or auto_batch is off."""
-        smaller = estimate.smaller_batch(self.c, self.model.config, dtype, self.device)
-        self.c = replace(self.c, **smaller)
-        self.say(f"out of memory: going on with {smaller}, which is the same training")
+        self.batching = self.smaller(self.batching, form)
+        self.say(f"out of memory: going on with {self.batching.flags()}, which is the same training")
         hardware.release_memory(self.device)
 
     # ---- compiling on a CPU ------------------------------------------------------------------------------
@@ -457,7 +530,7 @@ class Trials:
 
         micro_batches: how many are left, at most. seconds: how long the run may last, None without a limit.
         """
-        batch = self.batch_of(self.c.batch_size)
+        batch = self.batch_of(self.batching.batch_size)
         with not_silent("still timing a micro-batch", self.say):
             plain_s = min(self.seconds(plain, batch), self.seconds(plain, batch))
         rest_s = plain_s * micro_batches
@@ -495,10 +568,11 @@ class Trials:
         Compiled, explicit attention was the faster in bfloat16 with AMX (LOG.md, 2026-11-21), flash attention in
         float32 without it (2026-11-22).
         """
+        form = self.compiled(plain)
         if not self.may_be_explicit():
-            return [replace(plain, compiled=True)]
+            return [form]
         first = plain.dtype == "bfloat16"
-        return [replace(plain, compiled=True, explicit=explicit) for explicit in (first, not first)]
+        return [replace(form, explicit=explicit) for explicit in (first, not first)]
 
     def fastest_compiled(self, forms: list[Form], plain: Runner, rest_s: float, key: str) -> Runner:
         """The fastest of plain and these compiled forms. Remembers under key which it is, once all were tried."""
@@ -507,14 +581,14 @@ class Trials:
         for form in forms:
             if form is not forms[0] and not self.ranks.all(rest_s * WORTH_TRYING > self.cold_s()):
                 return best
-            batch = self.batch_of(self.c.batch_size)
+            batch = self.batch_of(self.batching.batch_size)
             was_cold = not self.marker(form, batch).exists()
             t0 = time.perf_counter()
             runner = self.attempt(form)
             took_s = time.perf_counter() - t0
             if runner is None:
                 return best
-            batch = self.batch_of(self.c.batch_size)  # attempt may have made it smaller
+            batch = self.batch_of(self.batching.batch_size)  # attempt may have made it smaller
             with not_silent("still timing micro-batches, compiled and not", self.say):
                 best_s, form_s = self.in_turns(best, runner, batch)
             # Shares, since the machine's speed is another in another hour.
@@ -565,15 +639,12 @@ class Trials:
 
     def digest(self, batch: Batch, *more: Any) -> str:
         """A name for what a graph is made from: the model, the shape of a micro-batch, torch and our own code."""
-        code = b"".join((ROOT / name).read_bytes() for name in CODE)
-        model = (self.model.config, self.model.activation_checkpoint)
         ranks = (self.ranks.distributed, self.sharded)
-        what = (model, tuple(batch[0].shape), *ranks, torch.__version__, *more)
-        return hashlib.sha256(repr(what).encode() + code).hexdigest()[:16]
+        return held.digest(self.model.config, tuple(batch[0].shape), *ranks, *more)
 
     def check_key(self, form: Form, batch: Batch) -> str:
         compiler = f", {compiling.compiler_name(self.device)}" if form.compiled else ""
-        return f"{machine(self.device)}{compiler}: {self.digest(batch, form, self.micro_steps() > 1)}"
+        return f"{machine(self.device)}{compiler}: {self.digest(batch, form, self.batching.micro_steps > 1)}"
 
     def marker(self, form: Form, batch: Batch) -> Path:
         """A file in inductor's cache that says: this form of this model has been compiled."""
@@ -596,14 +667,10 @@ class Trials:
 
 def is_plain(form: Form, device: torch.device) -> bool:
     """Whether a form is the one that others are compared with. On CUDA float32 is TF32."""
-    return form == PLAIN and device.type != "cuda"
+    return form == plain(form) and device.type != "cuda"
 
 
-def machine(device: torch.device) -> str:
-    return f"{hardware.device_name(device)}, torch {torch.__version__}"
-
-
-def in_words(form: Form, among: list[Form]) -> str:
+def distinct_name(form: Form, among: list[Form]) -> str:
     """A form by what distinguishes it from the others."""
     attention = "explicit attention" if form.explicit else "flash attention"
     if len({f.explicit for f in among}) == 1:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from deskgpt.compute.sharding import Owners, is_dtensor, local
@@ -27,21 +28,23 @@ def make_optimizer(
     learning_rate: float,
     betas: tuple[float, float],
     momentum: float,
-    device_type: str,
-    bfloat16: bool = False,
+    muon_dtype: str = "float32",
 ) -> torch.optim.AdamW:
     """AdamW, or Muon for the blocks' matrices with AdamW for embeddings, head, norms and biases.
 
-    Weight decay acts on matrices and embeddings; biases and the gains of norms have nothing to regularise. bfloat16:
-    whether Muon's own matmuls run in it.
+    Weight decay acts on matrices and embeddings; biases and the gains of norms have nothing to regularise.
+    muon_dtype: of Muon's own matmuls, float32 or bfloat16.
     """
-    fused = device_type in ("cuda", "cpu", "mps")  # one kernel for all tensors; these three have it in torch 2.11
+    device = next(model.parameters()).device
+    fused = device.type in ("cuda", "cpu", "mps")  # one kernel for all tensors; these three have it in torch 2.11
     options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused}
     muon: list[Tensor] = []
     rest: list[Tensor] = []
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name_of, p in model.named_parameters():
-        is_hidden_matrix = name_of.startswith("transformer.h.") and p.dim() == 2
-        (muon if name == "muon" and is_hidden_matrix else rest).append(p)
+        is_hidden_matrix = name_of.startswith("transformer.h.") and p.dim() == 2 and p not in tables
+        if p.requires_grad:
+            (muon if name == "muon" and is_hidden_matrix else rest).append(p)
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
@@ -49,22 +52,35 @@ def make_optimizer(
     if not muon:
         return torch.optim.AdamW(groups, **options)
     groups.append({"params": muon, "weight_decay": weight_decay, "momentum": momentum})
-    return Muon(groups, torch.bfloat16 if bfloat16 else torch.float32, **options)
+    return Muon(groups, torch.bfloat16 if muon_dtype == "bfloat16" else torch.float32, **options)
 
 
-def step_if_finite(optimizer: torch.optim.AdamW, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
-    """An optimizer step, unless the norm of the gradients is not finite: then weights and state stay as they are."""
+def step_if_finite(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
+    """A step of any optimizer, unless the norm of the gradients is not finite: then weights and state stay as they are.
+
+    On CUDA, only an optimizer that skips by itself need not wait for the device.
+    """
     if scaler.is_enabled():  # it has looked at the gradients itself
         scaler.step(optimizer)
         scaler.update()
-    elif grad_norm.device.type == "cuda":
+    elif grad_norm.device.type == "cuda" and skips_by_itself(optimizer):
         step_unless(optimizer, ~grad_norm.isfinite())
-    elif grad_norm.isfinite():  # on a CPU, asking waits for nothing
+    elif grad_norm.isfinite():
         optimizer.step()
 
 
-def step_unless(optimizer: torch.optim.AdamW, skipped: Tensor) -> None:
-    """A step of a fused optimizer, unless `skipped` () is true on the device, for which nothing here waits.
+def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step changes nothing where its attribute found_inf is 1: torch's fused steps, and Muon's.
+
+    A class that inherits from these and has a step of its own may not look at found_inf.
+    """
+    step = type(optimizer).step
+    is_known = step.__module__ == __name__ or step.__module__.startswith("torch.optim.")
+    return is_known and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+    """A step of an optimizer that skips by itself, unless `skipped` () is true on the device; nothing here waits.
 
     The kernels are told as GradScaler tells them.
     """
@@ -107,17 +123,19 @@ class Muon(torch.optim.AdamW):
         grads = [local(p.grad) for p in params]
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         made = torch.ones((), device=params[0].device)  # 1 for a step, 0 for one to skip
+        kept: float | Tensor = 1 - group["lr"] * group["weight_decay"]  # of the weights
         # A fused optimizer must itself skip a step with gradients that are not finite, where it is told to. What is
         # then added and decayed below comes to nothing, without waiting for the device.
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None:
             made = 1 - found_inf
+            kept = torch.where(found_inf > 0, 1.0, kept)
             for grad, momentum in zip(grads, momenta, strict=True):
                 torch.where(found_inf > 0, momentum, grad, out=grad)
-        torch._foreach_add_([self.state[p]["step"] for p in params], made)  # AdamW expects all states to have it
+        torch._foreach_add_([self.state[p]["step"] for p in params], [made] * len(params))  # which AdamW expects
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
-        torch._foreach_mul_(weights, torch.where(made > 0, 1 - group["lr"] * group["weight_decay"], 1.0))
+        torch._foreach_mul_(weights, kept)
         if is_dtensor(params[0]):
             owners = Owners(params)
             matrices = owners.gather(steps)

@@ -8,11 +8,14 @@ their weights.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.ranks import Ranks
-from deskgpt.faster import kernels
+from deskgpt.faster import held, kernels, recompute
+from deskgpt.faster.definition import using
 from deskgpt.machine import hardware
 from model import GPT
 
@@ -34,6 +38,12 @@ class Form:
     dtype: str = "float32"  # of the matmuls
     compiled: bool = False
     explicit: bool = False  # attention as in kernels.explicit_attention
+    checkpoint: str = "none"  # activations that are computed again: none, full or selective
+    as_written: tuple[str, ...] = ()  # functions of model.py whose faster forms are not right
+
+    def facts(self) -> dict[str, Any]:
+        """What is recorded of a form."""
+        return {"dtype": self.dtype, "compiled": self.compiled, "explicit": self.explicit}
 
     def __str__(self) -> str:
         explicit = ", explicit attention" if self.explicit else ""
@@ -47,20 +57,8 @@ class Evaluation:
     standard_error: float | None  # what other text of this length would change; None where too few batches tell
 
 
-@contextmanager
-def computed_by(forwards: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Within the block, these modules compute by these functions. Hooks around them, as FSDP's, stay as they are."""
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module in forwards:
-            del module.forward
-
-
 class Runner:
-    """A model in one form: `backward` adds the gradients of a micro-batch, `evaluate` takes the loss over many.
+    """A model in one form: `forward` and `backward` take a micro-batch, `evaluate` the loss over many.
 
     Where forward and backward pass are one graph, evaluation runs uncompiled, which saves compiling it too.
     """
@@ -68,17 +66,20 @@ class Runner:
     def __init__(self, model: GPT, form: Form, distributed: bool = False) -> None:
         self.model = model
         self.form = form
-        self.parameters = list(model.parameters())
-        self.device = self.parameters[0].device
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]  # of the parameters that train, in the order of the forward pass
+        self.parameters = [p for _, p in named]
+        self.device = next(model.parameters()).device
         # Checkpointed, no weights in 16 bits need to stay: the backward pass casts them again.
-        keeps_all = model.activation_checkpoint == "none"
+        keeps_all = form.checkpoint == "none"
         self.amp = hardware.autocast(self.device, form.dtype, cached=keeps_all)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
         self.module: nn.Module = model  # takes (x, y) in evaluation
         self.trained: nn.Module | None = None  # module under DDP
+        self.has_unused: bool | None = None  # whether some parameters get no gradient; None before the first pass
         self.sharded = sharding.is_sharded(model)
-        self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}  # of blocks that are compiled one by one
-        self.graph: Callable[[Tensor, Tensor, int], tuple[Tensor, tuple[Tensor, ...]]] | None = None
+        self.forms = forms_of(form, self.device, model.config.dropout)
+        self.graph: Callable[..., Any] | None = None
         if form.compiled:
             kernels.register_operators()
             # Selective checkpoints warn of operations in place. A block has none.
@@ -86,11 +87,11 @@ class Runner:
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
             if self.sharded:
-                self.forwards = {block: torch.compile(block.forward) for block in model.transformer.h}
+                self.forms["Block.forward"] = compiled_blocks(self.forms.get("Block.forward"))
             # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
             elif self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled():
                 torch._dynamo.config.trace_autograd_ops = True
-                self.graph = torch.compile(self._loss_and_gradients, fullgraph=True)
+                self.graph = torch.compile(self._losses_and_gradients, fullgraph=True)
             else:
                 self.module = torch.compile(model)  # type: ignore[assignment]
 
@@ -101,53 +102,83 @@ class Runner:
         """
         if self.sharded:
             return
+        if self.has_unused is None:
+            self.forward_backward(x, y)
+            self.drop_gradients()
+        (share,) = sharding.means(float(bool(self.has_unused)), device=self.device)  # a rank's own text may use fewer
+        options: dict[str, Any] = {"find_unused_parameters": share > 0}
+        is_new = "forward_sync_buffers" in inspect.signature(DDP).parameters  # its name from torch 2.13 on
+        has_state = len(self.model.state_dict()) > len(dict(self.model.named_parameters(remove_duplicate=False)))
+        options["forward_sync_buffers" if is_new else "broadcast_buffers"] = has_state  # the rotary table is no state
         device_ids = [self.device.index] if self.device.type == "cuda" else None
-        self.trained = DDP(self.module, device_ids=device_ids, broadcast_buffers=False)
+        self.trained = DDP(self.module, device_ids=device_ids, **options)
         # After its first backward pass DDP arranges the gradients anew, which from three ranks on are then summed in
         # another order. Without this pass the first step of a resumed run would differ from that of the whole run.
-        self.backward(x, y)
+        self.forward_backward(x, y)
         self.drop_gradients()
 
-    def backward(
-        self, x: Tensor, y: Tensor, micro_steps: int = 1, last: bool = True, weight: float | None = None
-    ) -> Tensor:
-        """Adds the gradients of the loss of (x, y), divided by micro_steps, to those there; returns that loss.
+    # ---- a micro-batch -----------------------------------------------------------------------------------
 
-        last: whether it is the step's last micro-batch, with which the ranks exchange gradients. weight: what the loss
-        is multiplied by instead, of data with a loss mask (Loader.next).
+    @contextmanager
+    def micro_batch(self, last: bool = True) -> Iterator[None]:
+        """Within the block, a micro-batch goes forward and backward. The last one of a step exchanges gradients."""
+        alone = self.trained is not None and not last
+        exchanged = self.trained.no_sync() if alone else nullcontext()  # type: ignore[operator, union-attr]
+        with using(self.forms), exchanged:
+            yield
+
+    def forward(
+        self, x: Tensor, y: Tensor, micro_steps: int = 1, weight: float | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a micro-batch adds to the loss of a step, to go backward from; and its parts by name, without gradients.
+
+        The parts are "loss" and what else GPT.forward returns. Each is divided by micro_steps or, for data with a loss
+        mask, multiplied by weight (data/loader.py).
         """
-        with kernels.explicit_attention(self.form.explicit), computed_by(self.forwards):
-            if self.graph is not None:
-                loss, grads = self.graph(x, y, micro_steps)
-                if weight is not None:  # not in the graph, which then is the one that was compiled and checked
-                    loss = loss * (weight * micro_steps)
-                    torch._foreach_mul_(grads, weight * micro_steps)
-                for p, grad in zip(self.parameters, grads, strict=True):
-                    p.grad = grad if p.grad is None else p.grad.add_(grad)
-                return loss
-            module = self.trained or self.module
-            exchanged = nullcontext() if last or self.trained is None else self.trained.no_sync()  # type: ignore[operator]
-            with exchanged:
-                with self.amp:
-                    loss = module(x, y)[1]
-                    loss = loss / micro_steps if weight is None else loss * weight
-                self.scaler.scale(loss).backward()
-            return loss.detach()
-
-    def _loss_and_gradients(self, x: Tensor, y: Tensor, micro_steps: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self.graph is not None:
+            parts, gradients = self.graph(x, y, micro_steps)
+            factor = 1.0 if weight is None else weight * micro_steps  # not in the graph, which is the one compared
+            parts = {name: part * factor for name, part in parts.items()} if weight is not None else parts
+            return WithGradients.apply(total_of(parts), factor, gradients, *self.parameters), parts
         with self.amp:
-            loss = self.model(x, y)[1] / micro_steps
-        grads = torch.autograd.grad(loss, self.parameters)
+            parts = parts_of((self.trained or self.module)(x, y))
+            parts = {n: part / micro_steps if weight is None else part * weight for n, part in parts.items()}
+        return total_of(parts), {name: part.detach() for name, part in parts.items()}
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a loss of `forward` to those there."""
+        self.scaler.scale(loss).backward()
+
+    def forward_backward(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> Tensor:
+        """Both passes of a micro-batch, to try them: buffers stay. Returns its loss, divided by micro_steps."""
+        with held.keeping_buffers(self.model), self.micro_batch():
+            loss, parts = self.forward(x, y, micro_steps)
+            self.backward(loss)
+        if self.has_unused is None:
+            self.has_unused = any(p.grad is None for p in self.parameters)
+        return parts["loss"]
+
+    def _losses_and_gradients(self, x: Tensor, y: Tensor, micro_steps: int) -> tuple[dict[str, Tensor], Any]:
+        with self.amp:
+            parts = {name: part / micro_steps for name, part in parts_of(self.model(x, y)).items()}
+        trained = [p for p in self.parameters if p.requires_grad]  # not those that a change has frozen for a while
+        gradients = dict(zip(trained, torch.autograd.grad(total_of(parts), trained, allow_unused=True), strict=True))
         # Laid out like the parameters: the fused AdamW goes through both in the order of memory, without a check.
-        return loss.detach(), tuple(grad.contiguous() for grad in grads)
+        found = [gradients.get(p) for p in self.parameters]
+        laid_out = tuple(None if g is None else g.contiguous() for g in found)
+        return {name: part.detach() for name, part in parts.items()}, laid_out
+
+    # ---- gradients ---------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
-        """Those of all parameters, in their order; of sharded ones this rank's rows."""
+        """Those of all parameters that have one; of sharded ones this rank's rows."""
         return [sharding.local(p.grad) for p in self.parameters if p.grad is not None]
 
     def gradient_norms(self) -> Tensor:
-        """The norms (parameters,) of all gradients; sharded ones count as a whole."""
-        norms = torch.stack(torch._foreach_norm(self.gradients()))
+        """The norms (parameters,) of all gradients, 0 where there is none; sharded ones count as a whole."""
+        found = iter(torch._foreach_norm(self.gradients()))
+        nothing = torch.zeros((), device=self.device)
+        norms = torch.stack([nothing if p.grad is None else next(found) for p in self.parameters])
         if self.sharded:
             squares = norms.double().square()
             dist.all_reduce(squares, group=sharding.shard_group(self.parameters[0]))
@@ -158,12 +189,15 @@ class Runner:
         for p in self.parameters:
             p.grad = None
 
+    # ---- evaluation --------------------------------------------------------------------------------------
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within the block, `loss` may be called: there is no dropout, and gathered weights are kept."""
         self.module.eval()
         try:
-            yield
+            with using(self.forms):
+                yield
         finally:
             self.module.train()
         if self.sharded:
@@ -171,8 +205,8 @@ class Runner:
 
     @torch.no_grad()
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a micro-batch, without gradients; see evaluating."""
-        with self.amp, computed_by(self.forwards):
+        """The loss of a micro-batch, without gradients and without what training adds to it; see evaluating."""
+        with self.amp:
             return self.module(x, y)[1]
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: Ranks) -> Evaluation:
@@ -199,3 +233,63 @@ class Runner:
         if n_batches < 8:
             return Evaluation(mean, None)
         return Evaluation(mean, math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows)
+
+
+def forms_of(form: Form, device: torch.device, dropout: float) -> dict[str, Callable[..., Any]]:
+    """What stands in for functions of model.py in this form."""
+    forms = kernels.forms_for(device.type, form.explicit, form.compiled)
+    if form.checkpoint != "none":
+        forms["Block.forward"] = recompute.block_form(form.checkpoint, dropout)
+    return {name: stand_in for name, stand_in in forms.items() if name not in form.as_written}
+
+
+def compiled_blocks(stand_in: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What stands in for Block.forward and is compiled: all blocks share the graph. stand_in: within it."""
+    compiled: dict[Any, Callable[..., Any]] = {}
+
+    def forward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if plain not in compiled:
+            inside = plain if stand_in is None else functools.partial(stand_in, plain)
+            compiled[plain] = torch.compile(inside)
+        return compiled[plain](*args, **kwargs)
+
+    return forward
+
+
+def parts_of(returned: tuple[Any, ...]) -> dict[str, Tensor]:
+    """The losses by name that GPT.forward has returned. Raises ValueError where a further one cannot be added."""
+    _, loss, *more = returned
+    further = more[0] if more else {}
+    for name, part in further.items():
+        if name == "loss" or not isinstance(part, Tensor) or part.numel() != 1:
+            raise ValueError(
+                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, under another name "
+                "than loss"
+            )
+    return {"loss": loss} | further
+
+
+def total_of(parts: dict[str, Tensor]) -> Tensor:
+    total, *more = parts.values()
+    for part in more:
+        total = total + part
+    return total
+
+
+class WithGradients(torch.autograd.Function):
+    """A loss whose gradients are known already: going backward from it hands them to the parameters."""
+
+    @staticmethod
+    def forward(ctx, loss, factor, gradients, *parameters):
+        ctx.factor = factor
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gradients = ctx.gradients
+        ctx.gradients = None  # so that parameters take them over without a copy
+        factor = ctx.factor * upstream.item()
+        if factor != 1.0:
+            torch._foreach_mul_([g for g in gradients if g is not None], factor)
+        return None, None, None, *gradients

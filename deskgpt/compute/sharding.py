@@ -7,7 +7,7 @@ torch refuses tied weights in two units. Weights are gathered in float32, as DDP
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,6 @@ from model import GPT, rotary_table
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from train import TrainConfig
 
 # torch.distributed.fsdp takes most of a second to import: only where something is sharded.
 
@@ -43,18 +41,19 @@ REFUSED = {
 }
 
 
-def shards_for(c: TrainConfig, world: int) -> int:
-    """As shards_of, for a run. Raises ValueError also where c asks for what sharded weights cannot do."""
-    n = shards_of(c.dp_shard, world)
+def shards_for(settings: Mapping[str, Any], world: int) -> int:
+    """As shards_of, for a run. Raises ValueError also where its settings ask for what sharded weights cannot do."""
+    dp_shard = settings["dp_shard"]
+    n = shards_of(dp_shard, world)
     for setting, why in REFUSED.items() if n > 1 else ():
         name, _, value = setting.partition("=")
-        given = getattr(c, name)
+        given = settings[name]
         if given == value if value else given:
-            raise ValueError(f"{name}={given} with dp_shard={c.dp_shard}: {why}")
+            raise ValueError(f"{name}={given} with dp_shard={dp_shard}: {why}")
     return n
 
 
-def in_words(dp_shard: int, world: int) -> str:
+def describe_shards(dp_shard: int, world: int) -> str:
     """How the weights are spread, after a semicolon; nothing where each rank has all of them."""
     n = shards_of(dp_shard, world)
     copies = "" if n == world else f", {world // n} copies"
@@ -82,9 +81,26 @@ def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
     """Shards the model in place: its parameters become DTensors, with each rank's rows."""
     from torch.distributed.fsdp import fully_shard
 
+    refuse_what_torch_cannot_shard(model)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh)
+
+
+def refuse_what_torch_cannot_shard(model: GPT) -> None:
+    """Raises ValueError for a parameter that two units share, and for a scalar, as a changed model may have them."""
+    for first, *others in names_of_shared(model):
+        for other in others:
+            if unit_of(first) != unit_of(other):
+                raise ValueError(f"dp_shard: {first} is also {other}, and torch shards each block alone; leave it out")
+    for name, p in model.named_parameters():
+        if p.dim() == 0:
+            raise ValueError(f"dp_shard: {name} is a scalar, which torch cannot shard; give it the shape (1,)")
+
+
+def unit_of(name: str) -> str:
+    """The unit of a parameter: its block's number, or "" for the root."""
+    return name.split(".")[2] if name.startswith("transformer.h.") else ""
 
 
 def sharded_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
@@ -94,28 +110,47 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, devi
     copy = empty_copy(model, mesh, reshard_after_forward, device)
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     set_model_state_dict(copy, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    here = dict(model.named_buffers())
+    for name, buffer in copy.named_buffers():  # also those that a state_dict leaves out
+        if dist.get_rank() == 0:
+            buffer.copy_(here[name])
+        dist.broadcast(buffer, 0)
     return copy
 
 
 def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
-    """As sharded_copy, with weights of zeros."""
-    with torch.device("meta"):
-        copy = GPT(model.config)
-    copy.checkpoint_activations(model.activation_checkpoint)
+    """As sharded_copy, with weights of zeros, and of the buffers the rotary table only."""
+    copy = GPT.without_storage(model.config)
     shard(copy, mesh, reshard_after_forward)
+    shared = names_of_shared(copy)
     copy.to_empty(device=device)
     for p in copy.parameters():
         local(p).zero_()
-    if copy.config.tie_weights:  # to_empty has made two of it
-        copy.lm_head.weight = copy.transformer.wte.weight
+    for first, *others in shared:  # to_empty has made several of it
+        for name in others:
+            module, _, attribute = name.rpartition(".")
+            setattr(copy.get_submodule(module), attribute, copy.get_parameter(first))
     if copy.transformer.rotary is not None:
         c = copy.config
         copy.transformer.rotary = rotary_table(c.block_size, c.n_embd // c.n_head).to(device)
     return copy
 
 
+def names_of_shared(model: GPT) -> list[list[str]]:
+    """The names of each parameter that has several, as a tied embedding has."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def has_other_buffers(model: GPT) -> bool:
+    """Whether the model has buffers besides the rotary table: somebody's own, with numbers that nobody here knows."""
+    return any(name != "transformer.rotary" for name, _ in model.named_buffers())
+
+
 def is_sharded(model: GPT) -> bool:
-    return is_dtensor(model.lm_head.weight)
+    return is_dtensor(next(model.parameters()))
 
 
 def group_for_saves(timeout_s: float) -> dist.ProcessGroup:

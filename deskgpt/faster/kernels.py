@@ -1,43 +1,58 @@
-"""The computations of model.py that have a faster form on some device: attention, activation, a linear layer, the loss.
+"""Faster forms of what model.py defines, each with the measurement that justifies it.
 
-Each kernel looks at what it is given (device, dtype, whether gradients are wanted, whether torch.compile is tracing it)
-and picks its form. The plain form stands next to each, and the tests compare the two. Importing this file registers
-nothing: `register_operators` is called before the first compilation.
+A form is called as form(plain, *args) in place of plain(*args), where plain is the function of model.py: see
+definition.py. What it is not made for, it leaves to plain. Importing this file registers nothing: `register_operators`
+is called before the first compilation.
 
 Shape legend: B batch, T time, C channels, H heads, D = C // H, V vocabulary, N = B * T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+Plain = Callable[..., Tensor]
+
+
+def forms_for(
+    device_type: str, explicit: bool = False, compiled: bool = False, loss_logits: int | None = None
+) -> dict[str, Callable[..., Any]]:
+    """The forms for this kind of device, by the names of what they stand in for.
+
+    explicit: explicit_attention in training passes. compiled: whether torch.compile comes over it. loss_logits: as in
+    chunked_loss.
+    """
+    forms: dict[str, Callable[..., Any]] = {
+        "attention": explicit_attention if explicit else flash_attention,
+        "GPT.loss": chunked_loss if loss_logits is None else functools.partial(chunked_loss, loss_logits=loss_logits),
+    }
+    if compiled and device_type == "cpu":
+        register_operators()
+        forms |= {"activation": opaque_gelu, "Linear.forward": transposed_linear}
+    return forms
+
 
 # ---- attention -----------------------------------------------------------------------------------------------
 
 # Explicit attention keeps B·H·T·T weights for the backward pass. Longer contexts do not try it.
 LONGEST_EXPLICIT = 1024
 
-_explicit_attention = False  # set by explicit_attention
 
-
-@contextmanager
-def explicit_attention(wanted: bool) -> Iterator[None]:
-    """Within the block, `attention` computes training passes on a CPU as plain matmuls around a softmax, if wanted.
-
-    Which of the two is faster depends on the processor and on the shapes. forms.py measures it.
-    """
-    global _explicit_attention
-    before = _explicit_attention
-    _explicit_attention = wanted
-    try:
-        yield
-    finally:
-        _explicit_attention = before
+def flash_attention(
+    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float
+) -> Tensor:
+    """Causal attention by torch's fused kernels, for all tokens of a text. A single query is as fast without them."""
+    T = q.size(2)
+    if T == 1 or k.size(2) != T:
+        return plain(q, k, v, query_at, key_at, dropout)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
 def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
@@ -45,19 +60,16 @@ def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
     return device_type == "cpu" and 1 < T <= LONGEST_EXPLICIT and not dropout
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, seen: Tensor | None = None) -> Tensor:
-    """Causal attention (B, H, T, D) of queries q (B, H, T, D) over keys and values k, v (B, H, S, D).
+def explicit_attention(
+    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float
+) -> Tensor:
+    """Causal attention with gradients as plain matmuls around a softmax; without gradients, flash_attention.
 
-    Either S = T, or T = 1: a single query, next to a cache, may look at all keys, or at those that are seen (S,).
+    Which of the two is faster depends on the processor and on the shapes. forms.py measures it.
     """
-    T = q.size(2)
-    if seen is not None:
-        return attention_of_one_query(q, k, v, seen)
-    if _explicit_attention and torch.is_grad_enabled() and may_be_explicit(q.device.type, T, dropout):
-        return attention_by_matmuls(q, k, v)
-    if T > 1:  # two calls, because torch.compile takes no symbolic is_causal
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    if not torch.is_grad_enabled() or not may_be_explicit(q.device.type, q.size(2), dropout):
+        return flash_attention(plain, q, k, v, query_at, key_at, dropout)
+    return attention_by_matmuls(q, k, v)
 
 
 def attention_by_matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,44 +91,24 @@ def attention_by_matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]
 
 
-def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention (B, H, 1, D) of q (B, H, 1, D) over those keys and values of k, v (B, H, S, D) that are seen (S,).
+# ---- activation and linear layer -----------------------------------------------------------------------------
 
-    Plain matmuls: no kernel to choose, and no plan that cuDNN would make for a new length.
+
+def opaque_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
+    """The exact GELU as one operator: inductor's own takes more than twice the time of torch's kernel on a CPU."""
+    return torch.ops.deskgpt.gelu.default(x) if name == "gelu" else plain(x, name)
+
+
+def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer from many channels to few, with the weight transposed before the matmul, in training.
+
+    The weight's gradient is then computed with the wide x as the transposed operand, which takes three quarters of the
+    time of the other way round on a CPU (LOG.md, 2026-11-21).
     """
-    scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)  # (B, H, 1, S)
-    weights = scores.float().masked_fill(~seen, -torch.inf).softmax(-1)
-    return weights.type_as(v) @ v
-
-
-# ---- activation ----------------------------------------------------------------------------------------------
-
-
-def activation(x: Tensor, name: str) -> Tensor:
-    """gelu_tanh (GPT-2's), gelu (nanoGPT's) or relu2 of x, elementwise."""
-    if name == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    if name == "relu2":
-        x = F.relu(x)
-        return x * x  # Primer, arXiv:2109.08668; x.square() is a power to CUDA's autocast, which takes float32 for it
-    if torch.compiler.is_compiling() and _registered and x.device.type == "cpu":
-        return torch.ops.deskgpt.gelu.default(x)
-    return F.gelu(x)
-
-
-# ---- linear layer --------------------------------------------------------------------------------------------
-
-
-def linear_to_fewer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer from many channels to few: x (..., 4C), weight (C, 4C), bias (C); returns (..., C).
-
-    Compiled for training on a CPU, the weight is transposed first. The weight's gradient is then computed with the wide
-    x as the transposed operand, which takes three quarters of the time of the other way round (LOG.md, 2026-11-21).
-    """
-    if torch.compiler.is_compiling() and torch.is_grad_enabled() and x.device.type == "cpu":
-        y = x @ weight.t().contiguous()
-        return y if bias is None else y + bias
-    return F.linear(x, weight, bias)
+    if layer.in_features <= layer.out_features or not torch.is_grad_enabled():
+        return plain(layer, x)
+    y = x @ layer.weight.t().contiguous()
+    return y if layer.bias is None else y + layer.bias
 
 
 # ---- loss ----------------------------------------------------------------------------------------------------
@@ -132,27 +124,10 @@ MOST_LOGITS_ON_GPU = 16384 * 50304
 BYTES_PER_LOGIT = 6  # between a chunk's 2 (compiled) and 10 (not compiled), rehearsed in bfloat16
 SHARE_OF_GPU = 8  # a chunk of more than the least takes at most an eighth of a GPU's memory
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
-WHOLE = 1 << 62  # for loss_chunk: all logits at once, however many, in plain torch
-
-_logits_per_chunk: int | None = None  # set by loss_chunk
-
-
-@contextmanager
-def loss_chunk(logits: int | None) -> Iterator[None]:
-    """Within the block, chunks of the loss have at most this number of logits; None: what suits the device."""
-    global _logits_per_chunk
-    before = _logits_per_chunk
-    _logits_per_chunk = logits
-    try:
-        yield
-    finally:
-        _logits_per_chunk = before
 
 
 def logits_per_chunk(device: torch.device) -> int:
     """How many logits of the loss to compute at once on this device."""
-    if _logits_per_chunk is not None:
-        return _logits_per_chunk
     if device.type == "cuda":
         return logits_per_chunk_of_gpu(device.index)
     return LOGITS_ON_CPU
@@ -184,26 +159,34 @@ def tokens_per_chunk(N: int, V: int, logits: int) -> int:
     return largest
 
 
-def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, in float32, of the logits h @ weight.T against targets; the logits are never kept whole.
+def chunked_loss(plain: Plain, model: Any, x: Tensor, targets: Tensor, loss_logits: int | None = None) -> Tensor:
+    """The mean cross-entropy of a linear head, in float32, whose logits are never kept whole.
 
-    h (N, C) hidden states, weight (V, C) of the head, targets (N,) with -1 ignored; the mean is 0 where all are.
+    model: the GPT; x (B, T, C) hidden states, targets (B, T) with -1 ignored. loss_logits: how many logits to compute
+    at once, None for what suits the device.
     """
+    h = x.flatten(0, 1)  # (N, C)
+    targets_of_h = targets.flatten()
+    weight = model.lm_head.weight
     N, V = h.size(0), weight.size(0)
-    most = logits_per_chunk(h.device)
-    chunk = tokens_per_chunk(N, V, most)
-    is_small = chunk == N and N * V <= LOGITS_ON_CPU
-    if is_small or most == WHOLE:
-        loss = F.cross_entropy(F.linear(h, weight).float(), targets, ignore_index=-1)
-        return loss.masked_fill((targets < 0).all(), 0.0)  # torch's mean of no targets is NaN
+    chunk = tokens_per_chunk(N, V, loss_logits or logits_per_chunk(h.device))
+    if chunk == N and N * V <= LOGITS_ON_CPU:
+        return plain(model, x, targets)
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     needs_grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling() and _registered:
-        total, _, _ = torch.ops.deskgpt.chunked_cross_entropy.default(h, weight, targets, dtype, chunk, needs_grad)
+        operator = torch.ops.deskgpt.chunked_cross_entropy.default
+        total, _, _ = operator(h, weight, targets_of_h, dtype, chunk, needs_grad)
     else:
-        total = ChunkedCrossEntropy.apply(h, weight, targets, dtype, chunk, needs_grad)
-    return total / (targets >= 0).sum().clamp(min=1)
+        total = ChunkedCrossEntropy.apply(h, weight, targets_of_h, dtype, chunk, needs_grad)
+    return total / (targets_of_h >= 0).sum().clamp(min=1)
+
+
+def loss_in_thirds(plain: Plain, model: Any, x: Tensor, targets: Tensor) -> Tensor:
+    """chunked_loss in three chunks or more, to be compared: it would leave a few tokens to plain."""
+    V = model.lm_head.weight.size(0)
+    return chunked_loss(plain, model, x, targets, loss_logits=V * max(1, targets.numel() // 3))
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -302,11 +285,10 @@ _registered = False  # set by register_operators
 
 
 def register_operators() -> None:
-    """Makes the operators known that stay opaque to inductor. Called before the first compilation; later calls do
-    nothing.
+    """Makes the operators known that stay opaque to inductor. Called before a compilation; later calls do nothing.
 
-    gelu: inductor's own exact GELU takes more than twice the time of torch's kernel on a CPU. chunked_cross_entropy:
-    its loop, unrolled into a graph, would keep the gradients of all logits until the graph's end.
+    chunked_cross_entropy is one because its loop, unrolled into a graph, would keep the gradients of all logits until
+    the graph's end.
     """
     global _registered
     if _registered:
@@ -355,7 +337,7 @@ def _register_chunked_cross_entropy() -> None:
     operator.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output[1:]))
 
 
-@cache
+@functools.cache
 def compiled_softmax_() -> Callable[[Tensor, Tensor], Tensor]:
     """softmax_ as one graph, which writes over the logits as it reads them: a chunk then takes no memory but theirs.
 

@@ -1,4 +1,4 @@
-"""Standard output that outlives its terminal, pipe or disk: a run must not end because nobody can read its lines.
+"""Standard output that outlives its terminal, pipe or disk, and that is not silent for long.
 
 The standard library is all that this needs, as in stopping.py.
 """
@@ -9,9 +9,15 @@ import io
 import os
 import select
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+from deskgpt.machine.words import clock
+
+SILENCE_S = 10.0  # not_silent says something this often
 
 
 def open_standard_files() -> None:
@@ -75,3 +81,22 @@ def lasting(stream: TextIO | None, number: int) -> TextIO:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+@contextmanager
+def not_silent(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says `what` every ten seconds until the block ends."""
+    done = threading.Event()
+    t0 = time.perf_counter()
+
+    def tell() -> None:
+        while not done.wait(SILENCE_S):
+            say(f"{what} ({clock(time.perf_counter() - t0)})")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

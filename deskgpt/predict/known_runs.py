@@ -6,8 +6,6 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
-import torch
-
 from deskgpt.machine import gpu_peaks, remembered
 from deskgpt.machine.gpu_peaks import Card
 from model import GPT, GPTConfig
@@ -68,8 +66,7 @@ KNOWN_RUNS = [
 
 @functools.cache  # a table of cards asks for each of them
 def flops_per_token(config: GPTConfig) -> int:
-    with torch.device("meta"):  # the model without storage for its parameters
-        return GPT(config).estimate_flops()
+    return GPT.without_storage(config).estimate_flops()
 
 
 def known_run(card: Card | None, config: GPTConfig, dtype: str) -> KnownRun | None:

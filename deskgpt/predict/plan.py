@@ -5,7 +5,7 @@
     python train.py config/train_fineweb_125m.py --plan_for=all
     python train.py config/train_fineweb_125m.py --plan_for=H100 --world=1024 --dp_shard=64
 
-Memory is rehearsed (estimate.py), peaks and sizes of cards are published ones (gpu_peaks.py), and the share of the peak
+Memory is rehearsed (memory.py), peaks and sizes of cards are published ones (gpu_peaks.py), and the share of the peak
 that a run reaches is known or assumed (known_runs.py). So a plan for a card needs no GPU, and measures nothing here.
 Nor does one for many ranks need them: what they send each other is rehearsed too (traffic.py).
 """
@@ -15,30 +15,32 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from deskgpt.compute import sharding
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
-from deskgpt.faster import kernels
+from deskgpt.compute.runner import Form
+from deskgpt.faster import held, kernels
 from deskgpt.machine import gpu_peaks, hardware, peak_flops
 from deskgpt.machine.gpu_peaks import Card
+from deskgpt.machine.terminal import not_silent
+from deskgpt.machine.words import BYTES, clock, with_unit
 from deskgpt.predict import known_runs, traffic
-from deskgpt.predict import memory as estimate
+from deskgpt.predict.fit import USABLE
 from deskgpt.predict.known_runs import KnownRun
-from deskgpt.run.log import clock, not_silent
-from model import BYTES, GPT, GPTConfig, with_unit
+from deskgpt.predict.memory import MakeOptimizer, Step, memory
+from model import GPT, GPTConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from train import TrainConfig
-
 LONGEST_REHEARSED = 1 << 22  # tokens of context
+NARROW = 16  # channels of a head, and tokens of the vocabulary, of the model that kernels are compared on
 LARGEST_PLANNED = 1 << 17  # tokens of a micro-batch: 128 x 1024, as in config/gpu_80gb.py
 
 
@@ -56,7 +58,7 @@ class Machine:
 
     @classmethod
     def at_hand(cls, device: torch.device, dtype: str) -> Machine:
-        """dtype: as in TrainConfig. Measures the device's peak."""
+        """dtype: of the matmuls, or auto. Measures the device's peak."""
         if dtype == "auto":
             dtype = peak_flops.fast_dtype(device)
         name = hardware.device_name(device)
@@ -79,79 +81,136 @@ class Machine:
         """What a run may take of the memory of a GPU; None if it is not known, and of a CPU's or an Apple chip's."""
         if self.free_bytes is None or self.device_type != "cuda":
             return None
-        return estimate.USABLE * self.free_bytes
+        return USABLE * self.free_bytes
 
     def loss_logits(self) -> int:
         """Of a chunk of the loss, if this is a CUDA card."""
         return kernels.logits_for_memory(self.memory_bytes or 0)
 
 
+# ---- the run -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The run that a plan is for."""
+
+    config: GPTConfig
+    batching: Batching  # of one rank of all
+    max_iters: int
+    make_optimizer: MakeOptimizer
+    dtype: str = "auto"
+    compiled: bool = True
+    activation_checkpoint: str = "none"
+    dp_shard: int = 1
+    reshard_after_forward: bool = True
+    mesh: DeviceMesh | None = None  # of ranks that share weights; None: each has all of them
+
+    def tokens(self) -> int:
+        """Per step."""
+        return self.batching.tokens_per_step
+
+    @functools.cached_property
+    def as_written(self) -> tuple[str, ...]:
+        return functions_as_written(self.config)
+
+    def step(self, machine: Machine) -> Step:
+        """A step of this run on that machine."""
+        # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
+        explicit = kernels.may_be_explicit(machine.device_type, self.config.block_size, self.config.dropout)
+        return Step(
+            self.config,
+            self.batching.batch_size,
+            Form(machine.dtype, self.compiled, explicit, self.activation_checkpoint, self.as_written),
+            machine.device_type,
+            accumulates=self.batching.micro_steps > 1,
+            loss_logits=machine.loss_logits(),
+            make_optimizer=self.make_optimizer,
+            shard=None if self.mesh is None else self.shard,
+        )
+
+    def shard(self, model: GPT) -> None:
+        assert self.mesh is not None
+        sharding.shard(model, self.mesh, self.reshard_after_forward)
+
+
+def functions_as_written(config: GPTConfig) -> tuple[str, ...]:
+    """Functions of model.py that no kernel may stand in for, because model.py was changed; remembered.
+
+    They are compared on a narrow model of the same kind, since a plan is for models of any size.
+    """
+    n_embd = min(config.n_embd, NARROW * config.n_head)
+    length = min(config.block_size, kernels.LONGEST_EXPLICIT)
+    narrow = replace(config, n_layer=min(config.n_layer, 2), n_embd=n_embd, block_size=length)
+    narrow = replace(narrow, vocab_size=min(config.vocab_size, NARROW))
+
+    def compare() -> dict[str, str]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            tokens = torch.randint(narrow.vocab_size, (2, length))
+            return held.all_wrong_kernels(GPT(narrow), False, tokens[:1], tokens[1:])
+
+    return tuple(sorted(held.problems_of(f"plan: {held.digest(narrow)}, kernels", compare)))
+
+
+def shared(steps: int, world: int, ranks: Ranks) -> int:
+    """As many micro-batches per step as so many ranks can share, `steps` or the next larger number, which it says."""
+    if steps % world == 0 or world == ranks.world:
+        return steps
+    nearest = (steps // world + 1) * world
+    ranks.say(
+        f"gradient_accumulation_steps={steps} does not divide among {world:,} ranks; this is the plan of "
+        f"--gradient_accumulation_steps={nearest}"
+    )
+    return nearest
+
+
 # ---- the report ----------------------------------------------------------------------------------------------
 
 
-def dry_run(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
-    """Says what a run of c with this model needs. Raises ValueError for a context too long to rehearse."""
-    if config.block_size > LONGEST_REHEARSED:
+def dry_run(run: Planned, plan_for: str, ranks: Ranks) -> None:
+    """Says what a run needs, here or on the card that plan_for names. Raises ValueError for a context too long."""
+    if run.config.block_size > LONGEST_REHEARSED:
         raise ValueError(
-            f"block_size={config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
+            f"block_size={run.config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
         )
-    if c.world:
-        ranks = replace(ranks, world=c.world)
-        c = shared(c, ranks)
-    shards = sharding.shards_of(c.dp_shard, ranks.world)
-    say_size(c, config, ranks)
-    if ranks.world > 1:
-        say_ranks(c, shards, ranks)
-    with traffic.fake_ranks(ranks.world) if shards > 1 else nullcontext():
-        mesh = sharding.make_mesh("cpu", shards, ranks.world) if shards > 1 else None
-        if c.plan_for == "all":
-            say_cards(c, config, ranks, mesh)
+    world = run.batching.world
+    shards = sharding.shards_of(run.dp_shard, world)
+    say_size(run, ranks)
+    if world > 1:
+        say_ranks(run, shards, ranks)
+    with traffic.fake_ranks(world) if shards > 1 else nullcontext():
+        if shards > 1:
+            run = replace(run, mesh=sharding.make_mesh("cpu", shards, world))
+        if plan_for == "all":
+            say_cards(run, ranks)
             return
-        card = gpu_peaks.find_card(c.plan_for) if c.plan_for else None
-        machine = Machine.of_card(card, c.dtype) if card else Machine.at_hand(ranks.device, c.dtype)
-        say_memory(c, config, machine, ranks, mesh)
-        say_time(c, config, machine, ranks)
-        if ranks.world > 1:
-            say_traffic(c, config, machine, ranks, mesh)
+        card = gpu_peaks.find_card(plan_for) if plan_for else None
+        machine = Machine.of_card(card, run.dtype) if card else Machine.at_hand(ranks.device, run.dtype)
+        say_memory(run, machine, ranks)
+        say_time(run, machine, ranks)
+        if world > 1:
+            say_traffic(run, machine, ranks)
     if machine.device_type != "cuda" and not card:
         ranks.say('on a card that you do not have here: --plan_for="RTX 4070", or --plan_for=all for a table')
 
 
-def shared(c: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """c, with as many micro-batches as all ranks can share. Raises ValueError where these are too many."""
-    steps = c.gradient_accumulation_steps
-    if steps % ranks.world == 0:
-        return c
-    nearest = (steps // ranks.world + 1) * ranks.world
-    ranks.say(
-        f"gradient_accumulation_steps={steps} does not divide among {ranks.world:,} ranks; this is the plan of "
-        f"--gradient_accumulation_steps={nearest}"
-    )
-    return replace(c, gradient_accumulation_steps=nearest)
-
-
-def tokens_per_step(c: TrainConfig, config: GPTConfig) -> int:
-    return c.batch_size * c.gradient_accumulation_steps * config.block_size
-
-
-def say_size(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
-    with torch.device("meta"):  # the model without storage for its parameters
-        model = GPT(config)
+def say_size(run: Planned, ranks: Ranks) -> None:
+    model = GPT.without_storage(run.config)
     positions = sum(p.numel() for p in model.parameters()) - model.num_params()
     ranks.say(
         f"number of parameters: {model.num_params() / 1e6:.2f}M, and {positions / 1e6:.2f}M of position embeddings; "
-        f"vocabulary of {config.vocab_size:,}"
+        f"vocabulary of {run.config.vocab_size:,}"
     )
-    tokens = tokens_per_step(c, config)
-    ranks.say(f"tokens per step: {tokens:,} = {c.batch_size} x {c.gradient_accumulation_steps} x {config.block_size}")
-    ranks.say(worlds_in_words(c))
-    ranks.say(f"FLOPs per step, forward and backward: {model.estimate_flops() * tokens:.3e}")
+    split = run.batching
+    ranks.say(f"tokens per step: {run.tokens():,} = {split.batch_size} x {split.accumulation} x {split.block_size}")
+    ranks.say(worlds_in_words(split.accumulation, run.dp_shard))
+    ranks.say(f"FLOPs per step, forward and backward: {model.estimate_flops() * run.tokens():.3e}")
 
 
-def worlds_in_words(c: TrainConfig) -> str:
+def worlds_in_words(steps: int, dp_shard: int) -> str:
     """On how many ranks the same experiment can run: those that share the micro-batches of a step evenly."""
-    steps = c.gradient_accumulation_steps
-    shard = max(1, c.dp_shard)
+    shard = max(1, dp_shard)
     worlds = ", ".join(str(n) for n in range(shard, steps + 1, shard) if steps % n == 0)
     of_shard = f" and are multiples of dp_shard={shard}" if shard > 1 else ""
     return (
@@ -160,49 +219,33 @@ def worlds_in_words(c: TrainConfig) -> str:
     )
 
 
-def say_memory(
-    c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks, mesh: DeviceMesh | None = None
-) -> None:
-    accumulates = c.gradient_accumulation_steps > ranks.world
-    # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
-    explicit = kernels.may_be_explicit(machine.device_type, config.block_size, config.dropout)
-    parts = estimate.memory(
-        config,
-        c.batch_size,
-        machine.dtype,
-        machine.device_type,
-        c.compile is not False,
-        accumulates,
-        explicit,
-        machine.loss_logits(),
-        activation_checkpoint=c.activation_checkpoint,
-        shard=sharder(c, mesh),
-    ) | buckets(config, ranks.world, mesh)
+def say_memory(run: Planned, machine: Machine, ranks: Ranks) -> None:
+    parts = memory(run.step(machine)) | buckets(run)
     total = sum(parts.values())
     of = f" of {hardware.memory_in_words(machine.free_bytes, machine.memory_bytes)}" if machine.free_bytes else " GiB"
     ranks.say(f"predicted peak memory of {machine.name}, {machine.dtype}: {total / 2**30:.2f}{of}")
     ranks.say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
-    fits = Fitting(c, config, ranks.world, mesh).largest(machine)
+    fits = Fitting(run).largest(machine)
     if fits is not None:
         said = "none"
         if fits:
-            accumulation = c.batch_size * c.gradient_accumulation_steps // fits
+            accumulation = run.batching.sequences // fits
             said = f"--batch_size={fits} --gradient_accumulation_steps={accumulation}"
         ranks.say(f"  largest micro-batch predicted to fit, at the same tokens per step: {said}")
 
 
-def say_time(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks) -> None:
+def say_time(run: Planned, machine: Machine, ranks: Ranks) -> None:
     if machine.peak is None:
         ranks.say(f"time: n/a, because no peak of {machine.name} in {machine.dtype} is known")
         return
     peak, source = machine.peak
-    speed = Speed.expected(c, config, machine, peak, ranks.world)
+    speed = Speed.expected(run, machine, peak)
     if speed.known:
         ranks.say(f"a known run of these sizes on {speed.known.card} took {speed.known.took()} ({speed.known.source})")
     ranks.say(
-        f"at {speed.mfu:.1%} ({speed.basis}) of {ranks.world} x {peak / 1e12:.2f} TFLOP/s ({source}): "
-        f"{brief(speed.step_s)} per step, {clock(speed.step_s * c.max_iters)} for {c.max_iters:,} steps of "
-        f"{tokens_per_step(c, config) * c.max_iters:.3g} tokens, without evaluation"
+        f"at {speed.mfu:.1%} ({speed.basis}) of {run.batching.world} x {peak / 1e12:.2f} TFLOP/s ({source}): "
+        f"{brief(speed.step_s)} per step, {clock(speed.step_s * run.max_iters)} for {run.max_iters:,} steps of "
+        f"{run.tokens() * run.max_iters:.3g} tokens, without evaluation"
     )
 
 
@@ -229,31 +272,28 @@ NETWORKS = [
 ]
 
 
-def sharder(c: TrainConfig, mesh: DeviceMesh | None) -> Callable[[GPT], None] | None:
-    """What shards a model as in a run of c; None under DDP."""
-    return None if mesh is None else lambda model: sharding.shard(model, mesh, c.reshard_after_forward)
-
-
-def buckets(config: GPTConfig, world: int, mesh: DeviceMesh | None) -> dict[str, int]:
+def buckets(run: Planned) -> dict[str, int]:
     """A further part of the memory: DDP's copy of the gradients, which it sends."""
-    return {} if world == 1 or mesh else {"buckets": 4 * config.count_parameters(config.vocab_size)}
+    if run.batching.world == 1 or run.mesh:
+        return {}
+    return {"buckets": sum(p.nbytes for p in GPT.without_storage(run.config).parameters())}
 
 
-def say_ranks(c: TrainConfig, shards: int, ranks: Ranks) -> None:
-    copies = "each with all weights" if shards == 1 else f"{ranks.world // shards:,} x {shards:,} that share weights"
-    micro_steps = c.gradient_accumulation_steps // ranks.world
-    ranks.say(f"{ranks.world:,} ranks, {copies}; micro-batches of each rank and step: {micro_steps}")
+def say_ranks(run: Planned, shards: int, ranks: Ranks) -> None:
+    world = run.batching.world
+    copies = "each with all weights" if shards == 1 else f"{world // shards:,} x {shards:,} that share weights"
+    ranks.say(f"{world:,} ranks, {copies}; micro-batches of each rank and step: {run.batching.micro_steps}")
 
 
-def say_traffic(c: TrainConfig, config: GPTConfig, machine: Machine, ranks: Ranks, mesh: DeviceMesh | None) -> None:
+def say_traffic(run: Planned, machine: Machine, ranks: Ranks) -> None:
     """Says what each rank sends in a step, and how long that takes on NETWORKS."""
-    sent = traffic.of_step(c, config, mesh, ranks.world)
+    sent = traffic.of_step(run.step(machine), run.batching.micro_steps, run.batching.world)
     of_kind = {kind: sum(n for group, n in sent.items() if group.kind == kind) for kind in traffic.KINDS}
     in_words = [f"{kind} {with_unit(n, BYTES)}" for kind, n in of_kind.items() if n]
     ranks.say(f"each rank sends per step: {', '.join(in_words)}")
     if machine.peak is None:
         return
-    speed = Speed.expected(c, config, machine, machine.peak[0], ranks.world)
+    speed = Speed.expected(run, machine, machine.peak[0])
     ranks.say(
         f"on hosts of {GPUS}, at line rates: communication, and the step from all of it overlapping with computing to "
         "none (no run has shown yet how much does)"
@@ -286,26 +326,26 @@ def sending_time(sent: dict[traffic.Group, float], network: Network) -> float:
 
 
 class Fitting:
-    """The micro-batches that keep the tokens of c's step, and the bytes that they take on CUDA.
+    """The micro-batches that keep the tokens of a run's step, and the bytes that they take on CUDA.
 
     Bytes are rehearsed where they are asked for, once each, however many cards there are.
     """
 
-    def __init__(self, c: TrainConfig, config: GPTConfig, world: int, mesh: DeviceMesh | None = None) -> None:
-        sequences = c.batch_size * c.gradient_accumulation_steps // world
-        largest = min(sequences, max(1, LARGEST_PLANNED // config.block_size))
+    def __init__(self, run: Planned) -> None:
+        sequences = run.batching.sequences // run.batching.world
+        largest = min(sequences, max(1, LARGEST_PLANNED // run.config.block_size))
+        self.run = run
+        self.sequences = sequences
         self.batch_sizes = [n for n in range(1, largest + 1) if sequences % n == 0]
+        self.peak_bytes = functools.cache(self._peak_bytes)
 
-        @functools.cache
-        def peak_bytes(batch_size: int, dtype: str, loss_logits: int) -> int:
-            compiled = c.compile is not False
-            accumulates = batch_size < sequences
-            options: dict[str, Any] = {"loss_logits": loss_logits, "activation_checkpoint": c.activation_checkpoint}
-            options["shard"] = sharder(c, mesh)
-            parts = estimate.memory(config, batch_size, dtype, "cuda", compiled, accumulates, **options)
-            return sum(parts.values()) + sum(buckets(config, world, mesh).values())
-
-        self.peak_bytes = peak_bytes
+    def _peak_bytes(self, batch_size: int, dtype: str, loss_logits: int) -> int:
+        run = self.run
+        form = Form(dtype, run.compiled, checkpoint=run.activation_checkpoint, as_written=run.as_written)
+        step = Step(self.run.config, batch_size, form, "cuda", batch_size < self.sequences, loss_logits)
+        shard = None if self.run.mesh is None else self.run.shard
+        parts = memory(replace(step, make_optimizer=self.run.make_optimizer, shard=shard))
+        return sum(parts.values()) + sum(buckets(self.run).values())
 
     def largest(self, machine: Machine) -> int | None:
         """The largest micro-batch predicted to fit; 0 where none does, None where the memory is not known."""
@@ -333,13 +373,13 @@ class Speed:
     known: KnownRun | None  # of the same model
 
     @classmethod
-    def expected(cls, c: TrainConfig, config: GPTConfig, machine: Machine, peak: float, world: int) -> Speed:
-        """On `world` of these machines, each of `peak` FLOP/s."""
-        mfu, basis = known_runs.expected_mfu(machine.card, config, machine.dtype)
-        flops = known_runs.flops_per_token(config) * tokens_per_step(c, config)
-        run = known_runs.known_run(machine.card, config, machine.dtype)
-        known = run if run and run.is_of(config) else None
-        return cls(mfu, basis, flops / (mfu * peak * world), known)
+    def expected(cls, run: Planned, machine: Machine, peak: float) -> Speed:
+        """On the ranks of the run, each on such a machine of `peak` FLOP/s."""
+        mfu, basis = known_runs.expected_mfu(machine.card, run.config, machine.dtype)
+        flops = known_runs.flops_per_token(run.config) * run.tokens()
+        like = known_runs.known_run(machine.card, run.config, machine.dtype)
+        known = like if like and like.is_of(run.config) else None
+        return cls(mfu, basis, flops / (mfu * peak * run.batching.world), known)
 
 
 def brief(step_s: float) -> str:
@@ -377,29 +417,26 @@ HEAD = ("card", "GB", "dtype", "micro-batch", "step", "run", "mfu", "known run")
 ALIGNED = "<>>>>><<"  # to the left, to the right
 
 
-def say_cards(c: TrainConfig, config: GPTConfig, ranks: Ranks, mesh: DeviceMesh | None) -> None:
+def say_cards(run: Planned, ranks: Ranks) -> None:
     """Says which cards the run fits into and how long it takes there, the fastest first."""
     with not_silent("still rehearsing micro-batches", ranks.say):
-        rows = sorted(rows_of_cards(c, config, ranks.world, mesh), key=Row.step_s)
-    lines = [HEAD, *(row.cells(c.max_iters) for row in rows)]
+        rows = sorted(rows_of_cards(run), key=Row.step_s)
+    lines = [HEAD, *(row.cells(run.max_iters) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     ranks.say("")
     for line in lines:
         cells = [f"{cell:{a}{width}}" for cell, a, width in zip(line, ALIGNED, widths, strict=True)]
         ranks.say("  ".join(cells).rstrip())
     ranks.say("")
-    ranks.say(
-        f"micro-batch: the largest predicted to fit into {estimate.USABLE:.0%} of the memory, at the same tokens per "
-        "step"
-    )
-    ranks.say(f"run: {c.max_iters:,} steps on {ranks.world} of these cards, without evaluation")
+    ranks.say(f"micro-batch: the largest predicted to fit into {USABLE:.0%} of the memory, at the same tokens per step")
+    ranks.say(f"run: {run.max_iters:,} steps on {run.batching.world} of these cards, without evaluation")
     ranks.say(
         f"mfu: share of the published peak; {known_runs.ASSUMED_MFU:.0%} is assumed where nothing is known, so do not "
         "rank such a card against one with a known run"
     )
 
 
-def rows_of_cards(c: TrainConfig, config: GPTConfig, world: int, mesh: DeviceMesh | None) -> list[Row]:
+def rows_of_cards(run: Planned) -> list[Row]:
     """A row for each card and each size of its memory.
 
     Apple's chips are left out: no figures in 16 bits are published for them, and memory is predicted for CUDA.
@@ -408,13 +445,13 @@ def rows_of_cards(c: TrainConfig, config: GPTConfig, world: int, mesh: DeviceMes
     for card in gpu_peaks.table():
         if card.maker != "Apple":
             sizes = [replace(card, memory_gb=(gb,)) for gb in card.memory_gb] or [card]
-            machines += [Machine.of_card(of_one_size, c.dtype) for of_one_size in sizes]
-    fitting = Fitting(c, config, world, mesh)
+            machines += [Machine.of_card(of_one_size, run.dtype) for of_one_size in sizes]
+    fitting = Fitting(run)
     rows = []
     for machine in machines:
         fits = fitting.largest(machine)
         speed = None
         if machine.peak and fits != 0:
-            speed = Speed.expected(c, config, machine, machine.peak[0], world)
+            speed = Speed.expected(run, machine, machine.peak[0])
         rows.append(Row(machine, fits, speed))
     return rows

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deskgpt.compute import sharding
-from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.runner import Form, Runner
-from model import GPT, GPTConfig
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from train import TrainConfig
+from deskgpt.compute.optimizer import Muon
+from deskgpt.compute.runner import Runner
+from deskgpt.predict.memory import Step
+from model import GPT
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")
 
@@ -108,25 +104,29 @@ def fake_ranks(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def of_step(c: TrainConfig, config: GPTConfig, mesh: DeviceMesh | None, world: int) -> dict[Group, float]:
-    """Bytes that a rank sends in an optimizer step of c. mesh: as in sharding.make_mesh; None: under DDP."""
-    if mesh is None:
+def of_step(step: Step, micro_steps: int, world: int) -> dict[Group, float]:
+    """Bytes that a rank sends in an optimizer step of `micro_steps` micro-batches: under DDP, or sharded as step.shard.
+
+    To be called within fake_ranks where it is sharded.
+    """
+    if step.shard is None:
         group = Group("all-reduce", world)
-        return {group: group.sent(4 * config.count_parameters(config.vocab_size))}
+        trained = [p for p in GPT.without_storage(step.config).parameters() if p.requires_grad]
+        return {group: group.sent(sum(p.nbytes for p in trained))}
     with FakeTensorMode():
-        model = GPT(config)
-        model.checkpoint_activations(c.activation_checkpoint)
-        sharding.shard(model, mesh, c.reshard_after_forward)
-        runner = Runner(model, Form())
-        optimizer = make_optimizer(model, c.optimizer, 0.0, 0.0, (0.0, 0.0), 0.0, "cpu")
+        model = GPT(step.config)
+        step.shard(model)
+        runner = Runner(model, replace(step.form, dtype="float32", compiled=False))
+        optimizer = step.make_optimizer(model) if step.make_optimizer else None
         token = torch.zeros(1, 1, dtype=torch.int64)  # what is sent does not depend on how many there are
         with Sent() as of_micro_batch:
-            runner.backward(token, token)
+            runner.forward_backward(token, token)
         with Sent() as of_update:
             runner.gradient_norms()
-            for params in [g["params"] for g in optimizer.param_groups if "momentum" in g]:  # Muon's
-                owners = sharding.Owners(params)
-                owners.scatter(owners.gather([sharding.local(p) for p in params]))
+            if isinstance(optimizer, Muon):  # whose own matmuls are not rehearsed
+                for params in [g["params"] for g in optimizer.param_groups if "momentum" in g]:
+                    owners = sharding.Owners(params)
+                    owners.scatter(owners.gather([sharding.local(p) for p in params]))
     for group, n in of_micro_batch.bytes.items():
-        of_update.bytes[group] += n * (c.gradient_accumulation_steps // world)
+        of_update.bytes[group] += n * micro_steps
     return of_update.bytes

@@ -1,34 +1,22 @@
-"""What a run records: events as JSON lines, Weights & Biases if asked, where its time went, and its provenance."""
+"""What a run records: events as JSON lines, and Weights & Biases if asked."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import platform
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from deskgpt.machine import hardware
 from deskgpt.machine.files import is_at
 
-# Metrics that Weights & Biases gets, under nanoGPT's names where it has them.
-WANDB_NAMES = {name: name for name in ("iter", "loss", "lr", "mfu", "mfu_measured", "tokens_per_s", "grad_norm")}
-WANDB_NAMES |= {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
+# Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
+NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
+PERCENT = ("mfu", "mfu_measured")  # nanoGPT logs percent
 
-SILENCE_S = 10.0  # not_silent says something this often
-DAY_S = 24 * 60 * 60
 
 # ---- the log -------------------------------------------------------------------------------------------------
 
@@ -63,9 +51,9 @@ class RunLog:
             except OSError as e:
                 self._failed(e)
         if self.wandb_run and event in ("iter", "eval"):
-            metrics = {WANDB_NAMES[k]: v for k, v in fields.items() if k in WANDB_NAMES and v is not None}
-            for name in {"mfu", "mfu_measured"} & metrics.keys():
-                metrics[name] *= 100  # nanoGPT logs percent
+            numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
+            numbers = {name: 100 * value if name in PERCENT else value for name, value in numbers.items()}
+            metrics = {NANOGPTS_NAMES.get(name, name): value for name, value in numbers.items()}
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
         if self.wandb_run and event == "tasks":
             figures = {f"tasks/{task}/{k}": v for task, found in fields["results"].items() for k, v in found.items()}
@@ -158,130 +146,3 @@ def event_of(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # a line of brackets only
         return None
     return event if isinstance(event, dict) and "event" in event else None
-
-
-# ---- time ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Window:
-    """The steps between two log lines."""
-
-    step_s: float  # mean time of a step
-    data_wait: float  # share of the time that was spent waiting for data
-
-
-class StepTimer:
-    """Seconds of a run by what they were spent on: training steps, evaluation, saving, waiting for data.
-
-    The clock of the steps runs from `resume` to `pause`; both wait for the device to finish what is queued.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.train_s = 0.0  # of finished windows, the wait for data included
-        self.wait_s = 0.0  # of it waiting for data
-        self.eval_s = 0.0
-        self.save_s = 0.0
-        self.last_eval_s = 0.0
-        self.last_save_s = 0.0
-        self._window_s = 0.0
-        self._window_steps = 0
-        self._resumed_at = 0.0
-
-    def resume(self) -> None:
-        hardware.synchronize(self.device)
-        self._resumed_at = time.perf_counter()
-
-    def pause(self) -> None:
-        hardware.synchronize(self.device)
-        self._window_s += time.perf_counter() - self._resumed_at
-
-    def trained_s(self) -> float:
-        """Seconds of all steps up to the last pause."""
-        return self.train_s + self._window_s
-
-    def step_done(self) -> None:
-        self._window_steps += 1
-
-    def end_window(self, wait_s: float) -> Window:
-        """The steps since the last window, which end now; wait_s: how long they waited for data."""
-        self.pause()
-        self.resume()
-        window = Window(self._window_s / self._window_steps, wait_s / self._window_s)
-        self.train_s += self._window_s
-        self.wait_s += wait_s
-        self._window_s = 0.0
-        self._window_steps = 0
-        return window
-
-    @contextmanager
-    def evaluation(self, more: bool = False) -> Iterator[None]:
-        """Times an evaluation, while the clock of the steps stands still. more: it belongs to the one before."""
-        self.pause()
-        t0 = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - t0
-        self.last_eval_s = seconds + (self.last_eval_s if more else 0.0)
-        self.eval_s += seconds
-        self.resume()
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Times what saving costs the loop, while the clock of the steps stands still."""
-        self.pause()
-        t0 = time.perf_counter()
-        yield
-        self.last_save_s = time.perf_counter() - t0
-        self.save_s += self.last_save_s
-        self.resume()
-
-
-@contextmanager
-def not_silent(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says `what` every ten seconds until the block ends."""
-    done = threading.Event()
-    t0 = time.perf_counter()
-
-    def tell() -> None:
-        while not done.wait(SILENCE_S):
-            say(f"{what} ({clock(time.perf_counter() - t0)})")
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def clock(seconds: float) -> str:
-    """Seconds as 42.0s, 3m07s, 5h02m or, from two days on, 3.4 days."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    if seconds >= 2 * DAY_S:
-        return f"{seconds / DAY_S:,.1f} days"
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
-
-
-# ---- provenance ----------------------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a run's figures depend on."""
-    packages = {p: metadata.version(p) for p in ("numpy", "torch")}
-    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {"python": platform.python_version(), **packages, **cuda, "platform": platform.platform()}
-
-
-def git_commit() -> str | None:
-    """Commit of the code that runs, with "+changes" where files differ from it; None outside a git checkout."""
-    try:
-        describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--abbrev=12"]
-        # --exclude=* leaves tags out: the commit itself, not a distance to some tag
-        out = subprocess.run([*describe, "--dirty=+changes", "--exclude=*"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return out.stdout.strip() or None

@@ -7,20 +7,18 @@ differs is said, a line each. What changes the experiment or the meaning of its 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA, Checkpoint
-from deskgpt.predict import memory as estimate
-from deskgpt.run.log import git_commit, versions
-
-if TYPE_CHECKING:
-    from deskgpt.compute.ranks import Ranks
-    from train import TrainConfig
+from deskgpt.compute.batching import eval_windows
+from deskgpt.compute.ranks import Ranks
+from deskgpt.machine.provenance import git_commit, versions
 
 Facts = dict[str, Any]
-LearningRate = Callable[["TrainConfig", int], float]
+Settings = Mapping[str, Any]  # of a run, by name
+LearningRate = Callable[[Settings, int], float]  # at a step of a run of these settings
 
 TRAIN_DATA = "train data"
 # Where one of these changes, the best loss so far is another quantity than this run's losses.
@@ -62,45 +60,40 @@ class Change:
 
 
 def changes(
-    saved: Checkpoint, c: TrainConfig, data: Facts, n_eval_windows: Callable[[int], int], learning_rate: LearningRate
+    saved: Checkpoint,
+    before: Settings | None,
+    now: Settings,
+    data: Facts,
+    n_eval_windows: Callable[[int], int],
+    learning_rate: LearningRate,
 ) -> list[Change]:
-    """How a run of c that resumes `saved` differs from the run before, but for what facts of its code say.
+    """How a run of the settings `now` that resumes `saved` differs from the run before, but for facts of its code.
 
-    n_eval_windows: of val data, as Split.n_eval_windows. What a checkpoint does not know (nanoGPT's does not know its
-    data) is not compared.
+    before: the settings of the run before, None where the checkpoint has none. n_eval_windows: of val data, as
+    Split.n_eval_windows. What a checkpoint does not know (nanoGPT's does not know its data) is not compared.
     """
     known = saved.facts or {TRAIN_DATA: {"tokens": saved.train_tokens}}
     found = compare(known, data)
-    earlier = earlier_settings(saved, c)
-    if earlier is None:
+    if before is None:
         return found
-    found += compare(facts_of_settings(earlier, n_eval_windows), facts_of_settings(c, n_eval_windows))
-    rate = rate_change(earlier, c, learning_rate, saved.iter_num)
-    schedule = {"schedule": {name: getattr(c, name) for name in SCHEDULE}}
-    before = {"schedule": {name: getattr(earlier, name) for name in SCHEDULE}}
-    return found + rate + compare(before, schedule, matters=bool(rate))
+    found += compare(facts_of_settings(before, n_eval_windows), facts_of_settings(now, n_eval_windows))
+    rate = rate_change(before, now, learning_rate, saved.iter_num)
+    schedule = {"schedule": {name: now[name] for name in SCHEDULE}}
+    earlier = {"schedule": {name: before[name] for name in SCHEDULE}}
+    return found + rate + compare(earlier, schedule, matters=bool(rate))
 
 
-def earlier_settings(saved: Checkpoint, c: TrainConfig) -> TrainConfig | None:
-    """The settings of the run before, which resumed_settings has checked; None if the checkpoint has none.
-
-    A setting that came later has the default, which is what runs before it did.
-    """
-    known = {name: value for name, value in saved.config.items() if name in c.__dataclass_fields__}
-    return type(c)(**known) if "learning_rate" in known else None
-
-
-def facts_of_settings(c: TrainConfig, n_eval_windows: Callable[[int], int]) -> Facts:
+def facts_of_settings(settings: Settings, n_eval_windows: Callable[[int], int]) -> Facts:
     """Facts that follow from settings. A global batch in other parts is the same one."""
-    facts: Facts = {name: getattr(c, name) for name in SETTINGS}
-    if c.optimizer != "muon":
+    facts: Facts = {name: settings[name] for name in SETTINGS}
+    if settings["optimizer"] != "muon":
         del facts["momentum"]
-    facts["sequences per step"] = c.batch_size * c.gradient_accumulation_steps
-    facts[EVAL_WINDOWS] = n_eval_windows(estimate.eval_windows(c))
+    facts["sequences per step"] = settings["batch_size"] * settings["gradient_accumulation_steps"]
+    facts[EVAL_WINDOWS] = n_eval_windows(eval_windows(settings))
     return facts
 
 
-def rate_change(before: TrainConfig, now: TrainConfig, learning_rate: LearningRate, steps: int) -> list[Change]:
+def rate_change(before: Settings, now: Settings, learning_rate: LearningRate, steps: int) -> list[Change]:
     """Where two schedules differ most in the steps done so far, as one Change; [] if they are the same.
 
     What comes later may differ: with the same past, it is the same experiment with another end.
@@ -121,13 +114,12 @@ def rate_change(before: TrainConfig, now: TrainConfig, learning_rate: LearningRa
     return [Change(f"learning rate at step {worst:,}", old, new)]
 
 
-def remedy(saved: Checkpoint, c: TrainConfig, learning_rate: LearningRate) -> str:
+def remedy(before: Settings | None, now: Settings, learning_rate: LearningRate, steps: int) -> str:
     """The setting that keeps the schedule where only its end has moved, as the beginning of a sentence; else ""."""
-    earlier = earlier_settings(saved, c)
-    if earlier is None or not rate_change(earlier, c, learning_rate, saved.iter_num):
+    if before is None or not rate_change(before, now, learning_rate, steps):
         return ""
-    end = earlier.lr_decay_iters or earlier.max_iters
-    if rate_change(earlier, replace(c, lr_decay_iters=end), learning_rate, saved.iter_num):
+    end = before["lr_decay_iters"] or before["max_iters"]
+    if rate_change(before, {**now, "lr_decay_iters": end}, learning_rate, steps):
         return ""
     return f"--lr_decay_iters={end} keeps the schedule. "
 
@@ -158,7 +150,7 @@ def compare(before: Any, now: Facts, matters: bool = True) -> list[Change]:
     """The facts that both know and that differ, in the order of `now`. before: a checkpoint's may be of any type."""
     before = before if isinstance(before, dict) else {}
     return [
-        Change(name, in_words(old), in_words(new), matters)
+        Change(name, fact_text(old), fact_text(new), matters)
         for name, fact in now.items()
         for old, new in differing(before.get(name), fact)
     ]
@@ -174,9 +166,9 @@ def differing(before: Any, now: Any) -> Iterator[tuple[Any, Any]]:
         yield before, now
 
 
-def in_words(fact: Any) -> str:
+def fact_text(fact: Any) -> str:
     if isinstance(fact, dict):
-        return ", ".join(f"{name} {in_words(value)}" for name, value in fact.items())
+        return ", ".join(f"{name} {fact_text(value)}" for name, value in fact.items())
     if type(fact) is int:
         return f"{fact:,}"
     text = str(fact)[:200]  # of a checkpoint, from anywhere

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deskgpt.checkpoint import store as checkpoint
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.sharding import is_dtensor, local
 from deskgpt.machine import hardware
+from deskgpt.run.report import Report
+from deskgpt.run.run import Run
 
 # Of the snapshot's size, what must be free: torch rounds pinned memory up to powers of two, and the system needs some.
 MEMORY_FACTOR = 2.0
@@ -33,6 +35,14 @@ class Saved:
     save_s: float | None = None  # what it cost the training loop, which sets this
     write_s: float = 0.0  # until the files were durable
     error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The latest checkpoint that a run can go back to."""
+
+    path: Path  # of the file or its folder
+    step: int
 
 
 class Saver:
@@ -53,7 +63,11 @@ class Saver:
         keep: int = 1,
         in_background: bool = True,
         group: dist.ProcessGroup | None = None,
+        kept: Kept | None = None,
     ) -> None:
+        """kept: the checkpoint that the run goes on from."""
+        self.kept = kept
+        self.is_stale = False  # whether the run went back before the latest checkpoint, which it must replace
         self.out_dir = out_dir
         self.say = say
         self.best_val_loss = best_val_loss
@@ -66,6 +80,32 @@ class Saver:
         self.ended: list[Saved] = []
         self.has_taken_over = False
         self.has_said_memory = False
+
+    def save_run(self, run: Run, report: Report, best: bool) -> None:
+        """Saves the run as it is now. All ranks call this; without a group the first one writes."""
+        if run.ranks.is_first or self.group is not None:
+            self.say(f"saving checkpoint to {self.out_dir}")
+            with report.timer.saving():
+                saving = self.save(run.checkpoint(), best)
+            saving.save_s = report.timer.last_save_s
+        self.kept = Kept(self.out_dir / store.NAME if self.group is None else self.out_dir, run.step)
+        self.is_stale = False
+
+    def tell(self, run: Run, report: Report) -> None:
+        """Reports the saves that have ended since the last call. After one that failed, another loss is the best."""
+        for saved in self.finished():
+            if saved.error is None:
+                report.saved(saved.step, saved.best, saved.save_s, saved.write_s)
+            elif saved.best and saved is self.last:
+                run.best_val_loss = self.best_val_loss
+
+    def kept_text(self) -> str:
+        """What an error says about the checkpoints."""
+        if self.kept is None:
+            return "no checkpoint was saved yet"
+        best = store.folder_of(self.kept.path) / store.BEST
+        also = f", the best one is {best}" if best.exists() and best != self.kept.path else ""
+        return f"the last checkpoint is {self.kept.path} of step {self.kept.step}{also}"
 
     def save(self, state: Checkpoint, best: bool) -> Saved:
         """Begins to write a checkpoint, after the one before has been written. The state may change afterwards."""
@@ -94,7 +134,7 @@ class Saver:
             if not self.has_taken_over:
                 agreed(self.group, lambda: self._take_over(state.iter_num))
                 self.has_taken_over = True
-            checkpoint.save(state, self.out_dir, saved.best, self.keep, self.group)
+            store.save(state, self.out_dir, saved.best, self.keep, self.group)
             if saved.best:
                 self.best_val_loss = state.best_val_loss
         except BaseException as e:  # for the training loop, in its own thread
@@ -104,7 +144,7 @@ class Saver:
 
     def _take_over(self, step: int) -> None:
         if self.group is None or dist.get_rank(self.group) == 0:
-            checkpoint.take_over(self.out_dir, self.say, step)
+            store.take_over(self.out_dir, self.say, step)
 
     def finished(self) -> Iterator[Saved]:
         """The saves that have ended since the last call. Says which have failed; raises what is no error of a user."""
@@ -193,6 +233,6 @@ class Snapshot:
 
 def storage_bytes(state: Checkpoint) -> int:
     """The size of all tensors of a checkpoint."""
-    tensors = [local(value) for value in checkpoint.values_in(vars(state)) if isinstance(value, Tensor)]
+    tensors = [local(value) for value in store.values_in(vars(state)) if isinstance(value, Tensor)]
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

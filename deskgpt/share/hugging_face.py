@@ -180,8 +180,7 @@ def generation_config_json(c: GPTConfig, vocab_size: int, end_of_text: int | Non
 @lru_cache(4)  # it takes a second for the largest GPT-2
 def shapes_of(c: GPTConfig) -> dict[str, torch.Size]:
     """Our parameters' names and shapes; a tied head is left out."""
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in GPT(c).state_dict().items()}
+    shapes = {name: p.shape for name, p in GPT.without_storage(c).state_dict().items()}
     if c.tie_weights:
         del shapes["lm_head.weight"]
     return shapes
@@ -226,13 +225,22 @@ def constants(c: GPTConfig) -> dict[str, Tensor]:
 
 
 def to_hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of our state_dict as those of the class, with its names and shapes."""
+    """The weights of our state_dict as those of the class, with its names and shapes.
+
+    Raises ValueError for one that no class has, as after a change of model.py.
+    """
     kind = class_of(c)
     found: dict[str, Tensor] = {}
     for key in shapes_of(c):
         w = state[key].t() if is_transposed(key, kind) else state[key]
-        names = their_names(key, kind)
-        found |= {name: part.contiguous() for name, part in zip(names, w.chunk(len(names)), strict=True)}
+        try:
+            names = their_names(key, kind)
+        except KeyError:
+            raise ValueError(f"{kind.name} has no {key}, which model.py has: this model cannot be exported") from None
+        parts = w.chunk(len(names)) if len(names) > 1 else (w,)
+        for name, part in zip(names, parts, strict=True):
+            # A copy: blocks may share weights, and safetensors refuses a memory of two names.
+            found[name] = part.clone(memory_format=torch.contiguous_format)
     return found | constants(c)
 
 
@@ -257,7 +265,8 @@ def from_hugging_face(
     left = dict(weights)
     try:
         for key in shapes_of(c):
-            w = torch.cat([left.pop(name) for name in their_names(key, kind)])
+            parts = [left.pop(name) for name in their_names(key, kind)]
+            w = torch.cat(parts) if len(parts) > 1 else parts[0]
             state[key] = w.t().contiguous() if is_transposed(key, kind) else w
     except KeyError as e:
         raise ValueError(f"init_from={source}: model.safetensors lacks {e}; export the model again") from None

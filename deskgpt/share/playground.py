@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from deskgpt.machine.errors import message_for_user
+from deskgpt.machine.words import shortened
 from model import GPT
 
 MOST_PROMPT_CHARS = 100_000
@@ -81,7 +82,7 @@ class Wish:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ValueError(f"{name}={shown(value)} must be from {low:,} to {high:,}")
+                raise ValueError(f"{name}={shortened(value)} must be from {low:,} to {high:,}")
         if not self.prompt:
             raise ValueError("the prompt is empty; type some text or a line break")
         for name, most in (("prompt", MOST_PROMPT_CHARS), ("stop", MOST_STOP_CHARS)):
@@ -103,28 +104,22 @@ def parsed(body: bytes, models: int) -> tuple[int, Wish]:
     kinds = get_type_hints(Wish) | {"model": int}
     for name in values:
         if name not in kinds:
-            raise ValueError(f"{shown(name)} is not a setting; these are: {', '.join(kinds)}")
+            raise ValueError(f"{shortened(name)} is not a setting; these are: {', '.join(kinds)}")
     for name, kind in kinds.items():
         if name not in values:
             raise ValueError(f"{name} is missing")
         is_whole = type(values[name]) is int and kind is float
         if type(values[name]) is not kind and not is_whole:
             wanted = {str: "text", int: "a whole number", float: "a number"}[kind]
-            raise ValueError(f"{name}={shown(values[name])} is not {wanted}")
+            raise ValueError(f"{name}={shortened(values[name])} is not {wanted}")
     model = values.pop("model")
     if not 0 <= model < models:
-        raise ValueError(f"model={shown(model)} must be below {models}")
+        raise ValueError(f"model={shortened(model)} must be below {models}")
     return model, Wish(**values)
 
 
 def refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
-
-
-def shown(value: Any) -> str:
-    """A value in a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -161,7 +156,7 @@ class Player:
     model: GPT
     tokenizer: Tokenizer
     grow: Callable[[str, str], Growing]  # from the prompt and the stop text
-    autocast: Callable[[], AbstractContextManager[None]]
+    using: Callable[[], AbstractContextManager[None]]  # the way in which the model computes: Reading.using
     busy: threading.Lock = field(default_factory=threading.Lock)  # held while it writes
 
     def encode(self, prompt: str) -> Tensor:
@@ -173,7 +168,7 @@ class Player:
         return torch.from_numpy(ids)[None]
 
     def write(self, wish: Wish, ids: Tensor, turn: threading.Lock) -> Generator[list[dict[str, Any]]]:
-        """Yields, after each token drawn, the tokens whose text is settled: not while it may become the stop text.
+        """Yields, after each token drawn, the tokens whose text is final: not while it may become the stop text.
 
         The last list ends with why the text ends. Models take turns: `turn` is held while a token is computed. On
         CUDA nothing else may run while a step is recorded as a graph.
@@ -187,30 +182,29 @@ class Player:
             p = logits[0].cpu().double().softmax(0)  # (V,)
 
         with turn:
-            ids = ids.to(self.model.lm_head.weight.device)
-        with self.autocast():
-            drawn = self.model.generate(
-                ids,
-                wish.max_new_tokens,
-                temperature=wish.temperature,
-                top_k=wish.top_k or None,
-                top_p=wish.top_p,
-                seed=wish.seed,
-                vocab_size=self.tokenizer.vocab_size,
-                watch=watch,
-            )
-            while not text.done:
-                with turn:
-                    new = next(drawn, None)
-                    token = None if new is None else int(new)
-                if token is None:
-                    break
-                begin = len(text.text)
-                text.add(token)
-                waiting.append((begin, len(text.text), self.describe(token, p)))
-                settled = [] if text.done else [t for t in waiting if t[1] <= text.shown]
-                waiting = waiting[len(settled) :]
-                yield [about | {"text": text.text[begin:end]} for begin, end, about in settled]
+            ids = ids.to(next(self.model.parameters()).device)
+        drawn = self.model.generate(
+            ids,
+            wish.max_new_tokens,
+            temperature=wish.temperature,
+            top_k=wish.top_k or None,
+            top_p=wish.top_p,
+            seed=wish.seed,
+            vocab_size=self.tokenizer.vocab_size,
+            watch=watch,
+        )
+        while not text.done:
+            with turn, self.using():
+                new = next(drawn, None)
+                token = None if new is None else int(new)
+            if token is None:
+                break
+            begin = len(text.text)
+            text.add(token)
+            waiting.append((begin, len(text.text), self.describe(token, p)))
+            ready = [] if text.done else [t for t in waiting if t[1] <= text.shown]
+            waiting = waiting[len(ready) :]
+            yield [about | {"text": text.text[begin:end]} for begin, end, about in ready]
 
         if text.done:  # the stop text and what follows it are cut off
             waiting = [t for t in waiting if t[0] < len(text.text)]

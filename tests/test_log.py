@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import subprocess
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import events, tiny
 
-from deskgpt.checkpoint import store as checkpoint
-from deskgpt.run import log as runlog
-from deskgpt.run.log import RunLog, clock
+from deskgpt.checkpoint import store
+from deskgpt.machine import provenance
+from deskgpt.machine.words import clock
+from deskgpt.run.log import RunLog
+from deskgpt.run.report import Report
 from train import main
 
 
@@ -20,15 +25,40 @@ def test_log_continues_after_a_torn_line(tmp_path):
     assert path.read_text().splitlines() == ['{"event": "iter"}', '{"event": "it', '{"event": "start", "iter": 3}']
 
 
+def log_also(monkeypatch, **more: Any) -> None:
+    step = Report.step
+    monkeypatch.setattr(Report, "step", lambda self, **numbers: step(self, **numbers, **more))
+
+
+def test_numbers_of_a_step_may_be_torchs_and_numpys(chars, tmp_path, monkeypatch):
+    log_also(monkeypatch, a=torch.full((1,), 1.5), b=np.float32(2.5), c=np.int64(3), d=True)
+    main(tiny(chars, tmp_path, max_iters=2))
+    (first, _) = events(tmp_path, "iter")
+    assert [repr(first[name]) for name in "abcd"] == ["1.5", "2.5", "3.0", "1.0"]  # the page has no curve of True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("time_ms", 1.0), ("event", 1.0), ("val_loss", 1.0)),  # fields of the log, or of Weights & Biases
+        *(("x", None), ("x", "no number"), ("x", torch.ones(2)), ("x", torch.ones((), device="meta"))),
+    ],
+)
+def test_what_a_step_cannot_log_is_named(chars, tmp_path, monkeypatch, name, value):
+    log_also(monkeypatch, **{name: value})
+    with pytest.raises(ValueError, match=rf"report\.step was given {name}\b"):
+        main(tiny(chars, tmp_path))
+
+
 @pytest.mark.slow
 def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     main(tiny(chars, tmp_path / "out", wandb_log=True, max_iters=3))
-    run_id = checkpoint.load(tmp_path / "out").wandb_run_id
+    run_id = store.load(tmp_path / "out").wandb_run_id
     assert run_id
     main(tiny(chars, tmp_path / "out", wandb_log=True, init_from="resume"))
-    assert checkpoint.load(tmp_path / "out").wandb_run_id == run_id
+    assert store.load(tmp_path / "out").wandb_run_id == run_id
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
@@ -79,14 +109,14 @@ def test_git_commit_marks_changes(tmp_path, monkeypatch):
         identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
 
-    monkeypatch.setattr(runlog, "__file__", str(tmp_path / "runlog.py"))
-    assert runlog.git_commit() is None
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
+    assert provenance.git_commit() is None
     git("init")
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-m", "x")
-    commit = runlog.git_commit()
+    commit = provenance.git_commit()
     assert commit
     assert len(commit) == 12
     (tmp_path / "a").write_text("2")
-    assert runlog.git_commit() == commit + "+changes"
+    assert provenance.git_commit() == commit + "+changes"

@@ -1,6 +1,6 @@
 """Prints what this machine is and its peak FLOP/s: the published figure, and what matmuls reach now.
 
-    python hardware.py
+    python -m deskgpt.machine
 
 Keeps a measured peak in ~/.cache/deskgpt/peaks.json, or below XDG_CACHE_HOME, if it is the best so far.
 """

@@ -15,12 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from configurator import read_settings
+from deskgpt.compute.batching import Batching
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.sharding import local
 from deskgpt.faster import kernels
+from deskgpt.faster.definition import using
 from deskgpt.machine import hardware
-from deskgpt.predict import memory as estimate
-from deskgpt.predict.memory import memory
+from deskgpt.predict import fit
+from deskgpt.predict.memory import Step, fake_tensors, kept_by_partitioner, kept_compiled, memory
 from model import GPT, GPTConfig
 from train import TrainConfig, main, resumed_settings
 
@@ -28,30 +31,45 @@ CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64, bias=False)
 
 
+def adamw(model: GPT) -> torch.optim.Optimizer:
+    return make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
+
+
+def muon(model: GPT) -> torch.optim.Optimizer:
+    return make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95)
+
+
 class Real:
     """A model on the CPU that takes steps, and the bytes that torch's allocator then holds, by its profiler."""
 
-    def __init__(self, config: GPTConfig, batch_size: int, dtype: str, activation_checkpoint: str = "none") -> None:
+    def __init__(self, config: GPTConfig, batch_size: int, form: Form) -> None:
         self.model = GPT(config)
-        self.model.checkpoint_activations(activation_checkpoint)
-        self.optimizer = make_optimizer(self.model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
+        self.optimizer = adamw(self.model)
         self.x, self.y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
-        self.amp = Runner(self.model, Form(dtype)).amp
+        self.runner = Runner(self.model, form)
+
+    def loss(self) -> torch.Tensor:
+        with self.runner.amp:
+            return self.model(self.x, self.y)[1]
 
     def step(self, micro_steps: int) -> None:
         for _ in range(micro_steps):
-            with self.amp:
-                loss = self.model(self.x, self.y)[1]
-            loss.backward()
+            with using(self.runner.forms):
+                self.loss().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def peak_of_step(self, micro_steps: int) -> int:
-        self.step(micro_steps)  # makes AdamW's moments
+        self.step(micro_steps)  # makes what the optimizer keeps
         weights = sum(p.nbytes for p in self.model.parameters())
-        there = 3 * weights + self.x.nbytes + self.y.nbytes
+        there = weights + kept_by_optimizer(self.optimizer) + self.x.nbytes + self.y.nbytes
         return there + peak_of(lambda: self.step(micro_steps))
+
+
+def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of moments, and of the number of steps for each parameter; of sharded ones this rank's."""
+    return sum(local(x).nbytes for state in optimizer.state.values() for x in state.values())
 
 
 def peak_of(f: Callable[[], Any]) -> int:
@@ -75,7 +93,8 @@ def kept_by(real: Real) -> int:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with real.amp, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    runner = real.runner
+    with using(runner.forms), runner.amp, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         h = real.model.transformer(real.x)
     for t in (real.x, real.y, h):
         keep(t)
@@ -85,7 +104,7 @@ def kept_by(real: Real) -> int:
 
 @pytest.fixture
 def no_onednn(monkeypatch):
-    """Without oneDNN, whose workspaces estimate.py does not count and the processor decides.
+    """Without oneDNN, whose workspaces memory.py does not count and the processor decides.
 
     With AVX512-FP16, for one, some of its float16 matmuls take float32 copies of their operands and their result.
     """
@@ -106,8 +125,8 @@ CASES = [  # model, batch, dtype, tokens in a chunk of the loss: some make it in
 @pytest.mark.parametrize(("config", "batch_size", "dtype", "chunk"), CASES)
 def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype, chunk, monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
-    predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False)["activations"]
-    assert predicted == pytest.approx(kept_by(Real(config, batch_size, dtype)), rel=0.005)
+    predicted = memory(Step(config, batch_size, Form(dtype), "cpu"))["activations"]
+    assert predicted == pytest.approx(kept_by(Real(config, batch_size, Form(dtype))), rel=0.005)
 
 
 @pytest.mark.parametrize(("config", "batch_size", "dtype", "chunk"), CASES)
@@ -115,8 +134,9 @@ def test_predicted_activations_are_what_autograd_keeps(config, batch_size, dtype
 @pytest.mark.usefixtures("no_onednn")
 def test_predicted_total_is_the_peak_of_a_real_step(config, batch_size, dtype, chunk, micro_steps, monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
-    predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, accumulates=micro_steps > 1)
-    assert sum(predicted.values()) == pytest.approx(Real(config, batch_size, dtype).peak_of_step(micro_steps), rel=0.01)
+    predicted = memory(Step(config, batch_size, Form(dtype), "cpu", accumulates=micro_steps > 1))
+    peak = Real(config, batch_size, Form(dtype)).peak_of_step(micro_steps)
+    assert sum(predicted.values()) == pytest.approx(peak, rel=0.01)
 
 
 # Not compiled, a block of GPT-2's keeps 16 tensors of its input's size and full checkpointing one; selective keeps 6.
@@ -136,15 +156,16 @@ CHECKPOINTED = [
 def test_predicted_total_is_the_peak_of_a_real_step_that_computes_activations_again(case, which, monkeypatch):
     config, batch_size, dtype, chunk = case
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
-    predicted = estimate.memory(config, batch_size, dtype, "cpu", compiled=False, activation_checkpoint=which)
-    peak = Real(config, batch_size, dtype, which).peak_of_step(2)
+    form = Form(dtype, checkpoint=which)
+    predicted = memory(Step(config, batch_size, form, "cpu"))
+    peak = Real(config, batch_size, form).peak_of_step(2)
     assert sum(predicted.values()) == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointing_saves_activations_of_12_layers_of_768(compiled):
     none, full, selective = (
-        estimate.memory(GPTConfig(), 2, "bfloat16", "cuda", compiled, activation_checkpoint=which)["activations"]
+        memory(Step(GPTConfig(), 2, Form("bfloat16", compiled, checkpoint=which), "cuda"))["activations"]
         for which in ("none", "full", "selective")
     )
     assert full < 0.15 * none
@@ -153,10 +174,10 @@ def test_checkpointing_saves_activations_of_12_layers_of_768(compiled):
 
 @pytest.mark.usefixtures("no_onednn")
 def test_muon_needs_no_more_than_is_predicted():
-    real = Real(SMALL, 4, "float32")
-    real.optimizer = make_optimizer(real.model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95, "cpu")
-    peak = real.peak_of_step(2)  # counts AdamW's two moments, of which Muon has one
-    assert peak < 1.02 * sum(estimate.memory(SMALL, 4, "float32", "cpu", compiled=False).values())
+    real = Real(SMALL, 4, Form())
+    real.optimizer = muon(real.model)
+    peak = real.peak_of_step(2)
+    assert peak < 1.02 * sum(memory(Step(SMALL, 4, Form(), "cpu", make_optimizer=muon)).values())
 
 
 @pytest.mark.slow
@@ -164,11 +185,11 @@ def test_muon_needs_no_more_than_is_predicted():
 @pytest.mark.parametrize("settings", [{}, {"norm": "rms"}, MODERN_SETTINGS])
 def test_predicted_activations_are_what_a_compiled_model_keeps(settings, dtype):
     config = replace(SMALL, n_layer=4, block_size=256, **settings)
-    real = Real(config, 5, dtype)
+    real = Real(config, 5, Form(dtype))
     # Dynamo, AOTAutograd and the partitioner, as for inductor, and its kernels left out: they need a compiler.
     real.model.transformer.compile(backend="aot_eager_decomp_partition")
     ids_and_result = real.x.nbytes + real.y.nbytes + 5 * 256 * 64 * 4
-    predicted = ids_and_result + estimate.kept_compiled(config, 5, dtype, "cpu")
+    predicted = ids_and_result + kept_compiled(Step(config, 5, Form(dtype), "cpu"))
     assert predicted == pytest.approx(kept_by(real), rel=0.03)
 
 
@@ -178,9 +199,9 @@ def test_predicted_activations_are_what_a_compiled_model_keeps(settings, dtype):
 def test_compiled_model_keeps_what_its_checkpoints_keep(settings, which):
     config = replace(SMALL, n_layer=4, block_size=256, **settings)
     for dtype in ("float32", "bfloat16"):
-        real = Real(config, 5, dtype, which)
+        real = Real(config, 5, Form(dtype, checkpoint=which))
         real.model.transformer.compile(backend="aot_eager_decomp_partition")
-        predicted = estimate.memory(config, 5, dtype, "cuda", compiled=True, activation_checkpoint=which)["activations"]
+        predicted = memory(Step(config, 5, Form(dtype, compiled=True, checkpoint=which), "cuda"))["activations"]
         kept = kept_by(real)
         assert 0.99 * kept < predicted < kept + 1.1 * 5 * 256 * 64 * 4  # compiled, the final norm keeps one tensor less
 
@@ -189,9 +210,9 @@ def test_compiled_model_keeps_what_its_checkpoints_keep(settings, which):
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, MODERN_SETTINGS | {"n_layer": 5}])
 def test_compiled_model_is_predicted_from_two_of_its_layers_and_two_sequences(settings, monkeypatch):
     config = replace(SMALL, **settings)
-    predicted = estimate.kept_compiled(config, 12, "bfloat16", "cuda")
-    monkeypatch.setattr(estimate, "TRACED_SEQUENCES", 12)
-    fixed, by_sequence = estimate.kept_by_partitioner.__wrapped__(config, "bfloat16", "cuda")  # all layers
+    predicted = kept_compiled(Step(config, 12, Form("bfloat16"), "cuda"))
+    monkeypatch.setattr("deskgpt.predict.memory.TRACED_SEQUENCES", 12)
+    fixed, by_sequence = kept_by_partitioner.__wrapped__(config, "bfloat16", "cuda")  # all layers
     assert predicted == pytest.approx(fixed + 12 * by_sequence, rel=0.02)
 
 
@@ -199,8 +220,8 @@ def test_compiled_model_is_predicted_from_two_of_its_layers_and_two_sequences(se
 def test_compiling_the_modern_settings_saves_memory_and_those_of_gpt2_do_not():
     for settings, least, most in (({}, 0.98, 1.02), (MODERN_SETTINGS, 0.5, 0.9)):
         config = replace(SMALL, n_layer=4, block_size=256, **settings)
-        plain = memory(config, 16, "bfloat16", "cuda", compiled=False)
-        compiled = memory(config, 16, "bfloat16", "cuda", compiled=True)
+        plain = memory(Step(config, 16, Form("bfloat16"), "cuda"))
+        compiled = memory(Step(config, 16, Form("bfloat16", compiled=True), "cuda"))
         assert least < compiled["activations"] / plain["activations"] < most
 
 
@@ -221,7 +242,7 @@ class Dtypes(TorchFunctionMode):
 def dtypes_of_forward(config: GPTConfig, fakes: AbstractContextManager, device_type: str) -> list[Any]:
     """Of a forward pass of fake tensors under the device's autocast for bfloat16, without gradients."""
     transformer = GPT(config).transformer
-    with fakes, torch.no_grad(), Dtypes() as dtypes:
+    with fakes, torch.no_grad(), using(kernels.forms_for(device_type)), Dtypes() as dtypes:
         tensors = (*transformer.named_parameters(), *transformer.named_buffers())
         state = {name: torch.empty(t.shape, dtype=t.dtype, device=device_type) for name, t in tensors}
         idx = torch.zeros(2, config.block_size, dtype=torch.int64, device=device_type)
@@ -241,37 +262,33 @@ def test_rehearsal_computes_in_the_dtypes_of_cudas_autocast(settings):
     """Torch dispatches fake tensors of CUDA as it does real ones. Without a GPU it cannot slice them, as rope does."""
     config = replace(SMALL, **settings)
     cuda = dtypes_of_forward(config, FakeTensorMode(), "cuda")
-    rehearsed = dtypes_of_forward(config, estimate.fake_tensors("cuda"), "cpu")
+    rehearsed = dtypes_of_forward(config, fake_tensors("cuda"), "cpu")
     assert rehearsed == cuda
     assert {dtype for _, dtype in cuda} == {torch.float32, torch.bfloat16}
 
 
 def test_rms_norm_on_cuda_keeps_its_input_and_a_number_for_each_row():
-    plain, normed = (
-        estimate.memory(replace(SMALL, qk_norm=on), 4, "float32", "cuda", compiled=False)["activations"]
-        for on in (False, True)
-    )
+    plain, normed = (memory(Step(replace(SMALL, qk_norm=on), 4, Form(), "cuda"))["activations"] for on in (False, True))
     # Queries and keys before and after; without the norm attention keeps views of one tensor.
     rows = 4 * SMALL.block_size
     assert normed - plain == SMALL.n_layer * 2 * 4 * rows * (SMALL.n_embd + SMALL.n_head)
 
 
 def test_static_parts_are_the_bytes_of_a_real_model():
-    real = Real(SMALL, 2, "float32")
-    real.model(real.x, real.y)[1].backward()
+    real = Real(SMALL, 2, Form())
+    real.loss().backward()
     real.optimizer.step()
-    parts = estimate.memory(SMALL, 2, "float32", "cpu", compiled=False)
+    parts = memory(Step(SMALL, 2, Form(), "cpu"))
     assert parts["weights"] == sum(p.nbytes for p in real.model.parameters())
     assert parts["gradients"] == sum(p.grad.nbytes for p in real.model.parameters() if p.grad is not None)
-    moments = [s[k] for s in real.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    assert parts["optimizer"] == sum(m.nbytes for m in moments)
+    assert parts["optimizer"] == kept_by_optimizer(real.optimizer) > 2 * parts["weights"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
-    one, two, three = (estimate.memory(SMALL, b, dtype, device_type, compiled=False) for b in (4, 6, 8))
+    one, two, three = (memory(Step(SMALL, b, Form(dtype), device_type)) for b in (4, 6, 8))
     for part in ("weights", "gradients", "optimizer"):
         assert one[part] == two[part]
     assert three["activations"] - two["activations"] == two["activations"] - one["activations"] > 0
@@ -279,16 +296,16 @@ def test_parts_scale_with_the_batch_as_they_should(device_type, dtype, monkeypat
 
 def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
-    whole = estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True)
-    monkeypatch.setattr(estimate, "REHEARSED", 8 * SMALL.block_size)
-    assert estimate.memory(SMALL, 40, "bfloat16", "cuda", compiled=True) == whole
-    assert sum(estimate.memory(SMALL, 10**12, "bfloat16", "cuda", compiled=True).values()) > 10**16
+    step = Step(SMALL, 40, Form("bfloat16", compiled=True), "cuda")
+    whole = memory(step)
+    monkeypatch.setattr("deskgpt.predict.memory.REHEARSED", 8 * SMALL.block_size)
+    assert memory(step) == whole
+    assert sum(memory(replace(step, batch_size=10**12)).values()) > 10**16
 
 
 def test_dropout_on_cuda_keeps_masks_of_one_byte_and_no_matrix_of_attention_weights():
     plain, dropped = (
-        estimate.memory(replace(SMALL, dropout=p), 4, "bfloat16", "cuda", compiled=False)["activations"]
-        for p in (0.0, 0.1)
+        memory(Step(replace(SMALL, dropout=p), 4, Form("bfloat16"), "cuda"))["activations"] for p in (0.0, 0.1)
     )
     masks = (1 + 2 * SMALL.n_layer) * 4 * SMALL.block_size * SMALL.n_embd  # of the embeddings, two in each layer
     assert masks <= dropped - plain < 2.5 * masks
@@ -301,7 +318,7 @@ def test_loss_in_chunks_holds_a_chunk_of_logits_not_all(compiled, bytes_per_logi
     head = 12 * config.vocab_size * config.n_embd  # its gradient in float32, the weight and a product in 16 bits
     for gb in (12, 24, 80):
         logits = kernels.logits_for_memory(gb * 2**30)
-        parts = estimate.memory(config, 16, "bfloat16", "cuda", compiled, loss_logits=logits)
+        parts = memory(Step(config, 16, Form("bfloat16", compiled), "cuda", loss_logits=logits))
         held = min(logits, 16 * 1024 * config.vocab_size)
         assert bytes_per_logit * held < parts["logits"] < (bytes_per_logit + 1) * held + head
 
@@ -309,57 +326,67 @@ def test_loss_in_chunks_holds_a_chunk_of_logits_not_all(compiled, bytes_per_logi
 @pytest.mark.parametrize(("batch_size", "candidates"), [(1, [1]), (12, [3, 6, 12]), (16, [1, 2, 4, 8, 16])])
 def test_largest_batch_is_the_largest_that_fits(batch_size, candidates):
     config = replace(SMALL, n_layer=1, block_size=16)
-    totals = {b: sum(estimate.memory(config, b, "bfloat16", "cuda", compiled=True).values()) for b in candidates}
+    step = Step(config, batch_size, Form("bfloat16", compiled=True), "cuda")
+    totals = {b: sum(memory(replace(step, batch_size=b)).values()) for b in candidates}
     for limit in {t - d for t in totals.values() for d in (0, 1)}:
         fitting = [b for b, total in totals.items() if total <= limit]
-        largest = estimate.largest_batch(config, batch_size, "bfloat16", "cuda", limit)
-        assert largest == max(fitting, default=0)
+        assert fit.largest_batch(step, limit) == max(fitting, default=0)
 
 
 def test_largest_batch_follows_activation_checkpoints():
     config = replace(SMALL, n_layer=1, block_size=16)
-    needed = sum(memory(config, 1, "bfloat16", "cuda", compiled=True, activation_checkpoint="full").values())
+    step = Step(config, 1, Form("bfloat16", compiled=True, checkpoint="full"), "cuda")
+    needed = sum(memory(step).values())
     for limit, largest in ((needed, 1), (needed - 1, 0)):
-        assert estimate.largest_batch(config, 1, "bfloat16", "cuda", limit, activation_checkpoint="full") == largest
+        assert fit.largest_batch(step, limit) == largest
 
 
-def test_estimate_leaves_no_fakes_behind_and_the_random_stream_alone():
+def test_rehearsal_leaves_no_fakes_behind_and_the_random_stream_alone():
     state = torch.get_rng_state()
-    estimate.memory(replace(SMALL, dropout=0.1), 2, "bfloat16", "cuda", compiled=True)
+    memory(Step(replace(SMALL, dropout=0.1), 2, Form("bfloat16", compiled=True), "cuda"))
     assert torch.equal(torch.get_rng_state(), state)
-    real = Real(replace(SMALL, dropout=0.1), 2, "float32")
-    assert torch.isfinite(real.model(real.x, real.y)[1])
+    assert torch.isfinite(Real(replace(SMALL, dropout=0.1), 2, Form()).loss())
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
-    def smaller(batch_size: int, accumulation: int, **settings: Any) -> dict[str, int]:
-        c = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, **settings)
-        return estimate.smaller_batch(c, SMALL, "float32", CPU)
+def smaller(batch_size: int, accumulation: int, auto_batch: bool = False, **evaluation: int) -> dict[str, int]:
+    """The settings that change after a micro-batch did not fit."""
+    step = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "block_size": SMALL.block_size}
+    settings = asdict(TrainConfig(**step, **evaluation))  # type: ignore[arg-type]
+    batching = fit.smaller_batch(SMALL, adamw, CPU, auto_batch, Batching.of(settings), Form())
+    return batching.changed(settings)
 
+
+def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
     same = smaller(12, 40, eval_iters=200, auto_batch=True)
-    assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_tokens": 200 * 12 * 1024}
+    assert same == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_tokens": 200 * 12 * 64}
     same = smaller(3, 40, eval_tokens=1000, auto_batch=True)
-    assert same == {"batch_size": 1, "gradient_accumulation_steps": 120}
-    with pytest.raises(ValueError, match="try --batch_size=4 --gradient_accumulation_steps=128, which is the same"):
-        smaller(8, 64, eval_tokens=1000)
+    assert same == {"batch_size": 1, "gradient_accumulation_steps": 120, "eval_tokens": 1000}
+    with pytest.raises(ValueError, match="--gradient_accumulation_steps=128 --eval_tokens=512000, which is the same"):
+        smaller(8, 64, eval_iters=1000)
     with pytest.raises(ValueError, match="not even batch_size=1 fits .*try --block_size=32"):
         smaller(1, 64, auto_batch=True)
+
+
+def test_advice_leaves_the_tokens_of_an_evaluation_that_the_user_has_named():
+    with pytest.raises(ValueError, match="try --batch_size=4 --gradient_accumulation_steps=128, which is the same"):
+        smaller(8, 64, eval_tokens=1000)
 
 
 def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):
     """On a card of 12 GiB that a desktop shares."""
     config = GPTConfig()
-    needed = {b: sum(memory(config, b, "bfloat16", "cuda", compiled=True).values()) for b in (4, 8)}
-    c = TrainConfig(batch_size=32, gradient_accumulation_steps=16)
+    form = Form("bfloat16")
+    step = Step(config, 8, replace(form, compiled=True), "cuda")
+    needed = sum(memory(step).values())
     monkeypatch.setattr(hardware, "device_name", lambda device: "a card")
     monkeypatch.setattr(hardware, "memory_bytes", lambda device: 12 * 2**30)
-    for fits, usable in ((8, needed[8]), (4, needed[8] - 1)):
-        usable_bytes = math.ceil(usable / estimate.USABLE)
+    for fits, usable in ((8, needed), (4, needed - 1)):
+        usable_bytes = math.ceil(usable / fit.USABLE)
         monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device, usable_bytes=usable_bytes: usable_bytes)
         line = rf"batch_size=32 does not fit into a card, {usable_bytes / 2**30:.1f} GiB free \(12.0 in all\); "
         with pytest.raises(ValueError, match=line + f"try --batch_size={fits} --grad"):
-            estimate.smaller_batch(c, config, "bfloat16", torch.device("cuda"))
+            fit.smaller_batch(config, adamw, torch.device("cuda"), False, Batching(32, 16, 1024), form)
 
 
 # ---- in a run ------------------------------------------------------------------------------------------------
@@ -411,6 +438,7 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch, train
 from configurator import configure
+from deskgpt.compute import forms
 forward = train.GPT.forward
 def limited(self, idx, targets=None):
     if os.environ["RANK"] == "1" and idx.size(0) > 2:
@@ -418,8 +446,8 @@ def limited(self, idx, targets=None):
     return forward(self, idx, targets)
 train.GPT.forward = limited
 if {up}:
-    train.forms.BATCH_IS_SEARCHED_ON = ("cpu",)
-    train.forms.Trials.seconds = lambda self, runner, batch: 1.0
+    forms.BATCH_IS_SEARCHED_ON = ("cpu",)
+    forms.FormSearch.seconds = lambda self, runner, batch: 1.0
 train.main(configure(train.TrainConfig, sys.argv[1:]))
 """)
     small = {"batch_size": 1, "gradient_accumulation_steps": 8, "eval_iters": 8}
@@ -458,5 +486,5 @@ def test_card_presets_keep_the_tokens_of_a_step_and_fit(card):
             plain.batch_size * plain.gradient_accumulation_steps
         )
         config = GPTConfig.from_settings(preset, vocab_size=50304)
-        needed = sum(memory(config, preset.batch_size, "bfloat16", "cuda", compiled=True).values())
+        needed = sum(memory(Step(config, preset.batch_size, Form("bfloat16", compiled=True), "cuda")).values())
         assert needed < 0.9 * card * 2**30

@@ -1,0 +1,224 @@
+"""How a model writes and scores text: with a cache, in low precision, compiled; held to the full forward pass.
+
+The logits of a Reading have been compared with those of GPT.forward on all tokens, uncompiled and in float32: after the
+first tokens of a prompt, in the middle of the context and near its end. A form that gives others is left out, and a
+line says so. That is remembered for each version of the code on each machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskgpt.compute import compiling
+from deskgpt.compute.checks import nothing_is_zero, weights_are_finite
+from deskgpt.faster import graphs, held, kernels
+from deskgpt.faster.decoding import Decoder
+from deskgpt.faster.definition import using
+from deskgpt.faster.held import SAME_LOGITS, TOLERANCE, Wrong, distance, full_float32, machine
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import is_out_of_memory
+from deskgpt.machine.terminal import not_silent
+from model import GPT
+
+Forms = dict[str, Callable[..., Any]]
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Reading:
+    """The fastest right way to get logits of a model: `using` puts it to use.
+
+    with reading.using():
+        tokens = list(model.generate(prompts, 100))
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        prompt: Tensor,
+        dtype: str,
+        *,
+        cached: bool = True,
+        compiled: bool = False,
+        as_written: Collection[str] = (),
+        remembers: bool = True,
+        say: Callable[[str], None] = to_stderr,
+    ) -> None:
+        """prompt: real tokens (B, T), which come first in what is compared. dtype: of the matmuls.
+
+        cached: whether keys and values may be kept. as_written: functions of model.py whose faster forms are known to
+        be wrong. remembers: whether what was found before counts; not for a model that is being trained. Raises
+        ValueError where a compiled model was asked for, and compiling fails or computes something else.
+        """
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.remembers = remembers and weights_are_finite(model)
+        self.say = say
+        self.as_written = as_written
+        self.cached = cached  # becomes whether they are
+        self.dtype = "float32"
+        self.forms: Forms = {}
+        self.texts = texts_to_compare(model, prompt[:1])
+        self.expected: list[Tensor] = []
+        was_training = model.training
+        model.eval()
+        with ExitStack() as stack:
+            stack.callback(model.train, was_training)
+            stack.enter_context(nothing_is_zero(model))
+            stack.enter_context(torch.inference_mode())
+            with not_silent("still comparing with the full forward pass", say):
+                self._choose(dtype)
+            if compiled:
+                with not_silent("still compiling", say):
+                    self._compile(prompt)
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Within the block the model computes in this way. A text may go on in a later block."""
+        with using(self.forms), hardware.autocast(self.device, self.dtype):
+            yield
+
+    # ---- choosing ----------------------------------------------------------------------------------------
+
+    def _choose(self, dtype: str) -> None:
+        self.forms = self._right_kernels()
+        self.cached = self.cached and self._take_decoder()
+        if not self.cached and self._problem("of GPT.next_logits", "float32", self.forms, strict=True):
+            self.forms = self.forms | {"GPT.next_logits": last_of_forward}
+        if dtype != "float32":
+            problem = self._problem(f"in {dtype}", dtype, self.forms)
+            if problem:
+                self.say(f"{problem}: going on in float32")
+                dtype = "float32"
+        self.dtype = dtype
+
+    def _take_decoder(self) -> bool:
+        """Whether logits with a cache are right; if so, they are used."""
+        forms = self.forms | {"GPT.next_logits": Decoder(self.model)}
+        problem = self._problem("with a cache", "float32", forms, strict=True)
+        if problem:
+            self.say(f"{problem}: writing without a cache, which is slower")
+            return False
+        self.forms = forms
+        return True
+
+    def _right_kernels(self) -> Forms:
+        forms: Forms = kernels.forms_for(self.device.type)
+        forms = {name: form for name, form in forms.items() if name not in self.as_written}
+
+        def compare() -> dict[str, str]:
+            tokens = self.texts[-1]
+            with torch.inference_mode(False):
+                compared = forms | ({"GPT.loss": kernels.loss_in_thirds} if "GPT.loss" in forms else {})
+                return held.wrong_kernels(self.model, compared, tokens[:1].clone(), tokens[:1].roll(-1, 1))
+
+        problems = held.problems_of(self._key("kernels", sorted(forms)), compare) if self.remembers else compare()
+        for problem in problems.values():
+            self.say(f"{problem}: it is computed as model.py says, which may be slower")
+        return {name: form for name, form in forms.items() if name not in problems}
+
+    def _problem(self, how: str, dtype: str, forms: Forms, strict: bool = False) -> str | None:
+        """What is wrong with the logits in this dtype and with these forms; None if they are right.
+
+        strict: float32 is full float32, also on CUDA.
+        """
+        precision = "tf32" if dtype == "float32" and self.device.type == "cuda" else dtype
+        limit = SAME_LOGITS if strict else TOLERANCE[precision]
+
+        def compare() -> None:
+            all_expected = self._expected()
+            try:
+                all_found = list(self._logits(dtype, forms, strict))
+            except Exception as e:
+                if is_out_of_memory(e):
+                    raise
+                raise Wrong(f"logits {how} fail: {' '.join(str(e).split())[:120]}") from e
+            for found, expected in zip(all_found, all_expected, strict=True):
+                off = distance(found, expected)
+                if not off <= limit:  # nan is not
+                    raise Wrong(
+                        f"logits {how} differ from those of the full forward pass by {off:.3g}, at most {limit:g} is "
+                        "rounding"
+                    )
+
+        if self.remembers:
+            return held.problem_of(self._key(how, dtype, sorted(forms)), compare)
+        try:
+            compare()
+        except Wrong as e:
+            return str(e)
+        return None
+
+    def _key(self, *what: Any) -> str:
+        return f"{machine(self.device)}: {held.digest(self.model.config, *what)}, sampling"
+
+    # ---- logits ------------------------------------------------------------------------------------------
+
+    def _growing(self) -> Iterator[Tensor]:
+        """The tokens (1, n) after which logits are compared: of each text all but a few, then one more at a time."""
+        n_steps = graphs.WARM_UP + 3 if graphs.can_replay(self.device) else 2  # the first ones, and a replayed graph
+        for text in reversed(self.texts):  # the longest first, so that none continues the one before
+            first = max(1, text.size(1) - n_steps)
+            with torch.inference_mode(False):  # as a prompt is; a compiled model tells the two kinds apart
+                tokens = text[:, :first].clone(memory_format=torch.contiguous_format)
+            yield tokens
+            for n in range(first, text.size(1)):
+                tokens = torch.cat((tokens, text[:, n : n + 1]), 1)  # as GPT.generate does
+                yield tokens
+
+    def _logits(self, dtype: str, forms: Forms, strict: bool) -> Iterator[Tensor]:
+        with full_float32() if strict else hardware.autocast(self.device, dtype), using(forms):
+            for tokens in self._growing():
+                yield self.model.next_logits(tokens).float()
+
+    def _expected(self) -> list[Tensor]:
+        """The logits of the full forward pass, as model.py writes it, in float32."""
+        if not self.expected:
+            with full_float32(), using({}), torch.compiler.set_stance("force_eager"):
+                self.expected = [last_of_forward(None, self.model, tokens).float() for tokens in self._growing()]
+        return self.expected
+
+    def _compile(self, prompts: Tensor) -> None:
+        """Compiles what generation calls, for these rows of prompts. Raises ValueError where that fails or differs."""
+        self.say("compiling, which takes a while")
+        kernels.register_operators()
+        if self.device.type == "cpu":
+            compiling.set_up_inductor()
+        self.texts = texts_to_compare(self.model, prompts)[:1]  # another number of rows would be compiled again
+        self.expected = []
+        self.model.transformer.compile(dynamic=True)
+        try:
+            with self.using():
+                self.model.next_logits(next(self._growing()))
+        except Exception as e:
+            if is_out_of_memory(e):
+                raise
+            raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or leave --compile out") from None
+        problem = self._problem(f"compiled, in {self.dtype}", self.dtype, self.forms)
+        if problem:
+            raise ValueError(f"compile=True: {problem}; leave --compile out")
+
+
+def last_of_forward(plain: Any, model: GPT, idx: Tensor) -> Tensor:
+    """Stands in for GPT.next_logits: what GPT.forward gives for the last token."""
+    logits = model(idx[:, -model.config.block_size :])[0]
+    assert logits is not None
+    return logits[:, -1]
+
+
+def texts_to_compare(model: GPT, prompt: Tensor) -> list[Tensor]:
+    """Texts (B, T) that begin with the prompts (B, n) and go on with drawn tokens: a short, a middle and a full one."""
+    limit = model.config.block_size
+    draw = torch.Generator().manual_seed(0)
+    drawn = torch.randint(model.config.vocab_size, (prompt.size(0), limit), generator=draw).to(prompt.device)
+    whole = torch.cat((prompt, drawn), 1)[:, :limit]
+    lengths = {min(limit, prompt.size(1) + 2), max(1, limit // 2), limit}
+    return [whole[:, :n] for n in sorted(lengths)]

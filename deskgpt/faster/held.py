@@ -1,0 +1,278 @@
+"""Holds faster forms to the definition: each is compared with model.py once, on real input, and left out if it differs.
+
+What is found is remembered under a digest of the code (machine/remembered.py), so that it is compared once for each
+version of model.py on each machine. All that compares comes here: kernels, the forms of a training step, cached
+sampling, exported folders.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from deskgpt.faster import kernels
+from deskgpt.faster.definition import Forms, using
+from deskgpt.machine import hardware, remembered
+from deskgpt.machine.errors import is_out_of_memory
+from deskgpt.machine.provenance import digest_of_code
+
+ROOT = Path(__file__).resolve().parents[2]
+# The code that results depend on, with all that these files import of ours.
+CODE = (ROOT / "model.py", *sorted((ROOT / "deskgpt" / "compute").glob("*.py")))
+
+# How far results may be from plain float32's: |difference| / |expected|. The largest differences of gradients measured
+# over the model's choices and one to twelve layers (LOG.md, 2026-11-22) were 0.038 in bfloat16 and 2.3e-6 in float32.
+# Fifteen real and emulated processors are below these limits (bench/results/2026-11-22-check-machines.md). A kernel
+# that loses one of 64 elements is off by 0.12.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "tf32": 0.1}
+
+# The same of logits where both are in full float32: the largest difference between transformers and model.py, over all
+# 192 combinations of the model's choices, is 1e-5 (tests/test_export.py).
+SAME_LOGITS = 1e-4
+
+# Kernels are compared twice: on what they get in training, and on the same with a root mean square of this size. A new
+# model's scores and logits are so small that a cap on them, for one, would change nothing yet.
+LARGE = {"attention": 4.0, "GPT.loss": 32.0}
+ALMOST_NOTHING = 1e-3  # a gradient below this share of the largest may be nothing but rounding
+
+FILE = "forms"  # of what is remembered
+RIGHT = "right"  # what is remembered of a form that was compared; of another, what was wrong
+
+
+class Wrong(ValueError):
+    """A form that computes something else than the definition."""
+
+
+# ---- what was found before -----------------------------------------------------------------------------------
+
+
+def machine(device: torch.device) -> str:
+    return f"{hardware.device_name(device)}, torch {torch.__version__}"
+
+
+def digest(*what: Any) -> str:
+    """A name for these values, whose repr must say all that matters, and for our code as it is."""
+    return hashlib.sha256(repr((torch.__version__, *what)).encode() + digest_of_code(CODE)).hexdigest()[:16]
+
+
+def known(key: str) -> str | None:
+    """RIGHT or what is wrong with the form of this key, in words that name the file; None if it was not compared."""
+    found = remembered.read(FILE).get(key)
+    if not isinstance(found, str) or found == RIGHT:
+        return RIGHT if found == RIGHT else None
+    return f"{found} (found before, in {remembered.path_of(FILE)})"
+
+
+def keep(key: str, problem: str | None) -> None:
+    remembered.keep(FILE, key, problem or RIGHT)
+
+
+def problem_of(key: str, compare: Callable[[], None]) -> str | None:
+    """What is wrong with the form of this key, None if it is right: as remembered, else as `compare` finds.
+
+    compare raises Wrong where the form differs.
+    """
+    found = known(key)
+    if found is not None:
+        return None if found == RIGHT else found
+    try:
+        compare()
+    except Wrong as e:
+        keep(key, str(e))
+        return str(e)
+    keep(key, None)
+    return None
+
+
+def problems_of(key: str, compare: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """As problem_of, of several forms: by name, what is wrong with those that differ."""
+    found = remembered.read(FILE).get(key)
+    if not isinstance(found, dict):
+        found = compare()
+        remembered.keep(FILE, key, found)
+    return found
+
+
+# ---- comparing -----------------------------------------------------------------------------------------------
+
+
+def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """|found - expected| / |expected|, or by `least` where that is larger; infinite for NaN and another shape."""
+    if found.shape != expected.shape:
+        return math.inf
+    error = (found.float() - expected.float()).norm().item() / max(expected.float().norm().item(), least, 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Within the block, float32 is float32: no TF32, no autocast."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Within the block a pass may change buffers, as one with a running mean does; after it they are as before."""
+    buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m._buffers.items() if x is not None]
+    try:
+        yield
+    finally:
+        for module, name, x, before in buffers:
+            x.copy_(before)
+            setattr(module, name, x)  # the pass may have put another tensor there
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------
+
+
+def all_wrong_kernels(model: nn.Module, compiled: bool, idx: Tensor, targets: Tensor) -> dict[str, str]:
+    """wrong_kernels of all kernels for the model's device; or, compiled, of those that only compiled models have."""
+    device = idx.device.type
+    forms = kernels.forms_for(device)
+    if compiled:
+        added = {name: form for name, form in kernels.forms_for(device, compiled=True).items() if name not in forms}
+        return wrong_kernels(model, added, idx, targets)
+    # All logits of a long text, with their gradients, could take more memory than training does.
+    config: Any = model.config
+    few = max(1, kernels.LOGITS_ON_CPU // config.vocab_size)
+    loss = {"GPT.loss": forms.pop("GPT.loss")}
+    problems = wrong_kernels(model, {"GPT.loss": kernels.loss_in_thirds}, idx[:, :few], targets[:, :few])
+    right = {} if problems else loss
+    problems |= wrong_kernels(model, forms, idx, targets, right)
+    if kernels.may_be_explicit(device, idx.size(1), 0.0):
+        problems |= wrong_kernels(model, {"attention": kernels.explicit_attention}, idx, targets, right)
+    return problems
+
+
+def wrong_kernels(
+    model: nn.Module, forms: Forms, idx: Tensor, targets: Tensor, right: Forms | None = None
+) -> dict[str, str]:
+    """Which of these forms compute something else than the definition in a pass of `model`, and how.
+
+    idx, targets (1, T): real tokens. Results and gradients are compared in full float32, at each call, in training and
+    in evaluation. right: other forms, which the pass may use.
+    """
+    problems: dict[str, str] = {}
+    if not forms:
+        return problems
+    was_training = model.training
+    try:
+        with full_float32(), keeping_buffers(model), torch.no_grad():
+            for training in (True, False):
+                compared = {
+                    name: functools.partial(compare_call, name, form, problems, not training)
+                    for name, form in forms.items()
+                }
+                model.train(training)
+                with using({**(right or {}), **compared}):
+                    model(idx, targets)
+    finally:
+        model.train(was_training)
+    return problems
+
+
+def compare_call(
+    name: str,
+    form: Callable[..., Any],
+    problems: dict[str, str],
+    large: bool,
+    plain: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stands in for the function `name` and computes as it does; notes in problems where the form does not."""
+    inputs = [scaled(a, LARGE.get(name)) if large else a for a in args]
+    try:
+        with DropoutAsFactor():
+            with_names = functools.partial(plain, **kwargs)
+            expected, is_random = results(with_names, inputs)
+            found, _ = results(functools.partial(form, plain, **kwargs), inputs)
+            error = distance_of_all(found, expected)
+        if is_random:
+            problems[name] = f"{name} of model.py draws random numbers, and what stands in for it may draw others"
+        elif not error <= TOLERANCE["float32"]:
+            problems[name] = f"what stands in for {name} differs from model.py by {error:.3g}"
+    except Exception as e:
+        if is_out_of_memory(e):
+            raise
+        problems[name] = f"what stands in for {name} fails: {' '.join(str(e).split())[:120]}"
+    return plain(*args, **kwargs)
+
+
+def scaled(x: Any, rms: float | None) -> Any:
+    """A tensor of numbers with this root mean square; anything else as it is."""
+    if rms is None or not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x * (rms / x.square().mean().sqrt().clamp(min=1e-12))
+
+
+class DropoutAsFactor(TorchFunctionMode):
+    """Within the block, dropout of a rate p multiplies by 1 + p.
+
+    Two forms would draw other masks. The factor tells whether they drop the same things at the same rate.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.dropout:
+            return args[0] * (1 + kwargs["p"] * kwargs["training"])
+        rate = kwargs.get("dropout_p", 0.0)
+        if not rate:
+            return func(*args, **kwargs)
+        return func(*args, **kwargs | {"dropout_p": 0.0}) * (1 + rate)  # torch's fused attention
+
+
+def random_state(device: torch.device) -> tuple[Any, ...]:
+    """Of the generators that a model may draw from."""
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state().tolist()
+    return torch.get_rng_state().tolist(), of_device, random.getstate()
+
+
+@torch.enable_grad()
+def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Tensor], bool]:
+    """What the function computes, and its gradients by the tensors and by the parameters of the modules among args.
+
+    Also whether it draws random numbers; if so, it draws the same ones each time.
+    """
+    args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    sources = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    for module in args:
+        if isinstance(module, nn.Module):
+            sources += [p for p in module.parameters() if p.requires_grad]
+    devices = {a.device for a in args if isinstance(a, Tensor)}
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        torch.manual_seed(0)
+        before = [random_state(device) for device in devices]
+        outputs = [x for x in tree_leaves(function(*args)) if isinstance(x, Tensor)]
+        is_random = [random_state(device) for device in devices] != before
+    draw = torch.Generator().manual_seed(0)
+    upstream = [torch.randn(x.shape, generator=draw).to(x) for x in outputs]
+    gradients = torch.autograd.grad(outputs, sources, upstream, allow_unused=True)
+    return [x.detach() for x in outputs] + [g for g in gradients if g is not None], is_random
+
+
+def distance_of_all(found: list[Tensor], expected: list[Tensor]) -> float:
+    if len(found) != len(expected):
+        return math.inf
+    largest = max((x.norm().item() for x in expected), default=0.0)
+    least = ALMOST_NOTHING * largest
+    return max((distance(a, b, least) for a, b in zip(found, expected, strict=True)), default=0.0)

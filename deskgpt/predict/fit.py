@@ -1,0 +1,109 @@
+"""What fits into memory: whether the model does at all, and the largest micro-batch that does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from deskgpt.compute.batching import Batching
+from deskgpt.compute.runner import Form
+from deskgpt.faster import kernels
+from deskgpt.machine import hardware
+from deskgpt.machine.words import BYTES, COUNTS, with_unit
+from deskgpt.predict.memory import Live, MakeOptimizer, Step, fake_tensors, memory, update_bytes
+from model import GPT, GPTConfig
+
+USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
+
+# ---- the model -----------------------------------------------------------------------------------------------
+
+
+def size_in_words(config: GPTConfig) -> str:
+    """Such as "n_layer=12, n_embd=768, block_size=1024 make a model of 124.4 million parameters, ..."."""
+    n = sum(p.numel() for p in GPT.without_storage(config).parameters())
+    return (
+        f"n_layer={config.n_layer}, n_embd={config.n_embd}, block_size={config.block_size} make a model of "
+        f"{with_unit(n, COUNTS)} parameters, {with_unit(4 * n, BYTES)} in float32"
+    )
+
+
+def model_bytes(config: GPTConfig) -> int:
+    """Bytes of the parameters and of the buffers, such as the table of rotary positions."""
+    model = GPT.without_storage(config)
+    return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+
+
+def training_bytes(config: GPTConfig, make: MakeOptimizer) -> int:
+    """Bytes of weights, gradients and what the optimizer keeps."""
+    with fake_tensors("cpu"), Live("cpu") as live:
+        model = GPT(config)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        before = live.bytes
+        kept, _ = update_bytes(model, make, live)
+        return before + kept
+
+
+def refuse_beyond_memory(
+    config: GPTConfig, device: torch.device, make: MakeOptimizer | None = None, shards: int = 1, builds: bool = True
+) -> None:
+    """Raises ValueError where the memory cannot hold the model, before any of it is taken.
+
+    make: the optimizer of a run that trains; None: it computes only. shards: how many ranks share one copy. builds:
+    whether this rank builds the model, which it does in the machine's own memory.
+    """
+    weights = model_bytes(config)
+    to_train = weights if make is None else training_bytes(config, make)
+    places = {torch.device("cpu"): float(builds * weights)}
+    places[device] = max(to_train / shards, places.get(device, 0.0))
+    for place, needed in places.items():
+        limit = hardware.usable_memory_bytes(place)
+        if limit is not None and needed > limit:
+            more = f", {with_unit(needed, BYTES)} with gradients and optimizer" if needed != weights else ""
+            has = hardware.memory_in_words(limit, hardware.memory_bytes(place))
+            name = hardware.device_name(place)
+            raise ValueError(f"{size_in_words(config)}{more}; {name} has {has}: take a smaller model")
+
+
+# ---- the micro-batch -----------------------------------------------------------------------------------------
+
+
+def smaller_batch(
+    config: GPTConfig, make: MakeOptimizer, device: torch.device, auto_batch: bool, batching: Batching, form: Form
+) -> Batching:
+    """A split of the same training with a smaller micro-batch, after `batching` did not fit: half, with auto_batch.
+
+    make: the run's optimizer. Raises ValueError without auto_batch, naming the settings of the largest micro-batch
+    predicted to fit, and where there is no smaller one.
+    """
+    limit = hardware.usable_memory_bytes(device)
+    where = f"{hardware.device_name(device)}, {hardware.memory_in_words(limit, hardware.memory_bytes(device))}"
+    if batching.batch_size == 1:
+        half = max(1, batching.block_size // 2)
+        raise ValueError(
+            f"out of memory: not even batch_size=1 fits into {where}; try --block_size={half} or a smaller model"
+        )
+    smaller = 1 if batching.batch_size % 2 else batching.batch_size // 2
+    if not auto_batch and device.type == "cuda" and limit:
+        logits = kernels.logits_for_memory(hardware.memory_bytes(device) or 0)
+        compiled = replace(form, compiled=True)
+        step = Step(config, smaller, compiled, device.type, loss_logits=logits, make_optimizer=make)
+        smaller = largest_batch(step, USABLE * limit) or 1
+    same = batching.with_batch_size(smaller)
+    if not auto_batch:
+        raise ValueError(
+            f"out of memory: batch_size={batching.batch_size} does not fit into {where}; try {same.flags()}, which is "
+            "the same training, or --auto_batch=True"
+        )
+    return same
+
+
+def largest_batch(step: Step, limit_bytes: float) -> int:
+    """The largest micro-batch of step's, half of it, a quarter ... predicted to fit; 0 where none does."""
+    batch_size = step.batch_size
+    while sum(memory(replace(step, batch_size=batch_size)).values()) > limit_bytes:
+        if batch_size % 2:
+            return 0
+        batch_size //= 2
+    return batch_size

@@ -1,0 +1,78 @@
+"""The rooms of deskgpt/: imports go down only, without a circle, also those that only type checkers see."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from conftest import ROOT
+
+# From the ground up. model.py stands between what is below the definition and what runs it.
+ORDER = ["machine", "faster", "model", "compute", "checkpoint", "predict", "share", "run"]
+ABOVE = {"bench", "config", "configurator", "data", "export", "sample", "tasks", "tests", "train"}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The names of modules that a file imports anywhere, also within functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{path}: a relative import"
+            assert not node.level, f"{path}: a relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(module: str) -> str | None:
+    """The room of one of our modules; None of others."""
+    first, *rest = module.split(".")
+    if first == "deskgpt":
+        return rest[0] if rest else None
+    return first if first == "model" or first in ABOVE else None
+
+
+def our_files() -> dict[str, Path]:
+    """By module name: model.py and all files of deskgpt/."""
+    files = {"model": ROOT / "model.py"}
+    for path in (ROOT / "deskgpt").rglob("*.py"):
+        files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return files
+
+
+def test_imports_go_down_only():
+    for module, path in our_files().items():
+        room = room_of(module)
+        if room is None:
+            continue
+        allowed = ORDER[: ORDER.index(room) + 1]
+        for name in imports_of(path):
+            there = room_of(name)
+            assert there is None or there in allowed, f"{path} imports {name}"
+
+
+def test_no_file_imports_itself_through_others():
+    files = our_files()
+    graph = {module: {name for name in imports_of(path) if name in files} for module, path in files.items()}
+    for module, imported in graph.items():
+        imported.discard(module)
+        imported -= {name for name in imported if files[name].name == "__init__.py"}  # which import nothing
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    assert len(order) == len(files)
+
+
+def test_every_room_says_in_three_sentences_what_it_is():
+    rooms = {path.name for path in (ROOT / "deskgpt").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ORDER) - {"model"}
+    for room in rooms:
+        tree = ast.parse((ROOT / "deskgpt" / room / "__init__.py").read_text(encoding="utf-8"))
+        assert len(tree.body) == 1, f"{room}: a room's file holds its docstring only"
+        text = ast.get_docstring(tree) or ""
+        assert text.count(".\n") + text.endswith(".") == 3, text
+
+
+def test_nothing_below_names_the_settings_of_a_script():
+    for path in our_files().values():
+        assert "TrainConfig" not in path.read_text(encoding="utf-8"), path
