@@ -1,0 +1,118 @@
+"""The changes of docs/hacking.md, each applied to a copy of the checkout: what a user would then do must work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, assert_equal
+from warm_python import warm_python
+
+PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
+HACKS = dict(re.findall(r"^### (.+?)\n.*?```diff\n(.*?)```", PAGE, re.M | re.S))
+NUMBERS = {"z-loss": ["z_loss"], "A logged number": ["weight_norm/0", "weight_norm/1"]}
+SETTINGS = {"A setting": ["--embd_scale=2"], "A data set of one's own": ["--dataset=digits"]}
+TINY = [
+    *("--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=144", "--batch_size=2", "--max_iters=8"),
+    *("--gradient_accumulation_steps=2", "--eval_interval=4", "--eval_iters=2", "--learning_rate=1e-2"),
+    *("--warmup_iters=2", "--lr_decay_iters=8", "--device=cpu", "--dtype=float32"),
+]
+RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
+BOTH_WAYS = """
+import torch
+from deskgpt.compute.inference import Reading
+from sample import load
+model = load("resume", "whole", torch.device("cpu")).model.eval()
+prompt = torch.arange(4)[None]
+reading = Reading(model, prompt, "float32")
+with reading.using():
+    cached = torch.stack(list(model.generate(prompt, 138, temperature=0.5)))
+plain = torch.stack(list(model.generate(prompt, 138, temperature=0.5)))
+print("cache" if "GPT.next_logits" in reading.forms else "no cache", torch.equal(cached, plain))
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> Iterator[Path]:
+    program = tmp_path_factory.mktemp("python") / "python"
+    with warm_python(program):
+        yield program
+
+
+class Checkout:
+    """A copy of the code with a change, and the scripts as a user starts them there."""
+
+    def __init__(self, folder: Path, diff: str, python: Path, settings: list[str]) -> None:
+        self.folder = folder
+        self.python = python
+        self.settings = settings
+        for name in ("config", "data", "deskgpt", "bench"):
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.bin", "results", "__pycache__")
+            )
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, folder)
+        subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, check=True, text=True)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([self.python, *words], cwd=self.folder, capture_output=True, text=True, timeout=240)
+
+    def train(self, out_dir: str, *more: str, script: tuple[str, ...] = ("train.py",)) -> str:
+        done = self.run(*script, *TINY, *self.settings, f"--out_dir={out_dir}", *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def losses(self, out_dir: str) -> list[float]:
+        lines = (self.folder / out_dir / "log.jsonl").read_text().splitlines()
+        return [e["loss"] for e in map(json.loads, lines) if e["event"] == "iter"]
+
+    def checkpoint(self, path: str) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / path, weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HACKS)
+def test_hack_trains_resumes_samples_and_is_exported_or_refused(name, python, chars, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    here = Checkout(tmp_path, HACKS[name], python, [f"--dataset={chars}", *SETTINGS.get(name, [])])
+    if "prepare.py" in HACKS[name]:
+        assert here.run("data/digits/prepare.py").returncode == 0
+
+    said = here.train("whole", "--compile=False", "--keep_checkpoints=9")
+    losses = here.losses("whole")
+    assert losses[-1] < losses[0]
+    for number in NUMBERS.get(name, []):
+        assert f", {number} " in said
+        assert all(
+            number in json.loads(line)
+            for line in (tmp_path / "whole/log.jsonl").read_text().splitlines()
+            if '"iter"' in line[:20]
+        )
+
+    # stopped at step 4 and resumed
+    (tmp_path / "half").mkdir()
+    shutil.copy(tmp_path / "whole" / "ckpt-00000004.pt", tmp_path / "half" / "ckpt.pt")
+    here.train("half", "--compile=False", "--init_from=resume")
+    whole, half = here.checkpoint("whole/ckpt.pt"), here.checkpoint("half/ckpt.pt")
+    for part in ("model", "optimizer", "best_val_loss", "parts"):
+        assert_equal(half.get(part), whole.get(part))
+
+    here.train("compiled", "--compile=True", "--max_iters=2")
+    assert here.losses("compiled") == pytest.approx(losses[:2], rel=1e-4)
+    here.train("ranks", "--compile=False", "--max_iters=2", script=RANKS)
+    assert here.losses("ranks") == pytest.approx(losses[:2], rel=1e-5)
+
+    done = here.run("-c", BOTH_WAYS)
+    assert done.stdout == "cache True\n", done.stdout + done.stderr
+    done = here.run("export.py", "--out_dir=whole", "--to=exported")
+    if done.returncode:
+        assert re.fullmatch(r"error: .+ (does not compute what model.py does|cannot be exported).*\n", done.stderr)
+        assert not (tmp_path / "exported").exists()
+    else:
+        assert "the same logits" in done.stdout
