@@ -35,9 +35,8 @@ from bench.qualifying import facts, page
 from bench.qualifying.session import CARD, TOY, Session, Sizes
 from bench.qualifying.stages import STAGES, Stage, numbers_of
 from deskgpt.compute import compiling
-from deskgpt.machine import hardware, provenance
+from deskgpt.machine import hardware, known_runs, provenance
 from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
-from deskgpt.predict import known_runs
 
 UNFINISHED = "did not end: its process was killed"
 WHOLE_STEPS = 7  # the stage whose speed is the card's
@@ -80,7 +79,7 @@ class Report:
         return {"about": self.about, "sizes": asdict(self.sizes), "commands": self.commands, "stages": self.entries}
 
     def write(self) -> None:
-        output.write_results(self.out_dir, self.name(), self.text(), self.as_json(), None)
+        output.write_results(self.out_dir, self.name(), self.text(), self.as_json())
 
 
 def file_name(text: str) -> str:
@@ -88,7 +87,7 @@ def file_name(text: str) -> str:
 
 
 def about_machine(device: torch.device) -> dict[str, Any]:
-    driver = facts.nvidia_smi(device)["driver"]
+    driver = facts.nvidia_smi(device).get("driver")
     return {
         "device": hardware.device_name(device),
         "versions": provenance.versions() | ({"driver": driver} if driver else {}),
@@ -124,9 +123,8 @@ def measure_stages(s: Session, report: Report, due: list[int]) -> list[int]:
 
 def remember_speed(device: str, steps: dict[str, Any]) -> None:
     """Keeps the MFU of whole steps for the plans of train.py, where the card's peak is published."""
-    mfu = steps["adamw"].get("mfu")
-    if mfu is not None:
-        known_runs.remember_mfu(device, steps["dtype"], mfu)
+    if steps["is_published"]:
+        known_runs.remember_mfu(device, steps["dtype"], steps["rows"][0]["mfu"])
 
 
 def measured(s: Session, stage: Stage) -> dict[str, Any]:
@@ -151,7 +149,6 @@ def measured(s: Session, stage: Stage) -> dict[str, Any]:
 def is_ready_again(device: torch.device) -> bool:
     """Frees what a stage held; returns whether the device still computes. CUDA never does after a kernel's fault."""
     try:
-        torch.compiler.set_stance("default")  # which sampling leaves at "force_eager" where compiling fails
         hardware.release_memory(device)
         return torch.ones(2, device=device).sum().item() == 2
     except RuntimeError:
@@ -162,7 +159,7 @@ def is_ready_again(device: torch.device) -> bool:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """The arguments. Raises ValueError."""
+    """The arguments. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -227,7 +224,7 @@ def main() -> None:
     print(f"\nthe page: {report.out_dir / report.name()}.md")
     if a.save is not None:
         name = a.save or file_name(f"qualify-{report.about['device'].partition(' (')[0]}")
-        output.save(name, report.text(), report.as_json(), None)
+        output.save(name, report.text(), report.as_json())
     failed = [n for n in asked if not page.passed(report.entries[n])]
     if failed or a.after_failure:
         raise SystemExit(1)

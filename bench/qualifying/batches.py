@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
 from bench.timing import gpu_memory
+from deskgpt.compute.forms import clearly_fastest
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine import hardware
 from deskgpt.predict.fit import USABLE
@@ -31,12 +33,9 @@ def measure(s: Session) -> dict[str, Any]:
     model = work.new_model(s)
     not_compiled = None
     rows: list[Row] = []
-    left_out = []
     longest_s = 0.0
-    for batch_size in doubled(s.sizes.first_batch, s.sizes.last_batch):
-        if rows and s.seconds_left() < MARGIN * longest_s:
-            left_out.append(batch_size)
-            continue
+    batch_size = s.sizes.first_batch
+    while batch_size <= s.sizes.last_batch and (not rows or s.seconds_left() >= MARGIN * longest_s):
         t0 = time.perf_counter()
         row = case(s, model, form, batch_size)
         if not rows and form.compiled and row["problem"] not in (None, "out of memory"):
@@ -47,36 +46,25 @@ def measure(s: Session) -> dict[str, Any]:
         rows.append(row)
         if not row["fits"]:
             break
-    largest = max((r["batch_size"] for r in rows if r["fits"]), default=0)
-    for batch_size in between(s.sizes.first_batch, largest, s.sizes.last_batch):
-        if s.seconds_left() < MARGIN * longest_s:
-            left_out.append(batch_size)
-        else:
-            rows.append(case(s, model, form, batch_size))
-    rows.sort(key=lambda r: r["batch_size"])
+        batch_size *= 2
     hardware.release_memory(s.device)
 
-    best = fastest(rows)
     total = hardware.memory_bytes(s.device)
     outside = outside_bytes(s.device)
     best_for_gb: dict[str, int | None] = {}
-    speed_for_gb: dict[str, float | None] = {}
     for gb in CAPS_GB:
         cap = gb * 2**30
         # What a card with more memory than this one could hold was not tried.
         is_known = total is None or cap <= NOMINAL * total
-        capped = fastest(within(rows, USABLE * cap - outside)) if is_known else None
-        best_for_gb[str(gb)] = capped["batch_size"] if capped else None
-        speed_for_gb[str(gb)] = capped["tokens_per_s"] / best["tokens_per_s"] if capped and best else None
+        best_for_gb[str(gb)] = fastest(rows, USABLE * cap - outside) if is_known else None
     return {
         "form": form.facts(),
         "not_compiled": not_compiled,
         "rows": rows,
-        "best": best["batch_size"] if best else None,
+        "best": fastest(rows),
         "best_for_gb": best_for_gb,
-        "speed_for_gb": speed_for_gb,
         "outside_bytes": outside,
-        "left_out": left_out,
+        "out_of_time": rows[-1]["fits"] and batch_size <= s.sizes.last_batch,
     }
 
 
@@ -133,34 +121,17 @@ def measured(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
     }
 
 
-# ---- which sizes ---------------------------------------------------------------------------------------------
-
-
-def doubled(first: int, last: int) -> list[int]:
-    """first, 2 first, 4 first ... up to last."""
-    sizes = []
-    while first <= last:
-        sizes.append(first)
-        first *= 2
-    return sizes
-
-
-def between(first: int, largest: int, last: int) -> list[int]:
-    """The sizes in the middle between those doublings, up to the one above the largest that fits."""
-    return [3 * size // 2 for size in doubled(2 * first, largest) if 3 * size // 2 <= last]
-
-
 # ---- which is best -------------------------------------------------------------------------------------------
 
 
-def fastest(rows: list[Row]) -> Row | None:
-    fitting = [r for r in rows if r["fits"]]
-    return max(fitting, key=lambda r: r["tokens_per_s"], default=None)
+def fastest(rows: list[Row], limit_bytes: float = math.inf) -> int | None:
+    """The micro-batch that train.py's auto_batch would take among those within this memory; None: none fits.
 
-
-def within(rows: list[Row], limit: float) -> list[Row]:
-    """Rows whose memory is within a limit in bytes: the reserved, or where it is not known, the predicted."""
-    return [r for r in rows if (r["reserved_bytes"] or r["predicted_bytes"]) <= limit]
+    Memory is what torch has reserved, or where it is not known, what was predicted.
+    """
+    fitting = [r for r in rows if r["fits"] and (r["reserved_bytes"] or r["predicted_bytes"]) <= limit_bytes]
+    times = {r["batch_size"]: 1 / r["tokens_per_s"] for r in fitting}
+    return clearly_fastest(times) if times else None
 
 
 def outside_bytes(device: torch.device) -> int:
@@ -200,15 +171,12 @@ def describe(result: dict[str, Any]) -> str:
         body.append([*cells, f"{r['predicted_bytes'] / allocated:.3f}" if allocated else "n/a"])
     lines += ["", markdown_table(head, body), ""]
 
-    caps = []
-    for gb, batch_size in result["best_for_gb"].items():
-        speed = result["speed_for_gb"][gb]
-        caps.append([f"{gb} GB", "n/a" if batch_size is None else str(batch_size), work.percent(speed)])
+    caps = [[f"{gb} GB", str(size or "n/a")] for gb, size in result["best_for_gb"].items()]
     lines.append(
         f"The fastest micro-batch whose reserved memory, with {work.gib(result['outside_bytes'])} GiB outside torch, "
         f"stays within {USABLE:.0%} of a card; n/a: none does, or this card has less:"
     )
-    lines += ["", markdown_table(["card", "micro-batch", "of the best speed"], caps)]
-    if result["left_out"]:
-        lines += ["", f"Not tried, for want of time: {', '.join(map(str, result['left_out']))}."]
+    lines += ["", markdown_table(["card", "micro-batch"], caps)]
+    if result["out_of_time"]:
+        lines += ["", "Larger ones were not tried, for want of time."]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Stage 1: what the card reaches at the model's own shapes of matmul, in each dtype; copies, and kernel launches.
+"""Stage 1: what the card reaches at the model's own shapes of matmul, in each dtype, and copies.
 
 Each linear layer y = x w^T has three matmuls in training: forward, the gradient by its input and that by its weight.
 Their FLOP/s, weighted by the FLOPs of a step, are the roof over training on this card: only faster matmuls lift it.
@@ -23,20 +23,17 @@ from bench.qualifying.session import Session, float32_precision
 from deskgpt.machine import hardware, peak_flops
 from model import GPT, GPTConfig
 
-TOKENS = 16_384  # rows of x in a block's layers
-HEAD_TOKENS = 4096  # and in the head, whose output in float32 is then 0.8 GB
+TOKENS = 8192  # rows of x; the head's output in float32 is then 1.6 GB
 TOY_TOKENS = 256
 SAMPLES = 7  # of which the median counts, after one that does not
 SAMPLE_S = 0.01  # a sample is as many calls as fill about this time, queued without waiting
 MOST_CALLS = 200
 COPIED_BYTES = 1 << 30
 TOY_COPIED_BYTES = 1 << 24
-LAUNCHES = 2000
 
 FORWARD = "forward"
 FORMS = (FORWARD, "input gradient", "weight gradient")
-# float32 without TF32; the 8-bit ones have the layouts that they need, without the copies that would make them.
-WAYS = ("float32", "tf32", "bfloat16", "float16", "fp8", "int8")
+WAYS = ("float32", "tf32", "bfloat16", "float16")  # float32 is without TF32
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,7 @@ class Matmul:
 
 def measure(s: Session) -> dict[str, Any]:
     tokens = TOY_TOKENS if s.sizes.is_toy else TOKENS
-    head_tokens = TOY_TOKENS if s.sizes.is_toy else HEAD_TOKENS
-    matmuls = matmuls_of(s.sizes.model, tokens, head_tokens)
+    matmuls = matmuls_of(s.sizes.model, tokens)
     rows: list[dict[str, Any]] = [vars(m) | {"flops_per_s": {}} for m in matmuls]
     attention: dict[str, float | None] = {}
     why_not: dict[str, str] = {}
@@ -66,15 +62,16 @@ def measure(s: Session) -> dict[str, Any]:
             for m, row in zip(matmuls, rows, strict=True):
                 row["flops_per_s"][way] = None if way in why_not else flops_of(m, way, s.device, why_not)
             if way in hardware.DTYPES:
-                attention[way] = attention_flops(s.sizes.model, tokens, way, s.device, why_not)
+                attention[way] = attention_speed(s.sizes.model, tokens, way, s.device, why_not)
         hardware.release_memory(s.device)
-    whole = {way: weighted(rows, way, s.sizes.model, tokens, None) for way in WAYS}
-    with_attention = {way: weighted(rows, way, s.sizes.model, tokens, attention.get(way)) for way in attention}
+    rates = {way: [row["flops_per_s"][way] for row in rows] for way in WAYS}
+    whole = {way: together(matmuls, rates[way]) for way in WAYS}
+    attention_work = attention_flops(s.sizes.model, tokens)
+    with_attention = {way: together(matmuls, rates[way], attention_work, attention[way]) for way in attention}
     fast = peak_flops.fast_dtype(s.device)
     published = peak_flops.published_flops(s.device, fast)
     return {
         "tokens": tokens,
-        "head_tokens": head_tokens,
         "rows": rows,
         "attention": attention,
         "why_not": why_not,
@@ -83,15 +80,14 @@ def measure(s: Session) -> dict[str, Any]:
         "fast_dtype": fast,
         "published": published,
         "copy_bytes_per_s": copy_speed(s),
-        **launch_times(s.device),
     }
 
 
 # ---- matmuls -------------------------------------------------------------------------------------------------
 
 
-def matmuls_of(config: GPTConfig, tokens: int, head_tokens: int) -> list[Matmul]:
-    """The matmuls of the model's linear layers in a pass over so many tokens, forward and backward."""
+def matmuls_of(config: GPTConfig, tokens: int) -> list[Matmul]:
+    """The matmuls of the model's linear layers in a pass over this number of tokens, forward and backward."""
     with torch.device("meta"):
         model = GPT(config)
     counts: Counter[tuple[str, int, int]] = Counter()
@@ -100,8 +96,7 @@ def matmuls_of(config: GPTConfig, tokens: int, head_tokens: int) -> list[Matmul]
             counts[name.split(".", 3)[-1], layer.in_features, layer.out_features] += 1
     matmuls = []
     for (name, inputs, outputs), count in counts.items():
-        rows = head_tokens if name == "lm_head" else tokens
-        sizes = ((rows, inputs, outputs), (rows, outputs, inputs), (outputs, rows, inputs))
+        sizes = ((tokens, inputs, outputs), (tokens, outputs, inputs), (outputs, tokens, inputs))
         matmuls += [Matmul(name, form, m, k, n, count) for form, (m, k, n) in zip(FORMS, sizes, strict=True)]
     return matmuls
 
@@ -125,21 +120,9 @@ def has_tf32(device: torch.device) -> bool:
 def call_of(m: Matmul, way: str, device: torch.device) -> Callable[[], Tensor]:
     """The matmul with random operands, laid out as autograd has them.
 
-    y = x w^T has the weight transposed, its gradient g^T x the first operand; g w has neither. The 8-bit kernels take
-    only the first layout.
+    y = x w^T has the weight transposed, its gradient g^T x the first operand; g w has neither.
     """
     draw = torch.Generator(device).manual_seed(0)
-    if way in ("fp8", "int8"):
-        a = torch.randn(m.m, m.k, device=device, generator=draw)
-        b = torch.randn(m.n, m.k, device=device, generator=draw)
-        if way == "int8":
-            a8, b8 = (x.mul_(40).clamp_(-127, 127).to(torch.int8) for x in (a, b))
-            return lambda: torch._int_mm(a8, b8.t())
-        one = torch.ones((), device=device)
-        fast = m.form == FORWARD  # sums in fewer bits; too coarse for gradients
-        a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b))
-        options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
-        return lambda: torch._scaled_mm(a8, b8.t(), one, one, **options)
 
     def operand(rows: int, columns: int, transposed: bool) -> Tensor:
         shape = (columns, rows) if transposed else (rows, columns)
@@ -151,10 +134,15 @@ def call_of(m: Matmul, way: str, device: torch.device) -> Callable[[], Tensor]:
     return lambda: left @ right
 
 
-def attention_flops(
+def attention_flops(c: GPTConfig, tokens: int) -> int:
+    """FLOPs of attention in a step, counted as MFU counts them: as if it were not causal."""
+    return 12 * c.n_layer * c.n_embd * c.block_size * tokens
+
+
+def attention_speed(
     c: GPTConfig, tokens: int, dtype: str, device: torch.device, why_not: dict[str, str]
 ) -> float | None:
-    """FLOP/s of causal attention, forward and backward, counted as MFU counts it: as if it were not causal."""
+    """FLOP/s of causal attention, forward and backward."""
     T = c.block_size
     B = max(1, tokens // T)
     qkv = torch.randn(3, B, c.n_head, T, c.n_embd // c.n_head, device=device).to(hardware.DTYPES[dtype])
@@ -166,38 +154,30 @@ def attention_flops(
         return torch.autograd.grad(y, (q, k, v), grad)
 
     try:
-        return 12 * c.n_embd * T * B * T / seconds_of(once, device)
+        return attention_flops(c, B * T) / c.n_layer / seconds_of(once, device)
     except RuntimeError as e:
         why_not[f"attention in {dtype}"] = " ".join(str(e).split())[:200]
         return None
 
 
-def weighted(
-    rows: list[dict[str, Any]], way: str, config: GPTConfig, tokens: int, attention: float | None
+def together(
+    matmuls: list[Matmul], rates: list[float | None], attention_work: int = 0, attention: float | None = None
 ) -> float | None:
-    """FLOP/s of all matmuls of a step together, with attention where that is given; None if one was not measured."""
+    """FLOP/s of all matmuls of a step, with attention where its speed is given; None if one was not measured."""
     flops = 0.0
     seconds = 0.0
-    for row in rows:
-        rate = row["flops_per_s"][way]
+    for m, rate in zip(matmuls, rates, strict=True):
         if rate is None:
             return None
-        done = 2.0 * tokens * row["count"] * row["m"] * row["k"] * row["n"] / rows_of_x(row)
-        flops += done
-        seconds += done / rate
+        flops += m.flops() * m.count
+        seconds += m.flops() * m.count / rate
     if attention is not None:
-        done = 12.0 * config.n_layer * config.n_embd * config.block_size * tokens
-        flops += done
-        seconds += done / attention
+        flops += attention_work
+        seconds += attention_work / attention
     return flops / seconds
 
 
-def rows_of_x(row: dict[str, Any]) -> int:
-    """The tokens of a measured matmul."""
-    return int(row["k"] if row["form"] == "weight gradient" else row["m"])
-
-
-# ---- copies and launches -------------------------------------------------------------------------------------
+# ---- copies, and the time of a call ---------------------------------------------------------------------------
 
 
 def copy_speed(s: Session) -> float:
@@ -208,22 +188,6 @@ def copy_speed(s: Session) -> float:
     source = torch.zeros(n, dtype=torch.uint8, device=s.device)
     target = torch.empty_like(source)
     return 2 * n / seconds_of(lambda: target.copy_(source), s.device)
-
-
-def launch_times(device: torch.device) -> dict[str, float]:
-    """Seconds per kernel of one element: until the call returns, and until the device is done with it."""
-    x = torch.zeros(1, device=device)
-    returned = []
-    done = []
-    for _ in range(SAMPLES + 1):
-        hardware.synchronize(device)
-        t0 = time.perf_counter()
-        for _ in range(LAUNCHES):
-            x.add_(1)
-        returned.append((time.perf_counter() - t0) / LAUNCHES)
-        hardware.synchronize(device)
-        done.append((time.perf_counter() - t0) / LAUNCHES)
-    return {"launch_s": statistics.median(returned[1:]), "kernel_s": statistics.median(done[1:])}
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
@@ -256,12 +220,11 @@ def describe(result: dict[str, Any]) -> str:
     body.append(["all matmuls", "", "", "", "", *(tera(result["matmuls"][way]) for way in WAYS)])
     body.append(["with attention", "", "", "", "", *(tera(result["with_attention"].get(way)) for way in WAYS)])
     lines = [
-        f"TFLOP/s at {result['tokens']} tokens, {result['head_tokens']} in the head; medians. float32 is without TF32. "
-        "The whole is weighted by the FLOPs of a training step. FP8 and INT8 are the matmuls alone, without scaling.",
+        f"TFLOP/s at {result['tokens']} tokens; medians. float32 is without TF32. "
+        "The whole is weighted by the FLOPs of a training step.",
         markdown_table(head, body, left_columns=2),
         roof_line(result),
-        f"Copies within memory: {result['copy_bytes_per_s'] / 1e9:.4g} GB/s, read and written. A kernel of one "
-        f"element: {result['launch_s'] * 1e6:.3g} us to launch, {result['kernel_s'] * 1e6:.3g} us until it is done.",
+        f"Copies within memory: {result['copy_bytes_per_s'] / 1e9:.4g} GB/s, read and written.",
     ]
     lines += [f"- {way}: n/a ({reason})" for way, reason in result["why_not"].items()]
     return "\n\n".join(lines)

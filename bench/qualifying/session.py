@@ -44,7 +44,7 @@ CARD = Sizes(
     is_toy=False,
 )
 TOY = Sizes(
-    # A vocabulary unlike any width: stage 6 tells the head's matmuls by it.
+    # A vocabulary unlike any width: stage 6 recognises the head's matmuls by it.
     model=GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=500),
     first_batch=2,
     last_batch=8,

@@ -1,15 +1,17 @@
-"""Stage 7: whole steps of train.py, with its loader, accumulation, clipping and update, for AdamW and Muon."""
+"""Stage 7: whole steps of train.py as bench/speed.py times them, with AdamW and then with Muon."""
 
 from __future__ import annotations
 
-import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
-from bench.output import markdown_table
+import train
+from bench import speed, timing
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt.machine import hardware
+from bench.timing import Contestant, Failed
+from deskgpt.machine import hardware, peak_flops
 
 STEPS = 2  # after the one that warms up
 MARGIN = 1.2  # of the time that AdamW's run took: with less left, Muon's does not begin
@@ -18,69 +20,44 @@ MARGIN = 1.2  # of the time that AdamW's run took: with less left, Muon's does n
 def measure(s: Session) -> dict[str, Any]:
     sequences = s.sizes.tokens_per_step // s.sizes.model.block_size
     batch_size = work.best_batch(s, sequences)
-    result: dict[str, Any] = {"batch_size": batch_size, "steps": STEPS, "dtype": None, "compiled": None}
-    result["failed"] = []
+    adamw, muon = contestants(s, batch_size, sequences // batch_size, ["ours:--optimizer=muon"])
+    runs = [adamw]
+    failed = []
     t0 = time.perf_counter()
-    for name in ("adamw", "muon"):
-        took_s = time.perf_counter() - t0
-        if name == "muon" and s.seconds_left() < MARGIN * took_s:
-            result[name] = {"problem": "left out, for want of time"}
-            continue
+    timing.run(adamw, 1 + STEPS)
+    if s.seconds_left() > MARGIN * (time.perf_counter() - t0):
         try:
-            result[name], start = steps_with(s, name, batch_size)
-            result |= {"dtype": start["dtype"], "compiled": start["compiled"]}
-        except Exception as e:
-            result[name] = {"problem": work.problem_of(e)}
-            result["failed"].append(f"{name}: {result[name]['problem']}")
-    return result
-
-
-def steps_with(s: Session, name: str, batch_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was measured with an optimizer, and the first event of the run's log."""
-    peak: int | None = None
-
-    def on_update(n: int) -> None:
-        nonlocal peak
-        if n == 1:
-            hardware.synchronize(s.device)
-            work.forget_peak(s.device)  # train.py's own check of the form took more
-        else:
-            peak = work.peak_bytes(s.device)[0]
-
-    settings = {"optimizer": name, "compile": work.compile_setting(s)}
-    events = work.run_steps(s, f"steps-{name}", 1 + STEPS, batch_size, s.sizes.tokens_per_step, on_update, **settings)
-    start = events[0]
-    steps = [e for e in events if e["event"] == "iter"][1:]
-    step_s = statistics.mean(e["time_ms"] for e in steps) / 1e3
-    tokens_per_s = start["tokens_per_step"] / step_s
+            timing.run(muon, 1 + STEPS)
+            runs.append(muon)
+        except Failed as e:
+            failed.append(str(e))
+    start = adamw.start
     return {
+        "batch_size": batch_size,
         "tokens_per_step": start["tokens_per_step"],
-        "tokens_per_s": tokens_per_s,
-        "step_s": step_s,
-        "steps_s": [e["time_ms"] / 1e3 for e in steps],
-        **work.mfu(s, tokens_per_s, start["flops_per_token"], start["dtype"]),
-        "data_wait": statistics.mean(e["data_wait"] for e in steps),
-        "peak_bytes": peak,
-        "warm_up_s": start["warm_up_s"],
-        "problem": None,
-    }, start
+        "dtype": start["dtype"],
+        "rows": speed.table(runs, start["tokens_per_step"]),
+        "is_published": peak_flops.published_flops(s.device, start["dtype"]) is not None,
+        "failed": failed,
+    }
+
+
+def contestants(s: Session, batch_size: int, micro_batches: int, peers: list[str]) -> list[Contestant]:
+    """Ours with the session's model, and peers as bench/speed.py names them."""
+    hardware.release_memory(s.device)  # the contestants are processes of their own, on the same device
+    settings = work.settings_of(s.sizes.model) | {
+        "batch_size": batch_size,
+        "gradient_accumulation_steps": micro_batches,
+        "device": str(s.device),
+        "compile": work.compile_setting(s),
+    }
+    given = [f"--{name}={value}" for name, value in settings.items()]
+    return speed.contestants(replace(train.TrainConfig(), **settings), given, peers, work.tokens_for(s))
 
 
 def describe(result: dict[str, Any]) -> str:
-    head = ["optimizer", "tokens/s", "step s", "MFU (published peak)", "MFU (measured peak)", "data wait"]
-    head += ["peak GiB", "start s"]
-    rows = []
-    tokens = None
-    for name in ("adamw", "muon"):
-        r = result[name]
-        if r["problem"]:
-            rows.append([name, r["problem"], "", "", "", "", "", ""])
-            continue
-        tokens = r["tokens_per_step"]
-        cells = [name, f"{r['tokens_per_s']:,.0f}", f"{r['step_s']:.4g}"]
-        cells += [work.percent(r[k]) for k in ("mfu", "mfu_measured", "data_wait")]
-        rows.append([*cells, work.gib(r["peak_bytes"]), f"{r['warm_up_s']:.1f}"])
-    compiled = {None: "", True: ", compiled", False: ", not compiled"}[result["compiled"]]
-    what = f"{result['steps']} steps of {tokens:,} tokens" if tokens else "No step"
-    about = f"{what} after one that warms up, micro-batches of {result['batch_size']} in {result['dtype']}{compiled}."
-    return f"{about}\n\n{markdown_table(head, rows, left_columns=1)}"
+    peak = "published" if result["is_published"] else "measured"
+    return (
+        f"Steps of {result['tokens_per_step']:,} tokens, micro-batches of {result['batch_size']}, with AdamW and with "
+        f"Muon; MFU refers to the {peak} peak.\n\n{speed.as_markdown(result['rows'])}"
+    )

@@ -1,8 +1,7 @@
-"""The work that stages 4 to 7 measure: passes over one micro-batch, and whole steps of train.py, and their timing."""
+"""What stages 4 to 10 share: the form and the micro-batch, a model and its batches, and the timing of passes."""
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import time
@@ -13,9 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import train
 from bench.qualifying.session import Session
 from bench.timing import write_data
 from deskgpt.compute import forms
@@ -26,7 +23,6 @@ from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import is_out_of_memory
 from deskgpt.predict.fit import USABLE, largest_batch
 from deskgpt.predict.memory import Step
-from deskgpt.run.log import read_events
 from model import GPT, GPTConfig, ModelSettings
 
 MICRO_STEPS = 4  # by which a micro-batch's loss is divided
@@ -115,17 +111,6 @@ def update(runner: Runner, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def separate(model: GPT) -> GPT:
-    """The same model, with the same parameters, as an object of a class of its own.
-
-    torch.compile keeps what it has compiled by code, and looks only at some of what that was compiled under: not at
-    the kernel chosen for attention, nor at inductor's settings. It does look at the class.
-    """
-    twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    twin.__class__ = type("GPT", (type(model),), {})
-    return twin
-
-
 # ---- timing --------------------------------------------------------------------------------------------------
 
 
@@ -199,56 +184,6 @@ def tokens_for(s: Session) -> Path:
     if not folder.exists():
         write_data(folder, min(s.sizes.model.vocab_size, 50257))  # GPT-2's 50257 become 50304 in the model
     return folder
-
-
-def run_steps(
-    s: Session, name: str, steps: int, batch_size: int, tokens: int, on_update: Callable[[int], None], **settings: Any
-) -> list[dict[str, Any]]:
-    """Trains with train.py's own main for some steps of about `tokens` tokens; returns the events of its log.
-
-    on_update gets the number of each update, from 1 on, right after it. A learning rate of 0 leaves the weights as
-    they are, and so no checkpoint is an improvement that would be saved.
-    """
-    taken = 0
-
-    def after_update(*_: Any) -> None:
-        nonlocal taken
-        taken += 1
-        on_update(taken)
-
-    config = s.sizes.model
-    c = train.TrainConfig(
-        **settings_of(config),
-        out_dir=str(s.folder / name),
-        dataset=str(tokens_for(s)),
-        batch_size=batch_size,
-        gradient_accumulation_steps=max(1, round(tokens / (batch_size * config.block_size))),
-        max_iters=steps,
-        eval_interval=1_000_000,
-        eval_iters=1,
-        always_save_checkpoint=False,
-        learning_rate=0.0,
-        warmup_iters=0,
-        device=str(s.device),
-    )
-    hook = register_optimizer_step_post_hook(after_update)
-    try:
-        train.main(replace(c, **settings))
-    finally:
-        hook.remove()
-        hardware.release_memory(s.device)
-    return read_events(s.folder / name / "log.jsonl")
-
-
-def mfu(s: Session, tokens_per_s: float, flops_per_token: float, dtype: str) -> dict[str, float | None]:
-    """Shares of the published peak and of the one measured here; None where there is none."""
-    flops = tokens_per_s * flops_per_token
-    published = peak_flops.published_flops(s.device, dtype)
-    measured = peak_flops.measured_matmul_flops(s.device, dtype)
-    return {
-        "mfu": flops / published[0] if published else None,
-        "mfu_measured": flops / measured if math.isfinite(measured) and measured > 0 else None,
-    }
 
 
 # ---- words ---------------------------------------------------------------------------------------------------
