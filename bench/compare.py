@@ -31,7 +31,7 @@ from bench.analysis.learning import Ranking, learning_rows, ranking
 from bench.analysis.logs import read_run
 from bench.analysis.page import Figure, Headline, Table, page, picture
 from bench.analysis.runs import Run, complete, give
-from bench.analysis.speed import own_peak, speed_rows
+from bench.analysis.speed import speed_rows
 from bench.analysis.verdict import headline, verdict
 from bench.output import markdown_table
 from deskgpt.machine.errors import one_line_errors
@@ -51,7 +51,7 @@ def compare(runs: list[Run], levels: list[float]) -> tuple[list[Table], list[str
     tables = [
         arms_table("What changed", arms, changes, "", known_note(arms, runs)),
         arms_table("Speed", arms, speeds, "leads", peaks_note(arms)),
-        arms_table("Learning", arms, losses, "leads", unit_note(ranked)),
+        arms_table("Learning", arms, losses, "leads", ranking_note(ranked, runs)),
     ]
     data = {
         "arms": [{"label": a.label, "runs": [r.name for r in a.runs], "settings": a.runs[0].settings} for a in arms],
@@ -82,22 +82,24 @@ def known_note(arms: list[Arm], runs: list[Run]) -> str:
 
 
 def peaks_note(arms: list[Arm]) -> str:
-    """Where the devices' own peaks are from."""
-    peaks = [(arm.label, own_peak(arm.runs[0])) for arm in arms]
-    sources = sorted({f"{label}: {peak[1]}" for label, peak in peaks if peak})
-    return f"Own peaks: {'; '.join(sources)}." if sources else ""
+    """Where the peaks that MFU refers to are from."""
+    sources = {arm.label: arm.runs[0].start.get("peak_source") for arm in arms}
+    known = [f"{label}: {source}" for label, source in sources.items() if source]
+    return f"Peaks: {'; '.join(known)}." if known else ""
 
 
-def unit_note(ranked: Ranking) -> str:
-    """In which unit the losses are ranked, if not in nats, and why they are not."""
+def ranking_note(ranked: Ranking, runs: list[Run]) -> str:
+    """What a reader of the ranking should know: its unit, if that is not nats, and whether the data is the same."""
     if ranked.reasons:
         return f"Not ranked: {'; '.join(ranked.reasons)}."
-    if not ranked.in_bits:
-        return ""
-    return (
-        "Ranked in bits per byte of the same text: losses in nats do not compare between tokenizers. The text trained "
-        "on is the tokens times the bytes of an evaluated token."
-    )
+    if ranked.in_bits:
+        return (
+            "Ranked in bits per byte of the same text: losses in nats do not compare between tokenizers. The text "
+            "trained on is the tokens times the bytes of an evaluated token."
+        )
+    if len(runs) > 1 and not all(run.start.get("val_sha256") for run in runs):
+        return "The logs do not say whether all were evaluated on the same data."
+    return ""
 
 
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
@@ -162,7 +164,8 @@ def main() -> None:
     tables, lines, data = compare(runs, a.loss)
     for table in tables:
         print(as_markdown(table) + "\n")
-    print("\n".join(f"- {line}" for line in lines))
+    first = data["headline"]
+    print("\n".join(f"- {line}" for line in [first["text"], *lines] if line))
 
     for letter, run in named.items():  # on the page as in the tables, so that no two have the same name
         run.name = f"{letter}: {run.name}"
@@ -170,7 +173,6 @@ def main() -> None:
         Path(a.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
     if a.html:
         title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-        first = data["headline"]
         figures = [Figure(**figure) for figure in first["figures"]]
         top = Headline(first["text"], figures, title) if first["text"] else Headline(title, figures)
         content = page(title, runs, tables, lines, headlines=[top])

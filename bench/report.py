@@ -13,8 +13,6 @@ in the current folder. The page opens in any browser and needs no network.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 import subprocess
 import sys
 import time
@@ -22,97 +20,31 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
-from bench.analysis.learning import gap_to_train, overfit, perplexity
+from bench.analysis.arms import arms_of
+from bench.analysis.learning import learning_rows, overfit, ranking
 from bench.analysis.live import Described, serve
 from bench.analysis.logs import read_run
 from bench.analysis.page import Figure, Headline, Table, page, picture
 from bench.analysis.runs import Run, complete
-from bench.analysis.speed import band, evaluation, median_ms, percent
+from bench.analysis.speed import median_ms, mfu, speed_rows, tokens_per_s
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.words import clock
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def or_na(value: float | None, form: str, unit: str = "") -> str:
-    return "n/a" if value is None or not math.isfinite(value) else format(value, form) + unit
-
-
-def median(run: Run, key: str) -> float | None:
-    """The median of a field of the logged steps, without step 0 unless it is the only one; None where none has it."""
-    known = [e[key] for e in run.iters if e[key] is not None and (e["iter"] > 0 or len(run.iters) == 1)]
-    return statistics.median(known) if known else None
 
 
 # ---- tables --------------------------------------------------------------------------------------------------
 
 
-def speed_table(run: Run) -> Table:
-    """How long a step took, and everything else."""
-    start, end = run.start, run.end
-    p10, p90 = band([run]) or (None, None)
-    mfu = median(run, "mfu")
-    of_peak = peak_text(run)
-    evaluated = evaluation(run)
-    seconds = {
-        "training": trained_s(run),
-        "of it waiting for data": end.get("data_wait_s"),
-        "evaluation": evaluated[0] if evaluated else None,
-        "saving": end.get("save_s"),
-        "warm-up and compiling": start.get("warm_up_s"),
-    }
-    memory = end.get("peak_memory_bytes")
-    rows = [
-        ["time of a step, median", or_na(median_ms(run), ".2f", " ms")],
-        ["10% to 90% of the steps", f"{or_na(p10, '.2f')} to {or_na(p90, '.2f', ' ms')}"],
-        ["tokens/s, median", or_na(median(run, "tokens_per_s"), ",.0f")],
-        ["MFU, median", "n/a" if mfu is None else f"{percent(mfu)} {of_peak}".strip()],
-        *([name, "n/a" if spent_s is None else clock(spent_s)] for name, spent_s in seconds.items()),
-        ["peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"],
+def tables(run: Run) -> list[Table]:
+    """Speed and learning, the rows that bench/compare.py has too."""
+    arms = arms_of([run])
+    speeds = [row.cells()[:2] for row in speed_rows(arms)]
+    losses = [row.cells()[:2] for row in learning_rows(arms, [], ranking([run]))]
+    peak = run.start.get("peak_source")
+    return [
+        Table("Speed", [], speeds, f"MFU refers to this peak: {peak}." if peak else ""),
+        Table("Learning", [], losses or [["evaluations", "none"]], "Losses in nats per token." if losses else ""),
     ]
-    return Table("Speed", [], rows)
-
-
-def peak_text(run: Run) -> str:
-    """What the MFU refers to; empty where the log does not say."""
-    peak = run.start.get("peak_flops")
-    return f"of {peak / 1e12:.2f} TFLOP/s ({run.start.get('peak_source')})" if peak else ""
-
-
-def trained_s(run: Run) -> float | None:
-    """Seconds of training until the last step for which they are known."""
-    known = [e["train_s"] for e in run.iters if e.get("train_s") is not None]
-    return known[-1] if known else run.end.get("train_s")
-
-
-def learning_table(run: Run) -> Table:
-    """What the evaluations found."""
-    if not run.val:
-        return Table("Learning", [], [["evaluations", "none"]])
-    evaluations = {"best": run.best, "last": run.val[-1]}
-    if run.best is run.val[-1]:
-        del evaluations["last"]
-    rows = []
-    for name, e in evaluations.items():
-        se = "" if e.get("val_se") is None else f" ± {e['val_se']:.4f} (standard error)"
-        rows += [
-            [f"{name} val loss", f"{e['val_loss']:.4f}{se}, step {e['iter']:,}"],
-            [f"perplexity of the {name}", f"{perplexity(e['val_loss']):,.2f}"],
-            [f"bits per byte of the {name}", or_na(e.get("val_bpb"), ".4f")],
-            [f"val loss - train loss, {name}", or_na(gap_to_train(e), "+.4f")],
-        ]
-    rows.append(["val loss turned up", turned(run)])
-    return Table("Learning", [], rows, "Losses in nats per token; bits per byte of text compare between tokenizers.")
-
-
-def turned(run: Run) -> str:
-    """Whether and where the validation loss stopped falling."""
-    found = overfit(run)
-    if found:
-        step, rise = found
-        return f"after step {step:,}, by {rise:.4f} since"
-    rise = run.val[-1]["val_loss"] - run.best["val_loss"]
-    return f"not beyond the noise (the last is {rise:.4f} above the lowest)" if rise else "no, the last is the lowest"
 
 
 # ---- the rest of the page ------------------------------------------------------------------------------------
@@ -121,11 +53,14 @@ def turned(run: Run) -> str:
 def headline(run: Run) -> Headline:
     """The run in a sentence and three figures."""
     ms = median_ms(run)
-    mfu = median(run, "mfu")
+    rate = tokens_per_s(run)
+    share = mfu(run)
+    peak = run.start.get("peak_flops")
+    of_peak = f"of {peak / 1e12:.2f} TFLOP/s ({run.start.get('peak_source')})" if peak else ""
     figures = [
         best_figure(run),
-        Figure("speed", or_na(median(run, "tokens_per_s"), ",.0f", " tokens/s"), f"{ms:,.4g} ms a step" if ms else ""),
-        Figure("MFU", "n/a" if mfu is None else f"{mfu:.1%}", peak_text(run)),
+        Figure("speed", f"{rate:,.0f} tokens/s" if rate else "n/a", f"{ms:,.4g} ms a step" if ms else ""),
+        Figure("MFU", f"{share:.1%}" if share else "n/a", of_peak),
     ]
     return Headline(verdict(run), figures, run.name)
 
@@ -197,7 +132,7 @@ def how_compiled(run: Run) -> str:
 
 def describe(run: Run) -> Described:
     """What the page says about a run, besides its curves, samples and settings."""
-    return Described(headline(run), [speed_table(run), learning_table(run)], about(run))
+    return Described(headline(run), tables(run), about(run))
 
 
 def main() -> None:

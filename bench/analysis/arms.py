@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.analysis.noise import interval
+from bench.analysis.noise import difference, interval
 from bench.analysis.runs import Run
 from train import TrainConfig
 
@@ -38,7 +39,6 @@ class Lead:
 
     text: str = ""
     winner: int | None = None  # the arm that leads by more than the noise
-    noise: str = ""  # how large it is
     within_noise: bool = False  # whether an arm cannot be told from the leading one
     noise_unknown: bool = False
 
@@ -74,6 +74,34 @@ def over_runs(label: str, arms: list[Arm], figure: Callable[[Run], Any], text: C
         means.append(mean)
         half_widths.append(half)
     return Row(label, means, text, half_widths=half_widths if any(half_widths) else None)
+
+
+def lead_by_ratio(
+    arms: list[Arm],
+    values: list[list[float]],
+    highest_leads: bool,
+    words: str,
+    single_noise: Callable[[list[Run]], float | None] = lambda runs: None,
+) -> Lead:
+    """Who leads by how many times, over the next arm. values: of each arm's runs, all above 0; words: after "2.00 x".
+
+    The noise is that between runs, as a ratio. single_noise gives its logarithm where an arm has a single run.
+    """
+    means = [statistics.fmean(of_arm) for of_arm in values]
+    best, second, *_ = sorted(range(len(arms)), key=lambda i: means[i], reverse=highest_leads)
+    ratio = means[best] / means[second] if highest_leads else means[second] / means[best]
+    _, log_noise = difference([math.log(v) for v in values[best]], [math.log(v) for v in values[second]])
+    if log_noise is None:
+        log_noise = single_noise(arms[best].runs + arms[second].runs)
+
+    text = f"{arms[best].label}, {ratio:.2f} x {words}{arms[second].label}"
+    if log_noise is None:
+        return Lead(f"{text} (noise not known)", noise_unknown=True)
+    noise = f"noise a factor of {math.exp(min(log_noise, 700)):.2f}"  # exp(710) overflows
+    if math.log(ratio) <= log_noise:
+        names = f"{arms[best].label} and {arms[second].label}"
+        return Lead(f"{names}: not distinguishable ({ratio:.2f} x, {noise})", within_noise=True)
+    return Lead(f"{text} ({noise})", best)
 
 
 # ---- grouping ------------------------------------------------------------------------------------------------
@@ -207,12 +235,8 @@ def change_rows(arms: list[Arm]) -> list[Row]:
 
 def unknown(arms: list[Arm]) -> dict[str, list[str]]:
     """What may be a cause and is not known of an arm, by the arm's first letter."""
-    out = {}
-    for arm in arms:
-        missing = sorted(NEEDED - arm.values.keys())
-        if missing:
-            out[arm.label.partition("+")[0]] = missing
-    return out
+    missing = {arm.label.partition("+")[0]: sorted(NEEDED - arm.values.keys()) for arm in arms}
+    return {letter: names for letter, names in missing.items() if names}
 
 
 def short(value: Any) -> str:

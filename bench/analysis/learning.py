@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, letters, over_runs, same_text
+from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, lead_by_ratio, letters, over_runs, same_text
 from bench.analysis.noise import difference, t975
 from bench.analysis.runs import Run
 from deskgpt.machine.words import clock
@@ -144,59 +144,41 @@ def margin(a: list[Point], b: list[Point]) -> float | None:
 
 
 def leader(arms: list[Arm], points: list[list[Point]]) -> Lead:
-    """Who has the lowest mean loss, and how sure that is of each other arm. points: those of each arm's runs."""
+    """Who has the lowest mean loss, and how sure that is of each other arm. points: of each arm's runs."""
     means = [statistics.fmean(loss for loss, _ in of_arm) for of_arm in points]
     best, *others = sorted(range(len(arms)), key=lambda i: means[i])
-    halves = [margin(points[best], points[i]) for i in others]
-    gaps = [means[i] - means[best] for i in others]
-    told_apart = [half is not None and gap > half for gap, half in zip(gaps, halves, strict=True)]
-    texts = [distance(gap, half) for gap, half in zip(gaps, halves, strict=True)]
+    gaps = [(means[i] - means[best], margin(points[best], points[i])) for i in others]
 
-    if len(others) > 1:
-        named = [
-            f"{arms[i].label} {text}".replace(" by ", " higher by ") for i, text in zip(others, texts, strict=True)
-        ]
+    if len(others) == 1:
+        text = distance(*gaps[0], f"{arms[best].label} by")
+    else:
+        named = [f"{arms[i].label} {distance(*gap, 'higher by')}" for i, gap in zip(others, gaps, strict=True)]
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         text = f"{arms[best].label}; {', '.join(named[:3])}{more}"
-    elif texts[0] == "equal":
-        text = "both equal"
-    elif texts[0].startswith("by"):
-        text = f"{arms[best].label} {texts[0]}"
-    else:
-        text = texts[0]
     return Lead(
         text,
-        best if all(told_apart) else None,
-        within_noise=any(gap and half is not None and gap <= half for gap, half in zip(gaps, halves, strict=True)),
-        noise_unknown=any(gap and half is None for gap, half in zip(gaps, halves, strict=True)),
+        best if all(half is not None and gap > half for gap, half in gaps) else None,
+        within_noise=any(half is not None and 0 < gap <= half for gap, half in gaps),
+        noise_unknown=any(half is None and gap > 0 for gap, half in gaps),
     )
 
 
-def distance(gap: float, half: float | None) -> str:
+def distance(gap: float, half: float | None, by: str) -> str:
     """How far a loss is from the lowest, and how sure that is."""
     if not gap:
         return "equal"
     if half is None:
-        return f"by {gap:.4f} (noise not known)"
+        return f"{by} {gap:.4f} (noise not known)"
     if gap > half:
-        return f"by {gap:.4f} (noise ±{half:.4f})"
+        return f"{by} {gap:.4f} (noise ±{half:.4f})"
     return f"not distinguishable ({gap:.4f} apart, noise ±{half:.4f})"
 
 
 def fewest(arms: list[Arm], axis: str, level: float) -> Lead:
     """Which arm needs the least to reach a loss, and how many times less than the next one. All must reach it."""
     spent = [[spent_until(run, axis, level) or math.nan for run in arm.runs] for arm in arms]
-    means = [statistics.fmean(of_arm) for of_arm in spent]
-    best, second, *_ = sorted(range(len(arms)), key=lambda i: means[i])
-    log_ratio, half = difference([math.log(x) for x in spent[best]], [math.log(x) for x in spent[second]])
-    text = f"{arms[best].label}, {means[second] / means[best]:.2f} x fewer than {arms[second].label}"
-    if half is None:
-        return Lead(f"{text} (noise not known)", noise_unknown=True)
-    noise = f"noise a factor of {math.exp(min(half, 700)):.2f}"  # exp(710) overflows
-    if log_ratio <= half:
-        names = f"{arms[best].label} and {arms[second].label}"
-        return Lead(f"{names}: not distinguishable ({noise})", noise=noise, within_noise=True)
-    return Lead(f"{text} ({noise})", best, noise)
+    words = "sooner than " if axis == "time" else "fewer than "
+    return lead_by_ratio(arms, spent, highest_leads=False, words=words)
 
 
 # ---- which losses compare ------------------------------------------------------------------------------------
@@ -335,6 +317,13 @@ def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]
     points: list[list[Point]] = [[(r.best["val_loss"], error(r)) for r in arm.runs if r.val] for arm in in_unit]
     rank(bits if ranked.in_bits else lowest, in_unit, points, ranked.reasons)
     turned = [overfit(arm.runs[0]) if arm.runs[0].val else None for arm in arms]
+    # Tokens of one tokenizer hold more text than those of another: another amount of text was evaluated, and a longer
+    # context lowers the bits by itself.
+    first = [arm.runs[0] for arm in arms] if ranked.in_bits else []
+    of_text = [
+        Row("bytes of text evaluated", [run.start.get("val_bytes") for run in first], AMOUNT["steps"]),
+        Row("bytes of text in a context", [context_bytes(run) for run in first], AMOUNT["steps"]),
+    ]
     return [
         mean("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
         mean("val loss there", lambda r: r.val[-1]["val_loss"], four_places),
@@ -345,6 +334,7 @@ def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]
         bits,
         mean("val - train loss at the end", lambda r: gap_to_train(r.val[-1]), four_places),
         Row("val turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"),
+        *of_text,
     ]
 
 
@@ -399,6 +389,12 @@ def four_places(loss: float) -> str:
 
 def lowest_loss(run: Run) -> float | None:
     return run.best["val_loss"] if run.val else None
+
+
+def context_bytes(run: Run) -> float | None:
+    block_size = run.settings.get("block_size")
+    bytes_per_token = run.start.get("bytes_per_token")
+    return block_size * bytes_per_token if block_size and bytes_per_token else None
 
 
 def perplexity(loss: float) -> float:

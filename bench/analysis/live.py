@@ -1,7 +1,7 @@
-"""A page that follows runs: a web server for this machine alone, which reads their logs as these grow.
+"""The page of `bench/report.py --serve`, which follows runs by their logs as these grow.
 
-bench/report.py --serve starts it. It answers two requests: for the page, and for what the page shows now. It reads only
-when a page asks, and only what is new in a log: the runs do not notice.
+It answers two requests: for the page, and for what the page shows now. It reads only when a page asks, and only what is
+new in a log: the runs do not notice.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import json
 import math
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import TCPServer
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import parse_qs
 
 from bench.analysis import page
@@ -28,15 +25,14 @@ from bench.analysis.runs import Run, complete
 from bench.analysis.speed import median_ms
 from deskgpt.machine.words import clock
 from deskgpt.run.log import event_of
+from deskgpt.share import page_server
 
-HOST = "127.0.0.1"
-NAMES = (HOST, "localhost")  # in a request's Host: a foreign page can make its own name lead here
 PORTS = range(8000, 8020)  # of which the first free one is taken
 POLL_S = 2.0  # between two requests of an open page
 SHARE = 0.03  # of a core, at most: after an answer that cost more, a page waits longer
 QUIET_S = 60.0  # without a new line, a run is called quiet
 MOST_STEPS = 4000  # kept of each run: of a longer log every second, fourth ... logged step
-CHUNK = 8 << 20  # bytes of each log that one answer reads at most
+LONGEST_LINE = 8 << 20  # bytes; no line of a run is as long
 HEAD = 1 << 16  # bytes of a log's first line, by which it is known again
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -59,7 +55,6 @@ class Follower:
         self.head = b""  # the first line
         self.offset = 0  # of the first byte that is not read yet
         self.lines = 0
-        self.has_more = False
         self.written_at: float | None = None  # seconds since the epoch; None where there is no log
         self.problem = ""
 
@@ -83,23 +78,18 @@ class Follower:
             self.changes += 1
         self.written_at = found.st_mtime
         file.seek(self.offset)
-        got = file.read(CHUNK)
-        self.has_more = len(got) == CHUNK
-        end = got.rfind(b"\n") + 1  # the last line may be written just now
-        if end == 0 and self.has_more:
-            end = CHUNK  # no line of a run is as long as this
-        if end == 0:
-            return
-        if self.offset == 0:
-            self.head = got[: min(HEAD, got.find(b"\n") + 1)]
-        for line in got[:end].decode("utf-8", errors="replace").split("\n"):
+        while line := file.readline(LONGEST_LINE):
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                return  # it may be written just now
+            if self.offset == 0:
+                self.head = line[:HEAD]
+            self.offset += len(line)
+            self.changes += 1
             if line.strip():
                 self.lines += 1
-                event = event_of(line)
+                event = event_of(line.decode("utf-8", errors="replace"))
                 if event is not None:
                     self.reading.add(event)
-        self.offset += end
-        self.changes += 1
 
     def run(self) -> Run:
         """The run so far."""
@@ -123,12 +113,12 @@ def status(follower: Follower, run: Run, now: float) -> str:
     goal = run.settings.get("max_iters")
     where = f"step {steps:,}" + (f" of {goal:,}" if goal else "")
     if run.end:
-        return f"ended {duration(age_s)} ago, at {where}"
+        return f"ended {clock(age_s)} ago, at {where}"
     if age_s > quiet_after_s(run):
-        return f"no new line for {duration(age_s)}, since {where}; was it stopped?"
+        return f"no new line for {clock(age_s)}, since {where}; was it stopped?"
     left_s = seconds_left(run, steps)
     left = "" if left_s is None else f"{clock(left_s)} left, "
-    return f"{where}, {left}last line {duration(age_s)} ago"
+    return f"{where}, {left}last line {clock(age_s)} ago"
 
 
 def steps_done(run: Run) -> int:
@@ -156,15 +146,6 @@ def quiet_after_s(run: Run) -> float:
     return max(QUIET_S, 3 * eval_s, 20 * step_s * (run.settings.get("log_interval") or 1))
 
 
-def duration(seconds: float) -> str:
-    """About how long: 12 s, 10 minutes, 5 hours, 3 days."""
-    for unit, of_unit_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= 2 * of_unit_s or (unit == "minute" and seconds >= of_unit_s):
-            n = int(seconds // of_unit_s)
-            return f"{n} {unit}{'s' if n > 1 else ''}"
-    return f"{seconds:.0f} s"
-
-
 # ---- what the page shows -------------------------------------------------------------------------------------
 
 
@@ -177,8 +158,8 @@ class Described:
     about: str
 
 
-class Live:
-    """What the page shows now, as JSON."""
+class Live(page_server.Page):
+    """The page, and what it shows now. Raises ValueError if plotly is missing."""
 
     def __init__(self, out_dirs: list[str], describe: Callable[[Run], Described]) -> None:
         names = [Path(os.path.abspath(path)).name for path in out_dirs]
@@ -197,10 +178,16 @@ class Live:
         self.described: list[Described] = []
         self.parts: dict[str, str] = {}
         self.charts = "{}"
+        document = page.live_page(self.title, [Run(follower.name) for follower in self.followers])
+        self.document = document.encode("utf-8", errors="replace")
 
-    def document(self) -> str:
-        """The page, which then asks for the rest. Raises ValueError where plotly is missing."""
-        return page.live_page(self.title, [Run(follower.name) for follower in self.followers])
+    def get(self, place: str, query: str) -> tuple[str, bytes] | None:
+        if place == "":
+            return "text/html; charset=utf-8", self.document
+        if place == "data":
+            have = parse_qs(query).get("have", [""])[0]
+            return "application/json", self.answer(have).encode("utf-8", errors="replace")
+        return None
 
     def answer(self, have: str) -> str:
         """What has changed since the version that the page has; always where the runs are. A JSON object."""
@@ -230,8 +217,6 @@ class Live:
             self.charts = page.charts_json(page.make_charts(self.runs))
             self.version = version
         self.wait_s = max(POLL_S, (time.thread_time() - t0) / SHARE)
-        if any(follower.has_more for follower in self.followers):
-            self.wait_s = 0.1
         self.next_read_at = time.monotonic() + 0.9 * self.wait_s
 
     def head(self) -> str:
@@ -247,95 +232,6 @@ class Live:
         return page.head_html(self.title, headlines)
 
 
-# ---- the server ----------------------------------------------------------------------------------------------
-
-
-class Server(ThreadingHTTPServer):
-    """Listens on this machine's own address."""
-
-    allow_reuse_address = os.name != "nt"  # there it would let two servers share a port
-
-    def __init__(self, port: int, live: Live) -> None:
-        self.live = live
-        self.document = live.document().encode("utf-8", errors="replace")
-        super().__init__((HOST, port), Handler)
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer would also ask the network for this machine's name
-        self.server_name = HOST
-        self.server_port = self.server_address[1]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # a page was closed
-            super().handle_error(request, client_address)
-
-
-class Handler(BaseHTTPRequestHandler):
-    """GET of the page and of its data; all else is refused."""
-
-    server: Server
-    server_version = "deskGPT"
-    sys_version = ""
-    timeout = 10.0  # seconds that a request may take to arrive
-
-    def do_GET(self) -> None:
-        hosts = [host.partition(":")[0].lower() for host in self.headers.get_all("Host", [])]
-        if len(hosts) != 1 or hosts[0] not in NAMES:
-            self.refuse(403, f"this server answers only as {' or '.join(NAMES)}")
-            return
-        path, _, query = self.path.partition("?")
-        if path == "/":
-            self.send(200, self.server.document, "text/html; charset=utf-8")
-        elif path == "/data":
-            have = parse_qs(query).get("have", [""])[0]
-            content = self.server.live.answer(have).encode("utf-8", errors="replace")
-            self.send(200, content, "application/json")
-        else:
-            self.refuse(404, "there is / and /data")
-
-    def other(self) -> None:
-        self.refuse(405, "only GET")
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = other
-
-    def refuse(self, code: int, why: str) -> None:
-        self.close_connection = True
-        self.send(code, f"{why}\n".encode(), "text/plain; charset=utf-8")
-
-    def send(self, code: int, content: bytes, kind: str) -> None:
-        self.send_response(code)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
-        headers |= {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "frame-ancestors 'none'"}
-        headers |= {"Allow": "GET"} if code == 405 else {}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: a page asks every two seconds."""
-
-
-def server_for(out_dirs: list[str], port: int | None, describe: Callable[[Run], Described]) -> Server:
-    """A server of these runs, on a port or, where that is None, on a free one. Raises OSError."""
-    live = Live(out_dirs, describe)
-    for candidate in [port] if port is not None else PORTS:
-        try:
-            return Server(candidate, live)
-        except OSError as e:
-            reason = e.strerror
-    taken = f"port {port}" if port is not None else f"ports {PORTS[0]} to {PORTS[-1]}"
-    raise OSError(f"cannot listen on {HOST}, {taken}: {reason}; choose another --port")
-
-
 def serve(out_dirs: list[str], port: int | None, describe: Callable[[Run], Described]) -> None:
-    """Serves the page until Ctrl+C. Raises OSError where the port is taken."""
-    server = server_for(out_dirs, port, describe)
-    print(f"http://{HOST}:{server.server_port}/ (Ctrl+C ends it)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print("no longer served", file=sys.stderr)
-    finally:
-        server.server_close()
+    """Serves the page until Ctrl+C. port: None for a free one. Raises OSError if the port is taken."""
+    page_server.serve(Live(out_dirs, describe), PORTS if port is None else [port])

@@ -55,12 +55,9 @@ def as_count(value: Any) -> int | None:
     return value if type(value) is int and value >= 1 and signed(value) else None
 
 
-def as_text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def as_flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
+def of_type(kind: type) -> Callable[[Any], Any]:
+    """Gives back values of this type, and None for any other."""
+    return lambda value: value if isinstance(value, kind) else None
 
 
 def as_texts(value: Any) -> list[str] | None:
@@ -90,12 +87,13 @@ EVAL_FIELDS: Kinds = {"iter": figure, "train_loss": signed, "val_loss": signed}
 EVAL_FIELDS |= dict.fromkeys(("val_se", "val_bpb", "tokens", "train_s", "eval_s"), figure)
 SAMPLE_FIELDS: Kinds = {"iter": figure, "texts": as_texts}
 TASKS_FIELDS: Kinds = {"iter": figure, "results": as_results}
-START_FACTS: Kinds = {"compiled": as_flag, "versions": as_versions, "bytes_per_token": figure, "warm_up_s": figure}
+START_FACTS: Kinds = {"compiled": of_type(bool), "versions": as_versions}
 START_FACTS |= dict.fromkeys(("parameters", "flops_per_token", "peak_flops", "measured_flops"), figure)
+START_FACTS |= dict.fromkeys(("bytes_per_token", "warm_up_s"), figure)
 START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), as_count)
 START_FACTS |= dict.fromkeys(("val_bytes", "val_text_bytes", "vocab_size"), as_count)
-START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), as_text)
-START_FACTS |= dict.fromkeys(("peak_source", "val_text"), as_text)
+START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), of_type(str))
+START_FACTS |= dict.fromkeys(("peak_source", "val_text"), of_type(str))
 END_FACTS: Kinds = dict.fromkeys(("iter", "train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), figure)
 
 
@@ -114,8 +112,10 @@ def read_run(path: str, name: str = "") -> Run:
         run.name = name or file.resolve().parent.name
     run.name = run.name.encode("utf-8", "replace").decode()  # Linux allows names that are no text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
-        written = sum(1 for line in text.splitlines() if line.strip())
-        run = from_events(run, read_events(file), written)
+        reading = Reading(run)
+        for event in read_events(file):
+            reading.add(event)
+        run = reading.result(written=sum(1 for line in text.splitlines() if line.strip()))
     else:
         add_printed(run, text)
     if not run.iters and not run.evals:
@@ -142,14 +142,6 @@ def before(events: Events, step: int) -> Events:
 # ---- log.jsonl -----------------------------------------------------------------------------------------------
 
 
-def from_events(run: Run, events: list[dict[str, Any]], written: int) -> Run:
-    """The run with what the events of log.jsonl say, which has `written` lines."""
-    reading = Reading(run)
-    for e in events:
-        reading.add(e)
-    return reading.result(written)
-
-
 class Reading:
     """A run as the events of its log.jsonl fill it, one after the other.
 
@@ -167,8 +159,8 @@ class Reading:
         self.samples: Events = {}
         self.tasks: Events = {}
         self.last: Events = {}  # the last logged step
-        self.left_out: set[str] = set()
         self.read = 0
+        self.unverified = 0  # of these, without a checksum
         self.step = 0
         self.trained_s = 0.0  # before the latest start, whose own count begins at 0
 
@@ -180,9 +172,10 @@ class Reading:
             return
         self.step = at
         self.read += 1
+        self.unverified += "crc" not in e
         kind = e["event"]
         if kind == "start":
-            begin_again(self.run, at, e, usable_settings(settings, self.left_out), self.left_out)
+            begin_again(self.run, at, e, settings)
             self.trained_s = seconds_before(at, self.iters, self.evals)
             self.back_to(at)
         elif kind == "rewind":
@@ -192,11 +185,11 @@ class Reading:
         elif kind == "eval":
             self.evals[at] = self.fields(e, EVAL_FIELDS)
         elif kind == "sample":
-            self.samples[at] = usable(e, SAMPLE_FIELDS, self.left_out)
+            self.samples[at] = usable(e, SAMPLE_FIELDS)
         elif kind == "tasks":
-            self.tasks[at] = usable(e, TASKS_FIELDS, self.left_out)
+            self.tasks[at] = usable(e, TASKS_FIELDS)
         elif kind == "end":
-            self.run.end = usable(e, END_FACTS, self.left_out)
+            self.run.end = usable(e, END_FACTS)
 
     def back_to(self, step: int) -> None:
         """Forgets what was computed from a step on: the run computes it again, an evaluation there too."""
@@ -220,7 +213,7 @@ class Reading:
 
     def fields(self, e: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
         """The usable fields of an event, with the seconds of training before the latest start added."""
-        out = usable(e | {"iter": self.step}, kinds, self.left_out)
+        out = usable(e | {"iter": self.step}, kinds)
         if out["train_s"] is not None:
             out["train_s"] += self.trained_s
         return out
@@ -232,10 +225,8 @@ class Reading:
             notes.append(NO_END)
         if written > self.read:
             notes.append(f"{written - self.read} unreadable lines of its log are left out")
-        if self.left_out:
-            names = sorted(self.left_out)
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            notes.append(f"its log holds values that no run has, which are left out: {', '.join(names[:5])}{more}")
+        if self.unverified:
+            notes.append(f"{self.unverified} lines of its log have no checksum: their figures are unverified")
         if self.kept_every > 1:
             notes.append(f"one of {self.kept_every} logged steps is shown, so that the page stays quick")
         return replace(
@@ -250,18 +241,12 @@ class Reading:
         )
 
 
-def usable(values: dict[str, Any], kinds: Kinds, left_out: set[str]) -> dict[str, Any]:
-    """The named values, None where they are missing or not what they must be; left_out gets the names of the latter."""
-    out = {}
-    for name, kind in kinds.items():
-        given = values.get(name)
-        out[name] = kind(given)
-        if given is not None and out[name] is None:
-            left_out.add(name)
-    return out
+def usable(values: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
+    """The named values, None where they are missing or not what they must be."""
+    return {name: kind(values.get(name)) for name, kind in kinds.items()}
 
 
-def usable_settings(settings: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
+def usable_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of train.py among these, and plain values under other names, which another version may have."""
     out: dict[str, Any] = {}
     for name, value in settings.items():
@@ -270,20 +255,18 @@ def usable_settings(settings: dict[str, Any], left_out: set[str]) -> dict[str, A
                 out[name] = checked_setting(name, value)
             elif isinstance(value, str | bool) or value is None or signed(value) is not None:
                 out[name] = value
-            else:
-                left_out.add(name)
         except ConfigError:
-            left_out.add(name)
+            pass  # unknown
     return out
 
 
-def begin_again(run: Run, step: int, event: dict[str, Any], settings: dict[str, Any], left_out: set[str]) -> None:
-    """Takes over the settings and facts of a start event, of which a resumed run has several."""
+def begin_again(run: Run, step: int, event: dict[str, Any], given: dict[str, Any]) -> None:
+    """Takes over the given settings and the facts of a start event, of which a resumed run has several."""
     # In a run from before a setting existed, what is its default now was the only way.
-    settings = {f.name: f.default for f in fields(TrainConfig) if f.name not in left_out} | settings
+    settings = {f.name: f.default for f in fields(TrainConfig) if f.name not in given} | usable_settings(given)
     model_args = event.get("model_args")
     sizes = {"vocab_size": model_args.get("vocab_size")} if isinstance(model_args, dict) else {}
-    facts = usable(event | sizes, START_FACTS, left_out)
+    facts = usable(event | sizes, START_FACTS)
     start = {name: value for name, value in facts.items() if value is not None}
     if run.start and has_moved(run, settings, start):
         run.timed_from = step

@@ -8,16 +8,17 @@ const ticked = id => byId(id).checked;
 const touch = matchMedia("(pointer: coarse)").matches;  // there, a finger on a chart scrolls the page
 const buttons = [touch ? ["toImage"] : ["toImage", "zoom2d", "pan2d", "resetScale2d"]];
 let charts = JSON.parse(byId("charts").textContent);
-// Numbers of a run's own have no place on the page yet.
 function makePlaces() {
   for (const [id, {title}] of Object.entries(charts)) {
     if (byId(id)) continue;
     const figure = document.createElement("figure");
-    figure.innerHTML = '<h3></h3><div class="plot" role="img"></div><p class="note" role="status"></p>';
-    figure.children[0].textContent = title;
-    figure.children[1].id = id;
-    figure.children[1].ariaLabel = title;
-    figure.children[2].id = id + "-note";
+    const switches = id === "loss" ? byId("switches").innerHTML : "";
+    figure.className = id === "loss" ? "loss" : "";
+    figure.innerHTML = `<h3></h3>${switches}<div class="plot" role="img"></div><p class="note" role="status"></p>`;
+    figure.querySelector("h3").textContent = title;
+    figure.querySelector(".plot").id = id;
+    figure.querySelector(".plot").ariaLabel = title;
+    figure.querySelector(".note").id = id + "-note";
     document.querySelector("section").append(figure);
   }
 }

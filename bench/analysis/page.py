@@ -337,10 +337,10 @@ def legend_html(runs: list[Run]) -> str:
     return f'<div class="legend">{legend}</div>'
 
 
-def loss_switches(axes: list[str]) -> str:
+def loss_switches() -> str:
     """The switches of the loss chart: its axes, and the kinds of loss to show."""
     against = ""
-    for axis in axes:
+    for axis in AXES:
         checked = " checked" if axis == "steps" else ""
         against += f'<label><input type="radio" name="axis" value="{axis}"{checked}> {axis}</label>'
     for axis in "xy":
@@ -409,24 +409,9 @@ def side_by_side(names: list[str], tables: list[Table]) -> Table:
     return Table(tables[0].title, ["", *names], rows, tables[0].note)
 
 
-def charts_html(runs: list[Run], charts: dict[str, Chart], live: bool) -> str:
-    """Empty places for the charts, which page.js draws, with their headings, switches and notes.
-
-    A live page has places for all charts and axes: their figures may come later.
-    """
-    parts = [f"<section>{legend_html(runs)}"]
-    titles = {"loss": "Loss"} | {key: title for key, (title, _, _) in CHARTS.items()}
-    for key, title in titles.items():
-        if key not in charts and not live:
-            continue
-        axes = AXES if live else list(charts["loss"].figure.layout.meta["notes"]) if key == "loss" else []
-        switches = loss_switches(axes) if key == "loss" else ""
-        plot = f'<div id="{key}" class="plot" role="img" aria-label="{title}"></div>'
-        note = f'<p class="note" id="{key}-note" role="status"></p>'
-        parts.append(f'<figure class="{key}" hidden><h3>{title}</h3>{switches}{plot}{note}</figure>')
-    if not charts and not live:
-        parts.append("<p>The log holds no steps and no evaluations.</p>")
-    return "\n".join([*parts, "</section>"])
+def charts_html(runs: list[Run]) -> str:
+    """Where page.js puts the charts, with a place for each that there is."""
+    return f'<section>{legend_html(runs)}<template id="switches">{loss_switches()}</template></section>'
 
 
 def charts_json(charts: dict[str, Chart]) -> str:
@@ -502,14 +487,15 @@ def page(
     """
     plotly_js()
     charts = make_charts(runs)
+    nothing = "" if charts else "<p>The log holds no steps and no evaluations.</p>"
     parts = parts_html(title, runs, tables, verdict, samples, about, headlines)
-    return document(title, parts, charts_html(runs, charts, live=False), charts_json(charts))
+    return document(title, parts, charts_html(runs) + nothing, charts_json(charts))
 
 
 def live_page(title: str, runs: list[Run]) -> str:
     """The page that asks its server for all that it shows. runs: their names are enough."""
     parts = dict.fromkeys(PARTS, "") | {"head": f"<h1>{escape(title)}</h1>"}
-    return document(title, parts, charts_html(runs, {}, live=True), '"live"', "; connect-src 'self'")
+    return document(title, parts, charts_html(runs), '"live"', "; connect-src 'self'")
 
 
 def parts_html(

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from configurator import check, read_settings
 from deskgpt.machine.errors import ConfigError
+from deskgpt.machine.gpu_peaks import published_peak
 from train import TrainConfig
 
 # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16.
@@ -159,6 +160,13 @@ def complete(run: Run) -> None:
     if lost:
         run.notes.append(f"its loss is not a number at step {lost[0]:,}")
     complete_flops(run)
+    if contradicts(run):
+        run.notes.append(
+            f"{run.start['parameters'] / 1e6:,.2f}M parameters are stated, but its MFU, time and tokens imply "
+            f"{(implied_parameters(run) or 0) / 1e6:,.2f}M (without position embeddings): one of the two is wrong"
+        )
+    if run.start.get("gpu"):
+        refer_to_published_peak(run)
     complete_events(run)
     complete_bits(run)
 
@@ -187,6 +195,28 @@ def complete_flops(run: Run) -> None:
         start["flops_inferred"] = True
     elif start.get("parameters") and all(run.settings.get(name) for name in MODEL):
         run.flops_per_token = 6 * start["parameters"] + attention_flops(run)
+
+
+def refer_to_published_peak(run: Run) -> None:
+    """Makes the MFU refer to the published peak of the GPU that was given by hand, over all ranks.
+
+    Raises ValueError where none is known.
+    """
+    start = run.start
+    name = start["gpu"]
+    # As train.py and nanoGPT compute: float32 in TF32 where the card has it, bfloat16 unless it is emulated.
+    dtype = start.get("dtype") or run.settings.get("dtype")
+    kinds = {"float32": ("tf32", "float32"), "float16": ("float16",)}.get(str(dtype), ("bfloat16", "float16"))
+    found = next(filter(None, (published_peak(name, kind) for kind in kinds)), None)
+    if found is None:
+        raise ValueError(f"--device {name}: no published peak is known of it for {' or '.join(kinds)}; leave it out")
+    flops_per_s, source = found
+    peak = flops_per_s * start.get("world_size", 1)
+    for e in run.iters:
+        if e["mfu"] and start.get("peak_flops"):
+            e["mfu"] *= start["peak_flops"] / peak
+    start["peak_flops"] = peak
+    start["peak_source"] = f"{name}, {source}"
 
 
 def attention_flops(run: Run) -> int:

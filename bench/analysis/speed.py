@@ -9,37 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.analysis.arms import Arm, Lead, Row, millions, over_runs
-from bench.analysis.noise import difference
+from bench.analysis.arms import Arm, Lead, Row, lead_by_ratio, millions, over_runs
 from bench.analysis.runs import Run, implied_parameters
-from deskgpt.machine.gpu_peaks import published_peak
 from deskgpt.machine.words import clock
 
 SAME_SPEED = 1.05  # a ratio that two single runs cannot tell from 1: a machine's speed changes from run to run
 
 
 # ---- figures of a run ----------------------------------------------------------------------------------------
-
-
-def own_peak(run: Run) -> tuple[float, str] | None:
-    """(FLOP/s, source) of the run's device, over all its ranks: from --device, or else from the log.
-
-    Raises ValueError where --device names a GPU whose peak is not published here.
-    """
-    start = run.start
-    name = start.get("gpu")
-    if not name:
-        if start.get("device") and start.get("peak_flops"):
-            return start["peak_flops"], start.get("peak_source", "")
-        return None
-    # As train.py and nanoGPT compute: float32 in TF32 where the card has it, bfloat16 unless it is emulated.
-    dtype = start.get("dtype") or run.settings.get("dtype")
-    kinds = {"float32": ("tf32", "float32"), "float16": ("float16",)}.get(str(dtype), ("bfloat16", "float16"))
-    for kind in kinds:
-        found = published_peak(name, kind)
-        if found:
-            return found[0] * start.get("world_size", 1), f"{name}, {found[1]}"
-    raise ValueError(f"--device {name}: no published peak is known of it for {' or '.join(kinds)}; leave it out")
 
 
 def median_ms(run: Run) -> float | None:
@@ -64,7 +41,7 @@ def flops_per_s(run: Run) -> float | None:
 
 
 def mfu(run: Run) -> float | None:
-    """MFU on the peak that the log names; the median of the logged ones where FLOPs or tokens are not known."""
+    """MFU on the run's peak; the median of the logged ones where FLOPs or tokens are not known."""
     if run.flops_per_token and run.tokens_per_step:
         rate = flops_per_s(run)
         return rate / run.start["peak_flops"] if rate and run.start.get("peak_flops") else None
@@ -72,24 +49,11 @@ def mfu(run: Run) -> float | None:
     return statistics.median(logged) if logged else None
 
 
-def own_mfu(run: Run) -> float | None:
-    """MFU on the peak of the device itself."""
-    rate = flops_per_s(run)
-    peak = own_peak(run)
-    return rate / peak[0] if rate and peak else None
-
-
 def measured_mfu(run: Run) -> float | None:
-    """MFU on the fastest matmul measured on the device, where the log's peak is another one."""
+    """MFU on the fastest matmul measured on the device, where the run's peak is another one."""
     rate = flops_per_s(run)
     measured = run.start.get("measured_flops")
     return rate / measured if rate and measured and measured != run.start.get("peak_flops") else None
-
-
-def own_tflops(run: Run) -> float | None:
-    """The peak of the device itself in TFLOP/s."""
-    peak = own_peak(run)
-    return peak[0] / 1e12 if peak else None
 
 
 def micro_batch_ms(run: Run) -> float | None:
@@ -109,6 +73,12 @@ def evaluation(run: Run) -> tuple[float, float] | None:
         return None
     eval_s = statistics.fmean(times) * len(run.evals)
     return eval_s, eval_s / (eval_s + max(ends))
+
+
+def trained_s(run: Run) -> float | None:
+    """Seconds of training until the last step for which they are known."""
+    known = [e["train_s"] for e in run.iters if e["train_s"] is not None]
+    return known[-1] if known else run.end.get("train_s")
 
 
 def scaled(value: float | None, factor: float) -> float | None:
@@ -141,12 +111,13 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
         of_first("MFLOPs per token", lambda r: r.flops_per_token, lambda v: f"{v / 1e6:,.4g}"),
         mean("TFLOP/s", flops_per_s, lambda v: f"{v / 1e12:.4g}"),
         of_first("MFU as printed at the end", lambda r: r.start.get("printed_mfu"), percent),
-        mean("MFU on the log's peak", mfu, percent),
-        mean("the log's peak, TFLOP/s", lambda r: scaled(r.start.get("peak_flops"), 1e12), four_digits),
+        mean("MFU", mfu, percent),
+        mean("the peak that it refers to, TFLOP/s", lambda r: scaled(r.start.get("peak_flops"), 1e12), four_digits),
         mean("MFU on the measured peak", measured_mfu, percent),
-        mean("MFU on the device's own peak", own_mfu, percent),
-        mean("its own peak, TFLOP/s", own_tflops, four_digits),
+        mean("training", trained_s, clock),
+        mean("of it waiting for data", lambda r: r.end.get("data_wait_s"), clock),
         of_first("evaluation: time, and share of all", evaluation, lambda v: f"{clock(v[0])}, {v[1]:.1%}"),
+        mean("saving", lambda r: r.end.get("save_s"), clock),
         mean("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
         mean("peak memory, GiB", lambda r: scaled(r.end.get("peak_memory_bytes"), 2**30), lambda v: f"{v:.2f}"),
     ]
@@ -167,25 +138,11 @@ def percent(share: float) -> str:
 def fastest(arms: list[Arm]) -> Lead:
     """Who trains the most tokens per second. The speed of every run must be known.
 
-    The noise is that between runs, as a ratio, where both arms have several. For single runs it is the drift within
-    each, and 5% at least: a machine is not equally fast from one run to the next.
+    For single runs the noise is the drift within each, and 5% at least: a machine is not equally fast from one run to
+    the next.
     """
     rates = [[tokens_per_s(run) or math.nan for run in arm.runs] for arm in arms]
-    means = [statistics.fmean(of_arm) for of_arm in rates]
-    best, second, *_ = sorted(range(len(arms)), key=lambda i: -means[i])
-    ratio = means[best] / means[second]
-    _, log_noise = difference([math.log(v) for v in rates[second]], [math.log(v) for v in rates[best]])
-    if log_noise is None:
-        log_noise = drift_between(arms[best].runs + arms[second].runs)
-
-    if log_noise is None:
-        text = f"{arms[best].label}, {ratio:.2f} x {arms[second].label} (noise not known)"
-        return Lead(text, noise="noise not known", noise_unknown=True)
-    noise = f"noise a factor of {math.exp(min(log_noise, 700)):.2f}"  # exp(710) overflows
-    if math.log(ratio) <= log_noise:
-        names = f"{arms[best].label} and {arms[second].label}"
-        return Lead(f"{names}: not distinguishable ({ratio:.2f} x, {noise})", noise=noise, within_noise=True)
-    return Lead(f"{arms[best].label}, {ratio:.2f} x {arms[second].label} ({noise})", best, noise)
+    return lead_by_ratio(arms, rates, highest_leads=True, words="", single_noise=drift_between)
 
 
 def drift_between(runs: list[Run]) -> float | None:

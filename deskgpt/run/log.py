@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
+import zlib
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -22,7 +24,7 @@ PERCENT = ("mfu", "mfu_measured")  # nanoGPT logs percent
 
 
 class RunLog:
-    """Events as JSON lines, each written at once. A resumed run appends to the file, beginning with a new "start".
+    """Events as JSON lines, each with a checksum and written at once. A resumed run appends, from a new "start" on.
 
     path None writes no file. wandb_run, if given, gets the metrics too. earlier_wandb_run_id: of a resumed run.
     """
@@ -43,7 +45,7 @@ class RunLog:
     def write(self, event: str, **fields: Any) -> None:
         if self.path:
             known = {name: null_if_not_finite(value) for name, value in fields.items()}
-            line = (json.dumps({"event": event, **known}) + "\n").encode()
+            line = with_checksum(json.dumps({"event": event, **known})) + b"\n"
             if event == "start":
                 self.start_line = line
             try:
@@ -140,9 +142,21 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event of a line of log.jsonl; None where it is no whole event."""
+    """The event of a line of log.jsonl; None where it is no whole event, or differs from what was written.
+
+    An event with a "crc" is verified. Logs from before 2026-11-23 have none.
+    """
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):  # a line of brackets only
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    if not isinstance(event, dict) or "event" not in event:
+        return None
+    line = line.strip()
+    without = re.sub(r', "crc": "[0-9a-f]{8}"}$', "}", line)
+    return event if "crc" not in event or with_checksum(without) == line.encode() else None
+
+
+def with_checksum(line: str) -> bytes:
+    """A JSON object with a last field "crc": the CRC-32 of its text without that field."""
+    return f'{line[:-1]}, "crc": "{zlib.crc32(line.encode()):08x}"}}'.encode()
