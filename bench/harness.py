@@ -1,8 +1,10 @@
 """Benchmarks by lm_eval, the harness that published figures come from: a GPT as its backend, and its tasks.
 
 The backend answers as `lm_eval --model hf` does with the same weights in Hugging Face's format: the same tokens, the
-same truncation from the left, the same stop texts. bench/evaluate.py and train.py import this file only where they run
-tasks: lm_eval is an optional package and takes seconds to import.
+same truncation from the left, the same stop texts. It asks model.py itself and not an exported class, so that a changed
+model is measured as it is, and keeps the logits of a few positions only: a benchmark takes little memory beside a
+training run. bench/evaluate.py and train.py import this file only where they run tasks: lm_eval is an optional package
+and takes seconds to import.
 
 Shape legend: B batch, T time, C channels, N tokens of continuations, V vocabulary.
 """
@@ -10,6 +12,7 @@ Shape legend: B batch, T time, C channels, N tokens of continuations, V vocabula
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import math
 import os
@@ -18,16 +21,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -65,6 +67,12 @@ class Generation:
     top_k: int | None = None
     top_p: float = 1.0
 
+    def until_stop(self, text: str) -> str:
+        """The text before the first stop text."""
+        for stop in self.stop:
+            text = text.partition(stop)[0]
+        return text
+
 
 class Backend(TemplateLM):
     """A GPT as lm_eval asks it: how likely a continuation of a text is, and what comes next.
@@ -93,30 +101,19 @@ class Backend(TemplateLM):
         self.stopped = stopped
         self.n_truncated = 0  # requests that lost the beginning of their context
         self.weights_device = next(model.parameters()).device
-        if ranks is not None:
-            self._rank = ranks.rank
-            self._world_size = ranks.world
+        self.ranks = ranks or Ranks(self.weights_device)
+        self._rank = self.ranks.rank
+        self._world_size = self.ranks.world
+        self._device = torch.device("cpu")  # where lm_eval puts what the ranks exchange
 
     # ---- what lm_eval asks about it ----------------------------------------------------------------------
 
-    @property
-    def device(self) -> torch.device:
-        """Where lm_eval puts what the ranks exchange, which gloo does."""
-        return torch.device("cpu")
-
     def all_gather(self, tensor: Tensor) -> Tensor:
-        if self.world_size == 1:
-            return tensor
-        gathered = [torch.zeros_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor)
-        return torch.stack(gathered)
+        return torch.stack(self.ranks.gather(tensor))
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        if self.world_size == 1:
-            return [obj]
-        gathered = [None] * self.world_size if self.rank == dst else None
-        dist.gather_object(obj, gathered, dst=dst)
-        return gathered
+        gathered = self.ranks.gather(obj)
+        return gathered if self.rank == dst else None
 
     @property
     def eot_token_id(self) -> int:
@@ -135,13 +132,12 @@ class Backend(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text, in which "<|endoftext|>" is that token. Raises ValueError for unknown characters."""
         end = self.tokenizer.end_of_text
-        pieces = [string] if end is None else string.split(END_OF_TEXT)
+        if end is None:
+            return self.tokenizer.encode(string).tolist()
         ids: list[int] = []
-        for i, piece in enumerate(pieces):
-            if i and end is not None:
-                ids.append(end)
-            ids += self.tokenizer.encode(piece).tolist()
-        return ids
+        for piece in string.split(END_OF_TEXT):
+            ids += [*self.tokenizer.encode(piece).tolist(), end]
+        return ids[:-1]
 
     def check(self, request: Any) -> None:
         """Raises ValueError, naming the task, where a request (lm_eval's Instance) cannot be answered."""
@@ -153,10 +149,19 @@ class Backend(TemplateLM):
         except ValueError as e:
             raise ValueError(f"task {request.task_name}: {e}") from None
 
-    # ---- how likely --------------------------------------------------------------------------------------
+    def batches(self, items: list[Any], what: str) -> Iterator[list[Any]]:
+        """The items, batch_size of them at once, until stopped; a terminal shows how far they are."""
+        terminal = getattr(sys.stderr, "stream", sys.stderr)  # past WithoutBars
+        hidden = None if self.rank == 0 else True  # None: hidden where it is no terminal
+        with tqdm(total=len(items), desc=what, leave=False, file=terminal, disable=hidden) as bar:
+            for i in range(0, len(items), self.batch_size):
+                if self.stopped():
+                    break
+                batch = items[i : i + self.batch_size]
+                yield batch
+                bar.update(len(batch))
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+    # ---- how likely --------------------------------------------------------------------------------------
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihoods of whole texts, in windows of the context's length, each text by itself."""
@@ -175,7 +180,7 @@ class Backend(TemplateLM):
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """For each (texts, context, continuation): its log-likelihood, and whether it is what greedy decoding gives.
 
@@ -197,61 +202,53 @@ class Backend(TemplateLM):
         answers = [(0.0, False)] * len(requests)
         rows = sorted(requests_of, key=len, reverse=True)  # what memory cannot hold fails at once
         for batch in self.batches(rows, "log-likelihoods"):
-            T = len(batch[0])
-            at: list[int] = []  # of the position before each token of a continuation, in B * T
-            targets: list[int] = []
-            counts = []
-            asked = []
-            for b, row in enumerate(batch):
-                for i in requests_of[row]:
-                    continuation = requests[i][2]
-                    end = b * T + len(row)
-                    at += range(end - len(continuation), end)
-                    targets += continuation
-                    counts.append(len(continuation))
-                    asked.append(i)
             # Padding on the right is later than every token that counts: causal attention does not see it.
-            idx = torch.tensor([row + (0,) * (T - len(row)) for row in batch], device=self.weights_device)  # (B, T)
-            log_p, greedy = self.scores(idx, torch.tensor(at), torch.tensor(targets))
-            for i, p, g in zip(asked, log_p.split(counts), greedy.split(counts), strict=True):
+            padded = [row + (0,) * (len(batch[0]) - len(row)) for row in batch]
+            asked = [(b, i) for b, row in enumerate(batch) for i in requests_of[row]]
+            continuations = [requests[i][2] for _, i in asked]
+            targets = [token for continuation in continuations for token in continuation]
+            with self.using():
+                h = self.model.transformer(torch.tensor(padded, device=self.weights_device))  # (B, T, C)
+                before = []  # for each request, the places before each token of its continuation
+                for (b, _), continuation in zip(asked, continuations, strict=True):
+                    before.append(h[b, len(batch[b]) - len(continuation) : len(batch[b])])
+                log_p, greedy = self.scores(torch.cat(before), torch.tensor(targets))
+            counts = [len(continuation) for continuation in continuations]
+            for (_, i), p, g in zip(asked, log_p.split(counts), greedy.split(counts), strict=True):
                 answers[i] = (p.sum().item(), bool(g.all()))
         return answers
 
-    def scores(self, idx: Tensor, at: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probabilities of the targets (N,), whether each is the likeliest token (N,)), on the CPU.
 
-        idx: (B, T); at: (N,), places in B * T after which the targets (N,) are expected.
+        h: (N, C), the last hidden states before the targets (N,).
         """
         log_ps = []
         greedy = []
-        rows = max(1, LOGITS_PER_CHUNK // self.model.config.vocab_size)
-        targets = targets.to(idx.device)
-        with self.using():
-            h = self.model.transformer(idx).flatten(0, 1)[at.to(idx.device)]  # (N, C)
-            for part, expected in zip(h.split(rows), targets.split(rows), strict=True):
-                log_p = F.log_softmax(self.model.logits(part).float(), -1)  # (rows, V)
-                log_ps.append(log_p.gather(1, expected[:, None])[:, 0])
-                greedy.append(log_p.argmax(1) == expected)
+        at_once = max(1, LOGITS_PER_CHUNK // self.model.config.vocab_size)
+        for part, expected in zip(h.split(at_once), targets.to(h.device).split(at_once), strict=True):
+            log_p = F.log_softmax(self.model.logits(part).float(), -1)  # (at_once, V)
+            log_ps.append(log_p.gather(1, expected[:, None])[:, 0])
+            greedy.append(log_p.argmax(1) == expected)
         return torch.cat(log_ps).cpu(), torch.cat(greedy).cpu()
 
     # ---- what comes next ---------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts up to the first stop text, likeliest tokens only unless the task wants them drawn."""
-        ways = []
         prompts = []
-        for request in requests:
+        of_way: dict[Generation, list[int]] = {}  # the requests that want text to be generated in the same way
+        for i, request in enumerate(requests):
             text, options = request.args
             way = self.generation_of(options)
             ids = self.tok_encode(text) or [self.prefix_token_id]
             room = self.model.config.block_size - way.max_new_tokens
             self.n_truncated += len(ids) > room
-            ways.append(way)
             prompts.append(ids[-room:])
+            of_way.setdefault(way, []).append(i)
 
         texts = [""] * len(requests)
-        for way in dict.fromkeys(ways):
-            same = [i for i in range(len(requests)) if ways[i] == way]
+        for way, same in of_way.items():
             same.sort(key=lambda i: len(prompts[i]), reverse=True)
             for batch in self.batches(same, "texts"):
                 new = self.continuations([prompts[i] for i in batch], way, [self.seed + i for i in batch])
@@ -261,27 +258,24 @@ class Backend(TemplateLM):
 
     def generation_of(self, options: dict[str, Any]) -> Generation:
         """What a task's generation_kwargs say. Raises ValueError where they cannot be followed."""
-        left = dict(options)
-        stop = left.pop("until", None) or []
-        stop = [stop] if isinstance(stop, str) else list(stop)
+        given = {name: value for name, value in options.items() if value is not None}
+        if given.get("num_beams") == 1:
+            del given["num_beams"]
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_NEW_TOKENS))
+        stop = [text for text in wanted.pop("until") if text]
         if self.tokenizer.end_of_text is not None:
             stop.append(END_OF_TEXT)
-        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
-        given = [value for value in (left.pop(name, None) for name in names) if value is not None]
-        most = int(given[0]) if given else MAX_NEW_TOKENS
-        temperature = float(left.pop("temperature", None) or 0.0)
-        if left.pop("do_sample", None) is False:
-            temperature = 0.0
-        top_k = left.pop("top_k", None)
-        top_p = left.pop("top_p", None)
-        if left.get("num_beams") == 1:
-            del left["num_beams"]
-        if left:
-            raise ValueError(f"its generation_kwargs {left} are not supported here")
+        most = wanted.pop("max_gen_toks")
+        is_drawn = wanted.pop("do_sample")
+        temperature = float(wanted.pop("temperature", 0.0))
+        top_k = wanted.pop("top_k", None) or None
+        top_p = wanted.pop("top_p", None) or 1.0
+        if wanted:
+            raise ValueError(f"its generation_kwargs {wanted} are not supported here")
         limit = self.model.config.block_size
         if most >= limit:
             raise ValueError(f"it generates up to {most} tokens; block_size={limit} leaves none for the prompt")
-        return Generation(tuple(stop), most, temperature, top_k or None, top_p or 1.0)
+        return Generation(tuple(stop), most, temperature if is_drawn else 0.0, top_k, top_p)
 
     @torch.inference_mode()
     def continuations(self, prompts: list[list[int]], way: Generation, seeds: list[int]) -> list[str]:
@@ -290,68 +284,37 @@ class Backend(TemplateLM):
         All rows begin at position 0: the longer prompts' last tokens are given one by one, while the others' texts
         already grow. So there is no padding, and each row gets what it would get alone.
         """
-        rows = [Row(self.tokenizer, way) for _ in prompts]
-        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.weights_device)
-        longest = len(prompts[0])
-        known = len(prompts[-1])  # tokens that all rows have
-        idx = torch.zeros(len(prompts), longest + way.max_new_tokens, dtype=torch.long, device=self.weights_device)
+        B = len(prompts)
+        idx = torch.zeros(B, len(prompts[0]) + way.max_new_tokens, dtype=torch.long, device=self.weights_device)
         for b, prompt in enumerate(prompts):
             idx[b, : len(prompt)] = torch.tensor(prompt)
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        written: list[list[int]] = [[] for _ in prompts]
+        texts = [""] * B
+        growing = set(range(B))
+        known = len(prompts[-1])  # tokens that all rows have
         with self.using():
-            while not all(row.done for row in rows) and not self.stopped():
+            while growing and not self.stopped():
                 logits = self.model.next_logits(idx[:, :known])  # (B, V)
                 logits = logits.float()[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-                u = torch.zeros(len(rows), 1)
-                if way.temperature > 0:
-                    u = torch.stack([torch.rand(1, generator=s, dtype=torch.float64) for s in streams])  # (B, 1)
+                u = torch.stack([torch.rand(1, generator=s, dtype=torch.float64) for s in streams])  # (B, 1)
                 new = sample_tokens(logits, u, way.temperature, way.top_k, way.top_p)[:, 0]
-                in_prompt = known < lengths
-                for row, token, given in zip(rows, new.tolist(), in_prompt.tolist(), strict=True):
-                    if not given:
-                        row.add(token)
-                if known == idx.size(1):
-                    break
-                idx[:, known] = torch.where(in_prompt, idx[:, known], new)
+                for b, token in enumerate(new.tolist()):
+                    if known < len(prompts[b]):
+                        continue
+                    idx[b, known : known + 1] = token
+                    if b not in growing:
+                        continue
+                    ends = token == self.tokenizer.end_of_text
+                    if not ends:
+                        written[b].append(token)
+                        text = self.tokenizer.decode_bytes(written[b]).decode("utf-8", "replace")
+                        texts[b] = way.until_stop(text)
+                        ends = texts[b] != text or len(written[b]) == way.max_new_tokens
+                    if ends:
+                        growing.remove(b)
                 known += 1
-        return [row.text for row in rows]
-
-    # ---- batches -----------------------------------------------------------------------------------------
-
-    def batches(self, items: list[Any], what: str) -> Iterator[list[Any]]:
-        """The items, batch_size of them at once, until stopped; a terminal shows how far they are."""
-        first = takewhile(lambda _: not self.stopped(), range(0, len(items), self.batch_size))
-        shown = {"desc": what, "leave": False, "file": stderr(), "disable": None if self.rank == 0 else True}
-        with tqdm(total=len(items), **shown) as bar:
-            for i in first:
-                batch = items[i : i + self.batch_size]
-                yield batch
-                bar.update(len(batch))
-
-
-class Row:
-    """A text that is generated, until it is done."""
-
-    def __init__(self, tokenizer: Tokenizer, way: Generation) -> None:
-        self.tokenizer = tokenizer
-        self.way = way
-        self.ids: list[int] = []
-        self.text = ""
-        self.done = False
-
-    def add(self, token: int) -> None:
-        if self.done:
-            return
-        if token == self.tokenizer.end_of_text:
-            self.done = True
-            return
-        self.ids.append(token)
-        self.text = self.tokenizer.decode_bytes(self.ids).decode("utf-8", "replace")
-        self.done = len(self.ids) == self.way.max_new_tokens
-        for stop in self.way.stop:
-            before, found, _ = self.text.partition(stop) if stop else (self.text, "", "")
-            self.text = before
-            self.done = self.done or bool(found)
+        return texts
 
 
 # ---- tasks ---------------------------------------------------------------------------------------------------
@@ -382,15 +345,8 @@ class Tasks:
         if include_path and not Path(include_path).is_dir():
             raise ValueError(f"include_path={include_path} is not a folder")
         manager = manager_of(wanted, include_path)
-        built = []
         with random_numbers_kept():
-            for name in found_tasks(manager, wanted):
-                built += loaded(manager, name)
-            try:
-                self.loaded = manager.load(built)
-            except ValueError as e:  # a task by itself and in a group
-                raise ValueError(f"tasks={names}: {e}") from None
-        self.groups = self.loaded.get("groups", {})
+            self.loaded = loaded(manager, found_tasks(manager, wanted))
         for name, task in self.loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise ValueError(f"task {name}: it runs code of the model, or shows it pictures; not supported here")
@@ -423,17 +379,20 @@ class Tasks:
         The model is in evaluation mode meanwhile, and random numbers go on afterwards as if nothing had been.
         "truncated" counts the requests that lost the beginning of their context.
         """
+        # lm_eval would resample for standard errors in processes that it forks. They inherit the signals' socket of
+        # deskgpt/run/stopping.py: when they are ended with SIGTERM, this run would take that for a wish to stop.
+        os.environ["DISABLE_MULTIPROC"] = "1"
         was_training = backend.model.training
         backend.model.eval()
         backend.n_truncated = 0
         try:
-            with self.seeded(), one_process(), quiet():
+            with self.seeded(), quiet():
                 found = evaluate(
                     backend, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=log_samples
                 )
         finally:
             backend.model.train(was_training)
-        n_truncated = int(backend.all_gather(torch.tensor(backend.n_truncated)).sum())
+        n_truncated = sum(backend.ranks.gather(backend.n_truncated))
         return {} if found is None else found | {"truncated": n_truncated}
 
     def describe(self, found: Figures) -> str:
@@ -442,7 +401,7 @@ class Tasks:
         A group that has figures of its own stands for its tasks.
         """
         covered = set()
-        for name, group in self.groups.items():
+        for name, group in self.loaded["groups"].items():
             if found.get(name):
                 covered |= {task.task_name for task in group.get_all_tasks()}
                 covered |= {inner.name for inner in group.get_all_groups()}
@@ -474,52 +433,25 @@ def random_numbers_kept() -> Iterator[None]:
 
 
 @contextmanager
-def one_process() -> Iterator[None]:
-    """Makes lm_eval resample for standard errors in this process.
-
-    The processes that it would fork inherit the signals' socket of deskgpt/run/stopping.py: when they are ended with
-    SIGTERM, this run would take that for a wish to stop.
-    """
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
+def quiet() -> Iterator[None]:
+    """Keeps out what lm_eval prints about its progress."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(WithoutBars()):
         yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
-class Quiet:
-    """A stream without what lm_eval says about its progress: bars, also on no terminal, and when it resamples."""
+class WithoutBars(io.TextIOBase):
+    """stderr without lm_eval's progress bars, which it draws in files too."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.has_dropped = False
+    def __init__(self) -> None:
+        self.stream = sys.stderr
 
     def write(self, text: str) -> int:
-        drops = text.startswith(("\r", "bootstrapping for stddev")) or (self.has_dropped and text == "\n")
-        self.has_dropped = drops and text != "\n"
-        return len(text) if drops else self.stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+        is_bar = text.startswith("\r") or text == "\n"  # which ends one
+        return len(text) if is_bar else self.stream.write(text)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    with redirect_stdout(Quiet(sys.stdout)), redirect_stderr(Quiet(sys.stderr)):
-        yield
-
-
-def stderr() -> Any:
-    """The stream for progress bars of our own."""
-    return getattr(sys.stderr, "stream", sys.stderr)
-
-
-def manager_of(wanted: list[str], include_path: str) -> Any:
-    """A TaskManager; lm_eval's own thousands of tasks, which take seconds to list, only where they are needed."""
+def manager_of(wanted: list[str], include_path: str) -> TaskManager:
+    """A TaskManager; lm_eval's own thousands of tasks, which take half a minute to list, only where they are needed."""
     if include_path or all(is_file(name) for name in wanted):
         manager = TaskManager(include_path=include_path or None, include_defaults=False)
         if all(is_file(name) or manager.match_tasks([name]) for name in wanted):
@@ -531,41 +463,32 @@ def is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml")) and Path(name).is_file()
 
 
-def found_tasks(manager: Any, wanted: list[str]) -> list[str]:
+def found_tasks(manager: TaskManager, wanted: list[str]) -> list[str]:
     """Names that the manager knows, and paths. Raises ValueError with the nearest names for another one."""
     names: list[str] = []
     for name in wanted:
         matching = [name] if is_file(name) else manager.match_tasks([name])
         if not matching:
             near = difflib.get_close_matches(name, manager.all_tasks, n=5)
-            near = near or [known for known in manager.all_tasks if name.lower() in known.lower()][:5]
             meant = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
             raise ValueError(f"task {name}: lm_eval has no such task; {meant}")
         names += matching
     return list(dict.fromkeys(names))
 
 
-def loaded(manager: Any, name: str) -> list[Any]:
-    """The task or group, or the tasks of a tag, with their data. Raises ValueError where they cannot be had."""
-    hub = logging.getLogger("huggingface_hub")
-    level = hub.level
-    hub.setLevel(logging.ERROR)  # without a line for each time that it tries again
+def loaded(manager: TaskManager, names: list[str]) -> dict[str, Any]:
+    """The tasks and groups with their data, as lm_eval evaluates them. Raises ValueError where they cannot be had."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a line for each time that it tries again
     try:
-        found = manager.load([name])
-    except Exception as e:  # of datasets, the hub, the network, YAML, a package that a task needs
-        if isinstance(e, ModuleNotFoundError) and e.name:
-            raise
+        return dict(manager.load(names))
+    except ModuleNotFoundError:
+        raise
+    except Exception as e:  # of datasets, the hub, the network, YAML; a task by itself and in a group
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ValueError(
-            f"task {name}: its data or its file cannot be loaded ({reason[:200]}); the data of lm_eval's tasks are "
+            f"tasks={','.join(names)}: a task cannot be loaded ({reason[:200]}); the data of lm_eval's own tasks are "
             "downloaded once, from the Hugging Face hub: connect, or name a YAML file with local data"
         ) from None
-    finally:
-        hub.setLevel(level)
-    children = {child for names in found.get("group_map", {}).values() for child in names}
-    in_groups = {task.task_name for group in found.get("groups", {}).values() for task in group.get_all_tasks()}
-    groups = [group for group_name, group in found.get("groups", {}).items() if group_name not in children]
-    return groups + [task for task_name, task in found["tasks"].items() if task_name not in in_groups]
 
 
 # ---- figures -------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ The faults, at a random step, and the promises:
     kill-agent       SIGKILL to a torchrun: its workers end, the same command on its host starts all again
     kill-store-host  SIGKILL to all of the host with the rendezvous: all hosts end, the same command continues
     link-down        a host's cable is pulled until all workers have ended
-    netem            each frame between hosts takes 50 ms, one in a hundred is lost
 """
 
 from __future__ import annotations
@@ -24,16 +23,12 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,19 +38,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 
 from bench import output
 from bench.output import markdown_table
-from bench.soak import DIST_TIMEOUT_S, SMALL, differences, events, write_data
+from bench.soak import DIST_TIMEOUT_S, SMALL, differences, events, run_ranks, write_data
 from bench.timing import ROOT
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.errors import ConfigError, one_line_errors
 from deskgpt.run import log
 
 MAX_ITERS = 120
 SAVE_INTERVAL = 10  # steps
-DELAY_S = 0.05
-LOSS = 0.01  # of the frames
 # Within these seconds the processes that a fault hits have ended, and within these the run trains again.
 GONE_S = {"kill-worker": 30, "kill-agent": 60, "kill-store-host": 60, "link-down": DIST_TIMEOUT_S + 30}
 AGAIN_S = {"kill-worker": 30, "kill-agent": 120, "kill-store-host": 120, "link-down": 120}
-FAULTS = (*GONE_S, "netem")
+FAULTS = tuple(GONE_S)
 END_S = 600.0  # a run that takes longer hangs
 
 # A network of its own, and processes that end with the first one; root need not be mapped where the user is root.
@@ -86,17 +79,26 @@ class Cluster:
             ip(f"-n h{host} link set eth0 up")
             ip(f"-n h{host} link set lo up")
 
-    def start(self, host: int) -> None:
-        """The command that begins the run or goes on with it: the same at any time."""
+    def script(self, out_dir: Path) -> list[str]:
+        """train.py and its settings."""
         settings = SMALL | {"max_iters": MAX_ITERS, "gradient_accumulation_steps": len(self.hosts) * self.ranks}
         settings |= {"eval_interval": MAX_ITERS // 2, "save_interval": SAVE_INTERVAL, "save_async": False}
-        settings |= {"dataset": self.data, "out_dir": self.out_dir}
+        settings |= {"dataset": self.data, "out_dir": out_dir}
+        return ["train.py", *(f"--{name}={value}" for name, value in settings.items()), *self.more]
+
+    def train_undisturbed(self) -> Path:
+        """The folder of a run on as many ranks, which are forks of this process. Raises RuntimeError where it fails."""
+        out_dir = self.folder / "undisturbed"
+        run_ranks(self.script(out_dir), len(self.hosts) * self.ranks, self.folder / "undisturbed.log")
+        return out_dir
+
+    def start(self, host: int) -> None:
+        """The command that begins the run or goes on with it: the same at any time."""
         rdzv_conf = f"is_host={int(host == 0)},join_timeout=30,read_timeout=15"
         command = ["nsenter", f"--net=/run/netns/h{host}", sys.executable, "-m", "torch.distributed.run"]
         command += [f"--nnodes={len(self.hosts)}", f"--nproc_per_node={self.ranks}", "--max_restarts=3"]
         command += ["--rdzv_backend=c10d", "--rdzv_endpoint=10.0.0.1:29500", "--rdzv_id=1", f"--rdzv_conf={rdzv_conf}"]
-        command += [f"--local_addr=10.0.0.{host + 1}", "train.py", "--init_from=auto"]
-        command += [*(f"--{name}={value}" for name, value in settings.items()), *self.more]
+        command += [f"--local_addr=10.0.0.{host + 1}", *self.script(self.out_dir), "--init_from=auto"]
         # A store that torchrun shares with its workers keeps the addresses of those it has started before.
         more = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         with open(self.log_of(host), "ab") as log:
@@ -142,11 +144,9 @@ class Cluster:
         t0 = time.monotonic()
         for host in self.hosts:
             self.start(host)
-        facts: dict[str, Any] = {}
-        if fault in GONE_S:
-            step = draw.randrange(SAVE_INTERVAL, MAX_ITERS // 2)
-            self.wait(lambda: len(events(self.out_dir, "iter")) > step, END_S, "the first steps")
-            facts = self.disturb(fault, draw)
+        step = draw.randrange(SAVE_INTERVAL, MAX_ITERS // 2)
+        self.wait(lambda: len(events(self.out_dir, "iter")) > step, END_S, "the first steps")
+        facts = self.disturb(fault, draw)
         self.wait(lambda: not self.agents_running(), END_S, "the end of all torchruns")
         run_s = time.monotonic() - t0
         failed = [f"h{host} with {agent.returncode}" for host, agent in self.agents.items() if agent.returncode]
@@ -201,38 +201,9 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
-    def slow_down(self, draw: random.Random) -> None:
-        """From now on frames between hosts are late, and some are lost."""
-        devices = [f"v{host}" for host in self.hosts]
-        for device in devices:
-            ip(f"link set {device} nomaster")
-        threading.Thread(target=slow_bridge, args=(devices, draw), daemon=True).start()
-
 
 def ip(arguments: str) -> None:
     subprocess.run(["ip", *arguments.split()], check=True)
-
-
-def slow_bridge(devices: list[str], draw: random.Random) -> None:
-    """Passes each frame on to all other devices, as tc's netem does in kernels that have it, which are not all."""
-    sockets = []
-    for device in devices:
-        s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-        s.setsockopt(263, 15, 1)  # SOL_PACKET, PACKET_VNET_HDR: checksums and segments are left to be made later
-        s.bind((device, 3))  # ETH_P_ALL
-        sockets.append(s)
-    late: deque[tuple[float, socket.socket, bytes]] = deque()  # due at, from, frame
-    while True:
-        wait_s = max(0.0, late[0][0] - time.monotonic()) if late else None
-        for s in select.select(sockets, [], [], wait_s)[0]:
-            frame, address = s.recvfrom(1 << 17)
-            if address[2] != socket.PACKET_OUTGOING and draw.random() >= LOSS:
-                late.append((time.monotonic() + DELAY_S, s, frame))
-        while late and late[0][0] <= time.monotonic():
-            _, source, frame = late.popleft()
-            for s in sockets:
-                if s is not source:
-                    s.send(frame)
 
 
 def steps_lost(log: list[dict[str, Any]]) -> int:
@@ -248,17 +219,15 @@ def steps_lost(log: list[dict[str, Any]]) -> int:
     return lost
 
 
-def check(cluster: Cluster, fault: str, draw: random.Random) -> dict[str, Any]:
+def check(cluster: Cluster, fault: str, draw: random.Random, undisturbed: Path) -> dict[str, Any]:
     """What came of a fault, and "broken", the promises that were not kept."""
-    if fault == "netem":
-        cluster.slow_down(draw)
     try:
         facts = cluster.train(fault, draw)
     except BrokenPromise as e:
         return {"broken": [str(e)]}
     finally:
         cluster.stop()
-    facts["differences"] = differences(cluster.folder / "none", cluster.out_dir)
+    facts["differences"] = differences(undisturbed, cluster.out_dir)
     return facts | {"broken": broken_promises(facts)}
 
 
@@ -312,7 +281,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2, help="per host")
-    parser.add_argument("--fault", choices=("all", "none", *FAULTS), default="all")
+    parser.add_argument("--fault", choices=("all", *FAULTS), default="all")
     parser.add_argument("--seed", type=int, default=1, help="of the moments and of what is hit")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json as well")
     inside = sys.argv[1:2] == [INSIDE]
@@ -321,24 +290,25 @@ def main() -> int:
     a, more = parser.parse_known_args()
     output.check_name(a.save)
     if a.hosts < 2 or a.ranks < 1:
-        raise ValueError(f"--hosts={a.hosts} --ranks={a.ranks}: at least 2 hosts, of 1 rank")
+        raise ConfigError(f"--hosts={a.hosts} --ranks={a.ranks}: at least 2 hosts, of 1 rank")
     if not inside:
         return within_namespaces(sys.argv[1:])
 
     subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)  # for ip netns; no one else sees it
+    ip("link set lo up")
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory(dir="/run") as folder:
         cluster = Cluster(a.hosts, a.ranks, more, Path(folder))
+        undisturbed = cluster.train_undisturbed()
         draw = random.Random(a.seed)
         results = {}
-        for fault in ("none", *(FAULTS if a.fault == "all" else {a.fault} - {"none"})):
-            results[fault] = check(cluster, fault, draw)
+        for fault in FAULTS if a.fault == "all" else (a.fault,):
+            results[fault] = check(cluster, fault, draw, undisturbed)
             print(f"{fault}: {'; '.join(results[fault]['broken']) or 'all promises kept'}", flush=True)
             for host in cluster.hosts:
                 if results[fault]["broken"]:
                     print(f"--- h{host}\n{cluster.log_of(host).read_text()[-4000:]}", flush=True)
-            if results["none"]["broken"]:
-                return 1
-        start = events(Path(folder) / "none", "start")[0]
+        start = events(undisturbed, "start")[0]
     print(table(results))
     if a.save:
         text = (
@@ -346,7 +316,7 @@ def main() -> int:
         )
         text += f"{a.hosts} hosts of {a.ranks} ranks, {MAX_ITERS} steps, a checkpoint every {SAVE_INTERVAL}, "
         text += f"dist_timeout_s={DIST_TIMEOUT_S}.\n\n{table(results)}\n"
-        output.save(a.save, text, {"results": results, "start": start}, None)
+        output.save(a.save, text, {"results": results, "start": start})
     return 1 if any(r["broken"] for r in results.values()) else 0
 
 

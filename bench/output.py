@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from deskgpt.machine.errors import ConfigError
 from deskgpt.machine.files import write_atomically
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -45,13 +46,13 @@ def command_line(script: str) -> str:
 
 
 def check_name(name: str | None) -> None:
-    """Raises ValueError where the name given with --save cannot be a file's name."""
+    """Raises ConfigError where the name given with --save cannot be a file's name."""
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
-        raise ValueError(f"--save {name!r}: a name of letters, digits, dots and dashes, such as speed-124m")
+        raise ConfigError(f"--save {name!r}: a name of letters, digits, dots and dashes, such as speed-124m")
 
 
 def write_results(
-    folder: Path, name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None
+    folder: Path, name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None = None
 ) -> None:
     """Writes folder/name.md, name.json and, where `draw` draws a picture, name.png. The name may contain dots."""
     picture = f"\n![]({name}.png)\n" if draw else ""
@@ -61,6 +62,6 @@ def write_results(
         draw(folder / f"{name}.png")
 
 
-def save(name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None) -> None:
+def save(name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None = None) -> None:
     """Writes the results into bench/results, with today's date before their name."""
     write_results(RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}", text, result, draw)

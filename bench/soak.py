@@ -1,19 +1,18 @@
 """Kills a run by SIGKILL at random moments, resumes it each time, and compares it with a run that nobody disturbed.
 
-    python bench/soak.py                   # 200 kills, about 20 minutes
+    python bench/soak.py                   # 200 kills
     python bench/soak.py --kills=20
-    python bench/soak.py --ranks=2         # 200 kills of a random rank, each at a random moment of a save
+    python bench/soak.py --ranks=2         # kills of a random rank, after which the other one must end by itself
     python bench/soak.py --ranks=4 --dp_shard=-1 --save_async=False    # with settings of train.py
     python bench/soak.py --save=soak       # writes bench/results/DATE-soak.md and .json as well
 
 Both runs are train.py on generated text, with a small model and dropout; they save every ten steps. All is in a
-temporary folder. A fifth of the kills come while the process starts, the others while it trains. After each kill there
-must be a checkpoint no older than the last save that log.jsonl reports, and a best one no worse than the best it
+temporary folder. A quarter of the kills of a single rank come while it starts, the others in a save. After each kill
+there must be a checkpoint no older than the last save that log.jsonl reports, and a best one no worse than the best it
 reports. In the end all weights, the optimizer and what was logged must be those of the undisturbed run, in every bit.
 Ends with exit status 1 where something differs.
 
-With --ranks the ranks are forks of this process, which has imported torch: it takes seconds. The other ranks must end
-by themselves. Not for Windows.
+The ranks are forks of this process, which has imported torch: they start in a moment. Not for Windows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import runpy
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,14 +43,13 @@ from bench.timing import ROOT
 from data.text.prepare import prepare
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.errors import ConfigError, one_line_errors
 from deskgpt.machine.files import TEMPORARY
 from deskgpt.run import log
 
 SAVE_INTERVAL = 10  # steps
-STEPS_PER_KILL = 60  # that a process makes before it is killed, on average; the run has twice as many
-START_S = 3.0  # a process that is killed while it starts is killed within this time
-SAVES_PER_KILL = 3  # that several ranks make before one is killed, at most
+START_S = 1.0  # a run that is killed while it starts is killed within this time
+SAVES_PER_KILL = 3  # that a run makes before it is killed, at most
 DIST_TIMEOUT_S = 20
 OTHERS_S = DIST_TIMEOUT_S + 30.0  # after a kill, in which the other ranks end
 SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4, "dropout": 0.1}
@@ -69,10 +66,10 @@ LOGGED = {"iter": ("loss", "lr", "grad_norm", "tokens"), "eval": ("train_loss", 
 
 
 def command(data: Path, out_dir: Path, max_iters: int, ranks: int) -> list[str]:
-    """What starts a run in out_dir, or goes on with the one there."""
-    settings = SMALL | {"gradient_accumulation_steps": max(1, ranks), "max_iters": max_iters}
+    """The script and the arguments that start a run in out_dir, or go on with the one there."""
+    settings = SMALL | {"gradient_accumulation_steps": ranks, "max_iters": max_iters}
     settings |= {"eval_interval": SAVE_INTERVAL, "dataset": data, "out_dir": out_dir, "init_from": "auto"}
-    return [sys.executable, "train.py", *(f"--{name}={value}" for name, value in settings.items())]
+    return ["train.py", *(f"--{name}={value}" for name, value in settings.items())]
 
 
 def write_data(folder: Path) -> Path:
@@ -91,17 +88,21 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def train_as(rank: int, ranks: int, port: int, arguments: list[str], log: Path) -> None:
     """What torchrun's worker of this rank does with `python ARGUMENTS`, in a fork of this process."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    if ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+    file = open(log, "a", buffering=1)  # noqa: SIM115 (until the process ends)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def run_ranks(arguments: list[str], ranks: int, log: Path, draw: random.Random | None, save_s: float) -> bool:
-    """Runs the ranks, to the end or until one is killed in a save; False if none was.
+def run_ranks(
+    arguments: list[str], ranks: int, log: Path, draw: random.Random | None = None, save_s: float = 0.0
+) -> bool:
+    """Runs the ranks, to the end or until `draw` says when one is killed; False if none was.
 
     log: for what they print; save_s: about how long a save takes. Raises RuntimeError where the run fails by itself, or
     where the other ranks do not end after a kill.
@@ -115,7 +116,7 @@ def run_ranks(arguments: list[str], ranks: int, log: Path, draw: random.Random |
         for process in processes:
             process.start()
         if draw is not None:
-            kill_in_a_save(processes, log, draw, save_s)
+            kill_one(processes, log, draw, save_s)
         for process in processes:
             process.join(OTHERS_S if draw else None)
         statuses = [process.exitcode for process in processes]
@@ -128,9 +129,11 @@ def run_ranks(arguments: list[str], ranks: int, log: Path, draw: random.Random |
             process.kill()
 
 
-def kill_in_a_save(processes: list[ForkProcess], log: Path, draw: random.Random, save_s: float) -> None:
-    """Kills one of the ranks at a random moment of one of their next saves, unless they end before."""
-    saves_left = draw.randint(1, SAVES_PER_KILL)
+def kill_one(processes: list[ForkProcess], log: Path, draw: random.Random, save_s: float) -> None:
+    """Kills a rank while the run starts, or at a random moment of one of its next saves, unless the run ends before."""
+    # Of several ranks, those that are left would wait for the one that never started until their timeout.
+    saves_left = draw.randint(0 if len(processes) == 1 else 1, SAVES_PER_KILL)
+    latest_s = 1.2 * save_s if saves_left else START_S
     with open(log) as lines:
         while saves_left:
             line = lines.readline()
@@ -139,30 +142,8 @@ def kill_in_a_save(processes: list[ForkProcess], log: Path, draw: random.Random,
                 if not processes[0].is_alive():
                     return
                 time.sleep(0.001)
-    time.sleep(draw.uniform(0, 1.2 * save_s))
+    time.sleep(draw.uniform(0, latest_s))
     draw.choice(processes).kill()
-
-
-def run_and_kill(command: list[str], out_dir: Path, draw: random.Random, train_s: float) -> bool:
-    """Lets a process of the run live for a random time; False if it has come to the run's end before.
-
-    train_s: how long it trains, on average. Raises RuntimeError where the process fails by itself.
-    """
-    starts = len(events(out_dir, "start"))
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        if draw.random() < 0.2:
-            time.sleep(draw.uniform(0, START_S))
-        else:
-            while len(events(out_dir, "start")) == starts and process.poll() is None:
-                time.sleep(0.02)
-            time.sleep(draw.uniform(0, 2 * train_s))
-        if process.poll() not in (None, 0):
-            raise RuntimeError(f"train.py ended with exit status {process.returncode}")
-        return process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
 
 
 def steps_lost(out_dir: Path) -> int:
@@ -210,40 +191,25 @@ def same(a: Any, b: Any) -> bool:
 
 
 def soak(folder: Path, kills: int, seed: int, ranks: int, more: list[str]) -> dict[str, Any]:
-    """What came of the kills. ranks: 0 = one process without torchrun; more: settings of the run.
+    """What came of the kills. more: settings of the run.
 
     Raises RuntimeError where a kill has lost something.
     """
-    max_iters = (2 * SAVES_PER_KILL * SAVE_INTERVAL if ranks else 2 * STEPS_PER_KILL) * kills
+    max_iters = 2 * SAVES_PER_KILL * SAVE_INTERVAL * kills
     draw = random.Random(seed)
     data = write_data(folder)
     whole = folder / "whole"
     killed = folder / "killed"
 
-    length_s = 0.0
-
-    def run(out_dir: Path, killer: random.Random | None) -> bool:
-        """Whether the run was killed, after about length_s of a process or of a save."""
-        words = [*command(data, out_dir, max_iters, ranks), *more]
-        if ranks:
-            return run_ranks(words[1:], ranks, out_dir.with_suffix(".log"), killer, length_s)
-        if killer:
-            return run_and_kill(words, out_dir, killer, length_s)
-        subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-        return False
-
-    run(whole, None)
-    (end,) = events(whole, "end")
-    if ranks:
-        length_s = statistics.median(event["write_s"] for event in events(whole, "save"))
-    else:
-        length_s = (end["train_s"] + end["eval_s"] + end["save_s"]) / max_iters * STEPS_PER_KILL
+    run_ranks([*command(data, whole, max_iters, ranks), *more], ranks, folder / "whole.log")
+    save_s = statistics.median(event["write_s"] for event in events(whole, "save"))
+    again = [*command(data, killed, max_iters, ranks), *more]
 
     lost: list[int] = []
     done = 0
     unfinished = 0  # kills that have left a part of a checkpoint
     logged = 0  # steps, those computed twice counted twice
-    while done < kills and run(killed, draw):
+    while done < kills and run_ranks(again, ranks, folder / "killed.log", draw, save_s):
         done += 1
         unfinished += any(killed.glob(f"*{TEMPORARY}"))
         steps = steps_lost(killed)
@@ -255,7 +221,7 @@ def soak(folder: Path, kills: int, seed: int, ranks: int, more: list[str]) -> di
             print(f"kill {done}: before a first step", flush=True)
         logged = len(iters)
     if not events(killed, "end"):
-        run(killed, None)
+        run_ranks(again, ranks, folder / "killed.log")
     return {
         "kills": done,
         "steps": max_iters,
@@ -285,29 +251,28 @@ def table(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--ranks", type=int, default=0, help="0: one process without torchrun")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json as well")
     a, more = parser.parse_known_args()
     output.check_name(a.save)
-    if a.kills < 1 or a.ranks < 0:
-        raise ValueError(f"--kills={a.kills} --ranks={a.ranks}: at least 1 kill, 0 ranks")
-    if a.ranks and not hasattr(os, "fork"):
-        raise ValueError(f"--ranks={a.ranks} needs processes that fork, which this system has not; leave it out")
-    if a.ranks:
-        import torch._dynamo
+    if a.kills < 1 or a.ranks < 1:
+        raise ConfigError(f"--kills={a.kills} --ranks={a.ranks}: at least 1 of each")
+    if not hasattr(os, "fork"):
+        raise ConfigError("soak.py needs processes that fork, which this system has not; take Linux or macOS")
+    import torch._dynamo
 
-        import train  # noqa: F401 (what each fork needs)
+    import train  # noqa: F401 (what each fork needs)
 
-        torch.set_num_threads(1)  # a fork has none of its parent's threads
-        os.chdir(ROOT)
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         result = soak(Path(folder), a.kills, a.seed, a.ranks, more)
     print(table(result))
     if a.save:
         text = f"# Soak\n\n{output.about(result['start'])}\n\n```sh\n{output.command_line('soak.py')}\n```\n\n"
         text += f"{table(result)}\n\nA kill is SIGKILL at a random moment; the run is resumed after each.\n"
-        output.save(a.save, text, result, None)
+        output.save(a.save, text, result)
     return 1 if result["differences"] else 0
 
 

@@ -1,7 +1,7 @@
 """Step speed of train.py with given settings, and of other programs that do the same work, in turns.
 
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
-    python bench/speed.py --n_layer=4 --peer nanogpt+malloc:../nanoGPT --peer hf --peer ours:--compile=False
+    python bench/speed.py --n_layer=4 --peer nanogpt+malloc:../nanoGPT --peer ours:--compile=False
     python bench/speed.py config/train_gpt2.py --batch_size=2 --profile
 
 Settings are those of train.py. Each contestant is a real run on random tokens that is stopped after --steps steps; they
@@ -12,18 +12,16 @@ take turns for --rounds rounds. The peers:
     nanogpt+malloc:PATH   the same after hardware.keep_freed_memory
     ours:"--key=value"    train.py with other settings
     checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
-    hf                    transformers' GPT-2, in bench/peer_hf.py
 
 --memory_gb 12 makes a larger CUDA card act as one of 12 GB, for all of them.
 
-Prints a table; --save NAME writes it with every step's time to bench/results/DATE-NAME.md, .json and .png.
+Prints a table; --save NAME writes it with every step's time to bench/results/DATE-NAME.md and .json.
 --profile shows instead where the time of our steps goes, by operation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import statistics
@@ -99,12 +97,9 @@ def contestants(
         elif kind in ("nanogpt", "nanogpt+malloc"):
             check_same_work(c, peer)
             out.append(nanogpt(c, peer, str(device), folder, out_dir, cap))
-        elif peer == "hf":
-            check_same_work(c, peer)
-            out.append(transformers(c, str(device), folder, cap))
         else:
             raise ValueError(
-                f"--peer {peer}: not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value', checkout:PATH or hf"
+                f"--peer {peer}: not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or checkout:PATH"
             )
     for x in out:
         x.on_gpu = device.type != "cpu"
@@ -125,7 +120,11 @@ def nanogpt(c: train.TrainConfig, peer: str, device: str, folder: Path, out_dir:
     path = checkout_of(checkout, peer, "nanoGPT")
     on_cpu = device == "cpu"
     known: dict[str, Any] = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
-    settings = shared_settings(c) | {"device": device, "compile": known["compiled"], "dtype": known["dtype"]}
+    settings = {name: getattr(c, name) for name in SHARED} | {
+        "device": device,
+        "compile": known["compiled"],
+        "dtype": known["dtype"],
+    }
     flags = [f"--{name}={value}" for name, value in settings.items()]
     flags += [*ENDLESS, f"--dataset={folder}", f"--out_dir={out_dir}"]
     code = cap
@@ -133,17 +132,6 @@ def nanogpt(c: train.TrainConfig, peer: str, device: str, folder: Path, out_dir:
         code = WITH_MALLOC.format(path=str(ROOT)) + cap
     name = kind.replace("nanogpt", "nanoGPT")
     return Contestant(name, [*PYTHON, *start_with(code, "train.py"), *flags], path, start=known)
-
-
-def transformers(c: train.TrainConfig, device: str, folder: Path, cap: str) -> Contestant:
-    """transformers' GPT-2."""
-    settings = shared_settings(c) | {"device": device, "dtype": c.dtype, "dataset": str(folder)}
-    command = [*PYTHON, *start_with(cap, "bench/peer_hf.py"), json.dumps(settings)]
-    return Contestant("transformers", command, ROOT, start={"compiled": False})
-
-
-def shared_settings(c: train.TrainConfig) -> dict[str, Any]:
-    return {name: getattr(c, name) for name in SHARED}
 
 
 def check_same_work(c: train.TrainConfig, peer: str) -> None:
@@ -214,53 +202,40 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
     return markdown_table(head, body, left_columns=3)
 
 
-def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """A bar for each contestant, with the middle 80% of its steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(rows) + 1.2), layout="constrained")
-    names = [r["name"] for r in rows]
-    ms = [r["ms"] for r in rows]
-    below = [r["ms"] - r["p10"] for r in rows]
-    above = [r["p90"] - r["ms"] for r in rows]
-    axes.barh(names, ms, xerr=[below, above], color=["C0"] + ["0.7"] * (len(rows) - 1), capsize=3)
-    axes.invert_yaxis()
-    axes.set(xlabel="ms per step: median, and 10% to 90% of the steps", title=title)
-    figure.savefig(path, dpi=120)
-
-
 # ---- profile -------------------------------------------------------------------------------------------------
 
 
-def profile(c: train.TrainConfig, folder: Path, steps: int) -> None:
-    """Trains in this process and prints where `steps` steps spend their time, after the first three."""
+def profiled(c: train.TrainConfig, folder: Path, steps: int) -> Any:
+    """Trains in this process on the tokens in folder; returns torch's profile of `steps` steps after the first three.
+
+    The log of the run is in folder/ours.
+    """
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    profiler = torch.profiler.profile()
+    device = hardware.resolve_device(c.device)
+    profiler = torch.profiler.profile(record_shapes=True)
     taken = 0
 
     def after_step(*_: Any) -> None:
         nonlocal taken
         taken += 1
         if taken == NOT_PROFILED:
+            hardware.synchronize(device)
             profiler.start()
         if taken == NOT_PROFILED + steps:
+            hardware.synchronize(device)
             profiler.stop()
 
     own: dict[str, Any] = {"dataset": str(folder), "out_dir": str(folder / "ours"), "compile": c.compile is not False}
-    own |= {"max_iters": NOT_PROFILED + steps, "max_minutes": 0.0}
+    own |= {"max_iters": NOT_PROFILED + steps, "max_minutes": 0.0, "log_interval": 1}
     own |= {"eval_interval": 1_000_000, "eval_iters": 1, "eval_tokens": 0, "always_save_checkpoint": False}
     hook = register_optimizer_step_post_hook(after_step)
     try:
         train.main(replace(c, **own))
     finally:
         hook.remove()
-    device = hardware.resolve_device(c.device)
-    print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=25))
+    return profiler
 
 
 # ---- script --------------------------------------------------------------------------------------------------
@@ -278,12 +253,10 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else GPT-2's 50257"
     )
     parser.add_argument("--memory_gb", type=float, help="let a CUDA card act as one with this many GB (2^30 bytes)")
-    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json")
     parser.add_argument("--profile", action="store_true")
     a, given = parser.parse_known_args()
     output.check_name(a.save)
-    if a.save:
-        import matplotlib  # noqa: F401 (if it is missing, fail before the runs, not after them)
     if a.rounds < 1 or a.steps < 0 or (0 < a.steps < LEAST_STEPS and not a.profile):
         raise ValueError(f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps")
     return a, given
@@ -310,7 +283,10 @@ def main() -> None:
         folder = Path(tmp) / "data"
         write_data(folder, a.vocab_size or vocab_size_for(c.dataset))
         if a.profile:
-            return profile(c, folder, a.steps or 5)
+            device = hardware.resolve_device(c.device)
+            averages = profiled(c, folder, a.steps or 5).key_averages()
+            print(averages.table(sort_by=f"self_{device.type}_time_total", row_limit=25))
+            return
         runs = contestants(c, given, a.peer, folder, a.memory_gb)
         steps = measure(runs, a.rounds, a.steps)
 
@@ -329,8 +305,7 @@ def main() -> None:
     if a.save:
         raw = [{"name": x.name, "rounds_ms": x.rounds_ms, "first_s": x.first_s} for x in runs]
         result = {"command": command, "settings": sizes, "start": start, "rows": rows, "raw": raw}
-        title = f"{a.save}: {c.n_layer} layers, {c.n_embd} wide, T {c.block_size}"
-        output.save(a.save, f"# Step speed: {a.save}\n\n{text}", result, lambda path: plot(rows, path, title))
+        output.save(a.save, f"# Step speed: {a.save}\n\n{text}", result)
 
 
 if __name__ == "__main__":

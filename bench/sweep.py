@@ -11,9 +11,8 @@ after some steps. The cells take turns, in another order each round. Every figur
 tokens/s, MFU, data wait and peak memory, which is that of torch's allocator on CUDA and of the whole process elsewhere.
 A cell that runs out of memory says so; on a CPU, a cell predicted to need more memory than there is does not start.
 
-Compiled cells begin with an empty cache of their own: "compiling, cold" is what the first start took in addition to a
-step, "warm" what later ones did, and "pays after" the steps after which compiling has saved more time than it took.
---memory_gb 12 makes a larger CUDA card act as one of 12 GB, less the half GB or so that CUDA itself would take there.
+A compiled cell's first step, which compiles, does not count. --memory_gb 12 makes a larger CUDA card act as one of 12
+GB, less the half GB or so that CUDA itself would take there.
 
 Prints a table and the command with the fastest setting. Writes sweep.md, .json and, where matplotlib is installed, .png
 (a heat map) to --out; --save NAME writes them to bench/results/DATE-NAME.* as well.
@@ -41,13 +40,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 
 import train
 from bench import output, timing
-from bench.analysis.noise import interval
 from bench.heatmap import plot
 from bench.output import markdown_table
 from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, memory_cap, start_with, vocab_size_for, write_data
 from configurator import build, read_settings
 from data.token_files import read_meta
 from data.tokenizer import padded_vocab_size
+from deskgpt.compute.forms import clearly_fastest
 from deskgpt.compute.runner import Form
 from deskgpt.faster import kernels
 from deskgpt.machine import hardware, peak_flops
@@ -63,7 +62,6 @@ FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {"dataset", "out_dir"}
 SAME_TRAINING = {*SPLIT, "compile", "dtype", "device"}
 LARGEST_SHARE = 0.9  # of a machine's memory, for a cell on a CPU
 DEFAULT_CELLS = 8
-CLOSE = 0.05  # a cell that is slower by more than this is no tie, even where the noise is too large to prove it
 
 
 @dataclass
@@ -189,11 +187,10 @@ def leave_out_too_large(cells: list[Cell], vocab_size: int) -> None:
 # ---- the runs ------------------------------------------------------------------------------------------------
 
 
-def measure(cells: list[Cell], rounds: int, steps: int, seconds: float) -> int:
+def measure(cells: list[Cell], rounds: int, steps: int, seconds: float) -> None:
     """Runs the cells in turns. A cell that fails gets its reason as status and is left out of later rounds.
 
-    Returns the number of rounds. Ctrl-C ends with the rounds that are complete, or in the first round with the cells
-    that have figures.
+    Ctrl-C ends with what is measured by then.
     """
     taken = {cell.x.name: steps for cell in cells}
     announced = False
@@ -211,100 +208,45 @@ def measure(cells: list[Cell], rounds: int, steps: int, seconds: float) -> int:
                 continue
             except KeyboardInterrupt:
                 print(f"interrupted in round {number + 1}", flush=True)
-                complete = max(1, number)
-                keep_rounds(alive, complete)
-                return complete
+                for other in cells:
+                    if not other.status and not other.x.rounds_ms:
+                        other.status = "interrupted"
+                return
             print(f"round {number + 1}, {x.name}: {statistics.median(x.rounds_ms[-1]):.4g} ms/step", flush=True)
             if not announced:
                 left_s = (time.perf_counter() - t0) * (len(order) * rounds - place - 1)
                 print(f"about {clock(left_s)} more, if the others take as long as this one", flush=True)
                 announced = True
-    return rounds
-
-
-def keep_rounds(cells: list[Cell], rounds: int) -> None:
-    """Drops later rounds, and marks cells without any as interrupted."""
-    for cell in cells:
-        if not cell.status and not cell.x.rounds_ms:
-            cell.status = "interrupted"
-        del cell.x.rounds_ms[rounds:]
 
 
 # ---- figures -------------------------------------------------------------------------------------------------
 
 
-def figures(cells: list[Cell]) -> list[dict[str, Any]]:
-    """A row for each cell: its settings and, where it has any, its figures."""
-    starts = [cell.x.start for cell in cells if not cell.status]
-    assert len({start["tokens_per_step"] for start in starts}) <= 1
-    peaks = highest_peaks(starts)
-    rows = []
-    for cell in cells:
-        row: dict[str, Any] = {"settings": cell.settings, "status": cell.status}
-        if not cell.status:
-            start = cell.x.start
-            row |= cell_figures(cell.x, *peaks[start["device"], start["dtype"]])
-        rows.append(row)
-    for row in rows:
-        plain = without_compiling(row, rows) if row.get("compiled") else None
-        if plain:
-            # A start takes some time without compiling too.
-            row["pays_after"] = pays_after(row["cold_s"] - plain["start_s"], plain["ms"], row["ms"])
-    return rows
-
-
-def highest_peaks(starts: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, str]]:
-    """(FLOP/s, source) by device and dtype: each run measured the peak for itself, and the highest is the machine's."""
-    peaks: dict[tuple[str, str], tuple[float, str]] = {}
-    for start in starts:
-        kind = (start["device"], start["dtype"])
-        peaks[kind] = max(peaks.get(kind, (0.0, "")), (start["peak_flops"], start["peak_source"]))
-    return peaks
-
-
-def cell_figures(x: Contestant, peak_flops: float, peak_source: str) -> dict[str, Any]:
-    """What was measured of a cell."""
+def figures(cell: Cell) -> dict[str, Any]:
+    """A row: the settings of a cell and, where it has any, its figures."""
+    x = cell.x
+    row: dict[str, Any] = {"settings": cell.settings, "status": cell.status}
+    if cell.status:
+        return row
     start = x.start
-    tokens = start["tokens_per_step"]
     times = x.step_ms()
-    by_round = [tokens / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
-    tokens_per_s = tokens / times["ms"] * 1e3
-    starts_s = [first_s - times["ms"] / 1e3 for first_s in x.first_s]
-    row = {
-        "dtype": start["dtype"],
-        "compiled": start["compiled"],
-        "tokens_per_step": tokens,
-        **times,
-        "tokens_per_s": tokens_per_s,
-        "least": min(by_round),
-        "most": max(by_round),
-        "by_round": by_round,
-        "flops_per_token": start["flops_per_token"],
-        "peak_flops": peak_flops,
-        "peak_source": peak_source,
-        "mfu": tokens_per_s * start["flops_per_token"] / peak_flops,
-        "memory_gb": max(x.logged_bytes) / 1e9 if x.logged_bytes else None,
-        "data_wait": statistics.mean(x.data_waits),
-        "start_s": min(starts_s),
-    }
-    if start["compiled"]:
-        later_s = starts_s[1:]
-        row |= {"cold_s": starts_s[0], "warm_s": statistics.median(later_s) if later_s else None}
-    return row
-
-
-def without_compiling(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row with the same settings that was not compiled."""
-    wanted = row["settings"] | {"compile": None}
-    same = [r for r in rows if r.get("compiled") is False and r["settings"] | {"compile": None} == wanted]
-    return same[-1] if same else None
-
-
-def pays_after(compile_s: float, plain_ms: float, compiled_ms: float) -> int | None:
-    """Steps after which compiling has saved more time than it took; None where steps become no faster."""
-    if compiled_ms >= plain_ms:
-        return None
-    return math.ceil(compile_s * 1e3 / (plain_ms - compiled_ms))
+    by_round = [start["tokens_per_step"] / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
+    tokens_per_s = start["tokens_per_step"] / times["ms"] * 1e3
+    copied = ("dtype", "compiled", "tokens_per_step", "flops_per_token", "peak_flops", "peak_source")
+    return (
+        row
+        | {name: start[name] for name in copied}
+        | {
+            **times,
+            "tokens_per_s": tokens_per_s,
+            "least": min(by_round),
+            "most": max(by_round),
+            "mfu": tokens_per_s * start["flops_per_token"] / start["peak_flops"],
+            "memory_gb": max(x.logged_bytes) / 1e9 if x.logged_bytes else None,
+            "data_wait": statistics.mean(x.data_waits),
+            "rounds_ms": x.rounds_ms,
+        }
+    )
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
@@ -312,9 +254,6 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
     # A dtype of the grid has its column among the settings.
     facts = ["compiled"] if "dtype" in names else ["dtype", "compiled"]
     head = [*names, *facts, "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "peak memory", "data wait"]
-    any_compiled = any(r.get("compiled") for r in rows)
-    if any_compiled:
-        head += ["compiling, cold", "warm", "pays after"]
     body = []
     for r in rows:
         cells = [str(value) for value in r["settings"].values()]
@@ -326,8 +265,6 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
             if "dtype" in facts:
                 cells.append(r["dtype"])
             cells += figure_cells(r)
-            if any_compiled:
-                cells += compile_cells(r)
         body.append(cells)
     return markdown_table(head, body)
 
@@ -345,61 +282,19 @@ def figure_cells(r: dict[str, Any]) -> list[str]:
     ]
 
 
-def compile_cells(r: dict[str, Any]) -> list[str]:
-    """What compiling took, cold and warm, and when it pays; empty for a cell that is not compiled."""
-    if not r["compiled"]:
-        return ["", "", ""]
-    cells = ["n/a" if r.get(name) is None else f"{r[name]:.1f} s" for name in ("cold_s", "warm_s")]
-    if "pays_after" not in r:
-        return [*cells, "n/a"]
-    return [*cells, "never" if r["pays_after"] is None else f"{r['pays_after']:,} steps"]
-
-
 # ---- recommendations -----------------------------------------------------------------------------------------
 
 
 def recommend(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """(the row to take, why): the fastest or, of those that cannot be told from it, the one with the least memory.
-
-    Two cells are compared round by round, as ratios. A lead is proven where the 95% interval of the mean ratio leaves
-    out 1.
-    """
-    varied = [name for name in rows[0]["settings"] if len({str(r["settings"][name]) for r in rows}) > 1]
-    varied = [name for name in varied if name != "gradient_accumulation_steps"]
-
-    def name_of(row: dict[str, Any]) -> str:
-        return " ".join(f"{name}={row['settings'][name]}" for name in varied)
-
-    best, *others = sorted(rows, key=lambda r: -r["tokens_per_s"])
-    if not others:
-        return best, "it is the only one with figures"
-    second = others[0]
-    near = [r for r in others if within_noise(best, r) and best["tokens_per_s"] <= (1 + CLOSE) * r["tokens_per_s"]]
-    ahead = f"{best['tokens_per_s'] / second['tokens_per_s'] - 1:.1%} ahead of {name_of(second)}"
-    if len(best["by_round"]) == 1:
-        return best, f"{name_of(best)} is the fastest, {ahead}; one round does not tell that from noise"
-    if not near:
-        sure = "; these rounds vary too much to be sure" if within_noise(best, second) else ", beyond the noise"
-        return best, f"{name_of(best)} is the fastest, {ahead}{sure}"
-
-    tied = [best, *near]
-    chosen = min(tied, key=gigabytes)
-    other = min(near, key=gigabytes) if chosen is best else best
-    less = gigabytes(other) - gigabytes(chosen)
-    saves = f"takes {less:.2f} GB less" if less >= 0.005 else "takes no more memory"
-    than = f" than {name_of(other)}" if len(near) > 1 else ""
-    names = f"{', '.join(map(name_of, tied[:-1]))} and {name_of(tied[-1])}"
-    return chosen, f"{names} cannot be told apart; {name_of(chosen)} {saves}{than}"
-
-
-def within_noise(best: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether the rounds leave open which of two cells is faster; False for a single round, which tells no noise."""
-    lead, width = interval([math.log(a / b) for a, b in zip(best["by_round"], row["by_round"], strict=True)])
-    return width is not None and lead <= width
-
-
-def gigabytes(row: dict[str, Any]) -> float:
-    return row["memory_gb"] or 0.0
+    """(the row to take, why): of the cells that no other clearly beats, the one with the least memory."""
+    by_memory = sorted(rows, key=lambda row: (row["memory_gb"] or 0.0, -row["tokens_per_s"]))
+    chosen = by_memory[clearly_fastest({i: 1 / row["tokens_per_s"] for i, row in enumerate(by_memory)})]
+    fastest = max(rows, key=lambda row: row["tokens_per_s"])
+    if chosen is fastest:
+        return chosen, "the fastest"
+    behind = 1 - chosen["tokens_per_s"] / fastest["tokens_per_s"]
+    less = (fastest["memory_gb"] or 0.0) - (chosen["memory_gb"] or 0.0)
+    return chosen, f"{behind:.1%} slower than the fastest, with {less:.2f} GB less memory"
 
 
 def as_command(given: list[str], c: train.TrainConfig, settings: dict[str, Any]) -> str:
@@ -423,8 +318,6 @@ def recommendations(rows: list[dict[str, Any]], given: list[str], c: train.Train
         row, why = recommend(group)
         if c.compile == "auto" and row["compiled"] and "compile" not in row["settings"]:
             why += "; measured compiled, as compile=auto compiles a long run"
-        if row.get("pays_after") is not None:
-            why += f"; compiling pays after {row['pays_after']:,} steps"
         out.append((as_command(given, c, row["settings"]), f"{kind}: {why}" if kind else why))
     return out
 
@@ -441,7 +334,6 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = as many as --seconds take, at least 3")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run's steps")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max_cells", type=int, default=64)
     parser.add_argument("--memory_gb", type=float, help="let a CUDA card act as one with this many GB (2^30 bytes)")
     parser.add_argument("--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257")
     parser.add_argument("--out", type=Path, default=ROOT / "out-sweep", metavar="FOLDER")
@@ -454,10 +346,8 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     return a, given
 
 
-def run_cells(
-    a: argparse.Namespace, given: list[str], c: train.TrainConfig, axes: dict[str, list[Any]]
-) -> tuple[list[Cell], int]:
-    """Runs all cells; returns them and the number of complete rounds. Raises ValueError where none has figures."""
+def run_cells(a: argparse.Namespace, given: list[str], c: train.TrainConfig, axes: dict[str, list[Any]]) -> list[Cell]:
+    """Runs all cells. Raises ValueError where none has figures."""
     # inductor's processes may still be ending when the folder is removed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         folder = Path(tmp) / "data"
@@ -468,22 +358,19 @@ def run_cells(
         each = f"{a.steps} steps" if a.steps else f"about {a.seconds:g} s of steps, {timing.LEAST_STEPS} at least,"
         tokens = c.batch_size * c.gradient_accumulation_steps * c.block_size
         print(f"{len(cells)} cells x {a.rounds} rounds, each with {each} of {tokens:,} tokens", flush=True)
-        rounds = measure(cells, a.rounds, a.steps, a.seconds)
+        measure(cells, a.rounds, a.steps, a.seconds)
     if all(cell.status for cell in cells):
         raise ValueError(f"no cell has figures; {cells[0].x.name}: {cells[0].status}")
-    return cells, rounds
+    return cells
 
 
 def as_text(
-    rows: list[dict[str, Any]],
-    starts: list[dict[str, Any]],
-    advice: list[tuple[str, str]],
-    rounds: int,
-    memory_gb: float | None,
+    rows: list[dict[str, Any]], starts: list[dict[str, Any]], advice: list[tuple[str, str]], memory_gb: float | None
 ) -> str:
     """The page without its heading. starts: the first log events of the cells that have figures."""
     measured = [r for r in rows if not r["status"]]
     peaks = dict.fromkeys(f"{r['peak_flops'] / 1e12:.2f} TFLOP/s ({r['peak_source']})" for r in measured)
+    rounds = max(len(r["rounds_ms"]) for r in measured)
     about = f"{output.about(*starts)}. MFU refers to {' and '.join(peaks)}. {len(rows)} cells, {rounds} rounds."
     if memory_gb:
         about += f" The card acts as one of {memory_gb:g} GB."
@@ -493,54 +380,30 @@ def as_text(
     return text
 
 
-def as_data(
-    rows: list[dict[str, Any]], cells: list[Cell], advice: list[tuple[str, str]], memory_gb: float | None
-) -> dict[str, Any]:
-    """Everything that was found, for sweep.json."""
-    raw = [
-        {
-            "settings": cell.settings,
-            "status": cell.status,
-            "rounds_ms": cell.x.rounds_ms,
-            "first_s": cell.x.first_s,
-            "memory_bytes": cell.x.logged_bytes,
-            "process_bytes": cell.x.process_bytes,
-            "start": cell.x.start,
-        }
-        for cell in cells
-    ]
-    start = next(cell.x.start for cell in cells if not cell.status)
-    return {
-        "command": output.command_line("sweep.py"),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": start["device"],
-        "versions": start["versions"],
-        "commit": start["git_commit"],
-        "memory_gb": memory_gb,
-        "rows": rows,
-        "cells": raw,
-        "recommended": [{"command": line, "why": why} for line, why in advice],
-    }
-
-
 def main() -> None:
     a, given = read_arguments()
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     axes = read_grid(a.grid, c)
-    n = math.prod(map(len, axes.values()))
-    if n > a.max_cells:
-        raise ConfigError(f"--grid makes {n} cells; give fewer values, or --max_cells={n}")
     a.out.mkdir(parents=True, exist_ok=True)  # if that is impossible, fail before the runs, not after them
     drawn = find_spec("matplotlib") is not None
     if not drawn:
         print("no heat map: pip install matplotlib")
 
-    cells, rounds = run_cells(a, given, c, axes)
-    rows = figures(cells)
+    cells = run_cells(a, given, c, axes)
+    rows = [figures(cell) for cell in cells]
     starts = [cell.x.start for cell in cells if not cell.status]
     advice = recommendations(rows, given, c)
-    text = as_text(rows, starts, advice, rounds, a.memory_gb)
-    result = as_data(rows, cells, advice, a.memory_gb)
+    text = as_text(rows, starts, advice, a.memory_gb)
+    result = {
+        "command": output.command_line("sweep.py"),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": starts[0]["device"],
+        "versions": starts[0]["versions"],
+        "commit": starts[0]["git_commit"],
+        "memory_gb": a.memory_gb,
+        "rows": rows,
+        "recommended": [{"command": line, "why": why} for line, why in advice],
+    }
     print("\n" + text.replace("```sh\n", "").replace("```\n", ""), end="")
 
     model = f"{c.n_layer} layers" if "n_embd" in axes else f"{c.n_layer} layers, {c.n_embd} wide"

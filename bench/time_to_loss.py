@@ -8,7 +8,7 @@ run, stopped once an evaluation reaches the target. Its seconds count from the b
 data and compiling, which is shown by itself too. Evaluation, and the whole process from its start with its imports,
 have columns of their own.
 
-Prints a table; --save NAME writes it to bench/results/DATE-NAME.md, with every evaluation in .json and curves in .png.
+Prints a table; --save NAME writes it to bench/results/DATE-NAME.md, with every evaluation in .json.
 """
 
 from __future__ import annotations
@@ -123,24 +123,6 @@ def mean_cells(rows: list[dict[str, Any]]) -> list[str]:
     return [*cells, "", "", ""]
 
 
-def plot(rows: list[dict[str, Any]], target: float, path: Path, title: str) -> None:
-    """Validation loss against seconds, a curve for each seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for r in rows:
-        seconds = [point[0] for point in r["curve"]]
-        losses = [point[2] for point in r["curve"]]
-        axes.plot(seconds, losses, marker=".", label=f"seed {r['seed']}")
-    axes.axhline(target, color="0.5", linestyle="--", label=f"target {target}")
-    axes.set(xlabel="seconds: steps and compiling", ylabel="validation loss (nats per token)", title=title)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def about(starts: list[dict[str, Any]]) -> str:
     """The machine, the model and what was evaluated, from the runs' start events."""
     start = starts[0]
@@ -165,11 +147,9 @@ def main() -> None:
     parser.add_argument("--target", type=float, required=True, help="validation loss, nats per token")
     parser.add_argument("--seeds", type=int, default=3, help="runs, with the seeds 1337, 1338, ...")
     parser.add_argument("--cold", action="store_true", help="each run compiles anew, with an empty cache")
-    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md, .json and .png")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json")
     a, settings = parser.parse_known_args()
     output.check_name(a.save)
-    if a.save:
-        import matplotlib  # noqa: F401 (if it is missing, fail before the runs, not after them)
     if a.seeds < 1 or not math.isfinite(a.target):
         raise ValueError(f"--seeds {a.seeds} --target {a.target}: at least one seed, and a finite loss")
 
@@ -189,7 +169,7 @@ def main() -> None:
     if a.save:
         result = {"command": command, "target": a.target, "rows": rows}
         heading = f"# Time to a loss of {a.target}: {a.save}"
-        output.save(a.save, f"{heading}\n\n{text}", result, lambda path: plot(rows, a.target, path, a.save))
+        output.save(a.save, f"{heading}\n\n{text}", result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, flags, shell, tiny
+from conftest import ROOT, TINY, assert_one_line, flags, shell, tiny
 
 from bench import output, speed, time_to_loss, timing
 
@@ -35,45 +35,49 @@ def test_results_name_the_machine_and_the_compilers():
 
 
 @pytest.mark.slow
-def test_speed_times_the_peers_on_the_same_work(tmp_path):
+def test_speed_times_the_peers_on_the_same_work_and_saves_every_step(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(NANOGPT)
+    monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
     peers = [f"--peer=nanogpt:{tmp_path}", "--peer", f"nanogpt+malloc:{tmp_path}", "--peer=ours:--n_layer=1"]
-    own = ["--steps=12", "--rounds=2", "--vocab_size=65", *peers]
-    done = shell("python", "bench/speed.py", *flags(**SMALL), *own)
-    assert done.returncode == 0, done.stderr
-    rows = {line.split("|")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("|")}
+    own = ["--steps=4", "--rounds=2", "--vocab_size=65", *peers, "--save=speed-1.5b"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", *flags(**SMALL), *own])
+    speed.main()
+    printed = capsys.readouterr().out
+    rows = {line.split("|")[1].strip(): line for line in printed.splitlines() if line.startswith("|")}
     assert list(rows) == ["", "---", "deskGPT", "nanoGPT", "nanoGPT+malloc", "--n_layer=1"]
     assert re.search(
         r"\| deskGPT \| float32 \| no \| [\d.]+ \([\d.]+, [\d.]+\) \| [\d,]+ \| [\d.]+ \| [\d.]+% \| [\d.]+ s \|",
-        done.stdout,
+        printed,
     )
-    assert rows["nanoGPT"].split("|")[2:5] == [" float32 ", " no ", " 20.5 (20, 21) "]
-    assert "first step, warm cache" in rows[""]
+    assert rows["nanoGPT"].split("|")[2:5] == [" float32 ", " no ", " 21 (20, 21) "]
     assert "1.00 (1.00 to 1.00)" in rows["deskGPT"]
-    assert "MFU refers to" in done.stdout
+    assert "MFU refers to" in printed
+    page, figures = sorted((tmp_path / "results").iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert [path.name[11:] for path in (page, figures)] == ["speed-1.5b.md", "speed-1.5b.json"]  # a dot in the name
+    assert rows["deskGPT"] in page.read_text()
+    assert [len(r) for r in json.loads(figures.read_text())["raw"][0]["rounds_ms"]] == [3, 3]
+    sys.argv[-1] = "--save=a/b"
+    with pytest.raises(ValueError, match="--save 'a/b': a name of letters"):
+        speed.main()
 
 
 def test_speed_says_what_is_wrong_with_a_peer(tmp_path, script):
     for peer, reason in (
         (f"nanogpt:{tmp_path}", f"{tmp_path} holds no train.py; name a checkout of nanoGPT"),
-        ("llamacpp", "not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value', checkout:PATH or hf"),
+        ("llamacpp", "not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or checkout:PATH"),
     ):
         done = script("bench/speed.py", *flags(**SMALL), f"--peer={peer}")
         assert (done.code, done.err.count("\n")) == (1, 1)
         assert reason in done.err
 
 
-@pytest.mark.parametrize("peer", ["hf", "nanogpt:anywhere"])
 @pytest.mark.parametrize("setting", [{"position": "rope"}, {"norm": "rms"}, {"optimizer": "muon"}])
-def test_peers_are_for_the_work_they_know(setting, peer, tmp_path):
-    c = tiny(tmp_path, tmp_path, **setting)
+def test_nanogpt_is_for_the_work_it_knows(setting, tmp_path):
+    peers = [f"nanogpt:{ROOT}"]
     with pytest.raises(ValueError, match="its work would not be the same; leave out the peer"):
-        speed.contestants(c, [], [peer], tmp_path)
-
-
-def test_both_gelus_are_the_same_work(tmp_path):
-    for gelu in ("gelu", "gelu_tanh"):
-        assert len(speed.contestants(tiny(tmp_path, tmp_path, activation=gelu), [], ["hf"], tmp_path)) == 2
+        speed.contestants(tiny(tmp_path, tmp_path, **setting), [], peers, tmp_path)
+    for gelu in ("gelu", "gelu_tanh"):  # both are the same work
+        assert len(speed.contestants(tiny(tmp_path, tmp_path, activation=gelu), [], peers, tmp_path)) == 2
 
 
 def test_memory_cap_is_for_cuda_and_for_less_than_the_card_has(monkeypatch):
@@ -124,24 +128,6 @@ def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):
     assert x.first_s == [0.4, 0.4, 0.4]
 
 
-@pytest.mark.slow
-def test_save_writes_the_table_and_keeps_dots_in_the_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(output, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["speed.py", *flags(**SMALL), "--vocab_size=65", "--steps=4", "--rounds=2"])
-    sys.argv.append("--save=speed-1.5b")
-    speed.main()
-    files = {path.name[11:]: path for path in tmp_path.iterdir()}
-    assert set(files) == {"speed-1.5b.md", "speed-1.5b.json", "speed-1.5b.png"}
-    assert "| deskGPT |" in files["speed-1.5b.md"].read_text()
-    assert f"![]({files['speed-1.5b.png'].name})" in files["speed-1.5b.md"].read_text()
-    result = json.loads(files["speed-1.5b.json"].read_text())
-    assert [len(r) for r in result["raw"][0]["rounds_ms"]] == [3, 3]
-    assert files["speed-1.5b.png"].read_bytes().startswith(b"\x89PNG")
-    sys.argv[-1] = "--save=a/b"
-    with pytest.raises(ValueError, match="--save 'a/b': a name of letters"):
-        speed.main()
-
-
 def test_figures_of_the_speed_table_are_these():
     ours = speed.Contestant(
         "ours", [], Path(), [[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], [3.0, 1.0], [2 * 10**9, 10**9]
@@ -162,10 +148,10 @@ def test_figures_of_the_speed_table_are_these():
 
 
 @pytest.mark.slow
-def test_profile_shows_the_operations_of_our_steps():
-    done = shell("python", "bench/speed.py", *flags(**SMALL), "--vocab_size=65", "--profile", "--steps=2")
-    assert done.returncode == 0, done.stderr
-    [adamw] = [line for line in done.stdout.splitlines() if "Optimizer.step#AdamW.step" in line]
+def test_profile_shows_the_operations_of_our_steps(script):
+    done = script("bench/speed.py", *flags(**SMALL), "--vocab_size=65", "--profile", "--steps=2")
+    assert done.code == 0, done.err
+    [adamw] = [line for line in done.out.splitlines() if "Optimizer.step#AdamW.step" in line]
     assert adamw.split()[-1] == "2"  # calls
 
 
@@ -180,20 +166,17 @@ def test_time_to_loss_stops_at_the_target_or_says_that_it_was_missed(chars, tmp_
     assert sure["seconds"] == sure["steps_s"] + sure["compile_s"]
     assert sure["process_s"] > sure["seconds"] + sure["eval_s"]
     assert [n for _, n, _ in sure["curve"]] == list(range(0, sure["steps"] + 1, 2))
-    command = ["python", "bench/time_to_loss.py", *settings, "--target=0.1", "--seeds=2", "--max_iters=4"]
-    done = shell(*command)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(", above 0.1 |") == 2
-    assert re.search(r"\| mean \| [\d.]+ \(± [\d.]+\) \|", done.stdout)
+    missed = time_to_loss.run([*settings, "--max_iters=4"], 2, 0.1, tmp_path / "b")
+    text = time_to_loss.as_markdown([sure, missed], 0.1)
+    assert (missed["reached"], text.count(", above 0.1 |")) == (False, 1)
+    assert re.search(r"\| mean \| [\d.]+ \(± [\d.]+\) \|", text)
 
 
 @pytest.mark.slow
-def test_time_to_loss_of_a_run_that_fails_tells_why(tmp_path):
-    done = shell("python", "bench/time_to_loss.py", "--dataset=/nowhere", "--target=1")
-    assert done.returncode == 1
-    assert re.fullmatch(r"error: the run ended before its first evaluation: error: .*/nowhere.*\n", done.stderr)
-    assert sys.executable not in done.stderr
-    assert str(ROOT) not in done.stdout
+def test_time_to_loss_of_a_run_that_fails_tells_why(script):
+    done = script("bench/time_to_loss.py", "--dataset=/nowhere", "--target=1")
+    assert done.code == 1
+    assert_one_line(done.err, "before its first evaluation", "/nowhere")
 
 
 def test_check_of_machines_fails_what_is_wrong_and_not_refused():

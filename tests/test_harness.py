@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 from hashlib import sha256
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import assert_equal, events, flags, tiny, weights
+from conftest import assert_equal, assert_one_line, events, flags, tiny, weights
+from gloo import on_ranks
 
 import train
 from data.tokenizer import BytesTokenizer, CharTokenizer
@@ -181,7 +180,7 @@ def theirs(hugging_face, tasks) -> dict[str, Any]:
 
     model, tokenizer, _ = hugging_face
     backend = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3)
-    with tasks.seeded(), harness.one_process():
+    with tasks.seeded():
         return lm_eval.evaluate(backend, tasks.loaded, bootstrap_iters=1000, log_samples=True)
 
 
@@ -222,22 +221,13 @@ def test_every_answer_is_that_of_lm_evals_own_hf_backend(gpt, tasks, theirs, bat
 def test_ranks_share_the_items_and_find_what_one_finds(gpt, tasks, tmp_path):
     alone = tasks.evaluate(harness.Backend(gpt, BytesTokenizer()))
 
-    def work(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=rank, world_size=2)
-        ranks = Ranks(torch.device("cpu"), rank, 2, distributed=True)
+    def work(ranks: Ranks) -> list[Any]:
         found = tasks.evaluate(harness.Backend(gpt, BytesTokenizer(), ranks=ranks))
-        shown = harness.figures(found)
-        (tmp_path / f"{rank}.json").write_text(json.dumps([shown, found.get("truncated")]))
-        dist.destroy_process_group()
+        return [json.loads(json.dumps(harness.figures(found))), found.get("truncated")]
 
-    context = multiprocessing.get_context("fork")  # which has imported everything
-    processes = [context.Process(target=work, args=(rank,)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-    shown, truncated = json.loads((tmp_path / "0.json").read_text())
-    assert json.loads((tmp_path / "1.json").read_text()) == [{}, None]
+    first, second = on_ranks(work, 2, tmp_path)
+    shown, truncated = first
+    assert second == [{}, None]
     for name in ("letters", "last_word", "whole_text", "until"):  # "choices" draws other examples on each rank
         values = known(harness.figures(alone)[name])
         values.pop("perplexity_stderr", None)  # comes from random draws
@@ -301,31 +291,30 @@ def test_results_say_which_weights_and_which_tasks(chars, plain_task, tmp_path, 
     assert page.endswith(done.out)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"generation_kwargs": {"max_gen_toks": 16}}, "task until: it generates up to 16 tokens; block_size=16 leaves"),
-        ({"generation_kwargs": {"min_p": 0.1}}, "task until: its generation_kwargs {'min_p': 0.1} are not supported"),
-        ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "until.yaml: its data or its file cannot be loaded"),
-        ({"dataset_path": "EleutherAI/lambada_openai"}, "until.yaml: its data or its file cannot be loaded (Couldn't"),
-        ({"num_fewshot": 30}, "task until: its questions cannot be written (ValueError: Sample larger"),
-        ({"doc_to_text": "{{question}} 🧀"}, "task until: the tokenizer does not know '🧀'"),
-    ],
-)
-def test_a_task_that_cannot_run_is_one_line(chars, tmp_path, plain_task, script, changes, message):
+UNFIT: list[tuple[dict[str, Any], str]] = [  # how a task is changed, and what its error names
+    ({"generation_kwargs": {"max_gen_toks": 16}}, "block_size=16"),
+    ({"generation_kwargs": {"min_p": 0.1}}, "'min_p': 0.1"),
+    ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "no.jsonl"),
+    ({"dataset_path": "EleutherAI/lambada_openai"}, "EleutherAI/lambada_openai"),
+    ({"num_fewshot": 30}, "Sample larger"),
+    ({"doc_to_text": "{{question}} 🧀"}, "🧀"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), UNFIT, ids=[named for _, named in UNFIT])
+def test_a_task_that_cannot_run_is_one_line(chars, tmp_path, plain_task, script, changes, named):
     path = write_task(tmp_path, "until", **changes)
     small = flags(device="cpu", dataset=chars, out_dir=tmp_path / "out", n_layer=1, n_head=1, n_embd=8, block_size=16)
     done = script("train.py", *small, f"--tasks={path}")
     assert done.code == 1
-    assert message in done.err.splitlines()[-1]
-    assert "Traceback" not in done.err
+    assert_one_line(done.err.splitlines()[-1], "until", named)
     assert not (tmp_path / "out" / "log.jsonl").exists()
 
 
 def test_a_name_that_is_no_task_gets_the_nearest_ones(tmp_path, plain_task, script):
     manager = harness.TaskManager(include_path=str(tmp_path), include_defaults=False)
     assert harness.found_tasks(manager, ["last_*"]) == ["last_word"]
-    with pytest.raises(ValueError, match="task last_wrod: lm_eval has no such task; did you mean last_word"):
+    with pytest.raises(ValueError, match="last_wrod.*last_word"):
         harness.found_tasks(manager, ["last_wrod"])
 
 
