@@ -11,12 +11,11 @@ Prints each sample, prompt included, followed by a line of dashes. With --serve,
 
 from __future__ import annotations
 
-import codecs
 import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,10 +32,11 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.inference import Reading
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
+from deskgpt.compute.writing import Sample, Wish, write
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import message_for_user, one_line_errors
 from deskgpt.predict import fit
-from deskgpt.share import playground
+from deskgpt.share import page_server, playground
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
 from model import GPT, GPTConfig
 
@@ -92,7 +92,7 @@ class SampleConfig:
 
 def main(c: SampleConfig) -> list[str]:
     """Prints samples as c says; returns their texts, prompt included."""
-    # ---- model and tokenizer ---------------------------------------------------------------------------------
+    # ---- model and prompt ------------------------------------------------------------------------------------
     device = hardware.resolve_device(c.device)
     hardware.forbid_spilling(device)
     if c.device == "auto" and device.type == "cpu":
@@ -100,49 +100,30 @@ def main(c: SampleConfig) -> list[str]:
         if reason:
             print(f"{reason}; sampling on the CPU", file=sys.stderr)
     trained = load(c.init_from, c.out_dir, device)
+    wish = wish_of(c)
     if c.serve:
-        serve(c, trained, device)
+        serve(c, wish, trained, device)
         return []
-    tokenizer = trained.tokenizer
-    model = trained.model.eval().to(device)
-    dtype = dtype_of(c, device)
-
     if c.chat:
-        chat(c, trained, dtype)
+        chat(c, wish, trained, device)
         return []
-
-    # ---- prompt ----------------------------------------------------------------------------------------------
-    prompt = prompt_text(c)
+    model = trained.model.eval().to(device)
     rows = 1 if c.stream else c.num_samples  # generated in one batch
-    prompts = encoded(c, prompt, tokenizer, model).to(device).repeat(rows, 1)
-    reading = Reading(model, prompts, dtype, compiled=c.compile)
+    prompts = encoded(wish.prompt, trained.tokenizer, model).to(device).repeat(rows, 1)
+    reading = Reading(model, prompts, dtype_of(c, device), compiled=c.compile)
 
     # ---- generate --------------------------------------------------------------------------------------------
     texts = []
     for first in range(0, c.num_samples, rows):
-        samples = [Sample(tokenizer, prompt, c.stop) for _ in range(rows)]
+        samples = [Sample(trained.tokenizer, wish.prompt, c.stop) for _ in range(rows)]
         if c.stream:
-            print(prompt, end="", flush=True)
+            print(wish.prompt, end="", flush=True)
         with reading.using():
-            tokens = model.generate(
-                prompts,
-                c.max_new_tokens,
-                temperature=c.temperature,
-                top_k=c.top_k or None,
-                top_p=c.top_p,
-                seed=c.seed + first,
-                vocab_size=tokenizer.vocab_size,
-            )
-            for new in tokens:
-                for sample, token in zip(samples, new.tolist(), strict=True):
-                    shown = sample.add(token)
-                    if c.stream:
-                        print(shown, end="", flush=True)
-                if all(sample.done for sample in samples):
-                    break
+            for shown in write(model, prompts, samples, replace(wish, seed=c.seed + first)):
+                if c.stream:
+                    print(shown[0], end="", flush=True)
         for sample in samples:
-            rest = sample.finish()
-            print(rest if c.stream else sample.text)
+            print("" if c.stream else sample.text)
             print("---------------")
             texts.append(sample.text)
     return texts
@@ -214,71 +195,15 @@ def dtype_of(c: SampleConfig, device: torch.device) -> str:
     return "float32" if device.type == "cpu" else peak_flops.fast_dtype(device)
 
 
-def prompt_text(c: SampleConfig) -> str:
-    """The text of --start, or of the file that it names. Raises ValueError if it is not UTF-8."""
+def wish_of(c: SampleConfig) -> Wish:
+    """The text that c asks for. Raises ValueError if the prompt is empty or is not UTF-8."""
     prompt = read_text([Path(c.start[5:])]) if c.start.startswith("FILE:") else c.start
     if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of other bytes than UTF-8
         raise ValueError(f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv")
-    return prompt
-
-
-def encoded(c: SampleConfig, prompt: str, tokenizer: Tokenizer, model: GPT) -> Tensor:
-    """Token ids (T,) of the prompt. Raises ValueError if there are none, or some that the model does not know."""
-    ids = tokenizer.encode_prompt(prompt).astype("int64")
-    if len(ids) == 0:
+    if not prompt:
         raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
-    if ids.max() >= model.config.vocab_size:
-        raise ValueError(f"the prompt has token {ids.max()}, the model only {model.config.vocab_size} tokens")
-    return torch.from_numpy(ids)
-
-
-# ---- talking -------------------------------------------------------------------------------------------------
-
-
-def chat(c: SampleConfig, trained: Trained, dtype: str) -> None:
-    """Answers on the terminal until the input ends. Raises ValueError where the model cannot talk."""
-    model = trained.model
-    of_chat = template.Template(trained.tokenizer)
-    saw_chat = trained.checkpoint is not None and trained.checkpoint.chat == template.NAME
-    if not saw_chat:
-        print(f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/chat.md", file=sys.stderr)
-    dialogue = talk.Dialogue(of_chat, model.config.block_size, c.system)
-    device = next(model.parameters()).device
-
-    def as_prompts(ids: Ids) -> Tensor:
-        return torch.from_numpy(ids.astype("int64")).to(device)[None]
-
-    reading = Reading(model, as_prompts(dialogue.prompt()), dtype, compiled=c.compile)
-
-    def answer(prompt: Ids, n: int) -> Iterator[str]:
-        """The n-th answer, in pieces as they come."""
-        sample = Sample(trained.tokenizer, "", c.stop or template.FORGED_TURN)
-        with reading.using():
-            tokens = model.generate(
-                as_prompts(prompt),
-                c.max_new_tokens,
-                temperature=c.temperature,
-                top_k=c.top_k or None,
-                top_p=c.top_p,
-                seed=c.seed + n,
-                vocab_size=trained.tokenizer.vocab_size,
-            )
-            for new in tokens:
-                if new.item() == of_chat.end_of_text or sample.done:
-                    break
-                yield sample.add(int(new.item()))
-        yield sample.finish()
-
-    talk.talk(dialogue, answer)
-
-
-# ---- page ----------------------------------------------------------------------------------------------------
-
-
-def serve(c: SampleConfig, trained: Trained, device: torch.device) -> None:
-    """Runs the page with one or two models until Ctrl+C. Raises ValueError and OSError."""
-    first = playground.Wish(
-        prompt=prompt_text(c),
+    return Wish(
+        prompt=prompt,
         stop=c.stop,
         max_new_tokens=c.max_new_tokens,
         temperature=c.temperature,
@@ -286,13 +211,57 @@ def serve(c: SampleConfig, trained: Trained, device: torch.device) -> None:
         top_p=c.top_p,
         seed=c.seed,
     )
+
+
+def encoded(prompt: str, tokenizer: Tokenizer, model: GPT) -> Tensor:
+    """Token ids (1, T) of the prompt. Raises ValueError for those that the model does not know."""
+    ids = tokenizer.encode_prompt(prompt).astype("int64")
+    if ids.max() >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {ids.max()}, the model only {model.config.vocab_size} tokens")
+    return torch.from_numpy(ids)[None]
+
+
+# ---- talking -------------------------------------------------------------------------------------------------
+
+
+def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
+    """Answers on the terminal until the input ends. Raises ValueError if the model cannot talk."""
+    model = trained.model.eval().to(device)
+    of_chat = template.Template(trained.tokenizer)
+    saw_chat = trained.checkpoint is not None and trained.checkpoint.chat == template.NAME
+    if not saw_chat:
+        print(f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/chat.md", file=sys.stderr)
+    dialogue = talk.Dialogue(of_chat, model.config.block_size, c.system)
+
+    def as_prompts(ids: Ids) -> Tensor:
+        return torch.from_numpy(ids.astype("int64")).to(device)[None]
+
+    reading = Reading(model, as_prompts(dialogue.prompt()), dtype_of(c, device), compiled=c.compile)
+
+    def answer(ids: Ids, n: int) -> Iterator[str]:
+        """The n-th answer, in pieces as they come."""
+        sample = Sample(trained.tokenizer, "", c.stop or template.FORGED_TURN, of_chat.end_of_text)
+        with reading.using():
+            for shown in write(model, as_prompts(ids), [sample], replace(wish, seed=c.seed + n)):
+                yield shown[0]
+
+    talk.talk(dialogue, answer)
+
+
+# ---- page ----------------------------------------------------------------------------------------------------
+
+
+def serve(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
+    """Runs the page with one or two models until Ctrl+C. Raises ValueError and OSError."""
+    playground.check(wish)
     models = [trained]
     if c.compare_with:
         models.append(load(c.compare_with, c.out_dir, device))
-    playground.serve([player(c, model, device) for model in models], first, c.port)
+    players = [player(c, wish, model, device) for model in models]
+    page_server.serve(playground.Playground(players, wish), [c.port])
 
 
-def player(c: SampleConfig, trained: Trained, device: torch.device) -> playground.Player:
+def player(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> playground.Player:
     """A model as the page shows it."""
     model = trained.model.eval().to(device)
     saved = trained.checkpoint
@@ -303,47 +272,12 @@ def player(c: SampleConfig, trained: Trained, device: torch.device) -> playgroun
         f"{model.num_params() / 1e6:,.2f}M parameters",
         f"context of {model.config.block_size:,} tokens",
     ]
-    grow = functools.partial(Sample, trained.tokenizer)
-    prompt = encoded(c, prompt_text(c), trained.tokenizer, model)[None].to(device)
-    reading = Reading(model, prompt, dtype_of(c, device))
-    return playground.Player(trained.source, facts, model, trained.tokenizer, grow, reading.using)
+    encode = functools.partial(encoded, tokenizer=trained.tokenizer, model=model)
+    reading = Reading(model, encode(wish.prompt).to(device), dtype_of(c, device))
+    return playground.Player(trained.source, facts, model, trained.tokenizer, encode, reading.using)
 
 
-# ---- text ----------------------------------------------------------------------------------------------------
-
-
-class Sample:
-    """One text as it grows: decodes tokens that are parts of characters, and ends at the stop text."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: str) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
-        self.text, self.prompt_end, self.done = prompt, len(prompt), False
-        self.shown = len(prompt)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, token: int) -> str:
-        """Appends a token; returns the text that can be shown now: all but what may become the stop text."""
-        return self._append(self._decoder.decode(self.tokenizer.decode_bytes([token])))
-
-    def finish(self) -> str:
-        """Ends the text; returns what was held back."""
-        self._append(self._decoder.decode(b"", final=True))
-        shown, self.shown = self.shown, len(self.text)
-        return self.text[shown:]
-
-    def _append(self, new: str) -> str:
-        if self.done:
-            return ""
-        self.text += new
-        at = self.text.find(self.stop, self.prompt_end) if self.stop else -1
-        if at >= 0:
-            self.text, self.done = self.text[:at], True
-        tail = len(self.text)
-        if self.stop and not self.done:
-            # The longest end of the text with which the stop text begins.
-            tail -= next((n for n in range(len(self.stop) - 1, 0, -1) if self.text.endswith(self.stop[:n])), 0)
-        shown, self.shown = self.shown, max(self.shown, tail)
-        return self.text[shown : self.shown]
+# ---- during training -----------------------------------------------------------------------------------------
 
 
 class Sampler:
@@ -358,7 +292,6 @@ class Sampler:
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer, every: int, say: Callable[[str], None]) -> None:
         """every: evaluations from one sample to the next."""
-        self.c = SampleConfig(num_samples=self.TEXTS, max_new_tokens=self.TOKENS)
         self.model = runner.model
         self.as_written = runner.form.as_written
         self.tokenizer = tokenizer
@@ -366,16 +299,16 @@ class Sampler:
         self.cached = True  # until that is found to be wrong
         self.every = every
         self.say = say
-        self.prompt = encoded(self.c, self.c.start, tokenizer, self.model)  # (T,)
+        self.wish = wish_of(SampleConfig())
+        self.prompt = encoded(self.wish.prompt, tokenizer, self.model)  # (1, T)
 
     def texts_at(self, evaluation: int, is_last: bool, break_off: Callable[[], bool]) -> list[str]:
-        """Texts of the model as it is now, if this evaluation has any; [] where break_off says so."""
+        """Texts of the model as it is now, if this evaluation has any; [] if break_off says so meanwhile."""
         if not is_last and evaluation % self.every:
             return []
-        c = self.c
-        samples = [Sample(self.tokenizer, c.start, c.stop) for _ in range(self.TEXTS)]
+        samples = [Sample(self.tokenizer, self.wish.prompt, stop="") for _ in range(self.TEXTS)]
         # Beyond its context a model has no cache to write with, and each token costs a whole forward pass.
-        n_tokens = min(self.TOKENS, max(1, self.model.config.block_size - len(self.prompt)))
+        n_tokens = min(self.TOKENS, max(1, self.model.config.block_size - self.prompt.size(1)))
         prompts = self.prompt.to(next(self.model.parameters()).device).repeat(self.TEXTS, 1)
         self.model.eval()
         reading = Reading(
@@ -389,25 +322,11 @@ class Sampler:
         )
         self.cached = reading.cached
         with reading.using():
-            for new in self.model.generate(
-                prompts,
-                n_tokens,
-                temperature=c.temperature,
-                top_k=c.top_k,
-                top_p=c.top_p,
-                seed=c.seed,
-                vocab_size=self.tokenizer.vocab_size,
-            ):
+            for _ in write(self.model, prompts, samples, replace(self.wish, max_new_tokens=n_tokens)):
                 if break_off():
                     break
-                for sample, token in zip(samples, new.tolist(), strict=True):
-                    sample.add(token)
         self.model.train()
-        if break_off():
-            return []
-        for sample in samples:
-            sample.finish()
-        return [sample.text for sample in samples]
+        return [] if break_off() else [sample.text for sample in samples]
 
 
 def sampler_for(every: int, runner: Runner, ranks: Ranks, tokenizer: dict[str, Any]) -> Sampler | None:

@@ -1,4 +1,4 @@
-"""The playground: its server with real models, asked by hand and by headless Chromium."""
+"""The page of sample.py --serve: its server with real models, asked by hand and by headless Chromium."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import json
 import os
 import re
 import signal
-import socket
 import string
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,18 @@ import numpy as np
 import pytest
 import torch
 from browser import Browser, Tab, needs_browser
-from conftest import ROOT
+from conftest import ROOT, assert_one_line
+from test_page_server import ask, serving
 from tiny_models import MODERN, SMALL, make
 
 import sample
 from data.tokenizer import BytesTokenizer, CharTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.share import playground
-from deskgpt.share.playground import HEADERS, MOST_BODY_BYTES, MOST_PROMPT_CHARS, Player, Server, Wish
-from sample import Sample, SampleConfig
+from deskgpt.compute.writing import Sample, Wish
+from deskgpt.share.page_server import Server
+from deskgpt.share.playground import MOST_PROMPT_CHARS, Player, Playground
+from sample import SampleConfig
 
 CPU = torch.device("cpu")
 WISH: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
@@ -68,33 +68,21 @@ def run(tmp_path_factory) -> Path:
 def player_of(name: str, config: Any, tokenizer: Any) -> Player:
     """A model with random weights."""
     trained = sample.Trained(make(config).eval(), tokenizer, name, None)
-    return sample.player(SampleConfig(), trained, CPU)
-
-
-def serving(*players: Player) -> Iterator[Server]:
-    with Server(list(players), Wish(**WISH), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    return sample.player(SampleConfig(), Wish(**WISH), trained, CPU)
 
 
 @pytest.fixture(scope="module")
-def server(run) -> Iterator[Server]:
+def page(run) -> Playground:
     """A page with a model of characters from a checkpoint, and one of bytes."""
-    of_chars = sample.player(SampleConfig(), sample.load("resume", str(run), CPU), CPU)
-    yield from serving(of_chars, player_of("bytes", replace(MODERN, vocab_size=256), BytesTokenizer()))
+    of_chars = sample.player(SampleConfig(), Wish(**WISH), sample.load("resume", str(run), CPU), CPU)
+    of_bytes = player_of("bytes", replace(MODERN, vocab_size=256), BytesTokenizer())
+    return Playground([of_chars, of_bytes], Wish(**WISH))
 
 
-def ask(server: Server, method: str, place: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
-    """(status, headers, body) of a request; place: the path below the token, or a whole one."""
-    path = place if place.startswith("/") else f"/{server.token}/{place}"
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    with closing(http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)) as connection:
-        connection.request(method, path, data, headers)
-        response = connection.getresponse()
-        return response.status, response.headers, response.read()
+@pytest.fixture(scope="module")
+def server(page) -> Iterator[Server]:
+    with serving(page) as made:
+        yield made
 
 
 def write(server: Server, model: int = 0, **changes: Any) -> list[dict[str, Any]]:
@@ -121,9 +109,9 @@ def test_text_is_the_very_one_that_sample_prints_first(server, run, changes):
     assert "the " + text_of(write(server, **changes)) == expected
 
 
-def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(server):
-    model = server.players[0].model
-    ids = server.players[0].encode("the ")
+def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(server, page):
+    model = page.players[0].model
+    ids = page.players[0].encode("the ")
     events = write(server, top_k=40, temperature=3.0)  # neither of which changes them
     assert any(e["rank"] > 8 for e in events[1:-1])
     assert [len(events), events[0]["prompt_tokens"]] == [42, 4]
@@ -140,8 +128,8 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(server):
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-def test_tokens_that_are_parts_of_characters_keep_their_bytes(server):
-    player = server.players[1]
+def test_tokens_that_are_parts_of_characters_keep_their_bytes(server, page):
+    player = page.players[1]
     events = write(server, 1, prompt="é", max_new_tokens=60, temperature=1.0)
     expected = Sample(BytesTokenizer(), "é", "")
     for e in events[1:-1]:
@@ -149,13 +137,9 @@ def test_tokens_that_are_parts_of_characters_keep_their_bytes(server):
         assert e["name"] == (repr(chr(e["id"])) if e["id"] < 128 else f"bytes {e['id']:02X}")
     rest = expected.finish()
     assert events[-1]["text"] == rest
-    assert [e["id"] for e in events[1:-1]] == drawn(player, "é", 60)
+    drawn = player.model.generate(player.encode("é"), 60, seed=WISH["seed"], top_k=WISH["top_k"])
+    assert [e["id"] for e in events[1:-1]] == [int(new) for new in drawn]
     assert any(e["text"] == "" for e in events[1:-1])
-
-
-def drawn(player: Player, prompt: str, n: int) -> list[int]:
-    options: dict[str, Any] = {"seed": WISH["seed"], "top_k": WISH["top_k"]}
-    return [int(new) for new in player.model.generate(player.encode(prompt), n, **options)]
 
 
 def test_stop_text_of_several_tokens_ends_the_text_and_is_never_sent(server):
@@ -171,232 +155,99 @@ def test_stop_text_of_several_tokens_ends_the_text_and_is_never_sent(server):
     assert events[-1]["end"] == "length"
 
 
-def test_watched_generation_draws_the_same_tokens():
-    model, seen = make(SMALL).eval(), []
-    ids = torch.tensor([[1, 2, 3]])
-    watched = torch.stack(list(model.generate(ids, 40, seed=3, vocab_size=90, watch=lambda x: seen.append(x.shape))))
-    assert torch.equal(watched, torch.stack(list(model.generate(ids, 40, seed=3, vocab_size=90))))
-    assert seen == [(1, 90)] * 40
-
-
 def test_prompt_beyond_the_context_is_cut_as_generation_cuts_it(server):
-    events = write(server, prompt="the " * 10, max_new_tokens=5)
-    assert events[0] == {"prompt_tokens": 40, "block_size": 32}
-    assert [e["id"] for e in events[1:-1]] == [
-        e["id"] for e in write(server, prompt="the " * 8, max_new_tokens=5)[1:-1]
-    ]
+    first, *long, _ = write(server, prompt="the " * 10, max_new_tokens=5)
+    assert first == {"prompt_tokens": 40, "block_size": 32}
+    assert long == write(server, prompt="the " * 8, max_new_tokens=5)[1:-1]
+
+
+def test_texts_that_are_written_at_once_do_not_disturb_each_other(server):
+    def text(model: int, seed: int) -> str:
+        return text_of(write(server, model, seed=seed))
+
+    models, seeds = (0, 0, 1, 1), (1, 2, 1, 2)
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(text, models, seeds))
+    assert together == list(map(text, models, seeds))
+
+
+def test_weights_whose_logits_are_not_numbers_end_in_one_line(server, page):
+    weight = page.players[0].model.lm_head.weight
+    kept = weight.detach().clone()
+    try:
+        weight.data.fill_(float("nan"))
+        assert_one_line(write(server)[-1]["error"], "NaN", "--dtype=float32")
+    finally:
+        weight.data.copy_(kept)
 
 
 # ---- whom it answers ----
 
 
-@pytest.mark.parametrize("place", ["page.json", "", "playground.js", "write", "nothing"])
-def test_answers_keep_the_browser_to_this_server_and_let_no_other_page_read(server, place):
-    _, headers, _ = ask(server, "GET", place)
-    assert {name: headers[name] for name in HEADERS} == HEADERS
-    assert not [name for name in headers if name.lower().startswith("access-control")]
-    assert re.fullmatch(r"deskGPT", headers["Server"])
+def test_page_has_a_token_and_may_load_nothing_from_elsewhere(server, page):
+    assert re.fullmatch(r"[\w-]{32}", page.token)
+    status, _, html = ask(server, "GET", "")
+    assert status == 200
+    assert b"default-src 'none'; script-src 'self'" in html
+    for place, kind in (("playground.css", "text/css"), ("playground.js", "text/javascript"), ("page.json", "json")):
+        status, headers, _ = ask(server, "GET", place)
+        assert (status, kind in headers["Content-Type"]) == (200, True)
+    assert ask(server, "GET", "playground.py")[0] == 404
 
 
-def test_nothing_is_served_without_the_token(server):
-    token = server.token
-    swapped = token[:-1] + ("A" if token[-1] != "A" else "B")
-    for path in (
-        "/",
-        "/page.json",
-        f"/{swapped}/",
-        f"/{token[:-1]}/",
-        f"/{token}x/",
-        "//",
-        f"/x/{token}/",
-        "/%C3%A9/",
-        "/%00",
-    ):
-        for method in ("GET", "POST"):
-            status, _, body = ask(server, method, path)
-            assert (status, json.loads(body)) == (404, {"error": "there is nothing here"}), path
-
-
-def test_nothing_is_served_beside_the_page(server):
-    for place in (
-        "playground.py",
-        "../playground.py",
-        "..%2fplayground.py",
-        "./",
-        "page.json?x",
-        "write",
-        "/etc/passwd",
-    ):
-        assert ask(server, "GET", place)[0] == 404
-    assert ask(server, "POST", "page.json", {})[0] == 404
-    for method in ("HEAD", "PUT", "DELETE", "OPTIONS", "TRACE"):
-        assert ask(server, method, "")[0] == 501
-
-
-@pytest.mark.parametrize("host", ["example.com", "example.com:{port}", "127.0.0.1", "127.0.0.1:1", "", "localhost"])
-def test_other_host_names_are_answered_as_if_nothing_were_here(server, host):
-    port = server.server_address[1]
-    assert ask(server, "GET", "", Host=f"localhost:{port}")[0] == 200
-    assert ask(server, "GET", "", Host=host.format(port=port))[0] == 404
-    assert ask(server, "POST", "write", {"model": 0} | WISH, Host=host.format(port=port))[0] == 404
-
-
-def first_line(server: Server, request: str) -> bytes:
-    """What the server answers to a request as it is, which http.client would refuse to send."""
-    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=30) as connection:
-        connection.sendall(request.encode())
-        return connection.makefile("rb").readline()
-
-
-def test_malformed_requests_are_refused(server):
-    host = f"Host: {server.hosts[0]}\r\n"
-    start = f"GET /{server.token}/ HTTP/1.1\r\n"
-    assert b" 200 " in first_line(server, f"{start}{host}\r\n")
-    assert b" 404 " in first_line(server, f"{start}{host}{host}\r\n")  # two hosts are one too many
-    assert b" 404 " in first_line(server, f"{start}\r\n")
-    assert b" 404 " in first_line(server, f"GET /é/ HTTP/1.1\r\n{host}\r\n")
-    assert b" 400 " in first_line(server, f"GET / / /\r\n{host}\r\n")
-    assert b" 414 " in first_line(server, f"GET /{'x' * 70_000} HTTP/1.1\r\n")
-    assert b" 431 " in first_line(server, f"{start}{host}{'X: y' * 20_000}\r\n\r\n")
-
-
-def test_request_without_a_length_or_with_too_great_a_one_is_refused_unread(server):
-    head = f"POST /{server.token}/write HTTP/1.1\r\nHost: {server.hosts[0]}\r\n"
-    for length, status in ((MOST_BODY_BYTES + 1, b" 413 "), ("9" * 5000, b" 411 "), ("-1", b" 411 "), ("x", b" 411 ")):
-        assert status in first_line(server, f"{head}Content-Length: {length}\r\n\r\n")
-    assert b" 411 " in first_line(server, f"{head}Transfer-Encoding: chunked\r\n\r\n")
-
-
-def test_only_this_machine_can_connect(server):
-    assert server.socket.getsockname()[0] == "127.0.0.1"
-
-
-BAD = {
-    b"": "the request is not JSON in UTF-8",
-    b"{": "the request is not JSON in UTF-8",
-    b"\xff\xfe": "the request is not JSON in UTF-8",
-    b'{"seed": NaN}': "the request is not JSON in UTF-8",
-    b'{"seed": 1' + b"0" * 5000 + b"}": "the request is not JSON in UTF-8",
-    b"[" * 100_000: "the request is not JSON in UTF-8",
-    b"[]": "the request is not a JSON object",
-    b"{}": "prompt is missing",
-}
+NO_REQUESTS = [b"", b"{", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]", b"{}", b"5"]
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": ""}, "the prompt is empty; type some text or a line break"),
-    (
-        {"prompt": "a" * (MOST_PROMPT_CHARS + 1)},
-        "prompt has 100,001 characters, at most 100,000 are allowed; shorten it",
-    ),
-    ({"prompt": "\ud800"}, "prompt is not UTF-8 text: it holds half of a character"),
-    ({"prompt": 5}, "prompt=5 is not text"),
-    ({"prompt": "the \u2603"}, "the tokenizer does not know '\u2603'; its .*"),
-    ({"stop": "a" * 1001}, "stop has 1,001 characters, at most 1,000 are allowed; shorten it"),
-    ({"max_new_tokens": 2001}, "max_new_tokens=2001 must be from 1 to 2,000"),
-    ({"max_new_tokens": 0}, "max_new_tokens=0 must be from 1 to 2,000"),
-    ({"max_new_tokens": 1.5}, "max_new_tokens=1.5 is not a whole number"),
-    ({"max_new_tokens": True}, "max_new_tokens=True is not a whole number"),
-    ({"temperature": -0.1}, "temperature=-0.1 must be from 0 to 100"),
-    ({"temperature": 10**400}, "temperature=10+... must be from 0 to 100"),
-    ({"temperature": None}, "temperature=None is not a number"),
-    ({"temperature": "1"}, "temperature='1' is not a number"),
-    ({"temperature": False}, "temperature=False is not a number"),
-    ({"top_k": -1}, "top_k=-1 must be from 0 to 1,000,000"),
-    ({"top_p": 0}, "top_p=0 must be from 1e-06 to 1"),
-    ({"seed": 2**53}, "seed=9007199254740992 must be from 0 to 9,007,199,254,740,991"),
-    ({"seed": []}, "seed=.. is not a whole number"),
-    ({"model": 2}, "model=2 must be below 2"),
-    ({"model": -1}, "model=-1 must be below 2"),
-    ({"model": "0"}, "model='0' is not a whole number"),
-    ({"x" * 99: 1}, "'x+... is not a setting; these are: prompt, .*, model"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": "a" * (MOST_PROMPT_CHARS + 1)}, "at most 100,000"),
+    ({"prompt": "\ud800"}, "not UTF-8"),
+    ({"prompt": 5}, "prompt=5"),
+    ({"prompt": "the \u2603"}, "\u2603"),
+    ({"stop": "a" * 1001}, "at most 1,000"),
+    ({"max_new_tokens": 2001}, "from 1 to 2,000"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ({"max_new_tokens": True}, "max_new_tokens=True"),
+    ({"temperature": -0.1}, "temperature=-0.1"),
+    ({"temperature": 10**400}, "from 0 to 100"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": "1"}, "temperature='1'"),
+    ({"top_k": -1}, "top_k=-1"),
+    ({"top_p": 0}, "top_p=0"),
+    ({"seed": 2**53}, "seed=9007199254740992"),
+    ({"seed": []}, "seed=[]"),
+    ({"model": 2}, "model=2"),
+    ({"model": "0"}, "model='0'"),
+    ({"x" * 99: 1}, "prompt, stop"),
 ]
 
 
-@pytest.mark.parametrize(("body", "message"), [*BAD.items(), *(({"model": 0} | WISH | w, m) for w, m in WRONG)])
-def test_bad_requests_get_one_line_that_names_the_value(server, body, message):
-    status, headers, reply = ask(server, "POST", "write", body)
+@pytest.mark.parametrize(("body", "named"), [*((b, "") for b in NO_REQUESTS), *WRONG])
+def test_bad_requests_get_one_line_that_names_the_value(server, body, named):
+    status, headers, reply = ask(server, "POST", "write", body if named == "" else {"model": 0} | WISH | body)
     assert (status, headers["Content-Type"]) == (400, "application/json")
     error = json.loads(reply)["error"]
-    assert re.fullmatch(message, error), error
-
-
-def test_numbers_beyond_a_float_are_refused(server):
-    body = json.dumps({"model": 0} | WISH).replace("0.8", "1e999").encode()
-    status, _, reply = ask(server, "POST", "write", body)
-    assert (status, json.loads(reply)["error"]) == (400, "temperature=inf must be from 0 to 100")
-
-
-# ---- how texts end, and who waits ----
-
-
-def test_text_ends_at_the_next_token_once_its_reader_has_gone(server, monkeypatch):
-    player = server.players[0]
-    drawn = []
-
-    class Counted(Sample):
-        def add(self, token: int) -> str:
-            drawn.append(token)
-            return super().add(token)
-
-    monkeypatch.setattr(player, "grow", lambda prompt, stop: Counted(player.tokenizer, prompt, stop))
-    with server.turn:  # no token is computed meanwhile
-        with closing(http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)) as connection:
-            connection.request("POST", f"/{server.token}/write", json.dumps({"model": 0} | WISH))
-            response = connection.getresponse()
-            assert b"prompt_tokens" in response.readline()
-            response.close()
-        assert player.busy.locked()
-    assert player.busy.acquire(timeout=10)
-    player.busy.release()
-    assert len(drawn) <= 1
-
-
-def test_second_text_of_a_model_waits_and_is_then_told_that_it_is_busy(server, monkeypatch):
-    player = server.players[0]
-    player.busy.acquire()
-    threading.Timer(0.1, player.busy.release).start()
-    assert write(server)[-1]["end"] == "length"  # it waited
-    monkeypatch.setattr(playground, "BUSY_S", 0.01)
-    with player.busy:
-        status, _, body = ask(server, "POST", "write", {"model": 0} | WISH)
-        assert write(server, model=1)[-1]["end"] == "length"  # the other model is free
-    assert (status, json.loads(body)["error"]) == (
-        503,
-        f"{player.name} is busy with another text; try again when that is done",
-    )
-
-
-def test_weights_whose_logits_are_not_numbers_end_in_one_line(server):
-    player = server.players[0]
-    weight = player.model.lm_head.weight
-    with torch.no_grad():
-        kept = weight.clone()
-        weight.fill_(float("nan"))
-    try:
-        assert write(server)[-1] == {"error": "the model's output is NaN, which gives no text; try --dtype=float32"}
-    finally:
-        with torch.no_grad():
-            weight.copy_(kept)
+    assert_one_line(error, named)
+    assert len(error) < 300
 
 
 # ---- the command ----
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("flags", "code", "named"),
     [
-        (["--compare_with=out-b"], 2, "compare_with=out-b needs the page; add --serve"),
-        (["--serve", "--port=65536"], 2, "port=65536 must be from 0 to 65535"),
-        (["--serve", "--compile"], 2, "compile=True is not for --serve; leave one of them out"),
-        (["--serve", "--max_new_tokens=2001"], 1, "max_new_tokens=2001 must be from 1 to 2,000"),
-        (["--serve", "--compare_with=nowhere"], 1, "init_from=nowhere: .*"),
-        (["--serve", "--port={taken}"], 1, "port={taken} is in use; try another, or --port=0 for one that is free"),
+        (["--compare_with=out-b"], 2, "compare_with=out-b"),
+        (["--serve", "--port=65536"], 2, "port=65536"),
+        (["--serve", "--compile"], 2, "compile=True"),
+        (["--serve", "--max_new_tokens=2001"], 1, "max_new_tokens=2001"),
+        (["--serve", "--compare_with=nowhere"], 1, "nowhere"),
+        (["--serve", "--port={taken}"], 1, "{taken}"),
     ],
 )
-def test_what_cannot_be_served_ends_in_one_line(run, script, server, flags, code, message):
+def test_what_cannot_be_served_ends_in_one_line(run, script, server, flags, code, named):
     taken = server.server_address[1]
     done = script("sample.py", f"--out_dir={run}", "--device=cpu", *(f.format(taken=taken) for f in flags))
     assert (done.code, done.out) == (code, "")
-    assert re.fullmatch(f"error: {message.format(taken=taken)}\n", done.err), done.err
+    assert_one_line(done.err, "error: ", named.format(taken=taken))
 
 
 @pytest.mark.slow
@@ -408,7 +259,7 @@ def test_command_serves_two_models_until_ctrl_c_in_the_middle_of_a_text(run):
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.fullmatch(r"the playground, until Ctrl\+C: http://127\.0\.0\.1:(\d+)/([\w-]{32})/\n", line)
+        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/ \(Ctrl\+C ends it\)\n", line)
         assert found, line
         connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
         connection.request("GET", f"/{found[2]}/page.json")
@@ -426,7 +277,7 @@ def test_command_serves_two_models_until_ctrl_c_in_the_middle_of_a_text(run):
         *_, last = response.read().splitlines()
         out, err = process.communicate(timeout=20)
     assert json.loads(last) == {"error": "the server was stopped"}
-    assert (process.returncode, out, err) == (0, "the playground is closed\n", "")
+    assert (process.returncode, out, err) == (0, "", "no longer served\n")
 
 
 # ---- in a browser ----
@@ -443,90 +294,90 @@ GENERATE = "document.getElementById('generate')"
 
 
 @needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1200, True), (390, False)])
 def test_page_shows_both_models_texts_and_the_probability_of_a_token(browser, server, width, dark):
-    page = opened(browser, server, width=width, dark=dark)
+    tab = opened(browser, server, width=width, dark=dark)
     assert (
-        page.run("[...document.querySelectorAll('.facts')].map(f => f.textContent.includes('best val loss'))")
+        tab.run("[...document.querySelectorAll('.facts')].map(f => f.textContent.includes('best val loss'))")
         == [True] * 2
     )
-    assert page.run("getComputedStyle(document.body).backgroundColor") == (
+    assert tab.run("getComputedStyle(document.body).backgroundColor") == (
         "rgb(20, 20, 20)" if dark else "rgb(255, 255, 255)"
     )
-    page.run(f"{GENERATE}.click()")
-    page.wait(f"!{GENERATE}.disabled")
-    assert page.run(TEXTS) == ["the " + text_of(write(server, model)) for model in (0, 1)]
+    tab.run(f"{GENERATE}.click()")
+    tab.wait(f"!{GENERATE}.disabled")
+    assert tab.run(TEXTS) == ["the " + text_of(write(server, model)) for model in (0, 1)]
     token = next(e for e in write(server)[1:-1] if e["text"].strip())
-    page.run(f"document.querySelectorAll('.token')[{write(server).index(token) - 1}].id = 'this'")
-    page.run("document.getElementById('this').scrollIntoView({block: 'center'})")
+    tab.run(f"document.querySelectorAll('.token')[{write(server).index(token) - 1}].id = 'this'")
+    tab.run("document.getElementById('this').scrollIntoView({block: 'center'})")
     if width < 500:
-        page.tap("#this")
-        page.wait("document.activeElement.id === 'this'")
+        tab.tap("#this")
+        tab.wait("document.activeElement.id === 'this'")
     else:
-        page.point("#this")
-    page.wait("!tip.hidden")
-    said = page.run("tip.innerText")
+        tab.point("#this")
+    tab.wait("!tip.hidden")
+    said = tab.run("tip.innerText")
     assert token["name"] in said
     assert f"token {token['id']}" in said
     assert "At temperature 1, before top-k and top-p." in said
-    shares = [float(s) for s in re.findall(r"(?<!<)\b([\d.]+)%", page.run("tip.querySelector('table').innerText"))]
+    shares = [float(s) for s in re.findall(r"(?<!<)\b([\d.]+)%", tab.run("tip.querySelector('table').innerText"))]
     assert sum(shares) == pytest.approx(100, abs=0.6)
-    box = page.run("(r => [r.left, r.top, r.right, r.bottom])(tip.getBoundingClientRect())")
+    box = tab.run("(r => [r.left, r.top, r.right, r.bottom])(tip.getBoundingClientRect())")
     assert min(box) >= 0
     assert (box[2] <= width, box[3] <= 800) == (True, True)
-    assert page.run("document.documentElement.scrollWidth") <= width
-    assert page.console() == []
+    assert tab.run("document.documentElement.scrollWidth") <= width
+    assert tab.console() == []
 
 
 @needs_browser
 def test_keys_generate_stop_and_go_through_the_tokens(browser, server):
-    page = opened(browser, server)
-    page.run("form.elements.max_new_tokens.value = 2000; form.elements.prompt.focus()")
-    page.press("Enter", modifiers=2)
-    page.wait("document.querySelectorAll('.token').length > 20")
-    page.press("Escape")
-    page.wait(f"!{GENERATE}.disabled")
-    said = page.run("document.querySelector('.status').textContent")
+    tab = opened(browser, server)
+    tab.run("form.elements.max_new_tokens.value = 2000; form.elements.prompt.focus()")
+    tab.press("Enter", modifiers=2)
+    tab.wait("document.querySelectorAll('.token').length > 20")
+    tab.press("Escape")
+    tab.wait(f"!{GENERATE}.disabled")
+    said = tab.run("document.querySelector('.status').textContent")
     assert re.fullmatch(r"stopped after \d+ tokens", said)
-    assert page.run("document.querySelectorAll('.model:first-child .token').length") < 2000
-    page.run("document.querySelector('.token').focus()")
-    page.press("ArrowRight")
-    page.press("ArrowRight")
-    page.press("ArrowLeft")
-    assert page.run("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 1
-    assert page.run("tip.querySelector('h3').textContent === document.activeElement.about.name")
-    assert page.run("document.activeElement.getAttribute('aria-describedby')") == "tip"
-    page.press("Escape")
-    assert page.run("tip.hidden")
-    for player in server.players:  # the server has stopped too
-        assert player.busy.acquire(timeout=10)
-        player.busy.release()
+    assert tab.run("document.querySelectorAll('.model:first-child .token').length") < 2000
+    tab.run("document.querySelector('.token').focus()")
+    tab.press("ArrowRight")
+    tab.press("ArrowRight")
+    tab.press("ArrowLeft")
+    assert tab.run("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 1
+    assert tab.run("tip.querySelector('h3').textContent === document.activeElement.about.name")
+    assert tab.run("document.activeElement.getAttribute('aria-describedby')") == "tip"
+    tab.press("Escape")
+    assert tab.run("tip.hidden")
+    for thread in list(server.streaming):  # the server has stopped too
+        thread.join(10)
+    assert not server.streaming
 
 
 @needs_browser
 def test_errors_of_one_model_are_shown_at_its_text_and_the_other_writes(browser, server):
-    page = opened(browser, server, width=390)
-    page.run("form.elements.prompt.value = '\u2603'; generate()")
-    page.wait("stopper === null")
-    statuses = page.run("[...document.querySelectorAll('.status')].map(s => s.textContent)")
+    tab = opened(browser, server, width=390)
+    tab.run("form.elements.prompt.value = '\u2603'; generate()")
+    tab.wait("stopper === null")
+    statuses = tab.run("[...document.querySelectorAll('.status')].map(s => s.textContent)")
     assert statuses[0].startswith("the tokenizer does not know '\u2603'")
     assert statuses[1].startswith("40 of 40 tokens")
-    assert page.run("document.documentElement.scrollWidth") <= 390
-    page.run("form.elements.temperature.value = 101; generate()")
-    assert page.run("stopper === null")  # the browser shows the range at the field
+    assert tab.run("document.documentElement.scrollWidth") <= 390
+    tab.run("form.elements.temperature.value = 101; generate()")
+    assert tab.run("stopper === null")  # the browser shows the range at the field
 
 
 @needs_browser
 def test_html_that_a_model_writes_stays_text(browser):
     evil = player_of(EVIL, SMALL, HtmlTokenizer())
     evil.facts.append(EVIL)
-    for server in serving(evil):
-        page = opened(browser, server)
-        page.run(f"form.elements.prompt.value = {json.dumps(EVIL)}; generate()")
-        page.wait("document.querySelectorAll('.token').length > 20 && stopper === null")
-        page.run("document.querySelector('.token').focus()")
+    with serving(Playground([evil], Wish(**WISH))) as server:
+        tab = opened(browser, server)
+        tab.run(f"form.elements.prompt.value = {json.dumps(EVIL)}; generate()")
+        tab.wait("document.querySelectorAll('.token').length > 20 && stopper === null")
+        tab.run("document.querySelector('.token').focus()")
         time.sleep(0.1)
-        assert page.run(TEXTS)[0].startswith(EVIL)
-        assert page.run("document.title") == "deskGPT playground"
-        assert page.run("document.querySelectorAll('main img, main script, main b, #tip img, #tip script').length") == 0
-        assert page.console() == []
+        assert tab.run(TEXTS)[0].startswith(EVIL)
+        assert tab.run("document.title") == "deskGPT playground"
+        assert tab.run("document.querySelectorAll('main img, main script, main b, #tip img, #tip script').length") == 0
+        assert tab.console() == []

@@ -1,0 +1,108 @@
+"""Text from a model, token by token: the loop of sample.py, of its page, and of samples during training."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from model import GPT
+
+
+class Tokenizer(Protocol):
+    """What writing needs of a tokenizer of data/tokenizer.py."""
+
+    vocab_size: int
+
+    def decode_bytes(self, ids: list[int]) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to write, by the names of sample.py's settings."""
+
+    prompt: str
+    stop: str  # empty = no stop text
+    max_new_tokens: int
+    temperature: float
+    top_k: int  # 0 = draw from all tokens
+    top_p: float
+    seed: int
+
+
+class Sample:
+    """One text as it grows: decodes tokens that are parts of characters, and ends at the stop text or last_token."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: str, last_token: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.last_token = last_token
+        self.text = prompt
+        self.prompt_end = len(prompt)
+        self.shown = len(prompt)  # characters that cannot become the stop text any more
+        self.done = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Appends a token; returns the text that can be shown now: all but what may become the stop text."""
+        if token == self.last_token:
+            rest = self.finish()
+            self.done = True
+            return rest
+        return self._append(self._decoder.decode(self.tokenizer.decode_bytes([token])))
+
+    def finish(self) -> str:
+        """Ends the text; returns what was held back."""
+        self._append(self._decoder.decode(b"", final=True))
+        shown, self.shown = self.shown, len(self.text)
+        return self.text[shown:]
+
+    def _append(self, new: str) -> str:
+        if self.done:
+            return ""
+        self.text += new
+        at = self.text.find(self.stop, self.prompt_end) if self.stop else -1
+        if at >= 0:
+            self.text, self.done = self.text[:at], True
+        tail = len(self.text)
+        if self.stop and not self.done:
+            # The longest end of the text with which the stop text begins.
+            tail -= next((n for n in range(len(self.stop) - 1, 0, -1) if self.text.endswith(self.stop[:n])), 0)
+        shown, self.shown = self.shown, max(self.shown, tail)
+        return self.text[shown : self.shown]
+
+
+def write(
+    model: GPT,
+    prompts: Tensor,
+    samples: list[Sample],
+    wish: Wish,
+    watch: Callable[[Tensor], None] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[list[str]]:
+    """Continues prompts (B, T), one for each sample, until all samples have ended; yields what each can show by now.
+
+    That is a list after each token, and at the end one of what was held back. watch: as GPT.generate takes it. around:
+    entered while each token is computed.
+    """
+    tokens = model.generate(
+        prompts,
+        wish.max_new_tokens,
+        temperature=wish.temperature,
+        top_k=wish.top_k or None,
+        top_p=wish.top_p,
+        seed=wish.seed,
+        vocab_size=samples[0].tokenizer.vocab_size,
+        watch=watch,
+    )
+    while not all(sample.done for sample in samples):
+        with around():
+            new = next(tokens, None)  # (B,)
+        if new is None:
+            break
+        yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
+    yield [sample.finish() for sample in samples]
