@@ -1,117 +1,25 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from deskgpt.machine import gpu_peaks
 from deskgpt.machine.gpu_peaks import published_peak
 
-# Totals that the makers publish, in TFLOP/s: float32, TF32, 16 bits with float32 accumulation. None: there is none.
-PUBLISHED = {
-    # Turing white paper, appendix A and B; T4 data sheet; V100 data sheet
-    "NVIDIA GeForce RTX 2080 Ti": (13.4, None, 53.8),
-    "NVIDIA GeForce RTX 2080": (10.1, None, 40.3),
-    "GeForce RTX 2070": (7.5, None, 29.9),
-    "TITAN RTX": (16.3, None, 130.5),
-    "Quadro RTX 6000": (16.3, None, 130.5),
-    "Quadro RTX 5000": (11.2, None, 89.2),
-    "Tesla T4": (8.1, None, 65),
-    "Tesla V100-SXM2-16GB": (15.7, None, 125),
-    "Tesla V100-PCIE-32GB": (14, None, 112),
-    "Tesla V100S-PCIE-32GB": (16.4, None, 130),
-    "NVIDIA TITAN V": (14.9, None, 110),
-    "Tesla P100-SXM2-16GB": (10.6, None, 21.2),
-    "Tesla P40": (11.8, None, None),
-    "NVIDIA GeForce GTX 1660 Ti": (5.4, None, 10.9),
-    # A100 white paper; GA102 white paper, tables 2, 9 and 10; data sheets of A30, A10, A2, A40, RTX A4000 to A6000
-    "NVIDIA A100-SXM4-80GB": (19.5, 156, 312),
-    "NVIDIA A100 80GB PCIe": (19.5, 156, 312),
-    "A100-PCIE-40GB": (19.5, 156, 312),
-    "NVIDIA A30": (10.3, 82, 165),
-    "NVIDIA GeForce RTX 3090": (35.6, 35.6, 71),
-    "GeForce RTX 3080": (29.8, 29.8, 59.5),
-    "NVIDIA GeForce RTX 3070": (20.3, 20.3, 40.6),
-    "NVIDIA RTX A6000": (38.7, 77.4, 154.8),
-    "NVIDIA RTX A5000": (27.8, 55.5, 111.1),
-    "NVIDIA RTX A4000": (19.2, 38.4, 76.7),
-    "NVIDIA A40": (37.4, 74.8, 149.7),
-    "NVIDIA A10": (31.2, 62.5, 125),
-    "NVIDIA A10G": (35, 35, 70),
-    "NVIDIA A2": (4.5, 9, 18),
-    # Ada white paper, appendix A; data sheets of L4, L40, L40S and RTX 6000 Ada
-    "NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2),
-    "NVIDIA GeForce RTX 4080": (48.7, 48.7, 97.5),
-    "NVIDIA GeForce RTX 4070 Ti": (40.1, 40.1, 80.2),
-    "NVIDIA GeForce RTX 4070": (29.1, 29.1, 58.3),
-    "NVIDIA RTX 6000 Ada Generation": (91.1, 182.1, 364.2),
-    "NVIDIA RTX 4000 SFF Ada Generation": (19.2, 38.4, 76.7),
-    "NVIDIA L4": (30.3, 60, 121),
-    "NVIDIA L40": (90.5, 90.5, 181.05),
-    "NVIDIA L40S": (91.6, 183, 362.05),
-    # Blackwell: RTX white paper, appendix A; RTX PRO 6000 and HGX B200 data sheets
-    "NVIDIA GeForce RTX 5090": (104.8, 104.8, 209.5),
-    "NVIDIA GeForce RTX 5080": (56.3, 56.3, 112.6),
-    "NVIDIA GeForce RTX 5070 Ti": (43.9, 43.9, 87.9),
-    "NVIDIA GeForce RTX 5070": (30.9, 30.9, 61.7),
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (125, 251.9, 503.8),
-    "NVIDIA B200": (75, 1125, 2250),
-    # Hopper data sheets
-    "NVIDIA H100 80GB HBM3": (66.9, 494.7, 989.4),
-    "NVIDIA H100 PCIe": (51.2, 378, 756),
-    "NVIDIA H100 NVL": (60, 417.5, 835),
-    "NVIDIA H200": (67, 494.5, 989),
-    "NVIDIA GH200 480GB": (67, 494.5, 989),
-    # AMD's and Apple's pages; an MI250X is two devices, of half its total
-    "AMD Instinct MI300X": (163.4, 653.7, 1307.4),
-    "AMD Instinct MI355X": (157.3, None, 2516.6),
-    "AMD Instinct MI250X": (95.7 / 2, None, 383 / 2),
-    "AMD Radeon RX 7900 XTX": (61.4, None, 122.8),
-    "Apple M1 Max": (10.4, None, None),
-}
 
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_peaks_are_those_that_the_makers_publish(name):
-    for dtype, tflops in zip(("float32", "tf32", "float16"), PUBLISHED[name], strict=True):
-        found = published_peak(name, dtype)
-        if tflops is None:
-            assert found is None, dtype
-        else:
-            assert found, dtype
-            assert found[0] == pytest.approx(tflops * 1e12, rel=0.01), dtype
-
-
-# GB of memory that the makers' pages name, of cards with one size and with several.
-MEMORY_GB = {
-    "GeForce RTX 2080 Ti": (11,),
-    "GeForce RTX 3060": (8, 12),
-    "GeForce RTX 3080": (10,),
-    "GeForce RTX 3080 12GB": (12,),
-    "GeForce RTX 3090": (24,),
-    "GeForce RTX 4060 Ti": (8, 16),
-    "GeForce RTX 4070": (12,),
-    "GeForce RTX 4090": (24,),
-    "GeForce RTX 5090": (32,),
-    "Tesla T4": (16,),
-    "Tesla V100-SXM2": (16, 32),
-    "A100": (40, 80),
-    "A10G": (24,),
-    "L4": (24,),
-    "L40S": (48,),
-    "RTX A6000": (48,),
-    "H100 SXM": (80,),
-    "H100 NVL": (94,),
-    "H200": (141,),
-    "B200": (180,),
-    "Instinct MI300X": (192,),
-    "Radeon RX 7900 XTX": (24,),
-}
-
-
-def test_memory_is_that_which_the_makers_publish():
-    for name, sizes in MEMORY_GB.items():
-        card = gpu_peaks.card_named(name)
-        assert card, name
-        assert card.memory_gb == sizes, name
+def test_totals_of_a_card_agree_with_each_other():
+    """A digit that is wrong in one of its four totals shows in their ratios, which are about powers of two."""
+    for card in gpu_peaks.table():
+        assert set(card.flops) <= set(gpu_peaks.DTYPES)
+        totals = list(card.flops.values())
+        for total in totals:
+            factor = math.log2(total / totals[0])
+            assert abs(factor - round(factor)) < 0.21, card.name  # 0.2 for the H100 NVL, whose clocks differ by dtype
+        if "tf32" in card.flops:
+            assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), card.name
+        if card.sms and totals:
+            assert 0.15e12 < card.flops["float32"] / card.sms < 0.7e12, card.name
 
 
 def test_cards_without_memory_are_those_whose_memory_is_the_machines_or_not_agreed_on():
@@ -144,20 +52,17 @@ def test_name_with_a_size_chooses_it_and_one_without_takes_the_smallest(name, ca
 def test_peak_names_its_source():
     assert published_peak("NVIDIA H200", "bfloat16") == (989e12, "NVIDIA data sheet, bfloat16")
     assert published_peak("NVIDIA H200", "tf32") == (494.5e12, "NVIDIA data sheet, TF32")
+    assert published_peak("Tesla T4", "bfloat16") is None  # emulated
+    assert {card.maker for card in gpu_peaks.table()} == {"NVIDIA", "AMD", "Apple"}
 
 
 def test_bfloat16_is_as_fast_as_float16_from_ampere_on_and_not_there_before():
     without_bfloat16 = ("Turing", "GTX 16", "V100", "P100", "NVIDIA specifications", "Apple")
-    for cards in gpu_peaks.all_cards().values():
-        for card in cards:
-            if not card.flops:
-                continue
-            if any(words in card.source for words in without_bfloat16):
-                assert "bfloat16" not in card.flops
-            elif card.sms == 120:  # MI100, where it is half as fast
-                assert card.flops["bfloat16"] == card.flops["float16"] / 2
-            else:
-                assert card.flops["bfloat16"] == card.flops["float16"]
+    for card in gpu_peaks.table():
+        if any(words in card.source for words in without_bfloat16):
+            assert "bfloat16" not in card.flops, card.name
+        elif card.name != "Instinct MI100" and card.flops:  # where it is half as fast
+            assert card.flops["bfloat16"] == card.flops["float16"], card.name
 
 
 def test_similar_names_are_different_cards():
@@ -220,24 +125,30 @@ def test_name_that_only_looks_like_a_card_has_no_peak(name):
     assert [published_peak(name, d) for d in ("float32", "tf32", "bfloat16", "float16")] == [None] * 4
 
 
-def test_names_as_people_write_them_are_found():
-    for loose, name in {
-        "rtx4070": "NVIDIA GeForce RTX 4070",
-        "RTX 4070": "NVIDIA GeForce RTX 4070",
-        "4090": "NVIDIA GeForce RTX 4090",
-        "4070 ti super": "NVIDIA GeForce RTX 4070 Ti SUPER",
-        "geforce-rtx-3060-12gb": "NVIDIA GeForce RTX 3060",
-        "h100 sxm": "NVIDIA H100 80GB HBM3",
-        "H100": "NVIDIA H100 80GB HBM3",
-        "h100-pcie": "NVIDIA H100 PCIe",
-        "a100 80GB": "NVIDIA A100-SXM4-80GB",
-        "t4": "Tesla T4",
-        "v100": "Tesla V100-SXM2-16GB",
-        "a6000": "NVIDIA RTX A6000",
-        "RTX 6000 Ada": "NVIDIA RTX 6000 Ada Generation",
-        "rtx pro 6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-        "mi300x": "AMD Instinct MI300X",
-    }.items():
-        found = published_peak(loose, "float16")
-        assert found, loose
-        assert found == published_peak(name, "float16"), loose
+@pytest.mark.parametrize(
+    ("loose", "name"),
+    [
+        ("rtx4070", "GeForce RTX 4070"),
+        ("NVIDIA GeForce RTX 4070", "GeForce RTX 4070"),
+        ("4090", "GeForce RTX 4090"),
+        ("4070 ti super", "GeForce RTX 4070 Ti SUPER"),
+        ("geforce-rtx-3060-12gb", "GeForce RTX 3060"),
+        ("NVIDIA H100 80GB HBM3", "H100 HBM3"),
+        ("h100 sxm", "H100 HBM3"),
+        ("h100-pcie", "H100 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("a100 80GB", "A100-SXM4"),
+        ("NVIDIA A100 80GB PCIe", "A100-SXM4"),
+        ("t4", "Tesla T4"),
+        ("v100", "Tesla V100-SXM2"),
+        ("Tesla V100S-PCIE-32GB", "Tesla V100S-PCIE"),
+        ("a6000", "RTX A6000"),
+        ("RTX 6000 Ada", "RTX 6000 Ada Generation"),
+        ("rtx pro 6000", "RTX PRO 6000 Blackwell Workstation Edition"),
+        ("mi300x", "Instinct MI300X"),
+    ],
+)
+def test_names_as_people_and_torch_write_them_are_found(loose, name):
+    found = gpu_peaks.card_named(loose)
+    assert found
+    assert found.name == name

@@ -7,8 +7,7 @@
 
 16-bit figures are with float32 accumulation and without sparsity: what a matmul in training can reach. NVIDIA's
 headline figures for GeForce cards are two or four times as high: these cards, since 2018, accumulate in float32 at
-half the rate, and sparsity doubles the figure. A peak is SMs x boost clock x FLOPs per SM and clock; the tests compare
-it with the published totals.
+half the rate, and sparsity doubles the figure.
 
 These GPUs are left out, so their peak is measured:
 - Laptop chips: their makers choose power and clock. Those of the 20 and 16 series that are not Max-Q have the desktop
@@ -28,242 +27,168 @@ from dataclasses import dataclass, replace
 
 # ---- the table -----------------------------------------------------------------------------------------------
 
-# Where the figures of a row come from. "specifications" means SMs and boost clock from the product's page, and FLOPs
-# per SM and clock from the white paper. For cards in a white paper's tables, the tests hold its totals.
-SOURCES = {
-    "pascal": "NVIDIA Tesla P100 white paper, P40 data sheet",
-    "volta": "NVIDIA Tesla V100 white paper and data sheets",
-    "turing": "NVIDIA Turing white paper and specifications",  # reference clocks; Founders Editions have up to 6% more
-    "tu116": "NVIDIA GTX 16 specifications",
-    "ga100": "NVIDIA A100 white paper, A30 data sheet",
-    "ga102": "NVIDIA GA102 white paper V2.0 and specifications",
-    "ampere": "NVIDIA GA102 white paper V2.0 and data sheets",
-    "ada": "NVIDIA Ada white paper V2.01 and specifications",
-    "ada pro": "NVIDIA Ada data sheets",
-    "blackwell": "NVIDIA RTX Blackwell white paper and specifications",
-    "blackwell pro": "NVIDIA RTX PRO Blackwell data sheets",
-    "data sheet": "NVIDIA data sheet",
-    "titan": "NVIDIA specifications",
-    "a10g": "NVIDIA and AWS, A10G",
-    "cdna": "AMD Instinct data sheets",
-    "rdna": "AMD Radeon specifications",
-    "apple": "Apple newsroom",
-}
+DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
-# FLOPs per SM and clock; a multiply-add counts as two. A dtype that is not listed is emulated, or not published.
-_GEFORCE = {"float32": 256, "tf32": 256, "bfloat16": 512, "float16": 512}  # GA10x, AD10x and GB20x
-_PRO = {"float32": 256, "tf32": 512, "bfloat16": 1024, "float16": 1024}
-_TURING_GEFORCE = {"float32": 128, "float16": 512}
-_TURING_PRO = {"float32": 128, "float16": 1024}  # also Volta's
-_GA100 = {"float32": 128, "tf32": 1024, "bfloat16": 2048, "float16": 2048}
-_CDNA2 = {"float32": 256, "bfloat16": 1024, "float16": 1024}  # float32 on the matrix cores
-_CDNA3 = {"float32": 256, "tf32": 1024, "bfloat16": 2048, "float16": 2048}
-_CDNA4 = {"float32": 256, "bfloat16": 4096, "float16": 4096}
-_TURING_16 = {"float32": 128, "float16": 256}  # no tensor cores
+# Each card below the source of its figures:
+# names | SMs, compute units or GPU cores | TFLOP/s in float32, TF32, bfloat16, float16 | GB of each size that is sold
+#
+# Where a maker's page names no total, it is SMs x boost clock x FLOPs per SM and clock, all from that source. A "-" in
+# place of the SMs: torch may count other units. Of the TFLOP/s: not published, or the GPU emulates this dtype.
+TABLE = """
+NVIDIA Tesla P100 white paper, P40 data sheet
+Tesla P100-SXM2                                  |  56 |   10.6 |      - |      - |   21.2 | 16
+Tesla P100-PCIE                                  |  56 |   9.34 |      - |      - |  18.68 | 12 16
+Tesla P40                                        |  30 |   11.8 |      - |      - |      - | 24
 
-# (key of SOURCES, FLOPs per SM and clock, {names of one card, separated by "/": (SMs, boost clock in MHz, GB ...)})
-# GB: each size of memory that is sold under this name, the smallest first.
-BY_CLOCK: list[tuple[str, dict[str, int], dict[str, tuple[int, int, *tuple[int, ...]]]]] = [
-    (
-        "pascal",
-        {"float32": 128, "float16": 256},
-        {"Tesla P100-SXM2": (56, 1480, 16), "Tesla P100-PCIE": (56, 1303, 12, 16)},
-    ),
-    ("pascal", {"float32": 256}, {"Tesla P40": (30, 1531, 24)}),
-    (
-        "volta",
-        _TURING_PRO,
-        {
-            "Tesla V100-SXM2/V100": (80, 1530, 16, 32),
-            "Tesla V100-SXM3": (80, 1597, 32),
-            "Tesla V100-PCIE": (80, 1370, 16, 32),
-            "Tesla V100S-PCIE/V100S": (80, 1597, 32),
-        },
-    ),
-    (
-        "turing",
-        _TURING_GEFORCE,
-        {
-            "GeForce RTX 2080 Ti": (68, 1545, 11),
-            "GeForce RTX 2080 SUPER": (48, 1815, 8),
-            "GeForce RTX 2080": (46, 1710, 8),
-            "GeForce RTX 2070 SUPER": (40, 1770, 8),
-            "GeForce RTX 2070": (36, 1620, 8),
-            "GeForce RTX 2060 SUPER": (34, 1650, 8),
-            "GeForce RTX 2060": (30, 1680, 6),
-            "GeForce RTX 2060 12GB": (34, 1650, 12),
-        },
-    ),
-    (
-        "turing",
-        _TURING_PRO,
-        {
-            "TITAN RTX": (72, 1770, 24),
-            "Quadro RTX 8000": (72, 1770, 48),
-            "Quadro RTX 6000": (72, 1770, 24),
-            "Quadro RTX 5000": (48, 1815, 16),
-            "Quadro RTX 4000": (36, 1545, 8),
-            "Tesla T4": (40, 1590, 16),
-        },
-    ),
-    (
-        "tu116",
-        _TURING_16,
-        {
-            "GeForce GTX 1660 Ti": (24, 1770, 6),
-            "GeForce GTX 1660 SUPER": (22, 1785, 6),
-            "GeForce GTX 1660": (22, 1785, 6),
-            "GeForce GTX 1650 SUPER": (20, 1725, 4),
-        },
-    ),
-    ("ga100", _GA100, {"A100-SXM4/A100-PCIE/A100": (108, 1410, 40, 80), "A30": (56, 1440, 24)}),
-    (
-        "ga102",
-        _GEFORCE,
-        {
-            "GeForce RTX 3090 Ti": (84, 1860, 24),
-            "GeForce RTX 3090": (82, 1695, 24),
-            "GeForce RTX 3080 Ti": (80, 1665, 12),
-            "GeForce RTX 3080": (68, 1710, 10),
-            "GeForce RTX 3080 12GB": (70, 1710, 12),
-            "GeForce RTX 3070 Ti": (48, 1770, 8),
-            "GeForce RTX 3070": (46, 1725, 8),
-            "GeForce RTX 3060 Ti": (38, 1665, 8),
-            "GeForce RTX 3060": (28, 1777, 8, 12),
-            "GeForce RTX 3050": (20, 1777, 8),
-        },
-    ),
-    (
-        "ampere",
-        _PRO,
-        {
-            "RTX A6000": (84, 1800, 48),
-            "RTX A5500": (80, 1665, 24),
-            "RTX A5000": (64, 1695, 24),
-            "RTX A4500": (56, 1650, 20),
-            "RTX A4000": (48, 1560, 16),
-            "RTX A2000": (26, 1200, 6, 12),
-            "RTX A1000": (18, 1462, 8),
-            "RTX A400": (6, 1762, 4),
-            "A40": (84, 1740, 48),
-            "A16": (10, 1755, 16),  # one of the four GPUs on a board
-            "A10": (72, 1695, 24),
-            "A2": (10, 1770, 16),
-        },
-    ),
-    (
-        "ada",
-        _GEFORCE,
-        {
-            "GeForce RTX 4090": (128, 2520, 24),
-            "GeForce RTX 4090 D": (114, 2520, 24),
-            "GeForce RTX 4080 SUPER": (80, 2550, 16),
-            "GeForce RTX 4080": (76, 2505, 16),
-            "GeForce RTX 4070 Ti SUPER": (66, 2610, 16),
-            "GeForce RTX 4070 Ti": (60, 2610, 12),
-            "GeForce RTX 4070 SUPER": (56, 2475, 12),
-            "GeForce RTX 4070": (46, 2475, 12),
-            "GeForce RTX 4060 Ti": (34, 2535, 8, 16),
-            "GeForce RTX 4060": (24, 2460, 8),
-            "L40": (142, 2490, 48),  # at GeForce's FLOPs per clock: its data sheet says 181
-        },
-    ),
-    (
-        "ada pro",
-        _PRO,
-        {
-            "RTX 6000 Ada Generation": (142, 2505, 48),
-            "RTX 5880 Ada Generation": (110, 2460, 48),
-            "RTX 5000 Ada Generation": (100, 2550, 32),
-            "RTX 4500 Ada Generation": (60, 2580, 24),
-            "RTX 4000 SFF Ada Generation": (48, 1560, 20),
-            "RTX 2000 Ada Generation": (22, 2130, 16),
-            "L4": (58, 2040, 24),
-        },
-    ),
-    (
-        "blackwell",
-        _GEFORCE,
-        {
-            "GeForce RTX 5090": (170, 2407, 32),
-            "GeForce RTX 5080": (84, 2617, 16),
-            "GeForce RTX 5070 Ti": (70, 2452, 16),
-            "GeForce RTX 5070": (48, 2512, 12),
-            "GeForce RTX 5060 Ti": (36, 2572, 8, 16),
-            "GeForce RTX 5060": (30, 2497, 8),
-            "GeForce RTX 5050": (20, 2572, 8),
-        },
-    ),
-    (
-        "blackwell pro",
-        _PRO,
-        {
-            "RTX PRO 6000 Blackwell Workstation Edition": (188, 2617, 96),
-            "RTX PRO 6000 Blackwell Max-Q Workstation Edition": (188, 2280, 96),
-            "RTX PRO 4000 Blackwell": (70, 2055, 24),
-            "RTX PRO 2000 Blackwell": (34, 1957, 16),
-        },
-    ),
-    ("cdna", {"float32": 256, "bfloat16": 512, "float16": 1024}, {"Instinct MI100": (120, 1502, 32)}),
-    # Figures of one die: torch sees the two dies of an MI250 or MI250X as two devices.
-    (
-        "cdna",
-        _CDNA2,
-        {"Instinct MI210": (104, 1700, 64), "Instinct MI250": (104, 1700, 64), "Instinct MI250X": (110, 1700, 64)},
-    ),
-    ("cdna", _CDNA3, {"Instinct MI300X": (304, 2100, 192), "Instinct MI325X": (304, 2100, 256)}),
-    ("cdna", _CDNA4, {"Instinct MI350X": (256, 2200, 288), "Instinct MI355X": (256, 2400, 288)}),
-]
+NVIDIA Tesla V100 white paper and data sheets
+Tesla V100-SXM2/V100                             |  80 |   15.7 |      - |      - |    125 | 16 32
+Tesla V100-SXM3                                  |  80 |  16.35 |      - |      - |  130.8 | 32
+Tesla V100-PCIE                                  |  80 |     14 |      - |      - |    112 | 16 32
+Tesla V100S-PCIE/V100S                           |  80 |   16.4 |      - |      - |    130 | 32
 
-# Totals, of cards whose clock differs by dtype or is not published:
-# (key of SOURCES, {names of one card, separated by "/": (SMs, TFLOP/s in float32, TF32, bfloat16, float16, GB ...)})
-# SMs None: torch may count other units than the maker. TFLOP/s None: not published, or the GPU lacks it. No GB: the
-# memory is the machine's (Apple), or the sources disagree (B300 and GB300: 288, or an eighth of 2.1 TB).
-Totals = tuple[int | None, float | None, float | None, float | None, float | None, *tuple[int, ...]]
-BY_TOTAL: list[tuple[str, dict[str, Totals]]] = [
-    ("titan", {"TITAN V": (80, 14.9, None, None, 110, 12)}),
-    ("a10g", {"A10G": (None, 35, 35, 70, 70, 24)}),
-    (
-        "data sheet",
-        {
-            "L40S": (142, 91.6, 183, 362, 362, 48),
-            "H100 HBM3/H100 SXM5/H100 SXM/H100": (132, 67, 494.5, 989, 989, 80),
-            "H100 PCIe": (114, 51, 378, 756, 756, 80),
-            "H100 NVL": (132, 60, 417.5, 835, 835, 94),
-            "H200/H200 SXM": (132, 67, 494.5, 989, 989, 141),
-            "H200 NVL": (132, 60, 417.5, 835, 835, 141),
-            "GH200/GH200 HBM3/GH200 HBM3e": (132, 67, 494.5, 989, 989, 96, 144),  # 480 GB in its name are the CPU's
-            "B200": (None, 75, 1125, 2250, 2250, 180),  # an eighth of the HGX
-            "B300/B300 SXM6 AC": (None, 75, 1125, 2250, 2250),
-            "GB200": (None, 80, 1250, 2500, 2500, 186),  # a 72nd of the NVL72
-            "GB300": (None, None, 1250, 2500, 2500),
-        },
-    ),
-    (
-        "rdna",
-        {
-            "Radeon RX 7900 XTX": (None, 61.4, None, 122.8, 122.8, 24),
-            "Radeon RX 7900 XT": (None, 51.6, None, 103, 103, 20),
-            "Radeon RX 9070 XT": (None, 48.7, None, 195, 195, 16),
-            "Radeon RX 9070": (None, 36.1, None, 145, 145, 16),
-        },
-    ),
-    # Apple publishes figures up to the M2, for the GPU with the most cores, and none for 16 bits.
-    (
-        "apple",
-        {
-            "Apple M1": (8, 2.6, None, None, None),
-            "Apple M1 Pro": (16, 5.2, None, None, None),
-            "Apple M1 Max": (32, 10.4, None, None, None),
-            "Apple M1 Ultra": (64, 21, None, None, None),
-            "Apple M2": (10, 3.6, None, None, None),
-            "Apple M2 Max": (38, 13.6, None, None, None),
-            "Apple M2 Ultra": (76, 27.2, None, None, None),
-        },
-    ),
-    # No figures, so it is measured. Without this row it would pass for the RTX 3050, another card.
-    ("ampere", {"GeForce RTX 3050 6GB": (18, None, None, None, None, 6)}),
-]
+NVIDIA Turing white paper and specifications
+# Reference clocks: Founders Editions have up to 6% more.
+GeForce RTX 2080 Ti                              |  68 |   13.4 |      - |      - |   53.8 | 11
+GeForce RTX 2080 SUPER                           |  48 |  11.15 |      - |      - |  44.61 | 8
+GeForce RTX 2080                                 |  46 |   10.1 |      - |      - |   40.3 | 8
+GeForce RTX 2070 SUPER                           |  40 |  9.062 |      - |      - |  36.25 | 8
+GeForce RTX 2070                                 |  36 |    7.5 |      - |      - |   29.9 | 8
+GeForce RTX 2060 SUPER                           |  34 |  7.181 |      - |      - |  28.72 | 8
+GeForce RTX 2060                                 |  30 |  6.451 |      - |      - |   25.8 | 6
+GeForce RTX 2060 12GB                            |  34 |  7.181 |      - |      - |  28.72 | 12
+TITAN RTX                                        |  72 |   16.3 |      - |      - |  130.5 | 24
+Quadro RTX 8000                                  |  72 |  16.31 |      - |      - |  130.5 | 48
+Quadro RTX 6000                                  |  72 |   16.3 |      - |      - |  130.5 | 24
+Quadro RTX 5000                                  |  48 |   11.2 |      - |      - |   89.2 | 16
+Quadro RTX 4000                                  |  36 |  7.119 |      - |      - |  56.95 | 8
+Tesla T4                                         |  40 |    8.1 |      - |      - |     65 | 16
+
+NVIDIA GTX 16 specifications
+GeForce GTX 1660 Ti                              |  24 |    5.4 |      - |      - |   10.9 | 6
+GeForce GTX 1660 SUPER                           |  22 |  5.027 |      - |      - |  10.05 | 6
+GeForce GTX 1660                                 |  22 |  5.027 |      - |      - |  10.05 | 6
+GeForce GTX 1650 SUPER                           |  20 |  4.416 |      - |      - |  8.832 | 4
+
+NVIDIA A100 white paper, A30 data sheet
+A100-SXM4/A100-PCIE/A100                         | 108 |   19.5 |    156 |    312 |    312 | 40 80
+A30                                              |  56 |   10.3 |     82 |    165 |    165 | 24
+
+NVIDIA GA102 white paper V2.0 and specifications
+GeForce RTX 3090 Ti                              |  84 |     40 |     40 |  79.99 |  79.99 | 24
+GeForce RTX 3090                                 |  82 |   35.6 |   35.6 |     71 |     71 | 24
+GeForce RTX 3080 Ti                              |  80 |   34.1 |   34.1 |   68.2 |   68.2 | 12
+GeForce RTX 3080                                 |  68 |   29.8 |   29.8 |   59.5 |   59.5 | 10
+GeForce RTX 3080 12GB                            |  70 |  30.64 |  30.64 |  61.29 |  61.29 | 12
+GeForce RTX 3070 Ti                              |  48 |  21.75 |  21.75 |   43.5 |   43.5 | 8
+GeForce RTX 3070                                 |  46 |   20.3 |   20.3 |   40.6 |   40.6 | 8
+GeForce RTX 3060 Ti                              |  38 |   16.2 |   16.2 |  32.39 |  32.39 | 8
+GeForce RTX 3060                                 |  28 |  12.74 |  12.74 |  25.48 |  25.48 | 8 12
+GeForce RTX 3050                                 |  20 |  9.098 |  9.098 |   18.2 |   18.2 | 8
+
+NVIDIA GA102 white paper V2.0 and data sheets
+RTX A6000                                        |  84 |   38.7 |   77.4 |  154.8 |  154.8 | 48
+RTX A5500                                        |  80 |   34.1 |   68.2 |  136.4 |  136.4 | 24
+RTX A5000                                        |  64 |   27.8 |   55.5 |  111.1 |  111.1 | 24
+RTX A4500                                        |  56 |  23.65 |  47.31 |  94.62 |  94.62 | 20
+RTX A4000                                        |  48 |   19.2 |   38.4 |   76.7 |   76.7 | 16
+RTX A2000                                        |  26 |  7.987 |  15.97 |  31.95 |  31.95 | 6 12
+RTX A1000                                        |  18 |  6.737 |  13.47 |  26.95 |  26.95 | 8
+RTX A400                                         |   6 |  2.706 |  5.413 |  10.83 |  10.83 | 4
+A40                                              |  84 |   37.4 |   74.8 |  149.7 |  149.7 | 48
+# An A16 is one of the four GPUs on a board.
+A16                                              |  10 |  4.493 |  8.986 |  17.97 |  17.97 | 16
+A10                                              |  72 |   31.2 |   62.5 |    125 |    125 | 24
+A2                                               |  10 |    4.5 |      9 |     18 |     18 | 16
+# This card has several clocks under one name, so it is measured. Without this row it would pass for the RTX 3050.
+GeForce RTX 3050 6GB                             |  18 |      - |      - |      - |      - | 6
+
+NVIDIA Ada white paper V2.01 and specifications
+GeForce RTX 4090                                 | 128 |   82.6 |   82.6 |  165.2 |  165.2 | 24
+GeForce RTX 4090 D                               | 114 |  73.54 |  73.54 |  147.1 |  147.1 | 24
+GeForce RTX 4080 SUPER                           |  80 |  52.22 |  52.22 |  104.4 |  104.4 | 16
+GeForce RTX 4080                                 |  76 |   48.7 |   48.7 |   97.5 |   97.5 | 16
+GeForce RTX 4070 Ti SUPER                        |  66 |   44.1 |   44.1 |   88.2 |   88.2 | 16
+GeForce RTX 4070 Ti                              |  60 |   40.1 |   40.1 |   80.2 |   80.2 | 12
+GeForce RTX 4070 SUPER                           |  56 |  35.48 |  35.48 |  70.96 |  70.96 | 12
+GeForce RTX 4070                                 |  46 |   29.1 |   29.1 |   58.3 |   58.3 | 12
+GeForce RTX 4060 Ti                              |  34 |  22.06 |  22.06 |  44.13 |  44.13 | 8 16
+GeForce RTX 4060                                 |  24 |  15.11 |  15.11 |  30.23 |  30.23 | 8
+# The L40 accumulates in float32 at half the rate of the L40S, as GeForce cards do.
+L40                                              | 142 |   90.5 |   90.5 | 181.05 | 181.05 | 48
+
+NVIDIA Ada data sheets
+RTX 6000 Ada Generation                          | 142 |   91.1 |  182.1 |  364.2 |  364.2 | 48
+RTX 5880 Ada Generation                          | 110 |  69.27 |  138.5 |  277.1 |  277.1 | 48
+RTX 5000 Ada Generation                          | 100 |  65.28 |  130.6 |  261.1 |  261.1 | 32
+RTX 4500 Ada Generation                          |  60 |  39.63 |  79.26 |  158.5 |  158.5 | 24
+RTX 4000 SFF Ada Generation                      |  48 |   19.2 |   38.4 |   76.7 |   76.7 | 20
+RTX 2000 Ada Generation                          |  22 |     12 |  23.99 |  47.98 |  47.98 | 16
+L4                                               |  58 |   30.3 |     60 |    121 |    121 | 24
+
+NVIDIA RTX Blackwell white paper and specifications
+GeForce RTX 5090                                 | 170 |  104.8 |  104.8 |  209.5 |  209.5 | 32
+GeForce RTX 5080                                 |  84 |   56.3 |   56.3 |  112.6 |  112.6 | 16
+GeForce RTX 5070 Ti                              |  70 |   43.9 |   43.9 |   87.9 |   87.9 | 16
+GeForce RTX 5070                                 |  48 |   30.9 |   30.9 |   61.7 |   61.7 | 12
+GeForce RTX 5060 Ti                              |  36 |   23.7 |   23.7 |  47.41 |  47.41 | 8 16
+GeForce RTX 5060                                 |  30 |  19.18 |  19.18 |  38.35 |  38.35 | 8
+GeForce RTX 5050                                 |  20 |  13.17 |  13.17 |  26.34 |  26.34 | 8
+
+NVIDIA RTX PRO Blackwell data sheets
+RTX PRO 6000 Blackwell Workstation Edition       | 188 |    125 |  251.9 |  503.8 |  503.8 | 96
+RTX PRO 6000 Blackwell Max-Q Workstation Edition | 188 |  109.7 |  219.5 |  438.9 |  438.9 | 96
+RTX PRO 4000 Blackwell                           |  70 |  36.83 |  73.65 |  147.3 |  147.3 | 24
+RTX PRO 2000 Blackwell                           |  34 |  17.03 |  34.07 |  68.13 |  68.13 | 16
+
+AMD Instinct data sheets
+Instinct MI100                                   | 120 |  46.14 |      - |  92.28 |  184.6 | 32
+Instinct MI210                                   | 104 |  45.26 |      - |    181 |    181 | 64
+# torch sees the two dies of an MI250 or MI250X as two devices; these are the figures of one die.
+Instinct MI250                                   | 104 |  45.26 |      - |    181 |    181 | 64
+Instinct MI250X                                  | 110 |  47.85 |      - |  191.5 |  191.5 | 64
+Instinct MI300X                                  | 304 |  163.4 |  653.7 | 1307.4 | 1307.4 | 192
+Instinct MI325X                                  | 304 |  163.4 |  653.7 |   1307 |   1307 | 256
+Instinct MI350X                                  | 256 |  144.2 |      - |   2307 |   2307 | 288
+Instinct MI355X                                  | 256 |  157.3 |      - | 2516.6 | 2516.6 | 288
+
+NVIDIA specifications
+TITAN V                                          |  80 |   14.9 |      - |      - |    110 | 12
+
+NVIDIA and AWS, A10G
+A10G                                             |   - |     35 |     35 |     70 |     70 | 24
+
+NVIDIA data sheet
+L40S                                             | 142 |   91.6 |    183 |    362 |    362 | 48
+H100 HBM3/H100 SXM5/H100 SXM/H100                | 132 |     67 |  494.5 |    989 |    989 | 80
+H100 PCIe                                        | 114 |     51 |    378 |    756 |    756 | 80
+H100 NVL                                         | 132 |     60 |  417.5 |    835 |    835 | 94
+H200/H200 SXM                                    | 132 |     67 |  494.5 |    989 |    989 | 141
+H200 NVL                                         | 132 |     60 |  417.5 |    835 |    835 | 141
+# The 480 GB in this card's name are the CPU's.
+GH200/GH200 HBM3/GH200 HBM3e                     | 132 |     67 |  494.5 |    989 |    989 | 96 144
+# An eighth of the HGX. The sources disagree about the memory of B300 and GB300: 288 GB, or an eighth of 2.1 TB.
+B200                                             |   - |     75 |   1125 |   2250 |   2250 | 180
+B300/B300 SXM6 AC                                |   - |     75 |   1125 |   2250 |   2250 | -
+# A 72nd of the NVL72.
+GB200                                            |   - |     80 |   1250 |   2500 |   2500 | 186
+GB300                                            |   - |      - |   1250 |   2500 |   2500 | -
+
+AMD Radeon specifications
+Radeon RX 7900 XTX                               |   - |   61.4 |      - |  122.8 |  122.8 | 24
+Radeon RX 7900 XT                                |   - |   51.6 |      - |    103 |    103 | 20
+Radeon RX 9070 XT                                |   - |   48.7 |      - |    195 |    195 | 16
+Radeon RX 9070                                   |   - |   36.1 |      - |    145 |    145 | 16
+
+Apple newsroom
+# The memory is the machine's. Apple publishes figures up to the M2, for the most cores, and none for 16 bits.
+Apple M1                                         |   8 |    2.6 |      - |      - |      - | -
+Apple M1 Pro                                     |  16 |    5.2 |      - |      - |      - | -
+Apple M1 Max                                     |  32 |   10.4 |      - |      - |      - | -
+Apple M1 Ultra                                   |  64 |     21 |      - |      - |      - | -
+Apple M2                                         |  10 |    3.6 |      - |      - |      - | -
+Apple M2 Max                                     |  38 |   13.6 |      - |      - |      - | -
+Apple M2 Ultra                                   |  76 |   27.2 |      - |      - |      - | -
+"""
 
 # ---- finding a card ------------------------------------------------------------------------------------------
 
@@ -362,37 +287,33 @@ def find_card(name: str) -> Card:
 
 def cards_named(name: str) -> list[Card]:
     """The cards that `name` may mean, the likeliest first: with the size of its memory, then without."""
-    exact = all_cards().get(name_key(name), [])
-    without_memory = all_cards().get(name_key_without_memory(name), [])
-    return exact + without_memory
+    found = []
+    for key in (name_key(name), name_key_without_memory(name)):
+        found += [card for card in table() if key in keys_of(card.names)]
+    return found
 
 
 @functools.cache
-def all_cards() -> dict[str, list[Card]]:
-    """The cards of both tables, each under the keys of its names with and without the size of the memory."""
-    cards: dict[str, list[Card]] = {}
-    for card in table():
-        for name in card.names:
-            keys = {name_key(name), name_key_without_memory(name)}
-            for key in keys:
-                cards.setdefault(key, []).append(card)
-    return cards
+def keys_of(names: tuple[str, ...]) -> set[str]:
+    """The keys by which a card of these names is found, with and without the size of its memory."""
+    return {name_key(name) for name in names} | {name_key_without_memory(name) for name in names}
 
 
 @functools.cache
 def table() -> list[Card]:
-    """The cards of both tables, in their order."""
+    """The cards of TABLE, in its order."""
     cards = []
-    for source, flops_per_clock, by_clock in BY_CLOCK:
-        for names, (sms, mhz, *gb) in by_clock.items():
-            flops = {dtype: sms * mhz * 1e6 * n for dtype, n in flops_per_clock.items()}
-            cards.append(Card(tuple(names.split("/")), sms, flops, SOURCES[source], tuple(gb)))
-
-    for source, by_total in BY_TOTAL:
-        for names, (units, float32, tf32, bfloat16, float16, *gb) in by_total.items():
-            tflops = {"float32": float32, "tf32": tf32, "bfloat16": bfloat16, "float16": float16}
-            flops = {dtype: total * 1e12 for dtype, total in tflops.items() if total is not None}
-            cards.append(Card(tuple(names.split("/")), units, flops, SOURCES[source], tuple(gb)))
+    source = ""
+    for line in TABLE.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        if "|" not in line:
+            source = line
+            continue
+        names, sms, *tflops, gb = (cell.strip() for cell in line.split("|"))
+        flops = {dtype: float(cell) * 1e12 for dtype, cell in zip(DTYPES, tflops, strict=True) if cell != "-"}
+        memory_gb = () if gb == "-" else tuple(map(int, gb.split()))
+        cards.append(Card(tuple(names.split("/")), None if sms == "-" else int(sms), flops, source, memory_gb))
     return cards
 
 

@@ -11,10 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 
@@ -192,9 +192,10 @@ def reachable_memory_bytes(device: torch.device) -> int:
 
 
 def usable_memory_bytes(device: torch.device) -> int | None:
-    """As memory_bytes, but of a GPU only what this process can get: less than all next to a desktop or another process.
+    """The memory that this process can get; None if the system does not say.
 
-    torch.cuda.set_per_process_memory_fraction may allow less still. Of a CPU and of an Apple GPU, all of the machine's.
+    On a GPU a desktop and other processes have their part, and torch.cuda.set_per_process_memory_fraction may allow
+    less still. For a CPU and an Apple GPU it is all of the machine's memory.
     """
     if device.type != "cuda":
         return memory_bytes(device)
@@ -319,38 +320,21 @@ def keep_freed_memory() -> bool:
 
 # ---- its name ------------------------------------------------------------------------------------------------
 
-# Instruction sets that matmuls use, the most capable first, with their flags in /proc/cpuinfo, in
-# torch.cpu.get_capabilities and in macOS's sysctl.
-INSTRUCTION_SETS: dict[str, set[str]] = {
-    "AMX-FP16": {"amx_fp16"},
-    "AMX-BF16": {"amx_bf16"},
-    "AVX512-FP16": {"avx512_fp16"},
-    "AVX512-BF16": {"avx512_bf16"},
-    "AVX-512": {"avx512f", "avx512_f"},
-    "AVX2": {"avx2"},
-    "SVE": {"sve"},
-    "BF16": {"bf16", "feat_bf16"},
-    "NEON": {"asimd", "neon", "advsimd"},
+# Instruction sets that matmuls use, the most capable first, as torch.cpu.get_capabilities calls them.
+INSTRUCTION_SETS = {
+    "AMX-FP16": "amx_fp16",
+    "AMX-BF16": "amx_bf16",
+    "AVX512-FP16": "avx512_fp16",
+    "AVX512-BF16": "avx512_bf16",
+    "AVX-512": "avx512_f",
+    "AVX2": "avx2",
+    "SVE": "sve",
+    "BF16": "bf16",
+    "NEON": "neon",
 }
 IMPLIED = {"AVX-512": "AVX2", "SVE": "NEON"}
-# Functions of torch.cpu that must agree with the flag: AMX, for one, needs the kernel's permission as well.
-TORCH_CHECKS = {
-    "AMX-FP16": ("_is_amx_fp16_supported", "_init_amx"),
-    "AMX-BF16": ("_is_amx_tile_supported", "_init_amx"),
-    "AVX512-BF16": ("_is_avx512_bf16_supported",),
-}
 # Environment variables that make oneDNN and MKL use fewer instruction sets than the processor has.
 LIMITING_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-
-
-class CpuFacts(TypedDict):
-    """What a CPU's speed depends on, as log.jsonl records it."""
-
-    name: str
-    instruction_sets: list[str]
-    limits: list[str]  # what keeps torch below these instruction sets, in words
-    cores: int | None  # that this process may use; None if the system does not say
-    threads: int  # of torch
 
 
 def device_name(device: torch.device) -> str:
@@ -379,69 +363,45 @@ def counted(n: int, unit: str) -> str:
     return f"{n} {unit}" if n == 1 else f"{n} {unit}s"
 
 
-def cpu_facts() -> CpuFacts:
-    """What this machine's CPU is, and how much of it torch uses."""
+def cpu_facts() -> dict[str, Any]:
+    """What a CPU's speed depends on, as log.jsonl records it."""
     name, sets = processor()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "name": name,
         "instruction_sets": sets,
         "limits": processor_limits(sets),
-        "cores": cores,
+        # that this process may use; None if the system does not say
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
 
 
-@functools.cache  # a run asks several times, and on macOS each answer costs a process
+@functools.cache
 def processor() -> tuple[str, list[str]]:
-    """(name, instruction sets) of the CPU, according to the system and to torch."""
-    name, flags = parse_processor(processor_text())
-    if not flags and hasattr(torch.cpu, "get_capabilities"):  # newer versions of torch have it, also on Windows
-        flags = {flag for flag, present in torch.cpu.get_capabilities().items() if present is True}
-    usable = [s for s in instruction_sets(flags) if torch_can_use(s)]
-    return name or platform.processor() or platform.machine() or "CPU", usable
+    """(name, instruction sets) of the CPU, by the system and by torch."""
+    # A torch without this function leaves the instruction sets out of the name.
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    name = processor_name() or capabilities.get("cpu_name") or platform.processor() or platform.machine() or "CPU"
+    return name, instruction_sets(capabilities)
 
 
-def processor_text() -> str:
-    """What Linux or macOS reports about the first processors; empty on other systems."""
-    try:
-        if sys.platform == "darwin":
-            command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
-            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
-            return f.read(1 << 14)  # the other processors are the same, and reading about many takes a while
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+def processor_name() -> str:
+    """The name of the processor that Linux reports; empty if it has none, as on Arm, and on other systems."""
+    cpuinfo = Path("/proc/cpuinfo")
+    with suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as f:
+        first = f.read(1 << 14)  # the other processors are the same, and reading about many takes a while
+        found = re.search(r"^model name\s*: (.+)$", first, re.M)
+        return found[1].strip() if found else ""
+    return ""
 
 
-def parse_processor(text: str) -> tuple[str, set[str]]:
-    """(name, flags in lower case) from the text of /proc/cpuinfo or sysctl; empty if the text has none."""
-    facts: dict[str, str] = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())  # the first processor's
-    name = facts.get("model name") or facts.get("machdep.cpu.brand_string", "")
-    if not name and "CPU part" in facts:  # for Arm, Linux gives only the numbers of the design
-        name = f"Arm {facts.get('CPU implementer')}:{facts['CPU part']}"
-
-    words = (facts.get("flags") or facts.get("Features", "")).split()
-    for key, value in facts.items():
-        if "hw.optional." in key and value == "1":  # macOS
-            words.append(key.rpartition(".")[2])
-    return name, {word.lower() for word in words}
-
-
-def instruction_sets(flags: set[str]) -> list[str]:
-    """The names in INSTRUCTION_SETS that the flags stand for, without those that others imply."""
-    found = [name for name, its_flags in INSTRUCTION_SETS.items() if its_flags & flags]
+def instruction_sets(capabilities: Mapping[str, Any]) -> list[str]:
+    """The names in INSTRUCTION_SETS that the processor has and the system allows, without those that others imply."""
+    found = [name for name, its_name in INSTRUCTION_SETS.items() if capabilities.get(its_name) is True]
+    if not getattr(torch.cpu, "_init_amx", lambda: True)():  # AMX needs the kernel's permission as well
+        found = [name for name in found if not name.startswith("AMX")]
     implied = {IMPLIED[name] for name in found if name in IMPLIED}
     return [name for name in found if name not in implied]
-
-
-def torch_can_use(instruction_set: str) -> bool:
-    """Whether torch's own checks allow it; a check that this version of torch lacks counts as passed."""
-    checks = [getattr(torch.cpu, name, None) for name in TORCH_CHECKS.get(instruction_set, ())]
-    return all(check() for check in checks if check is not None)
 
 
 def processor_limits(sets: list[str]) -> list[str]:

@@ -1,0 +1,84 @@
+"""What deskGPT takes from torch's private parts, which may vanish: each in one place, with what happens without it.
+
+torch 2.11 to 2.13 have all of it. Private names that are not here are those of torch's own extension points, which
+libraries rely on: FakeTensorMode and TorchDispatchMode (predict/), pytrees, and the settings of inductor by which
+compiling.py avoids a bug of GCC.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def attention_operators() -> tuple[Any, ...]:
+    """Torch's fused attention, by device. Without one of them, selective checkpoints compute its result again."""
+    names = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    packets = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}", None) for name in names]
+    return tuple(packet.default for packet in packets if packet is not None)
+
+
+def traces_autograd() -> bool:
+    """Lets one graph hold forward and backward pass; returns whether it can. Without: two graphs, which are slower."""
+    import torch._dynamo
+
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        return False
+    torch._dynamo.config.trace_autograd_ops = True
+    return True
+
+
+def inductor_folder() -> Path:
+    """Where inductor keeps what it has compiled. Without its own answer: where it has been in all versions so far."""
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+    except ImportError:
+        return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()))
+    return Path(cache_dir())
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that inductor calls; None if it finds none. Without: None, so its bugs are not worked around."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+    except ImportError:
+        return None
+    try:
+        return get_cpp_compiler()
+    except RuntimeError:  # inductor finds no compiler
+        return None
+
+
+def fake_store() -> Any:
+    """The store of a process group of ranks that are not there, whose backend is "fake" from now on.
+
+    Without: ValueError, since what sharded ranks hold and send cannot be rehearsed.
+    """
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        raise without("fake process group", "leave --dp_shard out") from None
+    return FakeStore()
+
+
+def partitioner() -> tuple[Any, Any, Any, Any]:
+    """(aot_function, nop, partition_fn, decompositions), by which torch.compile chooses what a backward pass keeps.
+
+    Without: ValueError, since the memory of compiled steps cannot be predicted.
+    """
+    try:
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.compilers import nop
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+    except ImportError:
+        raise without("partitioner of AOTAutograd", "try --compile=False") from None
+    return aot_function, nop, min_cut_rematerialization_partition, select_decomp_table()
+
+
+def without(what: str, remedy: str) -> ValueError:
+    return ValueError(f"torch {torch.__version__} has no {what}: {remedy}, or install torch 2.11 to 2.13")
