@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import TINY, TORCHRUN, events, flags, shell, tiny, vector
+from gloo import on_ranks
 
 import train
 from data.loader import eval_batches
@@ -31,24 +28,6 @@ from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
-
-
-def on_ranks(world: int, folder: Path, work: Callable[[Ranks], Any]) -> list[Any]:
-    """What `work` returns on each rank. Fails if one does not end, or ends in an error."""
-
-    def of_rank(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
-        found = work(Ranks(CPU, rank, world, distributed=True))
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-
-    context = multiprocessing.get_context("fork")  # which has imported everything
-    processes = [context.Process(target=of_rank, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-        process.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def recorded_run(c: train.TrainConfig, ranks: Ranks) -> dict[str, Any]:
@@ -86,7 +65,7 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
     own: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 4, "batch_size": 2, "eval_tokens": 17 * 16}
     one = recorded_run(tiny(chars, tmp_path / "one", max_iters=4, **own), Ranks(CPU))
     c = tiny(chars, tmp_path / "two", max_iters=4, **own)
-    two = on_ranks(2, tmp_path, lambda ranks: recorded_run(c, ranks))
+    two = on_ranks(lambda ranks: recorded_run(c, ranks), 2, tmp_path)
 
     assert one["weights"] == two[0]["weights"] == two[1]["weights"]
     of_each = 1 + 2 * c.n_layer  # dropouts in a micro-batch
@@ -140,7 +119,7 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
             counts.append(len(calls))
         return counts
 
-    assert on_ranks(2, tmp_path, batches_until_a_signal) == [[3, 10], [3, 3]]
+    assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[3, 10], [3, 3]]
 
 
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
@@ -160,6 +139,6 @@ def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
                 train.main(c)
         return str(raised.value)
 
-    left, own = on_ranks(2, tmp_path, damaged)
+    left, own = on_ranks(damaged, 2, tmp_path)
     assert own == "train.bin became shorter"
     assert "gloo" in left

@@ -11,7 +11,7 @@ from deskgpt.compute.runner import Form
 from deskgpt.faster import kernels
 from deskgpt.machine import hardware
 from deskgpt.machine.words import BYTES, COUNTS, with_unit
-from deskgpt.predict.memory import Live, MakeOptimizer, Step, fake_tensors, memory, update_bytes
+from deskgpt.predict.memory import Live, MakeOptimizer, Step, fake_tensors, memory, update_bytes, with_gradients
 from model import GPT, GPTConfig
 
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
@@ -37,9 +37,7 @@ def model_bytes(config: GPTConfig) -> int:
 def training_bytes(config: GPTConfig, make: MakeOptimizer) -> int:
     """Bytes of weights, gradients and what the optimizer keeps."""
     with fake_tensors("cpu"), Live("cpu") as live:
-        model = GPT(config)
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
+        model = with_gradients(config)
         before = live.bytes
         kept, _ = update_bytes(model, make, live)
         return before + kept

@@ -40,10 +40,10 @@ from deskgpt.compute.runner import Form, forms_of, parts_of, total_of
 from deskgpt.compute.sharding import local
 from deskgpt.faster import kernels
 from deskgpt.faster.definition import using
-from deskgpt.machine import hardware
+from deskgpt.machine import hardware, torch_internals
 from model import GPT, GPTConfig
 
-LAYERS_REHEARSED = 3  # of a sharded model: the first gathers ahead, the last has nothing behind it
+LAYERS_REHEARSED = 3  # of a sharded model: the first gathers ahead, the last has no layer after it
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 TRACED_SEQUENCES = 2  # of a compiled form; torch takes a dimension of 1 for a special case
 
@@ -80,34 +80,55 @@ def memory(step: Step) -> dict[str, int]:
     that the loss adds to it, or what the backward pass adds, if that is more. optimizer is what the optimizer keeps, or
     what it takes in its step, if that is more than what is gone by then.
 
-    Where the model is sharded, its shards of the gradients always count, and there is a further part: gathered are
-    whole weights and gradients, those of the blocks alive at once and of embedding and head, and the buffers that they
-    are sent in.
+    If the model is sharded, this rank's gradients always count, and there is a further part: gathered are the whole
+    weights and gradients of the blocks alive at once and of embedding and head, and the buffers that they are sent in.
     """
-    config = step.config
-    n = REHEARSED // config.block_size or 1
+    seen = rehearsed(step)
+    weights = seen["weights"]
+    kept = seen["kept"]
+    if step.shard:
+        parts = {"weights": weights, "gradients": weights, "optimizer": seen["optimizer"], "activations": kept}
+        parts["logits"] = seen["in the loss"] - seen["at the loss"]
+        peak = max(seen["before the loss"], seen["in the loss"], seen["in the blocks"], seen["after the blocks"])
+        return parts | {"gathered": peak + seen["optimizer"] - sum(parts.values())}
+    forward = max(seen["before the loss"], seen["in the loss"]) - weights
+    backward = max(seen["in the blocks"], seen["after the blocks"]) - weights
+    if step.form.compiled:  # all gradients come at the end of its pass; only then are they added to those there
+        backward = max(backward, 2 * weights if step.accumulates else weights)
+    rest = max(forward, backward)
+    gradients = weights if step.accumulates or backward > forward else 0
+    activations = min(kept, rest - gradients)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": max(seen["optimizer"], seen["in the update"] - weights - rest),
+        "activations": activations,
+        "logits": rest - gradients - activations,
+    }
+
+
+def rehearsed(step: Step) -> dict[str, int]:
+    """What a rehearsal would see. Large batches and deep sharded models are extrapolated from two smaller ones."""
+    n = REHEARSED // step.config.block_size or 1
     if step.batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small = memory(replace(step, batch_size=n))
-        large = memory(replace(step, batch_size=2 * n))
+        small = rehearsed(replace(step, batch_size=n))
+        large = rehearsed(replace(step, batch_size=2 * n))
         return {k: small[k] + (large[k] - small[k]) * (step.batch_size - n) // n for k in small}
-    if not step.shard:
-        return rehearsal(step)
-    if config.n_layer > LAYERS_REHEARSED + 1:  # ... and each of the peaks for each layer more
-        small = rehearsal(replace(step, config=replace(config, n_layer=LAYERS_REHEARSED)))
-        large = rehearsal(replace(step, config=replace(config, n_layer=LAYERS_REHEARSED + 1)))
-        parts = {k: small[k] + (large[k] - small[k]) * (config.n_layer - LAYERS_REHEARSED) for k in small}
-    else:
-        parts = rehearsal(step)
-    peak = max(parts.pop(name) for name in PEAKS)
-    return parts | {"gathered": peak + parts["optimizer"] - sum(parts.values())}
-
-
-PEAKS = ("before the loss", "in the loss", "after it", "after the last block's gradients")
+    more_layers = step.config.n_layer - LAYERS_REHEARSED
+    if step.shard and more_layers > 1:
+        small = rehearsal(replace(step, config=replace(step.config, n_layer=LAYERS_REHEARSED)))
+        large = rehearsal(replace(step, config=replace(step.config, n_layer=LAYERS_REHEARSED + 1)))
+        return {k: small[k] + (large[k] - small[k]) * more_layers for k in small}
+    return rehearsal(step)
 
 
 def rehearsal(step: Step) -> dict[str, int]:
-    """As memory, of a model that is not too large; sharded, PEAKS without the optimizer's part instead of gathered."""
+    """Bytes alive in a step: when the loss begins, the peaks before and after that, and what is kept.
+
+    weights: of this rank. kept: by the forward pass for the backward pass. optimizer: between its steps.
+    """
     config, form = step.config, step.form
+    seen: dict[str, int] = {}
     cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
         stack.enter_context(fake_tensors(step.device_type))
@@ -117,29 +138,22 @@ def rehearsal(step: Step) -> dict[str, int]:
         model = GPT(config)
         if step.shard:
             step.shard(model)
-        weights = sum(local(p).nbytes for p in model.parameters())
+        seen["weights"] = sum(local(p).nbytes for p in model.parameters())
         for p in model.parameters():
             p.grad = torch.empty_like(p) if step.accumulates or step.shard else None
         before = live.bytes
-        kept = 0
-        at_loss = 0
-        before_loss = 0
-        in_blocks = 0
-        result_bytes = 0
         idx = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
         targets = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
 
         def loss_begins(module: Any, args: Any, h: Tensor) -> None:
-            nonlocal kept, at_loss, before_loss, result_bytes
-            at_loss = live.bytes
-            kept = at_loss - before - live.gathered()
-            before_loss = live.peak
-            live.peak = at_loss
-            result_bytes = h.nbytes
+            seen["at the loss"] = live.bytes
+            seen["kept"] = live.bytes - before - live.gathered()
+            seen["kept besides blocks"] = idx.nbytes + targets.nbytes + h.nbytes
+            seen["before the loss"] = live.peak
+            live.peak = live.bytes
 
         def blocks_end(grad: Tensor) -> None:
-            nonlocal in_blocks
-            in_blocks = live.peak
+            seen["in the blocks"] = live.peak
             live.peak = live.bytes
 
         def blocks_begin(module: Any, args: tuple[Tensor, ...]) -> None:
@@ -150,52 +164,33 @@ def rehearsal(step: Step) -> dict[str, int]:
         live.peak = 0
         with hardware.autocast(cpu, form.dtype, cached=form.checkpoint == "none"):
             loss = total_of(parts_of(model(idx, targets)))
-        in_loss = live.peak
-        forward = max(before_loss, in_loss) - weights
+        seen["in the loss"] = live.peak
         live.peak = 0
         # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
         engine = torch.autograd.Variable._execution_engine
         engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-        after = live.peak
-        backward = max(in_blocks, after) - weights
+        seen["after the blocks"] = live.peak
         del loss
         for hook in hooks:
             hook.remove()
-        state, in_update = update_bytes(model, step.make_optimizer, live)
+        seen["optimizer"], seen["in the update"] = update_bytes(model, step.make_optimizer, live)
     # On a CPU the whole step is one graph, which nothing partitions. Of what is checkpointed the partitioner keeps what
     # the checkpoints say.
     if form.compiled and step.device_type != "cpu" and form.checkpoint == "none":
-        kept_before = kept
-        kept = idx.nbytes + targets.nbytes + result_bytes + kept_compiled(step)
-        forward += kept - kept_before
-        backward += kept - kept_before
-        at_loss, before_loss, in_loss, in_blocks = (
-            x + kept - kept_before for x in (at_loss, before_loss, in_loss, in_blocks)
-        )
-    if step.shard:
-        parts = {"weights": weights, "gradients": weights, "optimizer": state}
-        parts |= {"activations": kept, "logits": in_loss - at_loss}
-        return parts | dict(zip(PEAKS, (before_loss, in_loss, in_blocks, after), strict=True))
-    if form.compiled:  # all gradients come at the end of its backward pass; only then are they added to those there
-        backward = max(backward, 2 * weights if step.accumulates else weights)
-    rest = max(forward, backward)
-    gradients = weights if step.accumulates or backward > forward else 0
-    activations = min(kept, rest - gradients)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": max(state, in_update - weights - rest),
-        "activations": activations,
-        "logits": rest - gradients - activations,
-    }
+        more = seen["kept besides blocks"] + kept_compiled(step) - seen["kept"]
+        for name in ("kept", "at the loss", "before the loss", "in the loss", "in the blocks"):
+            seen[name] += more
+        if not step.shard:
+            seen["after the blocks"] += more
+    return seen
 
 
 def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[int, int]:
     """What an optimizer keeps, and the most bytes that are alive in its step, weights and gradients included.
 
-    The model has its gradients. An optimizer whose step needs real numbers is taken for AdamW.
+    The model has its gradients. An optimizer whose step needs real numbers is taken for AdamW: see steps_on_fakes.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = [p.grad for p in trained]  # kept, since Muon drops them in its step
@@ -208,8 +203,22 @@ def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[in
     return state, live.peak
 
 
+def steps_on_fakes(config: GPTConfig, make: MakeOptimizer) -> bool:
+    """Whether the optimizer's step can be rehearsed. Those that need a closure or a number of a tensor cannot."""
+    one_layer = replace(config, n_layer=1)
+    with fake_tensors("cpu"), Live("cpu") as live:
+        return after_a_step(make(with_gradients(one_layer)), live) is not None
+
+
+def with_gradients(config: GPTConfig) -> GPT:
+    model = GPT(config)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    return model
+
+
 def after_a_step(optimizer: torch.optim.Optimizer, live: Live) -> torch.optim.Optimizer | None:
-    """The optimizer once it has made a step, whose peak is live's; None where fake tensors stop it."""
+    """The optimizer once it has made a step, whose peak is live's; None if fake tensors stop it."""
     live.peak = 0
     try:
         optimizer.step()
@@ -239,11 +248,7 @@ def kept_by_partitioner(
     Both passes are traced and partitioned as torch.compile does it. What is cheap to compute is computed again in the
     backward pass, and not kept.
     """
-    from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.compilers import nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
+    aot_function, nop, partition_fn, decompositions = torch_internals.partitioner()
     graphs: list[Any] = []
 
     def take_graph(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
@@ -263,8 +268,8 @@ def kept_by_partitioner(
             forward,
             fw_compiler=take_graph,
             bw_compiler=nop,
-            partition_fn=min_cut_rematerialization_partition,
-            decompositions=select_decomp_table(),
+            partition_fn=partition_fn,
+            decompositions=decompositions,
         )
         traced(torch.zeros(TRACED_SEQUENCES, config.block_size, dtype=torch.int64), state)
 

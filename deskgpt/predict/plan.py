@@ -7,7 +7,7 @@
 
 Memory is rehearsed (memory.py), peaks and sizes of cards are published ones (gpu_peaks.py), and the share of the peak
 that a run reaches is known or assumed (known_runs.py). So a plan for a card needs no GPU, and measures nothing here.
-Nor does one for many ranks need them: what they send each other is rehearsed too (traffic.py).
+A plan for many ranks does not need them either: what they send each other follows from the sizes (traffic.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form
 from deskgpt.faster import held, kernels
-from deskgpt.machine import gpu_peaks, hardware, peak_flops
+from deskgpt.machine import gpu_peaks, hardware, known_runs, peak_flops
 from deskgpt.machine.gpu_peaks import Card
 from deskgpt.machine.terminal import not_silent
 from deskgpt.machine.words import BYTES, clock, with_unit
-from deskgpt.predict import known_runs, traffic
+from deskgpt.predict import traffic
 from deskgpt.predict.fit import USABLE
-from deskgpt.predict.known_runs import KnownRun
-from deskgpt.predict.memory import MakeOptimizer, Step, memory
+from deskgpt.predict.memory import MakeOptimizer, Step, memory, steps_on_fakes
 from model import GPT, GPTConfig
 
 if TYPE_CHECKING:
@@ -41,7 +40,10 @@ if TYPE_CHECKING:
 
 LONGEST_REHEARSED = 1 << 22  # tokens of context
 NARROW = 16  # channels of a head, and tokens of the vocabulary, of the model that kernels are compared on
-LARGEST_PLANNED = 1 << 17  # tokens of a micro-batch: 128 x 1024, as in config/gpu_80gb.py
+LARGEST_PLANNED = 1 << 17  # tokens of a micro-batch: 128 x 1024 fill 80 GB
+rehearsed = functools.cache(memory)  # a table of cards asks for the same steps again and again
+# Time of a step by activation_checkpoint: measured on a CPU, 4 layers of 384 (docs/your-machine.md).
+TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Machine:
         return cls(card.name, device_type, dtype, memory_bytes, memory_bytes, card.peak_in_training(dtype), card)
 
     def usable_bytes(self) -> float | None:
-        """What a run may take of the memory of a GPU; None if it is not known, and of a CPU's or an Apple chip's."""
+        """How much of a GPU's memory a run may take; None if that is not known, and for CPUs and Apple chips."""
         if self.free_bytes is None or self.device_type != "cuda":
             return None
         return USABLE * self.free_bytes
@@ -106,9 +108,10 @@ class Planned:
     reshard_after_forward: bool = True
     mesh: DeviceMesh | None = None  # of ranks that share weights; None: each has all of them
 
-    def tokens(self) -> int:
-        """Per step."""
-        return self.batching.tokens_per_step
+    @functools.cached_property
+    def flops_per_step(self) -> int:
+        """Forward and backward, over all ranks."""
+        return GPT.without_storage(self.config).estimate_flops() * self.batching.tokens_per_step
 
     @functools.cached_property
     def as_written(self) -> tuple[str, ...]:
@@ -133,6 +136,13 @@ class Planned:
         assert self.mesh is not None
         sharding.shard(model, self.mesh, self.reshard_after_forward)
 
+    def memory(self, machine: Machine) -> dict[str, int]:
+        """Bytes at the peak of a step on that machine, by part; DDP has a copy of the gradients, which it sends."""
+        parts = dict(rehearsed(self.step(machine)))
+        if self.batching.world > 1 and not self.mesh:
+            parts["buckets"] = sum(p.nbytes for p in GPT.without_storage(self.config).parameters())
+        return parts
+
 
 def functions_as_written(config: GPTConfig) -> tuple[str, ...]:
     """Functions of model.py that no kernel may stand in for, because model.py was changed; remembered.
@@ -154,7 +164,7 @@ def functions_as_written(config: GPTConfig) -> tuple[str, ...]:
 
 
 def shared(steps: int, world: int, ranks: Ranks) -> int:
-    """As many micro-batches per step as so many ranks can share, `steps` or the next larger number, which it says."""
+    """The micro-batches per step that `world` ranks can share: `steps`, or the next larger number, which it says."""
     if steps % world == 0 or world == ranks.world:
         return steps
     nearest = (steps // world + 1) * world
@@ -179,7 +189,7 @@ def dry_run(run: Planned, plan_for: str, ranks: Ranks) -> None:
     say_size(run, ranks)
     if world > 1:
         say_ranks(run, shards, ranks)
-    with traffic.fake_ranks(world) if shards > 1 else nullcontext():
+    with sharding.fake_ranks(world) if shards > 1 else nullcontext():
         if shards > 1:
             run = replace(run, mesh=sharding.make_mesh("cpu", shards, world))
         if plan_for == "all":
@@ -187,10 +197,8 @@ def dry_run(run: Planned, plan_for: str, ranks: Ranks) -> None:
             return
         card = gpu_peaks.find_card(plan_for) if plan_for else None
         machine = Machine.of_card(card, run.dtype) if card else Machine.at_hand(ranks.device, run.dtype)
-        say_memory(run, machine, ranks)
-        say_time(run, machine, ranks)
-        if world > 1:
-            say_traffic(run, machine, ranks)
+        fits = say_memory(run, machine, ranks)
+    say_time(run, machine, fits, ranks)
     if machine.device_type != "cuda" and not card:
         ranks.say('on a card that you do not have here: --plan_for="RTX 4070", or --plan_for=all for a table')
 
@@ -203,9 +211,11 @@ def say_size(run: Planned, ranks: Ranks) -> None:
         f"vocabulary of {run.config.vocab_size:,}"
     )
     split = run.batching
-    ranks.say(f"tokens per step: {run.tokens():,} = {split.batch_size} x {split.accumulation} x {split.block_size}")
+    ranks.say(
+        f"tokens per step: {split.tokens_per_step:,} = {split.batch_size} x {split.accumulation} x {split.block_size}"
+    )
     ranks.say(worlds_in_words(split.accumulation, run.dp_shard))
-    ranks.say(f"FLOPs per step, forward and backward: {model.estimate_flops() * run.tokens():.3e}")
+    ranks.say(f"FLOPs per step, forward and backward: {run.flops_per_step:.3e}")
 
 
 def worlds_in_words(steps: int, dp_shard: int) -> str:
@@ -219,145 +229,77 @@ def worlds_in_words(steps: int, dp_shard: int) -> str:
     )
 
 
-def say_memory(run: Planned, machine: Machine, ranks: Ranks) -> None:
-    parts = memory(run.step(machine)) | buckets(run)
+def say_ranks(run: Planned, shards: int, ranks: Ranks) -> None:
+    world = run.batching.world
+    copies = "each with all weights" if shards == 1 else f"{world // shards:,} x {shards:,} that share weights"
+    ranks.say(f"{world:,} ranks, {copies}; micro-batches of each rank and step: {run.batching.micro_steps}")
+
+    sent = traffic.sent_in_step(run.config, run.batching, shards, run.reshard_after_forward, run.make_optimizer)
+    in_words = [f"{kind} {with_unit(n, BYTES)}" for kind, n in sent.items()]
+    ranks.say(f"each rank sends per step: {', '.join(in_words)}")
+
+
+def say_memory(run: Planned, machine: Machine, ranks: Ranks) -> bool:
+    """Says the memory of a step, by part; returns whether it fits. It does where the machine's memory is not known."""
+    parts = run.memory(machine)
     total = sum(parts.values())
     of = f" of {hardware.memory_in_words(machine.free_bytes, machine.memory_bytes)}" if machine.free_bytes else " GiB"
     ranks.say(f"predicted peak memory of {machine.name}, {machine.dtype}: {total / 2**30:.2f}{of}")
     ranks.say("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
-    fits = Fitting(run).largest(machine)
-    if fits is not None:
-        said = "none"
-        if fits:
-            accumulation = run.batching.sequences // fits
-            said = f"--batch_size={fits} --gradient_accumulation_steps={accumulation}"
-        ranks.say(f"  largest micro-batch predicted to fit, at the same tokens per step: {said}")
+    if not steps_on_fakes(run.config, run.make_optimizer):
+        ranks.say("  optimizer: that of AdamW, because this optimizer's step cannot be rehearsed without real numbers")
+    largest = largest_micro_batch(run, machine)
+    if largest is not None:
+        flags = f"--batch_size={largest} --gradient_accumulation_steps={run.batching.sequences // max(1, largest)}"
+        ranks.say(
+            f"  largest micro-batch predicted to fit, at the same tokens per step: {flags if largest else 'none'}"
+        )
+    limit = machine.usable_bytes() or machine.free_bytes
+    return limit is None or total <= limit
 
 
-def say_time(run: Planned, machine: Machine, ranks: Ranks) -> None:
+def say_time(run: Planned, machine: Machine, fits: bool, ranks: Ranks) -> None:
+    if not fits:
+        ranks.say("time: n/a, because this micro-batch does not fit")
+        return
     if machine.peak is None:
         ranks.say(f"time: n/a, because no peak of {machine.name} in {machine.dtype} is known")
         return
     peak, source = machine.peak
     speed = Speed.expected(run, machine, peak)
     if speed.known:
-        ranks.say(f"a known run of these sizes on {speed.known.card} took {speed.known.took()} ({speed.known.source})")
+        ranks.say(f"a known run of these sizes on {machine.name} took {speed.known}")
+    again = "" if run.activation_checkpoint == "none" else ", with activations computed again"
+    sending = ", and without what ranks send each other" if run.batching.world > 1 else ""
     ranks.say(
-        f"at {speed.mfu:.1%} ({speed.basis}) of {run.batching.world} x {peak / 1e12:.2f} TFLOP/s ({source}): "
+        f"at {speed.mfu:.1%} ({speed.basis}) of {run.batching.world} x {peak / 1e12:.2f} TFLOP/s ({source}){again}: "
         f"{brief(speed.step_s)} per step, {clock(speed.step_s * run.max_iters)} for {run.max_iters:,} steps of "
-        f"{run.tokens() * run.max_iters:.3g} tokens, without evaluation"
+        f"{run.batching.tokens_per_step * run.max_iters:.3g} tokens, without evaluation{sending}"
     )
-
-
-# ---- several ranks -------------------------------------------------------------------------------------------
-
-GPUS = 8  # of a host
-
-
-@dataclass(frozen=True)
-class Network:
-    """What connects hosts of 8 GPUs; published line rates, in bytes per second and direction."""
-
-    name: str
-    within: float  # between GPUs of a host, each
-    across: float  # between hosts, of all of a host's ports
-
-
-NETWORKS = [
-    # NVIDIA's data sheets of H100 (NVLink: 900 GB/s in both directions) and DGX H100 (a port of 400 Gb/s for each GPU)
-    Network("NVLink 4, and 8 x 400 Gb/s InfiniBand among hosts", 450e9, 8 * 50e9),
-    Network("NVLink 4, and 400 Gb/s InfiniBand among hosts", 450e9, 50e9),
-    # PCI-SIG: 16 GT/s in each of 16 lanes, 128 of 130 bits
-    Network("PCIe 4.0 x16, and 100 Gb/s Ethernet among hosts", 31.5e9, 12.5e9),
-]
-
-
-def buckets(run: Planned) -> dict[str, int]:
-    """A further part of the memory: DDP's copy of the gradients, which it sends."""
-    if run.batching.world == 1 or run.mesh:
-        return {}
-    return {"buckets": sum(p.nbytes for p in GPT.without_storage(run.config).parameters())}
-
-
-def say_ranks(run: Planned, shards: int, ranks: Ranks) -> None:
-    world = run.batching.world
-    copies = "each with all weights" if shards == 1 else f"{world // shards:,} x {shards:,} that share weights"
-    ranks.say(f"{world:,} ranks, {copies}; micro-batches of each rank and step: {run.batching.micro_steps}")
-
-
-def say_traffic(run: Planned, machine: Machine, ranks: Ranks) -> None:
-    """Says what each rank sends in a step, and how long that takes on NETWORKS."""
-    sent = traffic.of_step(run.step(machine), run.batching.micro_steps, run.batching.world)
-    of_kind = {kind: sum(n for group, n in sent.items() if group.kind == kind) for kind in traffic.KINDS}
-    in_words = [f"{kind} {with_unit(n, BYTES)}" for kind, n in of_kind.items() if n]
-    ranks.say(f"each rank sends per step: {', '.join(in_words)}")
-    if machine.peak is None:
-        return
-    speed = Speed.expected(run, machine, machine.peak[0])
-    ranks.say(
-        f"on hosts of {GPUS}, at line rates: communication, and the step from all of it overlapping with computing to "
-        "none (no run has shown yet how much does)"
-    )
-    for network in NETWORKS:
-        sending_s = sending_time(sent, network)
-        least_s = max(speed.step_s, sending_s)
-        most_s = speed.step_s + sending_s
-        mfu = f"mfu {speed.mfu * speed.step_s / least_s:.1%} to {speed.mfu * speed.step_s / most_s:.1%}"
-        ranks.say(f"  {network.name}: {brief(sending_s)}, step {brief(least_s)} to {brief(most_s)}, {mfu}")
-
-
-def sending_time(sent: dict[traffic.Group, float], network: Network) -> float:
-    """Seconds for what each rank sends, as in rings that leave a host once; latencies are not counted.
-
-    Groups of neighbours have one ring in a host. Those that hold the same rows have one for each rank of it.
-    """
-    seconds = 0.0
-    for group, n in sent.items():
-        within_s = n / network.within
-        if (group.ranks - 1) * group.stride < GPUS:
-            seconds += within_s
-        else:
-            leaving = GPUS if group.kind == "all-to-all" else min(group.stride, GPUS)
-            seconds += max(within_s, leaving * n / network.across)
-    return seconds
 
 
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-class Fitting:
-    """The micro-batches that keep the tokens of a run's step, and the bytes that they take on CUDA.
+def largest_micro_batch(run: Planned, machine: Machine) -> int | None:
+    """The largest micro-batch predicted to fit that keeps the tokens of a step; 0 if none fits, None if not known."""
+    usable = machine.usable_bytes()
+    if usable is None:
+        return None
+    batch_sizes = micro_batches(run)
+    n_fitting = bisect.bisect_right(batch_sizes, usable, key=functools.partial(peak_bytes, run, machine))
+    return batch_sizes[n_fitting - 1] if n_fitting else 0
 
-    Bytes are rehearsed where they are asked for, once each, however many cards there are.
-    """
 
-    def __init__(self, run: Planned) -> None:
-        sequences = run.batching.sequences // run.batching.world
-        largest = min(sequences, max(1, LARGEST_PLANNED // run.config.block_size))
-        self.run = run
-        self.sequences = sequences
-        self.batch_sizes = [n for n in range(1, largest + 1) if sequences % n == 0]
-        self.peak_bytes = functools.cache(self._peak_bytes)
+def micro_batches(run: Planned) -> list[int]:
+    """The sizes of micro-batches that keep the tokens of a step."""
+    sequences = run.batching.sequences // run.batching.world
+    largest = min(sequences, max(1, LARGEST_PLANNED // run.config.block_size))
+    return [n for n in range(1, largest + 1) if sequences % n == 0]
 
-    def _peak_bytes(self, batch_size: int, dtype: str, loss_logits: int) -> int:
-        run = self.run
-        form = Form(dtype, run.compiled, checkpoint=run.activation_checkpoint, as_written=run.as_written)
-        step = Step(self.run.config, batch_size, form, "cuda", batch_size < self.sequences, loss_logits)
-        shard = None if self.run.mesh is None else self.run.shard
-        parts = memory(replace(step, make_optimizer=self.run.make_optimizer, shard=shard))
-        return sum(parts.values()) + sum(buckets(self.run).values())
 
-    def largest(self, machine: Machine) -> int | None:
-        """The largest micro-batch predicted to fit; 0 where none does, None where the memory is not known."""
-        usable = machine.usable_bytes()
-        if usable is None:
-            return None
-
-        def peak_bytes(batch_size: int) -> int:
-            return self.peak_bytes(batch_size, machine.dtype, machine.loss_logits())
-
-        n_fitting = bisect.bisect_right(self.batch_sizes, usable, key=peak_bytes)
-        return self.batch_sizes[n_fitting - 1] if n_fitting else 0
+def peak_bytes(run: Planned, machine: Machine, batch_size: int) -> int:
+    return sum(replace(run, batching=run.batching.with_batch_size(batch_size)).memory(machine).values())
 
 
 # ---- time ----------------------------------------------------------------------------------------------------
@@ -367,19 +309,21 @@ class Fitting:
 class Speed:
     """How fast a run is expected to be."""
 
-    mfu: float
+    mfu: float  # without activation checkpoints
     basis: str  # where mfu comes from
     step_s: float
-    known: KnownRun | None  # of the same model
+    known: str  # what a known run of these sizes took
 
     @classmethod
     def expected(cls, run: Planned, machine: Machine, peak: float) -> Speed:
         """On the ranks of the run, each on such a machine of `peak` FLOP/s."""
-        mfu, basis = known_runs.expected_mfu(machine.card, run.config, machine.dtype)
-        flops = known_runs.flops_per_token(run.config) * run.tokens()
-        like = known_runs.known_run(machine.card, run.config, machine.dtype)
-        known = like if like and like.is_of(run.config) else None
-        return cls(mfu, basis, flops / (mfu * peak * run.batching.world), known)
+        flops_per_token = run.flops_per_step / run.batching.tokens_per_step
+        mfu, basis = known_runs.expected_mfu(machine.card, flops_per_token, machine.dtype)
+        computing_s = run.flops_per_step / (mfu * peak * run.batching.world)
+        step_s = computing_s * TIME_WITH_CHECKPOINTS[run.activation_checkpoint]
+        near = known_runs.known_run(machine.card, flops_per_token, machine.dtype)
+        known = f"{near.took()} ({near.source})" if near and near.is_of(flops_per_token) else ""
+        return cls(mfu, basis, step_s, known)
 
 
 def brief(step_s: float) -> str:
@@ -389,69 +333,48 @@ def brief(step_s: float) -> str:
 
 # ---- all cards -----------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Row:
-    """What the table says of a card with one size of memory; None is not known."""
-
-    machine: Machine
-    fits: int | None  # the largest micro-batch predicted to fit, 0 if none does
-    speed: Speed | None  # None where nothing fits, too
-
-    def step_s(self) -> float:
-        return self.speed.step_s if self.speed else math.inf
-
-    def cells(self, steps: int) -> tuple[str, ...]:
-        memory = self.machine.memory_bytes
-        gb = "n/a" if memory is None else f"{memory / 2**30:.0f}"
-        fits = "n/a" if self.fits is None else str(self.fits or "none")
-        card = (self.machine.name, gb, self.machine.dtype, fits)
-        speed = self.speed
-        if speed is None:
-            return *card, "n/a", "n/a", "n/a", ""
-        known = speed.known.took() if speed.known else ""
-        return *card, brief(speed.step_s), clock(speed.step_s * steps), f"{speed.mfu:.0%} {speed.basis}", known
-
-
 HEAD = ("card", "GB", "dtype", "micro-batch", "step", "run", "mfu", "known run")
 ALIGNED = "<>>>>><<"  # to the left, to the right
 
 
 def say_cards(run: Planned, ranks: Ranks) -> None:
-    """Says which cards the run fits into and how long it takes there, the fastest first."""
+    """Says which cards the run fits into and how long it takes there."""
     with not_silent("still rehearsing micro-batches", ranks.say):
-        rows = sorted(rows_of_cards(run), key=Row.step_s)
-    lines = [HEAD, *(row.cells(run.max_iters) for row in rows)]
+        lines = [HEAD, *(cells(run, machine) for machine in machines(run.dtype))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     ranks.say("")
     for line in lines:
-        cells = [f"{cell:{a}{width}}" for cell, a, width in zip(line, ALIGNED, widths, strict=True)]
-        ranks.say("  ".join(cells).rstrip())
+        aligned = [f"{cell:{a}{width}}" for cell, a, width in zip(line, ALIGNED, widths, strict=True)]
+        ranks.say("  ".join(aligned).rstrip())
     ranks.say("")
     ranks.say(f"micro-batch: the largest predicted to fit into {USABLE:.0%} of the memory, at the same tokens per step")
     ranks.say(f"run: {run.max_iters:,} steps on {run.batching.world} of these cards, without evaluation")
     ranks.say(
-        f"mfu: share of the published peak; {known_runs.ASSUMED_MFU:.0%} is assumed where nothing is known, so do not "
-        "rank such a card against one with a known run"
+        f"mfu: share of the published peak; {known_runs.ASSUMED_MFU:.0%} is assumed where nothing is known. The cards "
+        "are in the order of their peaks, because times from a known share and from an assumed one do not compare"
     )
 
 
-def rows_of_cards(run: Planned) -> list[Row]:
-    """A row for each card and each size of its memory.
+def machines(dtype: str) -> list[Machine]:
+    """Each card with each size of its memory, by its peak, the highest first.
 
     Apple's chips are left out: no figures in 16 bits are published for them, and memory is predicted for CUDA.
     """
-    machines = []
+    found = []
     for card in gpu_peaks.table():
         if card.maker != "Apple":
             sizes = [replace(card, memory_gb=(gb,)) for gb in card.memory_gb] or [card]
-            machines += [Machine.of_card(of_one_size, run.dtype) for of_one_size in sizes]
-    fitting = Fitting(run)
-    rows = []
-    for machine in machines:
-        fits = fitting.largest(machine)
-        speed = None
-        if machine.peak and fits != 0:
-            speed = Speed.expected(run, machine, machine.peak[0])
-        rows.append(Row(machine, fits, speed))
-    return rows
+            found += [Machine.of_card(of_one_size, dtype) for of_one_size in sizes]
+    return sorted(found, key=lambda machine: machine.peak[0] if machine.peak else 0.0, reverse=True)
+
+
+def cells(run: Planned, machine: Machine) -> tuple[str, ...]:
+    """What the table says of this run on such a card."""
+    gb = "n/a" if machine.memory_bytes is None else f"{machine.memory_bytes / 2**30:.0f}"
+    fits = largest_micro_batch(run, machine)
+    about = (machine.name, gb, machine.dtype, "n/a" if fits is None else str(fits or "none"))
+    if fits == 0 or machine.peak is None:
+        return *about, "n/a", "n/a", "n/a", ""
+    speed = Speed.expected(run, machine, machine.peak[0])
+    whole = clock(speed.step_s * run.max_iters)
+    return *about, brief(speed.step_s), whole, f"{speed.mfu:.0%} {speed.basis}", speed.known
