@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-import re
+import sys
 from dataclasses import replace
 from subprocess import CalledProcessError
 from types import SimpleNamespace
@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import flags, shell, tiny
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from conftest import assert_one_line, flags, shell, tiny
 
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
+from deskgpt.machine import torch_internals
 from train import main
 
 CPU = torch.device("cpu")
@@ -22,21 +25,21 @@ CPU = torch.device("cpu")
 
 
 def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path, monkeypatch):
-    import torch._inductor.config as inductor
-
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
     compiler = tmp_path / "g++"
     for version, needed in (("12.2.0", True), ("13.3.0", True), ("14.2.0", False), ("", False)):
         compiler.write_text(f"#!/bin/sh\n[ -n '{version}' ] && echo {version}\n")
         compiler.chmod(0o755)
-        with inductor.patch({"cpp.cxx": (None, str(compiler)), "cpp.enable_floating_point_contract_flag": "off"}):
+        with inductor_config.patch(
+            {"cpp.cxx": (None, str(compiler)), "cpp.enable_floating_point_contract_flag": "off"}
+        ):
             assert compiling.work_around_gcc() == needed
             assert compiling.work_around_gcc() == needed  # a second time changes nothing
-            flags = inductor.cpp.enable_floating_point_contract_flag
+            flags = inductor_config.cpp.enable_floating_point_contract_flag
             assert flags == ("off -mno-align-stringops" if needed else "off")
-            if hasattr(inductor.cpp, "march"):
-                with inductor.patch({"cpp.march": "native"}):
+            if hasattr(inductor_config.cpp, "march"):
+                with inductor_config.patch({"cpp.march": "native"}):
                     assert not compiling.work_around_gcc()
 
 
@@ -44,12 +47,12 @@ def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path,
 
 
 def test_compilers_name_is_its_own_and_inductors_settings_follow(tmp_path, monkeypatch):
-    from torch._inductor import config, cpp_builder
+    from torch._inductor import config
 
     path = tmp_path / "c++"
     path.write_text("#!/bin/sh\necho 'g++ (Debian 12.2.0-14) 12.2.0'; echo 'Copyright'")
     path.chmod(0o755)
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: str(path))
+    monkeypatch.setattr(torch_internals, "cpp_compiler", lambda: str(path))
     with config.patch({"cpp.simdlen": None}):
         assert compiling.compiler_name(CPU) == "g++ (Debian 12.2.0-14) 12.2.0"
     with config.patch({"cpp.simdlen": 256}):
@@ -59,11 +62,26 @@ def test_compilers_name_is_its_own_and_inductors_settings_follow(tmp_path, monke
     path.unlink()
     assert compiling.compiler_name(CPU) is None
 
-    def no_compiler() -> str:
-        raise cpp_builder.exc.InvalidCxxCompiler
 
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", no_compiler)
-    assert compiling.compiler_name(CPU) is None
+def test_without_a_compiler_or_a_private_part_of_torch_something_else_is_done(monkeypatch):
+    with inductor_config.patch({"cpp.cxx": (None, "/nonexistent")}):
+        assert compiling.compiler_name(CPU) is None
+    for module in (
+        "torch._inductor.cpp_builder",
+        "torch._inductor.runtime.cache_dir_utils",
+        "torch.testing._internal.distributed.fake_pg",
+        "torch._functorch.aot_autograd",
+    ):
+        monkeypatch.setitem(sys.modules, module, None)  # importing it fails
+    assert torch_internals.cpp_compiler() is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "folder")
+    assert str(torch_internals.inductor_folder()) == "folder"
+    for part in (torch_internals.fake_store, torch_internals.partitioner):
+        with pytest.raises(ValueError, match="2.13") as e:
+            part()
+        assert_one_line(str(e.value), torch.__version__)
+    monkeypatch.delattr(torch._dynamo.config, "trace_autograd_ops", raising=False)
+    assert not torch_internals.traces_autograd()
 
 
 def test_compiler_for_cuda_is_triton_under_any_of_its_names(monkeypatch):
@@ -92,28 +110,27 @@ def test_compiler_for_cuda_is_triton_under_any_of_its_names(monkeypatch):
         ("RuntimeError: Failed to find C compiler. Please specify via CC", "linux", "apt install g++"),
         ("x.cpp:1:10: fatal error: Python.h: No such file or directory", "linux", "apt install python3-dev"),
         ("Cannot find a working triton installation. Either the package", "win32", "pip install triton-windows"),
-        ("Cannot find a working triton installation. Either the package", "linux", "pip install triton"),
         ("something\n  else", "linux", "something else"),
     ],
 )
 def test_missing_part_of_compiling_is_named_with_its_package(monkeypatch, error, platform, remedy):
-    monkeypatch.setattr(compiling.sys, "platform", platform)
-    assert remedy in compiling.why_not_compiled(RuntimeError(error))
+    monkeypatch.setattr(sys, "platform", platform)
+    assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
 
 
 def test_errors_as_torch_raises_them_are_known(monkeypatch):
     from torch._inductor.exc import GPUTooOldForTriton, InductorError, TritonMissing
 
-    monkeypatch.setattr(compiling.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     old: Any = SimpleNamespace(name="NVIDIA GeForce GTX 1080", major=6, minor=1)
     gcc = ["/usr/bin/gcc", "/tmp/tmpx/cuda_utils.c", "-O3", "-shared", "-fPIC", "-I/usr/include/python3.12"]
-    for error, remedy in {
-        TritonMissing(None): "there is no working Triton: pip install triton",
-        GPUTooOldForTriton(old, None): "Triton supports GPUs from compute capability 7.0 on, and this one is older",
-        CalledProcessError(1, gcc): "the C compiler that Triton calls failed and says why above; often Python.h is",
+    for error, named in {
+        TritonMissing(None): "pip install triton",
+        GPUTooOldForTriton(old, None): "7.0",
+        CalledProcessError(1, gcc): "Python.h",
     }.items():
         for raised in (error, InductorError(error, None)):
-            assert compiling.why_not_compiled(raised).startswith(remedy)
+            assert_one_line(compiling.why_not_compiled(raised), named)
 
 
 @pytest.mark.slow
@@ -126,8 +143,8 @@ def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
     settings = flags(out_dir=tmp_path / "out", init_from="resume", max_iters=6)
     done = shell("python", "train.py", *settings, env=env)
     assert done.returncode == 0, done.stderr
-    line = r"^compile=auto: NOT compiled, so steps are slower: CXX='/nonexistent': there is no C\+\+ compiler: "
-    assert re.search(line, done.stdout, re.M)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("compile=auto: NOT compiled")]
+    assert_one_line(line, "CXX='/nonexistent'", "C++ compiler")
     assert "step 6: train loss" in done.stdout
 
 
@@ -139,5 +156,5 @@ def test_cache_that_cannot_be_written_is_replaced_and_one_that_can_be_is_not(tmp
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     said = compiling.find_cache()
     instead = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    assert re.fullmatch(rf"TORCHINDUCTOR_CACHE_DIR={folder} cannot be written \(.*\): using {instead}", said or "")
+    assert_one_line(said or "", f"TORCHINDUCTOR_CACHE_DIR={folder}", instead)
     assert compiling.find_cache() is None

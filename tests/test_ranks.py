@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from conftest import assert_one_line
 
 from deskgpt.compute.ranks import Place, place_of
 
@@ -18,24 +19,25 @@ def test_torchrun_says_where_a_process_is_and_without_it_there_is_one():
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "named"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, r"srun started several processes \(SLURM_STEP_NUM_TASKS=4\), each of which"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, r"srun started several processes \(SLURM_PROCID=1\), each of"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"Open MPI's mpirun started several processes"),
-        ({"PMI_SIZE": "2"}, r"MPICH's or Intel's mpirun started several processes"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but RANK is not: unset it"),
-        ({"RANK": "0"}, "RANK=0 is set, but WORLD_SIZE is not: unset RANK"),
-        (TORCHRUN | {"MASTER_ADDR": ""}, "RANK=1 is set, but MASTER_ADDR is not"),
-        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a whole number"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK='-1' is not a whole number"),
-        (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not a whole number"),
-        (TORCHRUN | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, ["srun", "SLURM_STEP_NUM_TASKS=4"]),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ["srun", "SLURM_PROCID=1"]),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["Open MPI's mpirun"]),
+        ({"PMI_SIZE": "2"}, ["MPICH's or Intel's mpirun"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK", "unset"]),
+        ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE", "unset"]),
+        (TORCHRUN | {"MASTER_ADDR": ""}, ["RANK=1", "MASTER_ADDR"]),
+        (TORCHRUN | {"MASTER_PORT": "http"}, ["MASTER_PORT='http'"]),
+        (TORCHRUN | {"RANK": "-1"}, ["RANK='-1'"]),
+        (TORCHRUN | {"LOCAL_RANK": "x"}, ["LOCAL_RANK='x'"]),
+        (TORCHRUN | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"]),
     ],
 )
-def test_processes_that_do_not_know_of_each_other_are_refused_with_torchruns_command(environ, message):
-    with pytest.raises(ValueError, match=rf"^{message}.*torchrun --standalone --nproc_per_node=N train\.py"):
+def test_processes_that_do_not_know_of_each_other_are_refused_with_torchruns_command(environ, named):
+    with pytest.raises(ValueError, match="torchrun") as refused:
         place_of(environ)
+    assert_one_line(str(refused.value), *named, "torchrun --standalone --nproc_per_node=N train.py")
 
 
 def test_restarts_of_torchrun_need_a_store_of_their_own():

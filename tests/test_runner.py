@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TORCHRUN, events, flags, shell, tiny
+from conftest import events, tiny
+from test_sharded_checkpoint import run
 from tiny_models import MODERN_SETTINGS
-from torch._dynamo.utils import counters
 
 from deskgpt.compute.runner import Form, Runner, parts_of
 from deskgpt.faster import kernels
 from model import GPT, GPTConfig
-from train import main
 
 
 def make(bfloat16: bool = False, compiled: bool = False, checkpoint: str = "none", **settings: Any) -> Runner:
@@ -45,43 +44,29 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN_SETTINGS])
-@pytest.mark.parametrize(("chunked", "bfloat16"), [(False, False), (True, False), (True, True)])
-def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(settings, chunked, bfloat16, monkeypatch):
+@pytest.mark.parametrize(
+    ("chunked", "bfloat16", "checkpoint"),
+    [
+        *((False, False, "none"), (True, False, "none"), (True, True, "none")),
+        *((False, False, "full"), (False, False, "selective")),
+    ],
+)
+def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(
+    settings, chunked, bfloat16, checkpoint, monkeypatch
+):
     if chunked:
         monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1000)
-    plain, joint = make(bfloat16, **settings), make(bfloat16, compiled=True, **settings)
-    assert joint.graph is not None
+    plain, compiled = make(bfloat16, **settings), make(bfloat16, compiled=True, checkpoint=checkpoint, **settings)
+    # One graph of both passes would compute no activations again.
+    assert (compiled.graph is None) == (checkpoint != "none")
     for micro_steps in (1, 2):
         loss, expected = taken(plain, micro_steps)
-        got, gradients = taken(joint, micro_steps)
+        got, gradients = taken(compiled, micro_steps)
         assert got == pytest.approx(loss, rel=1e-2 if bfloat16 else 1e-5)
         assert len(gradients) == len(expected) == len(plain.parameters)
         for a, b in zip(gradients, expected, strict=True):
             assert a.stride() == b.stride()  # which the fused AdamW takes for granted
             assert (a - b).norm() <= (0.05 if bfloat16 else 1e-5) * b.norm() + 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["full", "selective"])
-def test_compiled_model_that_computes_activations_again_gives_the_gradients_of_the_plain_one(which):
-    for settings in ({"activation": "gelu"}, MODERN_SETTINGS):
-        plain = make(**settings)
-        compiled = make(compiled=True, checkpoint=which, **settings)
-        assert compiled.graph is None  # one graph of both passes would compute nothing again
-        loss, expected = taken(plain, 2)
-        got, gradients = taken(compiled, 2)
-        assert got == pytest.approx(loss, rel=1e-5)
-        for a, b in zip(gradients, expected, strict=True):
-            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
-
-
-@pytest.mark.slow
-def test_accumulating_run_compiles_its_graph_once(chars, tmp_path):
-    before = counters["stats"]["unique_graphs"]
-    main(tiny(chars, tmp_path, compile=True, gradient_accumulation_steps=2))
-    if not events(tmp_path, "start")[0]["compiled"]:
-        pytest.skip("no working C++ compiler here")
-    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 def test_evaluation_of_a_compiled_graph_is_that_of_the_plain_model():
@@ -145,20 +130,13 @@ def test_last_chunk_that_is_not_full_is_not_compiled_again(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
 def test_modern_model_with_muon_learns_the_same_on_two_ranks(chars, tmp_path):
-    settings = {**MODERN_SETTINGS, "optimizer": "muon", "lr_schedule": "trapezoid", "learning_rate": 1e-2}
-    # One batch to evaluate: the second rank has none.
-    c = tiny(chars, tmp_path / "one", gradient_accumulation_steps=2, eval_iters=1, **settings)
-    main(c)
-    names = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "warmup_iters", "max_iters", "eval_interval")
-    shared = {
-        n: getattr(c, n) for n in (*names, "eval_iters", "compile", "device", "dtype", "gradient_accumulation_steps")
-    }
-    done = shell(*TORCHRUN, *flags(**shared, **settings, dataset=chars, out_dir=tmp_path / "two"))
-    assert done.returncode == 0, done.stderr
+    settings = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "trapezoid", "gradient_accumulation_steps": 2}
+    for world in (1, 2):  # one batch to evaluate: the second rank has none
+        run(world, tiny(chars, tmp_path / str(world), eval_iters=1, **settings))
     for kind, key in (("iter", "loss"), ("eval", "val_loss")):
-        one, two = ([e[key] for e in events(tmp_path / run, kind)] for run in ("one", "two"))
+        one, two = ([e[key] for e in events(tmp_path / world, kind)] for world in "12")
         assert two == pytest.approx(one, rel=1e-3)
 
 

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -13,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import assert_equal, spare_what_is_imported, tiny
+from conftest import assert_equal, assert_one_line, tiny
+from gloo import on_ranks
 
 import model as model_file
 import train
@@ -22,7 +20,7 @@ from data.loader import Loader, first_micro_batch
 from data.splits import Split
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.forms import EarlierForm, Wanted, fastest_right_form
+from deskgpt.compute.forms import EarlierForm, Search, Wanted, fastest_right_form
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite, step_unless
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
@@ -41,34 +39,6 @@ GLOBAL_BATCH = 8
 ALONE = Ranks(CPU)
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
-
-
-def in_ranks(work: Callable[[Ranks], Any], world: int, folder: Path) -> list[Any]:
-    """What `work` returns on each of so many ranks, which are forks of this process."""
-    import torch._dynamo  # once, not once in each rank
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp
-    import torch.testing._internal.distributed.fake_pg
-
-    def rank_main(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world)
-        torch.save(work(Ranks(CPU, rank, world, distributed=True)), folder / f"{rank}.pt")
-        dist.barrier()
-        dist.destroy_process_group()
-
-    spare_what_is_imported()
-    folder.mkdir()
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank_main, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.kill()
-    assert [process.exitcode for process in processes] == [0] * world
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def build(ranks: Ranks, dp_shard: int, config: GPTConfig = CONFIG) -> GPT:
@@ -136,7 +106,7 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tm
             found.append(distance(sharded, ddp))
         return found
 
-    assert in_ranks(work, 2, tmp_path / "ranks") == [[0.0, 0.0]] * 2
+    assert on_ranks(work, 2, tmp_path) == [[0.0, 0.0]] * 2
 
 
 def batch_of(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +123,7 @@ def found_form(
     smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, c.auto_batch)
     wanted = Wanted.of(settings, earlier or EarlierForm(), 5, None)
     batching = Batching.of(settings, ranks.rank, ranks.world)
-    return fastest_right_form(model, batching, wanted, ranks, batch_of, smaller)
+    return fastest_right_form(Search(model, batching, wanted, ranks, batch_of, smaller))
 
 
 def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
@@ -209,7 +179,7 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
         found.append(health.evidence(0, []).broken_weight)
         return found
 
-    first, second = in_ranks(work, 2, tmp_path / "ranks")
+    first, second = on_ranks(work, 2, tmp_path)
     assert first == second
     assert first[:3] == [4, 8, "bfloat16"]
     assert first[3]["max_iters"] == 4
@@ -217,32 +187,33 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"dp_shard": 3}, "dp_shard=3 does not divide the number of ranks, 8; try --dp_shard=2"),
-        ({"dp_shard": 0}, "dp_shard=0 does not divide the number of ranks, 8; try --dp_shard=1"),
-        ({"dp_shard": 8, "dtype": "float16"}, "dtype=float16 with dp_shard=8: .* try --dtype=bfloat16"),
-        ({"dp_shard": -1, "tasks": "piqa"}, "tasks=piqa with dp_shard=-1: .* run bench/evaluate.py"),
-        ({"dp_shard": 2, "sample_interval": 1}, "sample_interval=1 with dp_shard=2: .* run sample.py"),
+        ({"dp_shard": 3}, ["dp_shard=3", "8", "--dp_shard=2"]),
+        ({"dp_shard": 0}, ["dp_shard=0", "8", "--dp_shard=1"]),
+        ({"dp_shard": 8, "dtype": "float16"}, ["dtype=float16", "dp_shard=8", "--dtype=bfloat16"]),
+        ({"dp_shard": -1, "tasks": "piqa"}, ["tasks=piqa", "dp_shard=-1", "bench/evaluate.py"]),
+        ({"dp_shard": 2, "sample_interval": 1}, ["sample_interval=1", "dp_shard=2", "sample.py"]),
     ],
 )
-def test_what_sharded_weights_cannot_do_is_refused_with_the_remedy(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_sharded_weights_cannot_do_is_refused_with_the_remedy(tmp_path, settings, named):
+    with pytest.raises(ValueError, match="dp_shard") as refused:
         sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **settings)), 8)
+    assert_one_line(str(refused.value), *named)
     sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": 1}))), 8)
     sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": -1}))), 1)
 
 
 def test_parameters_that_torch_cannot_shard_are_refused_in_one_line():
     sharding.refuse_what_torch_cannot_shard(GPT(CONFIG))
-    model = GPT(CONFIG)
-    model.transformer.h[1] = model.transformer.h[0]
-    with pytest.raises(ValueError, match=r"transformer\.h\.0\.\S+ is also transformer\.h\.1\.\S+, .*; leave it out"):
-        sharding.refuse_what_torch_cannot_shard(model)
-    model = GPT(CONFIG)
-    model.scale = torch.nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"scale is a scalar, .* the shape \(1,\)"):
-        sharding.refuse_what_torch_cannot_shard(model)
+    tied = GPT(CONFIG)
+    tied.transformer.h[1] = tied.transformer.h[0]
+    scalar = GPT(CONFIG)
+    scalar.scale = torch.nn.Parameter(torch.tensor(1.0))
+    for model, named in ((tied, ["transformer.h.0.", "transformer.h.1."]), (scalar, ["scale", "(1,)"])):
+        with pytest.raises(ValueError, match="dp_shard") as refused:
+            sharding.refuse_what_torch_cannot_shard(model)
+        assert_one_line(str(refused.value), *named)
 
 
 def test_parameter_that_is_unused_on_one_rank_only_ends_no_run(tmp_path):
@@ -256,7 +227,7 @@ def test_parameter_that_is_unused_on_one_rank_only_ends_no_run(tmp_path):
         runner.forward_backward(idx, idx)
         return next(model.transformer.h[1].parameters()).grad
 
-    found = in_ranks(gradient, 2, tmp_path / "ranks")
+    found = on_ranks(gradient, 2, tmp_path)
     assert found[0].any()
     assert torch.equal(*found)
 
@@ -274,7 +245,7 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world, config):
             for dp_shard in (2, -1)
         }
 
-    found = in_ranks(work, world, tmp_path / "ranks")
+    found = on_ranks(work, world, tmp_path)
     for (name, _), difference in found[0].items():
         assert difference < (1e-5 if name == "adamw" else 1e-3)
     assert all(of_rank == found[0] for of_rank in found)
@@ -299,5 +270,5 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
         runner, _ = found_form(model, c, ranks, EarlierForm("float32", compiled=True, explicit=False))
         return str(runner.form)
 
-    assert in_ranks(work, 2, tmp_path / "ranks") == ["float32, not compiled"] * 2
+    assert on_ranks(work, 2, tmp_path) == ["float32, not compiled"] * 2
     assert "NOT compiled, so steps are slower: it fails on another rank" in capfd.readouterr().out

@@ -17,8 +17,9 @@ MODERN_SETTINGS: dict[str, Any] = {
     "qk_norm": True,
     "activation": "relu2",
     "tie_weights": False,
+    "zero_init": True,
+    "token_shift": True,
 }
-MODERN_SETTINGS |= {"tie_weights": False, "zero_init": True, "token_shift": True}
 MODERN = replace(SMALL, bias=False, **MODERN_SETTINGS)
 
 

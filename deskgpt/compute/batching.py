@@ -69,7 +69,7 @@ class Batching:
         return replace(self, batch_size=batch_size, accumulation=self.sequences // batch_size)
 
     def settings(self) -> dict[str, int]:
-        """Those of train.py that ask for this split; an evaluation keeps its windows."""
+        """The settings of train.py that ask for this split; an evaluation keeps its windows."""
         return {
             "batch_size": self.batch_size,
             "gradient_accumulation_steps": self.accumulation,
@@ -88,7 +88,7 @@ class Batching:
         return " ".join(f"--{name}={value}" for name, value in named.items())
 
     def number(self, micro_step: int) -> int:
-        """That of this rank's micro-batch among those of the step, over all ranks: the same rows at any world size."""
+        """The number of this rank's micro-batch within the step, over all ranks: the same rows at any world size."""
         return micro_step * self.world + self.rank
 
     def rows(self, micro_step: int) -> I64:

@@ -14,6 +14,8 @@ from importlib import metadata
 
 import torch
 
+from deskgpt.machine import torch_internals
+
 # ---- inductor's settings -------------------------------------------------------------------------------------
 
 # GCC's bug 113255 is in all versions before this one, and this flag avoids it; see work_around_gcc.
@@ -81,15 +83,20 @@ def work_around_gcc() -> bool:
 
 def gcc_major_version() -> int | None:
     """The major version of the GCC that inductor calls; None if it calls another compiler, or finds none."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        command = [cpp_builder.get_cpp_compiler(), "-dumpfullversion"]  # clang does not know this option, and fails
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (exc.InvalidCxxCompiler, OSError, subprocess.SubprocessError):
-        return None
-    major = done.stdout.strip().split(".")[0]
+    major = said_by_compiler("-dumpfullversion").split(".")[0]  # clang does not know this option, and fails
     return int(major) if major.isdecimal() else None
+
+
+def said_by_compiler(option: str) -> str:
+    """The first line that inductor's C++ compiler prints with this option; empty if there is none or it fails."""
+    compiler = torch_internals.cpp_compiler()
+    if compiler is None:
+        return ""
+    try:
+        done = subprocess.run([compiler, option], capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself on stderr
 
 
 # ---- the compiler's name -------------------------------------------------------------------------------------
@@ -121,17 +128,11 @@ def triton_name() -> str | None:
 
 def cpp_compiler_name() -> str | None:
     """The first line that the C++ compiler prints about itself, and what inductor was told about the processor."""
-    from torch._inductor import config, cpp_builder
+    from torch._inductor import config
 
-    try:
-        command = [cpp_builder.get_cpp_compiler(), "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, RuntimeError, subprocess.TimeoutExpired):  # RuntimeError: inductor finds no compiler
+    name = said_by_compiler("--version")
+    if not name:
         return None
-    version = (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself on stderr
-    if not version:
-        return None
-    name = version
     for setting in ("march", "simdlen"):
         value = getattr(config.cpp, setting, None)
         if value is not None:

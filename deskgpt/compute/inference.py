@@ -66,6 +66,7 @@ class Reading:
         self.cached = cached  # becomes whether they are
         self.dtype = "float32"
         self.forms: Forms = {}
+        self.compiler: str | None = None  # by which the model is compiled
         self.texts = texts_to_compare(model, prompt[:1])
         self.expected: list[Tensor] = []
         was_training = model.training
@@ -117,10 +118,9 @@ class Reading:
         def compare() -> dict[str, str]:
             tokens = self.texts[-1]
             with torch.inference_mode(False):
-                compared = forms | ({"GPT.loss": kernels.loss_in_thirds} if "GPT.loss" in forms else {})
-                return held.wrong_kernels(self.model, compared, tokens[:1].clone(), tokens[:1].roll(-1, 1))
+                return held.wrong_kernels(self.model, forms.items(), tokens[:1].clone(), tokens[:1].roll(-1, 1))
 
-        problems = held.problems_of(self._key("kernels", sorted(forms)), compare) if self.remembers else compare()
+        problems = held.problems_of(self._key("kernels", sorted(forms)), compare)
         for problem in problems.values():
             self.say(f"{problem}: it is computed as model.py says, which may be slower")
         return {name: form for name, form in forms.items() if name not in problems}
@@ -149,16 +149,13 @@ class Reading:
                         "rounding"
                     )
 
-        if self.remembers:
-            return held.problem_of(self._key(how, dtype, sorted(forms)), compare)
-        try:
-            compare()
-        except Wrong as e:
-            return str(e)
-        return None
+        return held.problem_of(self._key(how, dtype, sorted(forms)), compare)
 
-    def _key(self, *what: Any) -> str:
-        return f"{machine(self.device)}: {held.digest(self.model.config, *what)}, sampling"
+    def _key(self, *what: Any) -> str | None:
+        """Under which an answer is remembered; None: it is not."""
+        if not self.remembers:
+            return None
+        return f"{machine(self.device)}: {held.digest(self.model.config, self.compiler, *what)}, sampling"
 
     # ---- logits ------------------------------------------------------------------------------------------
 
@@ -202,6 +199,7 @@ class Reading:
             if is_out_of_memory(e):
                 raise
             raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or leave --compile out") from None
+        self.compiler = compiling.compiler_name(self.device)
         problem = self._problem(f"compiled, in {self.dtype}", self.dtype, self.forms)
         if problem:
             raise ValueError(f"compile=True: {problem}; leave --compile out")

@@ -27,7 +27,7 @@ from deskgpt.compute import compiling, sharding
 from deskgpt.compute.ranks import Ranks
 from deskgpt.faster import held, kernels, recompute
 from deskgpt.faster.definition import using
-from deskgpt.machine import hardware
+from deskgpt.machine import hardware, torch_internals
 from model import GPT
 
 
@@ -86,11 +86,11 @@ class Runner:
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
+            is_one_graph = self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled()
             if self.sharded:
                 self.forms["Block.forward"] = compiled_blocks(self.forms.get("Block.forward"))
             # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
-            elif self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled():
-                torch._dynamo.config.trace_autograd_ops = True
+            elif is_one_graph and torch_internals.traces_autograd():
                 self.graph = torch.compile(self._losses_and_gradients, fullgraph=True)
             else:
                 self.module = torch.compile(model)  # type: ignore[assignment]

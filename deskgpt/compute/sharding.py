@@ -7,7 +7,8 @@ torch refuses tied weights in two units. Weights are gathered in float32, as DDP
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deskgpt.machine import torch_internals
 from model import GPT, rotary_table
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def shards_of(dp_shard: int, world: int) -> int:
     return n
 
 
-# Settings that sharded weights do not go with: why, and what to do instead.
+# Settings that do not work with sharded weights: why, and what to do instead.
 REFUSED = {
     "dtype=float16": "its loss scale is not for sharded weights; try --dtype=bfloat16",
     "sample_interval": "one rank alone has no whole weights to write samples with; leave it out, and run sample.py",
@@ -42,7 +44,7 @@ REFUSED = {
 
 
 def shards_for(settings: Mapping[str, Any], world: int) -> int:
-    """As shards_of, for a run. Raises ValueError also where its settings ask for what sharded weights cannot do."""
+    """How many ranks share one copy in a run. Raises ValueError also for settings that sharded weights cannot serve."""
     dp_shard = settings["dp_shard"]
     n = shards_of(dp_shard, world)
     for setting, why in REFUSED.items() if n > 1 else ():
@@ -63,7 +65,7 @@ def describe_shards(dp_shard: int, world: int) -> str:
 def make_mesh(device_type: str, dp_shard: int, world: int, rehearsed: bool = False) -> DeviceMesh:
     """The ranks as (replicas, shards), or as (shards) where there is one replica. Neighbours share a copy.
 
-    rehearsed: nothing is sent, and each rank goes on alone, whatever it then computes.
+    rehearsed: nothing is sent; each rank goes on alone with whatever it then computes.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -71,10 +73,25 @@ def make_mesh(device_type: str, dp_shard: int, world: int, rehearsed: bool = Fal
     sizes = {"dp_shard": n} if n == world else {"dp_replicate": world // n, "dp_shard": n}
     backends: dict[int | str, Any] | None = None
     if rehearsed:
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend known)
-
+        torch_internals.fake_store()  # makes the backend known
         backends = dict.fromkeys(sizes, "fake")
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backends)
+
+
+@contextmanager
+def fake_ranks(world: int) -> Iterator[None]:
+    """This process as the first of `world` ranks that are not there. Their collectives end at once and move nothing.
+
+    Ends a process group that it finds.
+    """
+    store = torch_internals.fake_store()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=store, rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
@@ -119,7 +136,7 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, devi
 
 
 def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
-    """As sharded_copy, with weights of zeros, and of the buffers the rotary table only."""
+    """The same as sharded_copy, but the weights are zeros, and no buffer is filled except the rotary table."""
     copy = GPT.without_storage(model.config)
     shard(copy, mesh, reshard_after_forward)
     shared = names_of_shared(copy)

@@ -11,7 +11,8 @@ import functools
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from deskgpt.faster import kernels
-from deskgpt.faster.definition import Forms, using
+from deskgpt.faster.definition import using
 from deskgpt.machine import hardware, remembered
 from deskgpt.machine.errors import is_out_of_memory
 from deskgpt.machine.provenance import digest_of_code
@@ -46,7 +47,10 @@ SAME_LOGITS = 1e-4
 # Kernels are compared twice: on what they get in training, and on the same with a root mean square of this size. A new
 # model's scores and logits are so small that a cap on them, for one, would change nothing yet.
 LARGE = {"attention": 4.0, "GPT.loss": 32.0}
+MOST_ALIKE = 2  # calls of a function with the same shapes that are compared: of the first two layers
 ALMOST_NOTHING = 1e-3  # a gradient below this share of the largest may be nothing but rounding
+
+Form = Callable[..., Any]  # what stands in for a function of model.py, called as form(plain, *args)
 
 FILE = "forms"  # of what is remembered
 RIGHT = "right"  # what is remembered of a form that was compared; of another, what was wrong
@@ -68,41 +72,49 @@ def digest(*what: Any) -> str:
     return hashlib.sha256(repr((torch.__version__, *what)).encode() + digest_of_code(CODE)).hexdigest()[:16]
 
 
-def known(key: str) -> str | None:
+def known(key: str | None) -> str | None:
     """RIGHT or what is wrong with the form of this key, in words that name the file; None if it was not compared."""
-    found = remembered.read(FILE).get(key)
+    found = remembered.read(FILE).get(key or "")
     if not isinstance(found, str) or found == RIGHT:
         return RIGHT if found == RIGHT else None
     return f"{found} (found before, in {remembered.path_of(FILE)})"
 
 
-def keep(key: str, problem: str | None) -> None:
-    remembered.keep(FILE, key, problem or RIGHT)
+def keep(key: str | None, problem: str | None) -> None:
+    if key is not None:
+        remembered.keep(FILE, key, problem or RIGHT)
 
 
-def problem_of(key: str, compare: Callable[[], None]) -> str | None:
+def problem_of(key: str | None, compare: Callable[[], None]) -> str | None:
     """What is wrong with the form of this key, None if it is right: as remembered, else as `compare` finds.
 
-    compare raises Wrong where the form differs.
+    compare raises Wrong where the form differs. Without a key nothing is remembered.
     """
     found = known(key)
     if found is not None:
         return None if found == RIGHT else found
+    problem = None
     try:
         compare()
     except Wrong as e:
-        keep(key, str(e))
-        return str(e)
-    keep(key, None)
-    return None
+        problem = str(e)
+    keep(key, problem)
+    return problem
 
 
-def problems_of(key: str, compare: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """As problem_of, of several forms: by name, what is wrong with those that differ."""
-    found = remembered.read(FILE).get(key)
-    if not isinstance(found, dict):
+def problems_of(
+    key: str | None, compare: Callable[[], dict[str, str]], on_all_ranks: Callable[[bool], bool] = bool
+) -> dict[str, str]:
+    """As problem_of, of several forms: by name, what is wrong with those that differ.
+
+    on_all_ranks: whether something holds on all ranks. They compare together if one of them does not remember.
+    """
+    found = remembered.read(FILE).get(key or "")
+    if not on_all_ranks(isinstance(found, dict)):
         found = compare()
-        remembered.keep(FILE, key, found)
+        if key is not None:
+            remembered.keep(FILE, key, found)
+    assert isinstance(found, dict)
     return found
 
 
@@ -132,7 +144,7 @@ def full_float32() -> Iterator[None]:
 @contextmanager
 def keeping_buffers(model: nn.Module) -> Iterator[None]:
     """Within the block a pass may change buffers, as one with a running mean does; after it they are as before."""
-    buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m._buffers.items() if x is not None]
+    buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m.named_buffers(recurse=False)]
     try:
         yield
     finally:
@@ -147,75 +159,89 @@ def keeping_buffers(model: nn.Module) -> Iterator[None]:
 def all_wrong_kernels(model: nn.Module, compiled: bool, idx: Tensor, targets: Tensor) -> dict[str, str]:
     """wrong_kernels of all kernels for the model's device; or, compiled, of those that only compiled models have."""
     device = idx.device.type
-    forms = kernels.forms_for(device)
+    forms = list(kernels.forms_for(device).items())
     if compiled:
-        added = {name: form for name, form in kernels.forms_for(device, compiled=True).items() if name not in forms}
-        return wrong_kernels(model, added, idx, targets)
-    # All logits of a long text, with their gradients, could take more memory than training does.
-    config: Any = model.config
-    few = max(1, kernels.LOGITS_ON_CPU // config.vocab_size)
-    loss = {"GPT.loss": forms.pop("GPT.loss")}
-    problems = wrong_kernels(model, {"GPT.loss": kernels.loss_in_thirds}, idx[:, :few], targets[:, :few])
-    right = {} if problems else loss
-    problems |= wrong_kernels(model, forms, idx, targets, right)
-    if kernels.may_be_explicit(device, idx.size(1), 0.0):
-        problems |= wrong_kernels(model, {"attention": kernels.explicit_attention}, idx, targets, right)
-    return problems
+        plain_too = dict(forms)
+        forms = [
+            (name, form) for name, form in kernels.forms_for(device, compiled=True).items() if name not in plain_too
+        ]
+    elif kernels.may_be_explicit(device, idx.size(1), 0.0):
+        forms.append(("attention", kernels.explicit_attention))
+    return wrong_kernels(model, forms, idx, targets)
 
 
-def wrong_kernels(
-    model: nn.Module, forms: Forms, idx: Tensor, targets: Tensor, right: Forms | None = None
-) -> dict[str, str]:
-    """Which of these forms compute something else than the definition in a pass of `model`, and how.
+def wrong_kernels(model: nn.Module, forms: Iterable[tuple[str, Form]], idx: Tensor, targets: Tensor) -> dict[str, str]:
+    """Which of these forms compute something else than the definition in a pass of `model`, and how, by their names.
 
-    idx, targets (1, T): real tokens. Results and gradients are compared in full float32, at each call, in training and
-    in evaluation. right: other forms, which the pass may use.
+    forms: with the names of what they stand in for. idx, targets (1, T): real tokens. Results and gradients are
+    compared in full float32, in training and in evaluation.
     """
     problems: dict[str, str] = {}
-    if not forms:
+    of_name: dict[str, list[Form]] = {}
+    for name, form in forms:
+        of_name.setdefault(name, []).append(kernels.loss_in_thirds if form is kernels.chunked_loss else form)
+    if not of_name:
         return problems
     was_training = model.training
     try:
         with full_float32(), keeping_buffers(model), torch.no_grad():
             for training in (True, False):
-                compared = {
-                    name: functools.partial(compare_call, name, form, problems, not training)
-                    for name, form in forms.items()
-                }
                 model.train(training)
-                with using({**(right or {}), **compared}):
+                with using({name: comparing(name, some, problems, not training) for name, some in of_name.items()}):
                     model(idx, targets)
     finally:
         model.train(was_training)
     return problems
 
 
-def compare_call(
-    name: str,
-    form: Callable[..., Any],
-    problems: dict[str, str],
-    large: bool,
-    plain: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Stands in for the function `name` and computes as it does; notes in problems where the form does not."""
-    inputs = [scaled(a, LARGE.get(name)) if large else a for a in args]
+def comparing(name: str, forms: list[Form], problems: dict[str, str], large: bool) -> Form:
+    """What stands in for the function `name` and computes as it does; notes in problems where a form does not.
+
+    large: on large numbers, see LARGE. Of calls that differ in these numbers only, as those of the layers do, the first
+    ones are compared.
+    """
+    alike: Counter[str] = Counter()
+
+    def compared(plain: Form, *args: Any, **kwargs: Any) -> Any:
+        if name == "GPT.loss":  # all logits of a long text, with their gradients, could take more memory than training
+            few = max(1, kernels.LOGITS_ON_CPU // args[0].config.vocab_size)
+            args = tuple(a[:, :few] if isinstance(a, Tensor) and a.dim() > 1 else a for a in args)
+        kind = repr([in_words(a) for a in (*args, *kwargs.values())])
+        alike[kind] += 1
+        if alike[kind] <= MOST_ALIKE:
+            inputs = [scaled(a, LARGE.get(name)) if large else a for a in args]
+            problem = problem_with(name, forms, plain, inputs, kwargs)
+            if problem is not None:
+                problems[name] = problem
+        return plain(*args, **kwargs)
+
+    return compared
+
+
+def problem_with(name: str, forms: list[Form], plain: Form, inputs: list[Any], kwargs: dict[str, Any]) -> str | None:
+    """What is wrong with one of these forms of the function `name`, called like this; None if all are right."""
     try:
         with DropoutAsFactor():
-            with_names = functools.partial(plain, **kwargs)
-            expected, is_random = results(with_names, inputs)
-            found, _ = results(functools.partial(form, plain, **kwargs), inputs)
-            error = distance_of_all(found, expected)
-        if is_random:
-            problems[name] = f"{name} of model.py draws random numbers, and what stands in for it may draw others"
-        elif not error <= TOLERANCE["float32"]:
-            problems[name] = f"what stands in for {name} differs from model.py by {error:.3g}"
+            expected, is_random = results(functools.partial(plain, **kwargs), inputs)
+            if is_random:
+                return f"{name} of model.py draws random numbers, and what stands in for it may draw others"
+            for form in forms:
+                found, _ = results(functools.partial(form, plain, **kwargs), inputs)
+                error = distance_of_all(found, expected)
+                if not error <= TOLERANCE["float32"]:
+                    return f"what stands in for {name} differs from model.py by {error:.3g}"
     except Exception as e:
         if is_out_of_memory(e):
             raise
-        problems[name] = f"what stands in for {name} fails: {' '.join(str(e).split())[:120]}"
-    return plain(*args, **kwargs)
+        return f"what stands in for {name} fails: {' '.join(str(e).split())[:120]}"
+    return None
+
+
+def in_words(x: Any) -> Any:
+    """An argument by all but the numbers of a tensor that has gradients."""
+    if isinstance(x, Tensor):
+        return (x.shape, x.dtype, None if x.is_floating_point() else x.tolist())
+    return id(x) if isinstance(x, nn.Module) else x
 
 
 def scaled(x: Any, rms: float | None) -> Any:

@@ -11,13 +11,10 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from deskgpt.machine import torch_internals
+
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
+ATTENTION = torch_internals.attention_operators()
 
 
 def block_form(which: str, dropout: float) -> Callable[..., Any]:
