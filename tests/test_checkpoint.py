@@ -5,13 +5,7 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 import zipfile
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_equal
+from conftest import assert_equal, assert_one_line
 from safetensors.torch import save_file
+from test_meta_files import corrupted
 
 from deskgpt.checkpoint import archive, store
-from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.share.gpt2_weights import load_gpt2
@@ -56,12 +50,10 @@ def test_checkpoints_come_back_as_they_were_saved(tmp_path):
 
 
 def test_best_checkpoint_outlives_later_ones(tmp_path):
-    store.save(state(1), tmp_path, best=True)
-    store.save(state(2), tmp_path, best=False)
-    assert store.load(tmp_path).iter_num == 2
-    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1
-    store.save(state(3), tmp_path, best=True)
-    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 3
+    for step, best_step in ((1, 1), (2, 1), (3, 3)):
+        store.save(state(step), tmp_path, best=step == best_step)
+        assert store.load(tmp_path).iter_num == step
+        assert store.load(tmp_path / "ckpt_best.pt").iter_num == best_step
 
 
 def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_path):
@@ -86,93 +78,21 @@ def test_checkpoint_from_before_the_form_was_saved_says_whether_it_was_compiled(
 
 # ---- accidents -----------------------------------------------------------------------------------------------
 
-SAVE_FOREVER = """
-import sys, torch
-from deskgpt.checkpoint import store
-from pathlib import Path
-state = store.load(sys.argv[1])
-state.model["padding"] = torch.zeros(2_000_000)
-state.iter_num = 0
-while True:
-    state.iter_num += 1
-    store.save(state, Path(sys.argv[2]), best=state.iter_num % 2 == 0)
-    print(state.iter_num, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_kill_during_save_keeps_a_loadable_checkpoint(tmp_path):
-    torch.save(vars(state()), tmp_path / "state.pt")
-    out = tmp_path / "out"
-    out.mkdir()
-    for attempt in range(4):
-        command = [sys.executable, "-c", SAVE_FOREVER, tmp_path / "state.pt", out]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout
-            reported = [int(process.stdout.readline()) for _ in range(3)]
-            time.sleep(0.007 * attempt)  # into the middle of some later save
-            process.send_signal(signal.SIGKILL)
-            reported += [int(line) for line in process.stdout.read().split()]
-        # What was reported saved is there, or the one that was being saved after it.
-        assert store.load(out).iter_num in (reported[-1], reported[-1] + 1)
-        best = store.load(out / "ckpt_best.pt").iter_num
-        assert best % 2 == 0
-        assert best >= reported[-1] - 1
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
-def test_full_disk_keeps_the_checkpoint_before_and_says_so(tmp_path):
-    store.save(state(1), tmp_path, best=True)
-    code = """
-import resource, signal, sys, torch
-from deskgpt.checkpoint import store
-from pathlib import Path
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-state = store.load(sys.argv[1])
-state.model["padding"] = torch.zeros(1_000_000)
-state.iter_num = 2
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    store.save(state, Path(sys.argv[1]), best=True)
-except OSError as e:
-    print(e)
-"""
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    (line,) = done.stdout.splitlines()
-    assert "ckpt.pt: File too large; free some disk space or choose another --out_dir; the checkpoint before" in line
-    assert store.load(tmp_path).iter_num == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
-
 
 def spoil(path: Path, damage: str) -> None:
     """Replaces a checkpoint by something else."""
-    content = path.read_bytes()
+    spoiled = vars(state())
+    spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
+    instead = {"pickle": {"config": Path("code that pickle would run")}, "list": [1, 2], "NaN": spoiled}
     if damage == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    elif damage == "pickle":
-        torch.save(vars(state()) | {"config": Path("code that pickle would run")}, path)
-    elif damage == "list":
-        torch.save([1, 2], path)
-    elif damage == "NaN":
-        spoiled = vars(state())
-        spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
-        torch.save(spoiled, path)
+        os.truncate(path, path.stat().st_size // 2)
     elif damage == "gone":
         path.unlink()
     else:
-        path.write_bytes(b"" if damage == "empty" else b"hello world")
+        torch.save(instead[damage], path)
 
 
-DAMAGE = {
-    "empty": "is not a readable checkpoint (File is not a zip file)",
-    "cut": "is not a readable checkpoint (File is not a zip file)",
-    "text": "is not a readable checkpoint (File is not a zip file)",
-    "pickle": "is not a readable checkpoint (it holds more than tensors and plain values, which only its maker's code",
-    "list": "is not a training checkpoint: it holds no dictionary",
-    "NaN": "holds weights or moments that are NaN or infinity",
-    "gone": "is missing",
-}
+DAMAGE = ("cut", "pickle", "list", "NaN", "gone")
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -180,23 +100,18 @@ def test_damaged_checkpoint_falls_back_to_the_best_and_says_so_but_not_where_it_
     store.save(state(1), tmp_path, best=True)
     store.save(state(2), tmp_path, best=False)
     path = tmp_path / "ckpt.pt"
+    best = tmp_path / "ckpt_best.pt"
     spoil(path, damage)
     said: list[str] = []
     assert store.load(tmp_path, said.append).iter_num == 1
-    (line,) = said
-    assert line.startswith(f"{path} {DAMAGE[damage]}")
-    assert line.endswith(
-        "): going on from ckpt_best.pt, step 1" if "(" in line else ": going on from ckpt_best.pt, step 1"
-    )
-    with pytest.raises(ValueError, match=r"ckpt\.pt") as e:
+    assert_one_line(*said, path, "ckpt_best.pt, step 1")
+    with pytest.raises(ValueError, match="checkpoint") as e:
         store.load(path)
-    assert len(str(e.value).splitlines()) == 1
-    assert damage == "gone" or f"--out_dir={tmp_path / 'ckpt_best.pt'} is another" in str(e.value)
-    (tmp_path / "ckpt_best.pt").write_bytes(b"as bad")
-    with pytest.raises(
-        ValueError, match=r"ckpt\.pt .*, and .*ckpt_best\.pt is not .*; restore one of them from a copy"
-    ):
+    assert_one_line(e.value, path, "--out_dir" if damage == "gone" else f"--out_dir={best}")
+    best.write_bytes(b"as bad")
+    with pytest.raises(ValueError, match="checkpoint") as e:
         store.load(tmp_path)
+    assert_one_line(e.value, path, best, "copy")
 
 
 def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
@@ -207,10 +122,7 @@ def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed
     (tmp_path / "ckpt_best.pt").write_text("damaged")
     said: list[str] = []
     store.take_over(tmp_path, said.append)
-    assert said == [
-        f"{tmp_path / 'ckpt_best.pt'} is not a readable checkpoint (File is not a zip file): "
-        "it is kept as ckpt_best_damaged.pt"
-    ]
+    assert_one_line(*said, tmp_path / "ckpt_best.pt", "it is kept as ckpt_best_damaged.pt")
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1  # now that of ckpt.pt, the only good one
     names = ["ckpt.pt", "ckpt_best.pt", "ckpt_best_damaged.pt", "notes.tmp"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
@@ -233,10 +145,9 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
     store.save(state(1), tmp_path, best=True)
     bad = state(2)
     bad.model["lm_head.weight"][0, 0] = torch.inf
-    with pytest.raises(
-        ValueError, match=r"ckpt\.pt is not written: weights or moments hold NaN or infinity; the check"
-    ):
+    with pytest.raises(ValueError, match="NaN or infinity") as e:
         store.save(bad, tmp_path, best=True)
+    assert_one_line(e.value, tmp_path / "ckpt.pt", "intact")
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
 
 
@@ -244,19 +155,15 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path):
     store.save(state(1), tmp_path, best=False)
     before = (tmp_path / "ckpt.pt").read_bytes()
     for entry in ({1}, np.float64(1), np.ones(2), torch.Size([1]), torch.half, torch.ones(2, dtype=torch.cfloat)):
-        with pytest.raises(ValueError, match=r"ckpt\.pt is not written: a (value|tensor) in it is .*; the checkpoint"):
+        with pytest.raises(ValueError, match="is not written") as e:
             store.save(replace(state(2), parts={"mine": {"entry": entry}}), tmp_path, best=False)
+        assert_one_line(e.value, tmp_path / "ckpt.pt", "parts.mine.entry", "the checkpoint before it is intact")
     assert (tmp_path / "ckpt.pt").read_bytes() == before
     for dtype in archive.DTYPES:
         store.save(replace(state(2), parts={"mine": {"entry": torch.ones(2).to(dtype)}}), tmp_path, best=False)
         parts = store.load(tmp_path).parts
         assert parts is not None
         assert parts["mine"]["entry"].dtype == dtype
-
-
-def test_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"ckpt\.pt: no such checkpoint; is --out_dir right\?"):
-        store.load(tmp_path)
 
 
 def test_earlier_run_is_set_aside_not_overwritten(tmp_path):
@@ -272,23 +179,11 @@ def test_earlier_run_is_set_aside_not_overwritten(tmp_path):
 # ---- damage and strangers' files -----------------------------------------------------------------------------
 
 
-def damaged(content: bytes, draw: random.Random) -> bytes:
-    """content with one piece of damage, anywhere."""
-    at = draw.randrange(len(content))
-    n = min(draw.choice((1, 2, 8, 512, 4096)), len(content) - at)
-    end = at + n
-    return draw.choice(
-        (
-            content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :],
-            content[:at] + draw.randbytes(n) + content[end:],
-            content[:at] + bytes(n) + content[end:],
-            content[:at],
-            content[at:],
-            content[:at] + content[end:],
-            content[:at] + draw.randbytes(n) + content[at:],
-            content + draw.randbytes(n),
-        )
-    )
+def assert_refuses(out_dir: Path) -> None:
+    """A folder's ckpt.pt is refused in one line."""
+    with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
+        store.load(out_dir)
+    assert_one_line(e.value, "ckpt.pt")
 
 
 def test_no_damage_to_a_checkpoint_is_silent(tmp_path):
@@ -296,26 +191,12 @@ def test_no_damage_to_a_checkpoint_is_silent(tmp_path):
     path = tmp_path / "ckpt.pt"
     content = path.read_bytes()
     draw = random.Random(1)
-    for _ in range(400):
-        spoiled = damaged(content, draw)
+    damaged = [corrupted(content, draw) for _ in range(200)]
+    for at in range(len(content) - archive.COMMENT_BYTES - 4, len(content)):  # each byte of the checksum counts
+        damaged.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    for spoiled in damaged:
         path.write_bytes(spoiled)
-        if spoiled == content:
-            continue
-        with pytest.raises(ValueError, match=r"^\S+ckpt\.pt is not a (readable|training) checkpoint") as e:
-            store.load(tmp_path)
-        assert len(str(e.value).splitlines()) == 1
-
-
-def test_every_bit_of_the_checksum_counts(tmp_path):
-    store.save(state(), tmp_path, best=False)
-    path = tmp_path / "ckpt.pt"
-    content = path.read_bytes()
-    for at in range(len(content) - archive.COMMENT_BYTES - 4, len(content)):
-        spoiled = bytearray(content)
-        spoiled[at] ^= 1
-        path.write_bytes(spoiled)
-        with pytest.raises(ValueError, match="is not a readable checkpoint"):
-            store.load(tmp_path)
+        assert_refuses(tmp_path)
 
 
 def test_damage_to_a_file_without_a_checksum_gives_no_traceback_and_leaves_the_tensors_as_they_were(tmp_path):
@@ -325,8 +206,8 @@ def test_damage_to_a_file_without_a_checksum_gives_no_traceback_and_leaves_the_t
     expected = store.load(tmp_path)
     model = {k: w.clone() for k, w in expected.model.items()}
     draw = random.Random(2)
-    for _ in range(200):
-        path.write_bytes(damaged(content, draw))
+    for _ in range(100):
+        path.write_bytes(corrupted(content, draw))
         with suppress(ValueError):
             assert_equal(store.load(tmp_path).model, model)
 
@@ -341,13 +222,14 @@ def test_torch_and_zip_tools_read_what_is_written(tmp_path):
         assert file.comment.startswith(b"deskgpt sha256 ")
 
 
-def with_pickle(path: Path, content: bytes, compression: int = zipfile.ZIP_STORED) -> None:
+def with_pickle(content: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
     """An archive of torch.save's with another pickle and one storage of 16 floats."""
-    saved = io.BytesIO()
+    saved, file = io.BytesIO(), io.BytesIO()
     torch.save({"a": torch.zeros(16)}, saved)
-    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(path, "w", compression) as new:
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(file, "w", compression) as new:
         for name in old.namelist():
             new.writestr(name, content if name.endswith("data.pkl") else old.read(name))
+    return file.getvalue()
 
 
 def tensor_pickle(size: int, stride: int) -> bytes:
@@ -384,32 +266,26 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGE)
+LARGER = {f"{size} by {stride}": tensor_pickle(size, stride) for size, stride in ((2**38, 0), (2**38, 1), (17, 0))}
+
+
+@pytest.mark.parametrize("kind", STRANGE | LARGER)
 def test_strange_pickles_are_refused_before_they_take_memory(tmp_path, kind):
-    with_pickle(tmp_path / "ckpt.pt", STRANGE[kind])
-    with pytest.raises(ValueError, match=r"ckpt\.pt is not a (readable|training) checkpoint") as e:
-        store.load(tmp_path)
-    assert len(str(e.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(("size", "stride"), [(2**38, 0), (2**38, 1), (17, 0)])
-def test_tensors_larger_than_the_file_are_refused(tmp_path, size, stride):
-    with_pickle(tmp_path / "ckpt.pt", tensor_pickle(size, stride))
-    with pytest.raises(ValueError, match="has more numbers than the file|not resizable|out of bounds"):
-        store.load(tmp_path)
+    (tmp_path / "ckpt.pt").write_bytes(with_pickle((STRANGE | LARGER)[kind]))
+    assert_refuses(tmp_path)
 
 
 def test_compressed_archives_are_refused(tmp_path):
-    with_pickle(tmp_path / "ckpt.pt", b"\x80\x02}.", zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match="it is compressed"):
+    (tmp_path / "ckpt.pt").write_bytes(with_pickle(b"\x80\x02}.", zipfile.ZIP_DEFLATED))
+    with pytest.raises(ValueError, match="compressed"):
         store.load(tmp_path)
 
 
-WRONG: dict[str, tuple[Any, ...]] = {
+WRONG: dict[str, tuple[Any, ...]] = {  # see test_bad_input.py for more
     "iter_num": (-1, 2**63, True, 1.0, None),
     "best_val_loss": (math.nan, "1", None, torch.ones(2)),
     "model": ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)}),
-    "model_args": ({"n_layer": 10**9}, {"vocab_size": 10**9, "n_embd": 8}),
+    "model_args": ({"vocab_size": 10**9, "n_embd": 8},),
     "config": (None, {"a": {"b"}}),
     "scaler": ({"scale": 1.0}, 3, {"scale": math.inf, "growth_factor": 2.0, "backoff_factor": 0.5}),
     "train_tokens": ("many", 2.5),
@@ -421,8 +297,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 def test_entries_of_other_types_and_ranges_are_refused(tmp_path, name):
     for value in WRONG[name]:
         torch.save(vars(state()) | {name: value}, tmp_path / "ckpt.pt")
-        with pytest.raises(ValueError, match=r"ckpt\.pt is not a (training|readable) checkpoint"):
-            store.load(tmp_path)
+        assert_refuses(tmp_path)
 
 
 def test_weights_that_are_integers_are_refused(tmp_path):
@@ -431,142 +306,9 @@ def test_weights_that_are_integers_are_refused(tmp_path):
     saved["model"]["transformer.wpe.weight"] = torch.ones(8, 8, dtype=torch.int64)
     torch.save(saved, tmp_path / "ckpt.pt")
     loaded = store.load(tmp_path)
-    with pytest.raises(ValueError, match=r"^out: these weights are not a GPT of .*transformer\.wpe\.weight"):
+    with pytest.raises(ValueError, match="^out: ") as e:
         GPT.from_state(GPTConfig(**loaded.model_args), store.weights_of(loaded), "out")
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_optimizer_states_that_do_not_fit_the_parameters_are_refused(kind):
-    def trained() -> OptimizerState:
-        model = GPT(CONFIG)
-        optimizer = make_optimizer(model, kind, 0.1, 1e-3, (0.9, 0.95), 0.95)
-        kept = OptimizerState(optimizer, model)
-        x = torch.zeros(1, 8, dtype=torch.int64)
-        model(x, x)[1].backward()
-        optimizer.step()
-        return kept
-
-    kept = trained()
-    kept.load(trained().state(), "out")
-    kept.load(trained().state() | {"state": {}}, "out")  # of a run without a step
-    changes: list[Any] = [
-        {"state": None},
-        {"param_groups": None},
-        {"param_groups": [3, 3]},
-        {"param_groups": [{"params": "ab"}, {"params": []}]},
-        {"param_groups": []},
-    ]
-    for name, value in {
-        "exp_avg": torch.zeros(3),
-        "step": torch.zeros(2),
-        "exp_avg_sq": None,
-        "more": 3,
-    }.items():
-        state_of_parameters = trained().state()["state"]
-        changes.append({"state": state_of_parameters | {0: state_of_parameters[0] | {name: value}}})
-    for step in (-1, torch.tensor(math.nan)):
-        changes.append({"state": state_of_parameters | {0: state_of_parameters[0] | {"step": step}}})
-    changes.append({"state": {i: s for i, s in state_of_parameters.items() if i}})
-    for change in changes:
-        with pytest.raises(ValueError, match="^out: the optimizer state does not fit the model|^out was trained with"):
-            kept.load(trained().state() | change, "out")
-
-
-class Remembering(torch.optim.SGD):
-    """SGD whose steps depend on what it keeps in an attribute, which begins as first(parameters)."""
-
-    def __init__(self, model: GPT, first: Callable[[list[torch.Tensor]], Any]) -> None:
-        super().__init__(model.parameters(), lr=0.1, momentum=0.9)
-        self.kept = first(list(model.parameters()))
-        self.unit = torch.device("cpu")  # no state
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        p = self.param_groups[0]["params"][0]
-        if isinstance(self.kept, dict):
-            self.kept[p] = p.grad.clone() + self.kept.get(p, 0)
-            p.grad += self.kept[p]
-        elif isinstance(self.kept, tuple):
-            self.kept = (*self.kept, len(self.kept))
-            p.grad += sum(self.kept)
-        elif isinstance(self.kept, set):
-            self.kept.add(len(self.kept))
-            p.grad += sum(self.kept)
-        elif isinstance(self.kept, list):
-            self.kept.append(p.grad.clone())
-            p.grad += torch.stack(self.kept).sum(0)
-        else:
-            self.kept = self.kept + 1
-            p.grad += self.kept
-        super().step()
-
-
-def one_step(kept: OptimizerState) -> None:
-    x = torch.arange(8)[None]
-    kept.optimizer.zero_grad()
-    kept.model(x, x)[1].backward()
-    kept.optimizer.step()
-
-
-FIRST: list[Callable[[list[torch.Tensor]], Any]] = [lambda ps: {}, lambda ps: (), lambda ps: set(), lambda ps: []]
-FIRST += [lambda ps: 0.5, lambda ps: torch.ones(3, 8).sum(0)]
-
-
-@pytest.mark.parametrize("first", FIRST, ids=["dict", "tuple", "set", "list", "float", "tensor"])
-def test_optimizer_that_keeps_its_state_in_an_attribute_goes_on_exactly(first, tmp_path):
-    def begun() -> OptimizerState:
-        torch.manual_seed(0)
-        model = GPT(CONFIG)
-        return OptimizerState(Remembering(model, first), model)
-
-    whole = begun()
-    for step in range(4):
-        if step == 2:
-            saved = replace(state(), model=whole.model.state_dict(), optimizer=whole.state())
-            store.save(saved, tmp_path, best=False)
-        one_step(whole)
-    again = begun()
-    loaded = store.load(tmp_path)
-    store.restore_weights(again.model, loaded)
-    again.load(loaded.optimizer, "out")
-    for _ in range(2):
-        one_step(again)
-    assert_equal(again.model.state_dict(), whole.model.state_dict())
-    assert_equal(again.state(), whole.state())
-
-
-UNKNOWN: list[Callable[[list[torch.Tensor]], Any]] = [lambda ps: deque([1.0]), lambda ps: torch.Generator()]
-UNKNOWN += [lambda ps: [{"a": deque()}]]
-
-
-@pytest.mark.parametrize("first", UNKNOWN, ids=["deque", "generator", "nested"])
-def test_optimizer_whose_state_a_checkpoint_would_lose_is_refused(first):
-    model = GPT(CONFIG)
-    with pytest.raises(ValueError, match=r"^Remembering keeps a \w+ in kept, which .* a state_dict .* of its own$"):
-        OptimizerState(Remembering(model, first), model)
-    later = OptimizerState(Remembering(model, lambda ps: None), model)
-    later.optimizer.kept = first(list(model.parameters()))  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="^Remembering keeps a "):
-        later.state()
-
-
-def test_optimizer_state_of_other_groups_is_refused():
-    def with_groups(groups: list[list[int]]) -> OptimizerState:
-        model = GPT(CONFIG)
-        ps = list(model.parameters())
-        kept = OptimizerState(
-            torch.optim.SGD([{"params": [ps[i] for i in g]} for g in groups], lr=0.1, momentum=0.9), model
-        )
-        one_step(kept)
-        return kept
-
-    n = len(list(GPT(CONFIG).parameters()))
-    saved = with_groups([[*range(n)]]).state()
-    with_groups([[*range(n)]]).load(saved, "out")
-    for groups in ([[0], [*range(1, n)]], [[*range(n - 1)]], [[*range(1, n), 0]]):
-        with pytest.raises(ValueError, match="^out: the optimizer state does not fit the model") as e:
-            with_groups(groups).load(saved, "out")
-        assert "\n" not in str(e.value)
+    assert_one_line(e.value, "transformer.wpe.weight")
 
 
 # ---- GPT-2 folders -------------------------------------------------------------------------------------------
@@ -597,31 +339,24 @@ def test_gpt2_folder_as_the_hub_has_it_loads(tmp_path):
     [{"model_type": "llama"}, {"activation_function": "relu"}, {"layer_norm_epsilon": 1e-6}, {"n_inner": 12}],
 )
 def test_relatives_of_gpt2_that_compute_otherwise_are_refused(tmp_path, changes):
-    with pytest.raises(ValueError, match=f"not a plain GPT-2: .*{next(iter(changes))}"):
+    with pytest.raises(ValueError, match="GPT-2") as e:
         load_gpt2(gpt2_folder(tmp_path, **changes))
+    assert_one_line(e.value, *changes)
 
 
 def test_incomplete_gpt2_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config\.json and no model\.safetensors; name one of gpt2"):
-        load_gpt2(str(tmp_path))
+    def assert_refuses_it(*named: str) -> None:
+        with pytest.raises(ValueError, match="init_from") as e:
+            load_gpt2(str(tmp_path))
+        assert_one_line(e.value, tmp_path, *named)
+
+    assert_refuses_it("config.json", "model.safetensors")
     gpt2_folder(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 300)
-    with pytest.raises(ValueError, match="a damaged file in .*fetch it again"):
-        load_gpt2(str(tmp_path))
+    assert_refuses_it("damaged")
     gpt2_folder(tmp_path)
-    for content in ("{", "[3]", "7"):
+    for content, reason in (("{", "damaged"), ("[3]", "damaged"), ("7", "damaged"), ('{"n_layer": 1}', "n_head")):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ValueError, match="a damaged file in .*fetch it again"):
-            load_gpt2(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"n_layer": 1}')
-    with pytest.raises(ValueError, match="lacks 'n_head'"):
-        load_gpt2(str(tmp_path))
+        assert_refuses_it(reason)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
-        load_gpt2(str(tmp_path))
-
-
-def test_weights_that_cannot_be_downloaded_say_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="init_from=gpt2-xl: the weights are not cached.*or give a local folder"):
-        load_gpt2("gpt2-xl")
+    assert_refuses_it("model.safetensors")

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import random
 import re
 import shlex
 import statistics
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, weights
+from conftest import TINY, assert_equal, assert_one_line, events, flags, tiny, weights
 from hypothesis import given
 from hypothesis import strategies as st
+from test_sharded_checkpoint import run
 
 from bench.analysis import learning
 from bench.analysis.runs import Run
@@ -31,7 +35,6 @@ from deskgpt.run.diagnosis import (
     without_improvement,
 )
 from deskgpt.run.health import Health
-from deskgpt.run.start import StartingPoint
 from deskgpt.run.stops import Due, Stops
 from train import main
 
@@ -97,7 +100,7 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, 
     main(tiny(chars, tmp_path, **options))
     [bad] = events(tmp_path, "bad_step")
     assert bad["iter"] == 2
-    assert bad["which"] == "those of transformer.h.1.mlp.c_fc.weight, 1 of 15 parameters"
+    assert bad["which"] == "transformer.h.1.mlp.c_fc.weight, 1 of 15 parameters"
     assert bad["rows"] == [8, 11]
     tokens = np.fromfile(chars / "train.bin", np.uint16)
     [begins] = bad["windows"].values()
@@ -110,22 +113,16 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, 
 
 
 @pytest.mark.parametrize("first_bad", [0, 5])
-def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_path, plant, monkeypatch, first_bad):
+def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_path, plant, first_bad):
     plant.damage = bad_gradient
     plant.at = range(first_bad, 100)
-    monkeypatch.setattr(Stops, "due", lambda stops, step, has_work: Due(stop=None, save=True))
+    with pytest.raises(ValueError, match="gradients are not finite") as e:
+        main(tiny(chars, tmp_path, max_iters=20, eval_interval=20, save_interval=1, max_bad_steps=3))
+    steps = (f"in 3 steps in a row, {first_bad} to {first_bad + 2}", "float32", "mlp.c_fc.weight, 1 of 15 parameters")
+    known = ["no checkpoint was saved yet", "not the learning rate"]
     if first_bad:
-        norms = r"gradient norms before: [^;]*, clipped in \d of the last 5 good steps"
-        kept = re.escape(f"the last checkpoint is {tmp_path / 'ckpt.pt'} of step 5") + "[^;]*"
-        remedy = "try a lower --learning_rate"
-    else:
-        norms = "no step before was good"
-        kept = "no checkpoint was saved yet"
-        remedy = "no update of this run came before, so it is not the learning rate: check .*"
-    steps = rf"in 3 steps in a row, {first_bad} to {first_bad + 2} \(float32(, explicit attention)?, not compiled\)"
-    which = r"those of transformer\.h\.1\.mlp\.c_fc\.weight, 1 of 15 parameters"
-    with pytest.raises(ValueError, match=f"^gradients are not finite {steps}: {which}; {norms}; {kept}; {remedy}$"):
-        main(tiny(chars, tmp_path, max_iters=20, eval_interval=20, max_bad_steps=3))
+        known = ["gradient norms before", "clipped in", f"{tmp_path / 'ckpt.pt'}", "step 5", "a lower --learning_rate"]
+    assert_one_line(e.value, *steps, *known)
     assert len(plant.batches) == first_bad + 3
     assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))  # none of the bad steps
 
@@ -153,98 +150,70 @@ def test_numbers_that_wait_on_the_device_until_a_log_line_say_the_same(chars, tm
 
 
 def test_clip_rate_is_the_share_of_the_steps_since_the_last_log_line(chars, tmp_path):
-    main(tiny(chars, tmp_path / "each", max_iters=12))
-    norms = [e["grad_norm"] for e in events(tmp_path / "each", "iter")]
-    clip = statistics.median(norms)
-    main(tiny(chars, tmp_path / "all", max_iters=12, grad_clip=0))
-    assert {e["clip_rate"] for e in events(tmp_path / "all", "iter")} == {None}
-    assert [clip_rate(norms[i : i + 4], clip) for i in (0, 4)] == [
-        sum(norm > clip for norm in norms[i : i + 4]) / 4 for i in (0, 4)
-    ]
-    main(tiny(chars, tmp_path / "some", max_iters=12, log_interval=4, grad_clip=1e-3))
-    assert [e["clip_rate"] for e in events(tmp_path / "some", "iter")] == [1.0] * 4
-    assert [e["iter"] for e in events(tmp_path / "some", "iter")] == [0, 4, 8, 11]
+    assert clip_rate([1.0, 2.0, 3.0, 4.0], 1.5) == 0.75
+    assert clip_rate([1.0], 0) is None
+    main(tiny(chars, tmp_path, max_iters=12, log_interval=4, grad_clip=1e-3))
+    assert [(e["iter"], e["clip_rate"]) for e in events(tmp_path, "iter")] == [(0, 1.0), (4, 1.0), (8, 1.0), (11, 1.0)]
 
 
 @pytest.mark.slow
-def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path):
-    code = (
-        "import math, os, sys\n"
-        "sys.path.insert(0, '.')\n"
-        "import train\n"
-        "from configurator import build, read_settings\n"
-        "from model import GPT\n"
-        "forward = GPT.forward\n"
-        "steps = []\n"
-        "def spoiled(model, x, y=None):\n"
-        "    logits, loss = forward(model, x, y)\n"
-        "    if started and model.training:\n"
-        "        steps.append(1)\n"
-        "        loss = loss * (math.nan if len(steps) == 3 and os.environ['RANK'] == '1' else 1)\n"
-        "    return logits, loss\n"
-        "started = []\n"
-        "take = train.Loader.step\n"
-        "train.Loader.step = lambda loader: started.append(1) or take(loader)\n"
-        "GPT.forward = spoiled\n"
-        "train.main(build(train.TrainConfig, read_settings(train.TrainConfig, sys.argv[1:])))\n"
-    )
-    (tmp_path / "two.py").write_text(code)
-    settings = TINY | {"gradient_accumulation_steps": 2, "dataset": chars, "out_dir": tmp_path / "out"}
-    done = shell(*TORCHRUN[:-1], tmp_path / "two.py", *flags(**settings))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gradients are not finite") == 1
-    [bad] = events(tmp_path / "out", "bad_step")
-    assert (bad["iter"], bad["which"], bad["loss"]) == (2, "those of all parameters", None)
-    saved = store.load(tmp_path / "out")
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
+def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, monkeypatch, capfd):
+    forward = Runner.forward
+    passes = itertools.count()
+
+    def spoiled(runner, x, y, *args):
+        loss, parts = forward(runner, x, y, *args)
+        is_bad = len(args) == 2 and next(passes) == 2 and os.environ["RANK"] == "1"  # trying out gives no weight
+        return loss * (math.nan if is_bad else 1), parts
+
+    monkeypatch.setattr(Runner, "forward", spoiled)
+    run(2, tiny(chars, tmp_path, gradient_accumulation_steps=2))
+    assert capfd.readouterr().out.count("gradients are not finite") == 1
+    [bad] = events(tmp_path, "bad_step")
+    assert (bad["iter"], bad["which"]) == (2, "all parameters")
+    saved = store.load(tmp_path)
     assert all(w.isfinite().all() for w in saved.model.values())
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
 
 
-def test_advice_follows_from_the_evidence():
-    low = Form("bfloat16", compiled=True)
-    usual = "try a lower --learning_rate, then --compile=False, then --dtype=float32"
-    assert advice(Evidence(low, no_update_before=False)) == usual
-    assert advice(Evidence(Form(), no_update_before=False)) == "try a lower --learning_rate"
-    clipped = Evidence(Form(), no_update_before=False, clip_rate=0.95)
-    assert advice(clipped) == "try a lower --learning_rate or a longer --warmup_iters"
-    one_layer = Evidence(low, no_update_before=False, in_part=True, clip_rate=0.1)
-    assert advice(one_layer).startswith("try --dtype=float32, then --compile=False")
-    first = Evidence(low, no_update_before=True)
-    assert advice(first).endswith("not the learning rate: try --compile=False, then --dtype=float32")
-    assert "the weights that it starts from, and the data" in advice(Evidence(Form(), no_update_before=True))
-    broken = Evidence(low, no_update_before=True, broken_weight="lm_head.weight")
-    assert advice(broken) == "the weights themselves are not finite (lm_head.weight): go on from another checkpoint"
+LOW = Form("bfloat16", compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "first", "then"),
+    [
+        (Evidence(LOW, no_update_before=False), "a lower --learning_rate", ["--compile=False", "--dtype=float32"]),
+        (Evidence(Form(), no_update_before=False), "a lower --learning_rate", []),
+        (Evidence(Form(), no_update_before=False, clip_rate=0.95), "a lower --learning_rate", ["--warmup_iters"]),
+        (Evidence(LOW, False, in_part=True, clip_rate=0.1), "--dtype=float32", ["--compile=False", "--learning_rate"]),
+        (Evidence(LOW, no_update_before=True), "--compile=False", ["--dtype=float32"]),
+        (Evidence(Form(), no_update_before=True), "not the learning rate", ["the weights", "the data"]),
+        (Evidence(LOW, True, broken_weight="lm_head.weight"), "lm_head.weight", ["another checkpoint"]),
+    ],
+)
+def test_advice_follows_from_the_evidence(evidence, first, then):
+    said = advice(evidence)
+    assert_one_line(said, first, *then)
+    assert [said.index(part) for part in (first, *then)] == sorted(said.index(part) for part in (first, *then))
+    assert ("--learning_rate" in said) == (not evidence.no_update_before)
+    assert ("--dtype" in said) == (evidence.form == LOW and not evidence.broken_weight)
 
 
 def test_bad_parameters_are_named_by_depth():
     names = ["wte", "h.0", "h.1", "head"]
     inf = math.inf
-    assert bad_parameters([1, math.nan, inf, 1], names) == "those of h.0 to h.1, 2 of 4 parameters"
-    assert bad_parameters([1, 1, inf, 1], names) == "those of h.1, 1 of 4 parameters"
-    assert bad_parameters([inf] * 4, names) == "those of all parameters"
-    assert bad_parameters([1, 1, 1, 1], names) == "their norm is too large for a number"
-
-
-def test_weights_that_are_broken_when_a_run_resumes_are_said_to_be_the_cause(chars, tmp_path, monkeypatch):
-    main(tiny(chars, tmp_path))
-    make_model = StartingPoint.model
-
-    def broken(start, make):
-        model = make_model(start, make)
-        model.get_parameter("transformer.ln_f.weight").data[0] = math.nan
-        return model
-
-    monkeypatch.setattr(StartingPoint, "model", broken)
-    message = r"the best one is .*ckpt_best\.pt; the weights .* \(transformer\.ln_f\.weight\): go on from another"
-    with pytest.raises(ValueError, match=message):
-        main(tiny(chars, tmp_path, init_from="resume"))
+    assert bad_parameters([1, math.nan, inf, 1], names) == "h.0 to h.1, 2 of 4 parameters"
+    assert bad_parameters([1, 1, inf, 1], names) == "h.1, 1 of 4 parameters"
+    assert bad_parameters([inf] * 4, names) == "all parameters"
+    assert bad_parameters([1, 1, 1, 1], names) == "each is finite, their norm is not"
 
 
 @pytest.mark.slow
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, plant):
     plant.damage = bad_gradient
     plant.at = range(2, 100)
-    with pytest.raises(ValueError, match=r"in 3 steps in a row, 19 to 21 \(float16.*, loss scale 0\.\d+\)"):
+    with pytest.raises(ValueError, match=r"19 to 21 .*float16.*loss scale 0\.\d"):
         main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=10, max_bad_steps=3))
 
 
@@ -273,10 +242,12 @@ def test_spike_watch_ignores_what_is_no_number_and_sees_what_is_infinite():
 SPIKED = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
 
 
-def test_spike_is_logged_and_the_run_goes_on(chars, tmp_path, plant, capsys):
+@pytest.mark.parametrize("on_spike", ["go", "rewind"])
+def test_spike_is_logged_and_the_run_goes_on(on_spike, chars, tmp_path, plant, capsys):
+    """Without a checkpoint to go back to, with on_spike=rewind too."""
     plant.damage = leap
     plant.at = (45,)
-    main(tiny(chars, tmp_path, **SPIKED))
+    main(tiny(chars, tmp_path, **SPIKED | {"on_spike": on_spike, "eval_interval": 1000}))
     [spike] = events(tmp_path, "spike")
     assert spike["iter"] == 45
     assert spike["rows"] == [180, 183]
@@ -284,6 +255,7 @@ def test_spike_is_logged_and_the_run_goes_on(chars, tmp_path, plant, capsys):
     assert "step 45: loss spike, " in capsys.readouterr().out
     assert store.load(tmp_path).iter_num == 60
     assert events(tmp_path, "end")[0]["spikes"] == 1
+    assert not events(tmp_path, "rewind")
 
 
 def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
@@ -291,8 +263,7 @@ def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
     plant.at = (45,)
     done = script("train.py", *flags(**TINY | SPIKED | {"on_spike": "stop"}, dataset=chars, out_dir=tmp_path))
     assert done.code == 1
-    last = re.escape(f"the last checkpoint is {tmp_path / 'ckpt.pt'} of step 40")
-    assert re.fullmatch(rf"error: on_spike=stop: the loss leapt to .* at step 45; {last}, .*\n", done.err)
+    assert_one_line(done.err, "error: on_spike=stop", "step 45", tmp_path / "ckpt.pt", "step 40")
     assert store.load(tmp_path).iter_num == 40
 
 
@@ -327,26 +298,18 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(later,
         if thread.name == "saver":  # the end of a process waits for it
             thread.join()
     main(tiny(chars, tmp_path / "halves", on_spike="rewind", init_from="resume", **SPIKED))
-    for run in ("whole", "halves"):
-        assert len(events(tmp_path / run, "rewind")) == 1
+    for name in ("whole", "halves"):
+        assert len(events(tmp_path / name, "rewind")) == 1
     assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
     assert_equal(saved.optimizer, store.load(tmp_path / "halves").optimizer)
     assert saved.health == store.load(tmp_path / "halves").health
-
-
-def test_spike_before_the_first_checkpoint_does_not_end_a_run(chars, tmp_path, plant, capsys):
-    plant.damage = leap
-    plant.at = (45,)
-    main(tiny(chars, tmp_path, on_spike="rewind", **SPIKED | {"eval_interval": 1000}))
-    assert "no checkpoint was saved yet, so the run goes on" in capsys.readouterr().out
-    assert not events(tmp_path, "rewind")
 
 
 @pytest.mark.slow
 def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, plant):
     plant.damage = leap
     plant.at = range(45, 10**6)
-    with pytest.raises(ValueError, match="5 times back to step 40, and the loss leapt again: it is not the data"):
+    with pytest.raises(ValueError, match="5 times back to step 40"):
         main(tiny(chars, tmp_path, on_spike="rewind", **SPIKED))
     assert [e["iter"] for e in events(tmp_path, "rewind")] == [40] * 5
 
@@ -354,19 +317,18 @@ def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, pla
 def test_health_in_a_checkpoint_that_is_damaged_is_an_error_of_one_line(chars, tmp_path):
     main(tiny(chars, tmp_path))
     saved = store.load(tmp_path)
-    for damage in ({}, {"losses": 3}, {"skipped_batches": -1}, {"evaluations": [[1, 2]]}, {"rewinds_there": True}):
-        state = None if saved.health is None else (saved.health | damage if damage else {})
-        store.save(store.Checkpoint(**vars(saved) | {"health": state}), tmp_path, best=False)
-        with pytest.raises(ValueError, match="skipped batches and past losses is damaged"):
+    for damage in ({"losses": 3}, {"skipped_batches": -1}, {"evaluations": [[1, 2]]}, {"rewinds_there": True}):
+        store.save(replace(saved, health=(saved.health or {}) | damage), tmp_path, best=False)
+        with pytest.raises(ValueError, match="damaged") as e:
             main(tiny(chars, tmp_path, init_from="resume"))
+        assert_one_line(e.value, tmp_path)
 
 
 # ---- evaluations ---------------------------------------------------------------------------------------------
 
 
-def evaluations(*val_losses: float, error: float | None = 0.1, train_losses: tuple[float, ...] = ()) -> list[Evaluated]:
-    falling = train_losses or tuple(-float(i) for i in range(len(val_losses)))
-    return [Evaluated(i * 10, falling[i], loss, error) for i, loss in enumerate(val_losses)]
+def evaluations(*val_losses: float, error: float | None = 0.1) -> list[Evaluated]:
+    return [Evaluated(i * 10, -float(i), loss, error) for i, loss in enumerate(val_losses)]
 
 
 def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
@@ -398,8 +360,7 @@ def test_patience_ends_a_run_and_a_resumed_one_goes_on_counting(chars, tmp_path,
     assert [e["iter"] for e in events(tmp_path / "whole", "eval")] == [0, 5, 10, 15]
     assert store.load(tmp_path / "whole").iter_num == 15
     out = capsys.readouterr().out
-    assert "patience=3: the last 3 evaluations improved by no more than the standard error; the lowest val loss" in out
-    assert "resume:  python train.py --init_from=resume" in out
+    assert re.search("^patience=3: ", out, re.M)
     assert "--max_iters" not in out
     assert re.search(r"^resume: .* --patience=0$", out, re.M)  # with the same patience nothing would be left to do
     main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
@@ -410,19 +371,12 @@ def test_patience_ends_a_run_and_a_resumed_one_goes_on_counting(chars, tmp_path,
 
 
 def test_overfitting_is_said_once(chars, tmp_path, monkeypatch, capsys):
-    values = iter([(3.0, 3.0), (2.0, 2.0), (1.0, 2.5), (0.9, 2.6), (0.8, 2.7), (0.7, 2.8)])
-    now: list[tuple[float, float]] = []
-
-    def planned(runner, *_):
-        if not now:
-            now.append(next(values))
-            return Evaluation(now[0][0], 0.1)
-        return Evaluation(now.pop()[1], 0.1)
-
-    monkeypatch.setattr(Runner, "evaluate", planned)
+    pairs = [(3.0, 3.0), (2.0, 2.0), (1.0, 2.5), (0.9, 2.6), (0.8, 2.7), (0.7, 2.8)]
+    planned = (Evaluation(loss, 0.1) for pair in pairs for loss in pair)
+    monkeypatch.setattr(Runner, "evaluate", lambda *_: next(planned))
     main(tiny(chars, tmp_path, max_iters=10, eval_interval=2))
-    out = capsys.readouterr().out
-    assert out.count("overfitting: the val loss is 0.5000 above that of step 2, while the train loss has fallen") == 1
+    [line] = re.findall("^overfitting: .*", capsys.readouterr().out, re.M)
+    assert_one_line(line, "0.5000", "step 2")
     assert [(e["iter"], e["best_iter"]) for e in events(tmp_path, "overfit")] == [(4, 2)]
 
 
@@ -432,23 +386,13 @@ def test_overfitting_is_said_once(chars, tmp_path, monkeypatch, capsys):
 def test_end_of_a_run_gives_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
-    assert re.search(r"^6 steps: .* of training .*; warm-up .*; best val loss \d\.\d{4}$", done.out, re.M)
+    assert re.search(r"^6 steps: .*; best val loss \d\.\d{4}$", done.out, re.M)
     assert f"best model of step 6: {out_dir / 'ckpt_best.pt'}\n" in done.out
     commands = {name: shlex.split(line) for name, line in re.findall(r"^(\w[\w ]+): +python (.*)$", done.out, re.M)}
     assert list(commands) == ["sample", "resume", "compare"]
-    sampled = script(*commands["sample"], "--num_samples=1", "--max_new_tokens=3", "--device=cpu")
-    assert sampled.code == 0, sampled.err
-    assert script(*commands["resume"]).code == 0
+    commands["sample"] += ["--num_samples=1", "--max_new_tokens=3", "--device=cpu"]
+    commands["compare"][-1] = out_dir
+    for command in commands.values():
+        ended = script(*command)
+        assert ended.code == 0, ended.err
     assert store.load(out_dir).iter_num == 12
-    compared = script(*commands["compare"][:-1], out_dir)
-    assert compared.code == 0, compared.err
-
-
-def test_evaluating_only_says_nothing_of_what_comes_next(chars, tmp_path, capsys):
-    main(tiny(chars, tmp_path))
-    capsys.readouterr()
-    main(tiny(chars, tmp_path, init_from="resume", eval_only=True))
-    out = capsys.readouterr().out
-    assert "step 6: train loss" in out
-    assert "sample:" not in out
-    assert trajectory(tmp_path)["eval"].keys() == {0, 3, 6}

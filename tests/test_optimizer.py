@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import assert_equal, assert_one_line
 
 from deskgpt.checkpoint import archive
 from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.compute.optimizer import Muon, make_optimizer, orthogonalized, step_if_finite, step_unless
+from deskgpt.compute.optimizer import make_optimizer, orthogonalized, step_if_finite, step_unless
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
@@ -38,14 +38,11 @@ def test_every_parameter_has_one_group_and_only_matrices_decay(name):
     assert len(owned) == len(set(owned)) == len(list(model.parameters()))
     for group in groups:
         assert {p.dim() > 1 for p in group["params"]} == {group["weight_decay"] > 0}
-
-
-def test_muon_has_the_matrices_of_the_blocks_and_nothing_else():
-    model = model_with_gradients()
-    [group] = [g for g in make(model, "muon").param_groups if "momentum" in g]
-    names = {n for n, p in model.named_parameters() if any(p is q for q in group["params"])}
+    # Muon has the matrices of the blocks and nothing else.
+    of_muon = {p for group in groups if "momentum" in group for p in group["params"]}
     kinds = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert names == {f"transformer.h.{i}.{kind}.weight" for i in range(2) for kind in kinds}
+    expected = {f"transformer.h.{i}.{kind}.weight" for i in range(2) for kind in kinds} if name == "muon" else set()
+    assert {n for n, p in model.named_parameters() if p in of_muon} == expected
 
 
 def test_muon_takes_the_steps_of_torchs_own_and_adamw_the_rest():
@@ -98,26 +95,6 @@ def test_orthogonalized_matrices_have_singular_values_near_one_and_the_direction
     assert (rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))).abs().max() < 0.1
 
 
-def test_step_whose_float16_gradients_overflowed_changes_nothing():
-    model = model_with_gradients()
-    optimizer = make(model, "muon")
-    scaler = torch.amp.GradScaler("cpu", enabled=True)
-    for broken in (False, True, False):
-        before = [p.clone() for p in model.parameters()]
-        scaler.scale(torch.stack([(p**2).sum() for p in model.parameters()]).sum()).backward()
-        if broken:
-            grads: list[Any] = [p.grad for p in model.parameters()]
-            grads[5].view(-1)[0] = torch.inf
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        same = [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
-        assert all(same) if broken else not any(same)
-        assert all(p.isfinite().all() for p in model.parameters())
-
-
 def step_on_device(optimizer: torch.optim.AdamW, norm: torch.Tensor) -> None:
     """As CUDA does it."""
     step_unless(optimizer, ~norm.isfinite())
@@ -127,7 +104,14 @@ def step_on_cpu(optimizer: torch.optim.AdamW, norm: torch.Tensor) -> None:
     step_if_finite(optimizer, torch.amp.GradScaler("cpu", enabled=False), norm)
 
 
-@pytest.mark.parametrize("take_step", [step_on_device, step_on_cpu])
+def step_in_float16(optimizer: torch.optim.AdamW, norm: torch.Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    step_if_finite(optimizer, scaler, norm)
+
+
+@pytest.mark.parametrize("take_step", [step_on_device, step_on_cpu, step_in_float16])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_are(name, bad, take_step):
@@ -154,39 +138,14 @@ def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_ar
                     assert not torch.equal(value, state.get(key, torch.zeros_like(value))), key
 
 
-def test_skipped_steps_do_not_change_the_steps_after_them():
-    for name in ("adamw", "muon"):
-        weights = []
-        for skips in (0, 2):
-            model = model_with_gradients()
-            optimizer = make(model, name)
-            for step in range(3):
-                for is_bad in (True,) * skips + (False,):
-                    torch.manual_seed(step)
-                    for p in model.parameters():
-                        p.grad = torch.randn_like(p)
-                    norm = torch.tensor(torch.nan if is_bad else 1.0)
-                    step_on_device(optimizer, norm)
-            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        assert torch.equal(*weights)
-
-
-def test_muon_leaves_matrices_without_gradients_alone_and_its_state_travels():
+def test_muon_leaves_matrices_without_gradients_alone():
     model = model_with_gradients()
-    optimizer = make(model, "muon")
-    assert isinstance(optimizer, Muon)
     block: Any = model.transformer.h[0]
     frozen = block.mlp.c_fc.weight
     frozen.grad = None
     before = frozen.clone()
-    optimizer.step()
+    make(model, "muon").step()
     assert torch.equal(frozen, before)
-    again = make(model, "muon")
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for p, state in optimizer.state.items():
-        assert state.keys() == again.state[p].keys()
-        for key in state:
-            assert torch.equal(state[key], again.state[p][key])
 
 
 # ---- optimizers of a user's own ------------------------------------------------------------------------------
@@ -235,35 +194,39 @@ class BothByThemselves(Both):
             part.load_state_dict(saved)
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Every third step goes half the way from the weights three steps ago (arXiv:1907.08610)."""
+class Remembering(torch.optim.SGD):
+    """SGD whose steps depend on what it keeps in attributes."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-        self.state = inner.state
-        for group in self.param_groups:
-            group["count"] = 0
-        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+    def __init__(self, model: GPT) -> None:
+        super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+        self.count = 0.5
+        self.pair: tuple[int, ...] = ()
+        self.seen: set[int] = set()
+        self.grads: list[torch.Tensor] = []
+        self.total = torch.zeros_like(next(model.parameters())).detach()
+        self.unit = torch.device("cpu")  # no state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        for group, slow in zip(self.param_groups, self.slow, strict=True):
-            group["count"] += 1
-            for p, s in zip(group["params"], slow, strict=True):
-                if group["count"] % 3 == 0:
-                    p.copy_(s.lerp_(p, 0.5))
+        p = self.param_groups[0]["params"][0]
+        self.count += 1
+        self.pair = (*self.pair, len(self.pair))
+        self.seen.add(len(self.seen))
+        self.grads.append(p.grad.clone())
+        self.total += p.grad
+        p.grad += torch.stack(self.grads).sum(0) + self.total * self.count + sum(self.pair) + sum(self.seen)
+        super().step()
 
 
 OWN: dict[str, Callable[[GPT], Any]] = {
+    "in attributes": Remembering,
+    "of torch, with other moments": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
     "by parameter": lambda model: Momentum(model.parameters(), 0.1, "parameter"),
     "by id": lambda model: Momentum(model.parameters(), 0.1, "id"),
     "by a tuple": lambda model: Momentum(model.parameters(), 0.1, "tuple"),
     "in groups": lambda model: Momentum(model.parameters(), 0.1, "group"),
     "two": lambda model: Both(model, 0.1),
     "two with a state_dict": lambda model: BothByThemselves(model, 0.1),
-    "one in another": lambda model: Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1)),
 }
 
 
@@ -283,10 +246,10 @@ def test_optimizer_of_ones_own_goes_on_exactly_wherever_it_keeps_its_state(name,
             optimizer.step()
 
     model, optimizer, kept = start()
-    before = kept.snapshot()
+    before = copy.deepcopy(kept.state())
     weights = copy.deepcopy(model.state_dict())
     steps(model, optimizer, 0, 2)
-    kept.go_back(before)
+    kept.load(before, "out")
     model.load_state_dict(weights)
     steps(model, optimizer, 0, 4)
     with open(tmp_path / "state", "w+b") as file:
@@ -302,3 +265,104 @@ def test_optimizer_of_ones_own_goes_on_exactly_wherever_it_keeps_its_state(name,
     steps(undisturbed, other_optimizer, 0, 8)
     assert_equal(dict(model.state_dict()), dict(undisturbed.state_dict()))
     assert_equal(dict(resumed.state_dict()), dict(undisturbed.state_dict()))
+
+
+def test_settings_of_ones_own_come_from_the_command_line_and_counters_from_the_checkpoint():
+    def made(betas: tuple[float, float]) -> tuple[Any, OptimizerState]:
+        model = model_with_gradients()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.betas = betas
+        optimizer.count = 0
+        return optimizer, OptimizerState(optimizer, model)
+
+    optimizer, kept = made((0.9, 0.95))
+    at_start = kept.state()
+    optimizer.count = 3
+    later = kept.state()
+    kept.load(at_start, "out")  # a run that goes back
+    assert (optimizer.betas, optimizer.count) == ((0.9, 0.95), 0)
+    optimizer, kept = made((0.9, 0.99))
+    kept.load(later, "out")
+    assert (optimizer.betas, optimizer.count) == ((0.9, 0.99), 3)
+
+
+class Holding(torch.optim.SGD):
+    """SGD with an attribute."""
+
+    def __init__(self, model: GPT, held: Any) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.held = held
+
+
+@pytest.mark.parametrize("held", [collections.deque([1.0]), torch.Generator(), [{"a": collections.deque()}]])
+def test_optimizer_whose_state_a_checkpoint_would_lose_is_refused(held):
+    model = GPT(CONFIG)
+    optimizer = Holding(model, None)
+    at_start = OptimizerState(optimizer, model)
+    optimizer.held = held
+    for look in (lambda: OptimizerState(Holding(model, held), model), at_start.state):
+        with pytest.raises(ValueError, match="Holding") as e:
+            look()
+        assert_one_line(e.value, "held", "state_dict")
+
+
+# ---- states that belong to something else --------------------------------------------------------------------
+
+
+def assert_does_not_fit(kept: OptimizerState, state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="does not fit the model") as e:
+        kept.load(state, "out")
+    assert_one_line(e.value, "out")
+
+
+def after_a_step(optimizer: torch.optim.Optimizer, model: GPT) -> OptimizerState:
+    kept = OptimizerState(optimizer, model)
+    optimizer.step()
+    return kept
+
+
+def test_state_of_other_groups_or_another_optimizer_is_refused():
+    def with_groups(groups: list[list[int]]) -> OptimizerState:
+        model = model_with_gradients()
+        params = list(model.parameters())
+        own = [{"params": [params[i] for i in group]} for group in groups]
+        return after_a_step(torch.optim.SGD(own, lr=0.1, momentum=0.9), model)
+
+    n = len(list(GPT(CONFIG).parameters()))
+    saved = with_groups([[*range(n)]]).state()
+    with_groups([[*range(n)]]).load(saved, "out")
+    for groups in ([[0], [*range(1, n)]], [[*range(n - 1)]], [[*range(1, n), 0]]):
+        assert_does_not_fit(with_groups(groups), saved)
+    model = model_with_gradients()
+    with pytest.raises(ValueError, match="another optimizer") as e:
+        after_a_step(make(model, "adamw"), model).load(saved, "out")
+    assert_one_line(e.value, "SGD", "--init_from=out")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_states_that_do_not_fit_the_parameters_are_refused(name):
+    model = model_with_gradients()
+    kept = after_a_step(make(model, name), model)
+    saved = copy.deepcopy(kept.state())
+    kept.load(saved, "out")
+    kept.load(saved | {"state": {}}, "out")  # of a run without a step
+    moments = saved["state"]
+    values = {"exp_avg": torch.zeros(3), "step": torch.zeros(2), "exp_avg_sq": None, "more": 3}
+    odd = [moments | {0: moments[0] | {kind: value}} for kind, value in values.items()]
+    odd += [moments | {0: moments[0] | {"step": step}} for step in (-1, torch.tensor(math.nan))]
+    odd += [None, {i: of_parameter for i, of_parameter in moments.items() if i}]
+    for state in odd:
+        assert_does_not_fit(kept, saved | {"state": state})
+    for groups in (None, [3, 3], [{"params": "ab"}, {"params": []}], []):
+        assert_does_not_fit(kept, saved | {"param_groups": groups})
+    other = model_with_gradients()
+    assert_does_not_fit(kept, after_a_step(make(other, "muon" if name == "adamw" else "adamw"), other).state())
+
+
+def test_state_from_before_names_were_saved_is_taken_back():
+    model = model_with_gradients()
+    kept = after_a_step(make(model, "muon"), model)
+    saved = copy.deepcopy(kept.state())
+    del saved["names"]
+    kept.load(saved, "out")
+    assert_equal(kept.state()["state"], saved["state"])

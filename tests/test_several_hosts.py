@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import platform
@@ -14,15 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, flags, tiny, trajectory, weights
+from conftest import ROOT, TINY, assert_equal, flags, tiny, trajectory, weights
+from gloo import on_ranks
 
 import train
 from configurator import read_settings
@@ -111,29 +109,6 @@ def test_init_from_auto_keeps_the_plan_that_max_minutes_made(chars, tmp_path):
 # ---- what the ranks agree on ---------------------------------------------------------------------------------
 
 
-def on_ranks(work: Callable[[Ranks], Any], n: int, meet: Path, timeout_s: float = 60.0) -> list[Any]:
-    """What work returns on each of n ranks, as JSON; the message of a ValueError or RuntimeError instead."""
-
-    def on_rank(rank: int) -> None:
-        os.environ["RANK"] = str(rank)
-        method = f"file://{meet}"
-        dist.init_process_group("gloo", method, timedelta(seconds=timeout_s), rank=rank, world_size=n)
-        try:
-            found = work(Ranks(torch.device("cpu"), rank, n, distributed=True))
-        except (ValueError, RuntimeError) as e:
-            found = message_for_user(e, "")
-        meet.with_name(f"{meet.name}-{rank}.json").write_text(json.dumps(found))
-        os._exit(0)
-
-    context = multiprocessing.get_context("fork")  # which has imported everything
-    processes = [context.Process(target=on_rank, args=(rank,)) for rank in range(n)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    return [json.loads(meet.with_name(f"{meet.name}-{rank}.json").read_text()) for rank in range(n)]
-
-
 def test_out_dir_or_settings_or_data_that_differ_between_hosts_are_refused_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
     monkeypatch.setattr(lock, "SEEN_WITHIN_S", 0.2)
@@ -164,7 +139,7 @@ def test_out_dir_or_settings_or_data_that_differ_between_hosts_are_refused_on_al
             refusal(refuse_differences, settings, data | ({"checkpoint": "step 4"} if is_odd else {}), ranks),
         ]
 
-    found = on_ranks(work, 3, tmp_path / "meet")
+    found = on_ranks(work, 3, tmp_path)
     assert found[0] == found[1]
     host = platform.node()
     same, elsewhere, equal, other_settings, odd_data, checkpoints = found[0]
@@ -186,7 +161,7 @@ def test_rank_that_hangs_ends_the_others_within_the_timeout_with_one_line(tmp_pa
         return "never"
 
     t0 = time.monotonic()
-    first, hung, third = on_ranks(work, 3, tmp_path / "meet", timeout_s=0.3)
+    first, hung, third = on_ranks(work, 3, tmp_path, timeout_s=0.3)
     assert time.monotonic() - t0 < 10
     assert hung == "hangs"
     lost = r"rank {} lost the others \((Timed out waiting 300ms for .*|Connection closed .*)\); one that ended says why"
@@ -203,7 +178,8 @@ def free_port() -> int:
 class Two:
     """Two ranks that train, without torchrun: forks of this process, which has imported everything."""
 
-    def __init__(self, chars: Path, out_dir: Path, **settings: Any) -> None:
+    def __init__(self, chars: Path, out_dir: Path, places: tuple[Path, Path] = (ROOT, ROOT), **settings: Any) -> None:
+        self.places = places
         self.settings = LONG | {
             "gradient_accumulation_steps": 2,
             "eval_interval": 3,
@@ -230,6 +206,7 @@ class Two:
         def on_rank(rank: int) -> None:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port)}
+            os.chdir(self.places[rank])
             for signal_number in SIGNALS:
                 signal.signal(signal_number, signal.SIG_DFL)
             listener._ends = None  # that of the process which forked this one; its thread is not here
@@ -240,7 +217,7 @@ class Two:
                 main(tiny(self.chars, self.out_dir, **self.settings))
             except SystemExit as e:
                 os._exit(int(e.code or 0))
-            except RuntimeError as e:
+            except (RuntimeError, ValueError) as e:
                 print(message_for_user(e, ""), file=sys.stderr)
                 os._exit(1)
             os._exit(0)
@@ -285,6 +262,21 @@ def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, t
         torch.testing.assert_close(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
 
+def test_hosts_with_folders_of_their_own_are_refused_and_leave_nothing(chars, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setattr(lock, "SEEN_WITHIN_S", 0.5)
+    places = (tmp_path / "a", tmp_path / "b")
+    for place in places:
+        (place / "out").mkdir(parents=True)
+    processes = Two(chars, Path("out"), places).start((Report, "step"), 0, lambda: None)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [1, 1]
+    # The two processes share a terminal, so their lines may run into each other.
+    assert capfd.readouterr().err.count("(rank 1) is not the folder that rank 0 writes to") == 2
+    assert [path for place in places for path in (place / "out").iterdir()] == []
+
+
 @pytest.mark.slow
 def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
     two = Two(chars, tmp_path, dist_timeout_s=4.0)
@@ -298,16 +290,16 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd)
 
 # ---- torchrun on two hosts, which are one here ---------------------------------------------------------------
 
-STEPS = 150
+STEPS = 100
 ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": STEPS, "save_interval": 5, "dropout": 0.1}
+ENDLESS["lr_decay_iters"] = STEPS
 
 
 class Hosts:
     """Two torchruns that meet, each with one rank, and what they print."""
 
-    def __init__(self, folder: Path, chars: Path, restarts: int = 0, places: tuple[Path, Path] = (ROOT, ROOT)) -> None:
+    def __init__(self, folder: Path, chars: Path, restarts: int = 0) -> None:
         self.folder = folder
-        self.places = places
         meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
         settings = ENDLESS | {"max_iters": STEPS, "dataset": chars, "init_from": "auto"}
         self.command = [sys.executable, "-m", "torch.distributed.run", *meet, f"--max_restarts={restarts}"]
@@ -320,7 +312,7 @@ class Hosts:
         rdzv_conf = f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
         command = [*self.command[:3], rdzv_conf, *self.command[3:], *more]
         with open(self.folder / f"terminal-{host}", "a") as file:
-            options: dict[str, Any] = {"cwd": self.places[host], "stdout": file, "stderr": subprocess.STDOUT}
+            options: dict[str, Any] = {"cwd": ROOT, "stdout": file, "stderr": subprocess.STDOUT}
             self.processes.append(subprocess.Popen(command, env=environ, **options))
 
     def printed(self) -> str:
@@ -361,8 +353,10 @@ def hosts(chars, tmp_path) -> Iterator[Callable[..., Hosts]]:
 def undisturbed(chars, tmp_path_factory) -> dict[str, torch.Tensor]:
     """The weights at the end of the run."""
     out_dir = tmp_path_factory.mktemp("undisturbed")
-    settings = flags(**ENDLESS | {"max_iters": STEPS}, dataset=chars, out_dir=out_dir)
-    subprocess.run([sys.executable, *TORCHRUN[1:], *settings], cwd=ROOT, check=True, capture_output=True)
+    processes = Two(chars, out_dir, **ENDLESS | {"max_iters": STEPS}).start((Report, "step"), 0, lambda: None)
+    for process in processes:
+        process.join(100)
+    assert [process.exitcode for process in processes] == [0, 0]
     return weights(out_dir)
 
 
@@ -396,40 +390,17 @@ def test_killed_rank_and_killed_torchrun_cost_no_more_than_a_restart(hosts, undi
 
 
 @pytest.mark.slow
-def test_stop_of_one_host_stops_both_at_the_same_step_and_the_same_command_goes_on(hosts, undisturbed, tmp_path):
+def test_stop_of_one_host_stops_both_at_the_same_step(hosts, tmp_path):
     two = hosts()
-    out_dir = f"--out_dir={tmp_path / 'out'}"
-    two.begin(0, out_dir)
-    two.begin(1, out_dir)
-    two.until("number of parameters")  # warming up, or in the first evaluation
-    two.processes[0].terminate()
-    assert two.ends() == [1, 1]
-    assert 'Traceback (most recent call last):\n  File "train.py' not in two.printed()
     for host in range(2):
-        two.begin(host, out_dir)
+        two.begin(host, f"--out_dir={tmp_path / 'out'}")
     two.until("iter 20:")
     two.processes[1].terminate()
     assert two.ends() == [1, 1]
+    assert 'Traceback (most recent call last):\n  File "train.py' not in two.printed()
     stopped = re.search(r"stopped by SIGTERM at step (\d+)", two.printed())
     assert stopped
     assert store.load(tmp_path / "out").iter_num == int(stopped[1])
-    for host in range(2):
-        two.begin(host, out_dir)
-    assert two.ends() == [0, 0]
-    assert_equal(weights(tmp_path / "out"), undisturbed)
-
-
-@pytest.mark.slow
-def test_hosts_with_folders_of_their_own_are_refused_and_leave_nothing(hosts, tmp_path):
-    places = (tmp_path / "a", tmp_path / "b")
-    for place in places:
-        (place / "out").mkdir(parents=True)
-    two = hosts(0, places)
-    two.begin(0, "--out_dir=out")
-    two.begin(1, "--out_dir=out")
-    assert two.ends() == [1, 1]
-    assert len(re.findall(r"^error: out_dir=out on host .* \(rank 1\) is not the folder", two.printed(), re.M)) == 2
-    assert [path for place in places for path in (place / "out").iterdir()] == []
 
 
 # ---- SLURM, of which only the commands are made up -----------------------------------------------------------

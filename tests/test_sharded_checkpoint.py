@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import socket
 import time
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, assert_equal, events, flags, tiny, trajectory, weights
+from conftest import TINY, assert_equal, assert_one_line, events, flags, tiny, trajectory, weights
 from safetensors.torch import save_file
+from test_meta_files import corrupted
 from tiny_models import MODERN_SETTINGS
 
 import train
@@ -180,25 +182,29 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: Ranks)
 def check_failures(out_dir: Path, model: GPT, optimizer: OptimizerState, group: Any) -> None:
     """What fails on one rank fails on all, and leaves what was there."""
     rank = dist.get_rank()
-    before = sorted(path.name for path in out_dir.iterdir())
+    averaging: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaging.average = torch.zeros(2)
+    with pytest.raises(ValueError, match="SGD.* leave --dp_shard out"):
+        OptimizerState(averaging, model)  # at the start, not at the first save
+    before = names(out_dir)
     bad = state_of(model, optimizer, 3)
+    first = sharding.local(next(iter(bad.model.values())))
     if rank == 1:
-        sharding.local(next(iter(bad.model.values())))[0, 0] = math.nan
-    with pytest.raises(ValueError, match="ckpt-00000003 is not written: weights or moments hold NaN"):
+        first[0, 0] = math.nan
+    with pytest.raises(ValueError, match="ckpt-00000003 .*NaN"):
         store.save(bad, out_dir, True, 2, group)
     if rank == 1:
-        sharding.local(next(iter(bad.model.values())))[0, 0] = 0
+        first[0, 0] = 0
         os.fsync = lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     said: list[str] = []
     saver = Saver(out_dir, said.append, 4.0, 2, group=group)
     saver.save(bad, best=True)
     saver.wait()
-    assert [isinstance(saved.error, OSError) for saved in saver.finished()] == [True]
-    assert "No space left on device" in said[0]
-    assert said[0].endswith("; the run goes on and tries again at the next save")
+    assert [type(saved.error) for saved in saver.finished()] == [OSError]
+    assert_one_line(*said, "No space left on device", "the run goes on")
     assert saver.best_val_loss == 4.0
     dist.barrier()
-    assert sorted(path.name for path in out_dir.iterdir()) == before
+    assert names(out_dir) == before
 
 
 def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_on_all(folder):
@@ -221,57 +227,45 @@ def test_conversion_both_ways_keeps_every_number(folder, tmp_path, script):
     assert first.model["lm_head.weight"].data_ptr() == first.model["transformer.wte.weight"].data_ptr()
     _, optimizer = trained(steps=0)
     optimizer.load(first.optimizer, "one.pt")
-    with pytest.raises(ValueError, match=r"one\.pt exists and is not a folder; choose another name"):
-        convert(str(folder), str(one))
-    with pytest.raises(ValueError, match="no such checkpoint"):
-        convert(str(tmp_path / "nothing"), str(tmp_path / "x.pt"))
+    for source, target, at_fault in (
+        (folder, one, one),
+        (tmp_path / "nothing", tmp_path / "x.pt", tmp_path / "nothing"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(str(at_fault))) as e:
+            convert(str(source), str(target))
+        assert_one_line(e.value)
     done = script("deskgpt/checkpoint/__main__.py", "convert", folder)
-    assert (done.code, done.err) == (1, "error: usage: python -m deskgpt.checkpoint convert SOURCE TARGET\n")
+    assert done.code == 1
+    assert_one_line(done.err, "error: usage: ", "SOURCE TARGET")
 
 
 # ---- damage and strangers' files -----------------------------------------------------------------------------
 
 
-def damage_file(path: Path, draw: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    at = draw.randrange(len(content))
-    kind = draw.randrange(4)
-    if kind == 0:
-        content[at] ^= 1 << draw.randrange(8)
-    elif kind == 1:
-        del content[at : at + draw.choice((1, 8, 512))]
-    elif kind == 2:
-        content[at:at] = draw.randbytes(draw.choice((1, 8)))
-    else:
-        content[at : at + 8] = bytes(min(8, len(content) - at))
-    path.write_bytes(content)
+def assert_refuses(path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
+        store.load(path)
+    assert_one_line(e.value, path.name)
 
 
 def test_no_damage_to_a_folder_is_silent_and_the_one_before_it_is_used(folder, tmp_path):
     draw = random.Random(3)
     before = store.load(folder / "ckpt-00000002")
-    for n in range(60):
+    for n in range(30):
         out = tmp_path / str(n)
         shutil.copytree(folder, out, ignore=shutil.ignore_patterns("adamw", "muon"))
         path = draw.choice(sorted((out / "ckpt-00000002").iterdir()))
-        content = path.read_bytes()
         if n % 6:
-            damage_file(path, draw)
+            path.write_bytes(corrupted(path.read_bytes(), draw))
         else:
             path.unlink()
-        if path.exists() and path.read_bytes() == content:
-            continue
         said: list[str] = []
         loaded = store.load(out, said.append)
         if loaded.iter_num == 2:  # other names and spaces in a JSON file that mean the same
             assert_equal(store.content_of(loaded), store.content_of(before))
             continue
-        (line,) = said
-        assert line.startswith(f"{out / 'ckpt-00000002'} is not a ")
-        assert line.endswith(": going on from ckpt-00000001, step 1")
-        with pytest.raises(ValueError, match="ckpt-00000002 is not a ") as e:
-            store.load(out / "ckpt-00000002")
-        assert "\n" not in str(e.value)
+        assert_one_line(*said, out / "ckpt-00000002", "ckpt-00000001, step 1")
+        assert_refuses(out / "ckpt-00000002")
 
 
 def with_manifest(path: Path) -> Path:
@@ -301,34 +295,26 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
     deep = json.dumps(plain | {"config": "X"}).replace('"X"', '{"a":' * 5000 + "1" + "}" * 5000)
     for text in [*texts, deep, "[" * 100_000, "3", "{", ""]:
         (path / "checkpoint.json").write_text(text)
-        with pytest.raises(ValueError, match="ckpt-00000001 is not a (readable|training) checkpoint") as e:
-            store.load(with_manifest(path))
-        assert "\n" not in str(e.value)
+        assert_refuses(with_manifest(path))
     (path / "checkpoint.json").write_text(content)
     shard = next(path.glob("shard-00001*"))
     for offsets in ([10**15, 0], [0, 1], [-1, 0], [1.5, 0], "x", None):
         info = json.dumps({"w": {"saved_offsets": offsets}})
         save_file({"w": torch.zeros(2, 2)}, shard, {"DCP_SHARDING_INFO": info})
-        with pytest.raises(ValueError, match="ckpt-00000001 is not a (readable|training) checkpoint"):
-            store.load(with_manifest(path))
+        assert_refuses(with_manifest(path))
     for name in ("../../x", "/etc/passwd", "checkpoint.json/x"):
-        (path / "manifest.json").write_text(
-            json.dumps({"format": 1, "files": {"checkpoint.json": [1, ""], name: [1, ""]}})
-        )
-        with pytest.raises(ValueError, match="is not a readable checkpoint"):
-            store.load(path)
+        files = {"checkpoint.json": [1, ""], name: [1, ""]}
+        (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+        assert_refuses(path)
 
 
 # ---- which one -----------------------------------------------------------------------------------------------
 
 
-def save_whole(out_dir: Path, step: int, best: bool) -> Path:
+def save_whole(out_dir: Path, step: int, best: bool) -> None:
     """A folder as a sharded run would have written it, by one process."""
-    model, optimizer = trained()
-    tensors, rest = store.parted(state_of(model, optimizer, step))
-    path = folders.new_path(out_dir, step)
-    folders.write(tensors, rest | {"best": best}, path)
-    return path
+    tensors, rest = store.parted(state_of(*trained(), step))
+    folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
 
 
 def names(folder: Path) -> list[str]:
@@ -336,17 +322,16 @@ def names(folder: Path) -> list[str]:
 
 
 def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
-    model, optimizer = trained()
-    store.save(state_of(model, optimizer, 5), tmp_path, best=True)
-    assert store.load(tmp_path).iter_num == 5
-    save_whole(tmp_path, 4, best=False)
-    assert store.load(tmp_path).path == tmp_path / "ckpt.pt"
-    save_whole(tmp_path, 7, best=False)
-    assert store.load(tmp_path).iter_num == 7
-    assert store.best_of(tmp_path) == tmp_path / "ckpt_best.pt"
-    save_whole(tmp_path, 7, best=True)
-    assert store.load(tmp_path).path == store.best_of(tmp_path) == tmp_path / "ckpt-00000007-2"
-    save_whole(tmp_path, 9, best=False)
+    store.save(state_of(*trained(), 5), tmp_path, best=True)
+    for step, best, newest, best_name in (
+        (4, False, "ckpt.pt", "ckpt_best.pt"),
+        (7, False, "ckpt-00000007", "ckpt_best.pt"),
+        (7, True, "ckpt-00000007-2", "ckpt-00000007-2"),
+        (9, False, "ckpt-00000009", "ckpt-00000007-2"),
+    ):
+        save_whole(tmp_path, step, best)
+        assert store.load(tmp_path).path == tmp_path / newest
+        assert store.best_of(tmp_path) == tmp_path / best_name
     store.prune(tmp_path, 2)
     assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000009"]
     save_whole(tmp_path, 12, best=False)
@@ -356,7 +341,7 @@ def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
         assert store.folder_of(path) == tmp_path
         assert store.is_one(path)
         assert store.load(path).iter_num == 7
-    store.save(state_of(model, optimizer, 13), tmp_path, best=True)  # a run that is not sharded goes on
+    store.save(state_of(*trained(), 13), tmp_path, best=True)  # a run that is not sharded goes on
     assert names(tmp_path) == ["ckpt.pt", "ckpt_best.pt"]
 
 
@@ -369,15 +354,15 @@ def test_what_killed_and_abandoned_runs_left_is_tidied(tmp_path):
     said: list[str] = []
     store.take_over(tmp_path, said.append, step=8)
     assert names(tmp_path) == ["ckpt-00000005", "previous-1", "previous-2"]
-    assert "later than step 8, to which the run went back: it is now in" in said[0]
-    assert "ckpt-00000007 is not a readable checkpoint (it has no manifest.json" in said[1]
+    later, torn = said
+    assert_one_line(later, "ckpt-00000009", "step 8", "previous-1")
+    assert_one_line(torn, "ckpt-00000007", "manifest.json")
     assert store.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
 
 
 def test_files_of_earlier_steps_are_kept(tmp_path):
-    model, optimizer = trained()
     for step in range(1, 6):
-        store.save(state_of(model, optimizer, step), tmp_path, best=step == 1, keep=3)
+        store.save(state_of(*trained(), step), tmp_path, best=step == 1, keep=3)
     assert names(tmp_path) == ["ckpt-00000003.pt", "ckpt-00000004.pt", "ckpt.pt", "ckpt_best.pt"]
     assert [store.load(tmp_path / f"ckpt-0000000{n}.pt").iter_num for n in (3, 4)] == [3, 4]
     (tmp_path / "ckpt.pt").write_text("damaged")
@@ -400,9 +385,8 @@ SETTINGS |= {"eval_iters": 8}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, MODERN_SETTINGS | {"optimizer": "muon", "save_async": False}])
-def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tmp_path, script, options):
-    options = SETTINGS | {"dp_shard": -1, "eval_interval": 3} | options
+def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tmp_path, script):
+    options = SETTINGS | {"dp_shard": -1, "eval_interval": 3} | MODERN_SETTINGS | {"optimizer": "muon"}
     run(2, tiny(chars, tmp_path / "whole", **options))
     run(2, tiny(chars, tmp_path / "halves", max_iters=3, **options))
     assert [path.name for path in (tmp_path / "halves").glob("ckpt*")] == ["ckpt-00000003"]
@@ -424,12 +408,12 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
 
 @pytest.mark.slow
 def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(chars, tmp_path):
-    """4 ranks, 2, 8 (four shards, two copies), 1: then DDP, and sharded again from its file."""
+    """4 ranks, 8 (four shards, two copies), then DDP, and sharded again from its file."""
     out, whole = tmp_path / "out", tmp_path / "whole"
     calm = SETTINGS | {"learning_rate": 1e-3}  # at 1e-2 the rounding of another order of sums grows to 0.02
-    run(1, tiny(chars, whole, max_iters=30, **calm))
+    run(1, tiny(chars, whole, max_iters=20, **calm))
     run(4, tiny(chars, out, max_iters=5, dp_shard=-1, **calm))
-    for world, dp_shard, step in ((2, -1, 10), (8, 4, 15), (1, 1, 20), (2, 1, 25), (2, -1, 30)):
+    for world, dp_shard, step in ((8, 4, 10), (2, 1, 15), (2, -1, 20)):
         run(world, resumed(out, dp_shard=dp_shard, max_iters=step))
         found = [path.name for path in out.glob("ckpt*") if path.name != "ckpt_best.pt"]
         assert ("ckpt.pt" in found) == (dp_shard == 1)
@@ -458,7 +442,7 @@ def test_sharded_run_rewinds(chars, tmp_path, monkeypatch):
 def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, in_background):
     draw = random.Random(in_background)
     n_killed = 0
-    for n in range(12):
+    for n in range(7):
         out = tmp_path / str(n)
         out.mkdir()
         killed = draw.randrange(2)
@@ -467,7 +451,7 @@ def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
         def work(rank: int, out: Path = out, killed: int = killed, call: int = call) -> None:
             dist.init_process_group("gloo", rank=rank, world_size=2)
             model, optimizer = trained(mesh=sharding.make_mesh("cpu", -1, 2))
-            saver = Saver(out, print, 9.0, 1, in_background, sharding.group_for_saves(20))
+            saver = Saver(out, print, 9.0, 1, in_background, sharding.group_for_saves(6))
             saver.save(state_of(model, optimizer, 1, 3.0), best=True)
             saver.wait()
             dist.barrier()
@@ -487,7 +471,7 @@ def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
         assert store.load(best).best_val_loss == last.best_val_loss
         store.take_over(out, print)
         assert not store.leftovers(out)
-    assert n_killed >= 8
+    assert n_killed >= 4
 
 
 def die_at_call(n: int) -> None:

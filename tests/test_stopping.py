@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -9,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, tiny, trajectory
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, events, flags, tiny, trajectory
+from test_sharded_checkpoint import resumed, run
 
 import train
 from deskgpt.checkpoint import store
@@ -43,6 +46,14 @@ def listening() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(scope="module")
+def whole(chars, tmp_path_factory) -> Path:
+    """A run that nothing has stopped."""
+    out_dir = tmp_path_factory.mktemp("whole")
+    main(tiny(chars, out_dir, **LONG))
+    return out_dir
+
+
 def send(number: int) -> None:
     """Signals this process, and waits until it has heard."""
     os.kill(os.getpid(), number)
@@ -50,16 +61,16 @@ def send(number: int) -> None:
         time.sleep(0.001)
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
-    """Sends this process a signal when it logs a step."""
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], None]) -> None:
+    """Does something when a step is logged, such as sending this process a signal."""
     log_step = Report.step
 
-    def signalled(self, **numbers):
+    def logged(self, **numbers):
         log_step(self, **numbers)
         if self.run.step == step:
-            send(number)
+            do()
 
-    monkeypatch.setattr(Report, "step", signalled)
+    monkeypatch.setattr(Report, "step", logged)
 
 
 def assert_same_run(whole: Path, stopped: Path) -> None:
@@ -73,74 +84,63 @@ def assert_same_run(whole: Path, stopped: Path) -> None:
 
 
 @NEEDS_SIGNALS
-def test_run_that_each_signal_has_stopped_goes_on_bit_for_bit(chars, tmp_path, listening, monkeypatch, capfd):
-    main(tiny(chars, tmp_path / "whole", **LONG))
+def test_run_that_each_signal_has_stopped_goes_on_bit_for_bit(chars, whole, tmp_path, listening, monkeypatch, capfd):
     out_dir = tmp_path / "it's stopped"
     capfd.readouterr()
     for n, number in enumerate(SIGNALS):
         c = tiny(chars, out_dir, init_from="resume" if n else "scratch", **LONG)
         with monkeypatch.context() as patch:
-            at_step(patch, 6 + 8 * n, number)
+            at_step(patch, 6 + 8 * n, partial(send, number))
             with pytest.raises(SystemExit) as exit:
                 main(c)
         assert exit.value.code == 128 + number
         assert store.load(out_dir).iter_num == 7 + 8 * n
         out, err = capfd.readouterr()
-        assert err == f"{number.name}: saving after this step; a second signal leaves at once\n"
+        assert_one_line(err, number.name, "saving")
         command = re.search(r"^resume:  python (.*)$", out, re.M)
         assert command
         assert shlex.split(command[1])[1:] == ["--init_from=resume", f"--out_dir={out_dir}"]
         listener.listen()
     main(tiny(chars, out_dir, init_from="resume", **LONG))
-    assert_same_run(tmp_path / "whole", out_dir)
+    assert_same_run(whole, out_dir)
 
 
 @NEEDS_SIGNALS
 @pytest.mark.parametrize("step", [15, 30])
-def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(step, chars, tmp_path, listening, monkeypatch):
+def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(
+    step, chars, whole, tmp_path, listening, monkeypatch
+):
     """Its result can be the best: then the resumed run saves it before its first step."""
-    main(tiny(chars, tmp_path / "whole", **LONG))
     eval_batches = train.eval_batches
-    batches = 0
+    batches = itertools.count(1)
 
     def signalled(*args):
-        nonlocal batches
         for batch in eval_batches(*args):
-            batches += 1
-            if batches == 4 * (step // 5) + 2:  # two of each split and evaluation
+            if next(batches) == 4 * (step // 5) + 2:  # two of each split and evaluation
                 send(signal.SIGTERM)
             yield batch
 
-    out_dir = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         patch.setattr(train, "eval_batches", signalled)
         with pytest.raises(SystemExit):
-            main(tiny(chars, out_dir, **LONG))
-    assert store.load(out_dir).iter_num == step
-    assert [e["iter"] for e in events(out_dir, "eval")] == list(range(0, step, 5))
+            main(tiny(chars, tmp_path, **LONG))
+    assert store.load(tmp_path).iter_num == step
+    assert [e["iter"] for e in events(tmp_path, "eval")] == list(range(0, step, 5))
     listener.listen()
-    main(tiny(chars, out_dir, init_from="resume", **LONG))
-    assert store.load(tmp_path / "whole" / "ckpt_best.pt").iter_num >= step
-    assert_same_run(tmp_path / "whole", out_dir)
+    main(tiny(chars, tmp_path, init_from="resume", **LONG))
+    assert store.load(whole / "ckpt_best.pt").iter_num >= step
+    assert_same_run(whole, tmp_path)
 
 
-def test_hours_that_are_over_save_and_end_well(chars, tmp_path, monkeypatch, capsys):
-    main(tiny(chars, tmp_path / "whole", **LONG))
-    log_step = Report.step
+def test_hours_that_are_over_save_and_end_well(chars, whole, tmp_path, monkeypatch, capsys):
     now = time.perf_counter
-
-    def late(self, **numbers):
-        log_step(self, **numbers)
-        if self.run.step == 11:
-            monkeypatch.setattr(time, "perf_counter", lambda: now() + 3600)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Report, "step", late)
-        main(tiny(chars, tmp_path / "stopped", max_hours=1.0, **LONG))
+        at_step(patch, 11, lambda: patch.setattr(time, "perf_counter", lambda: now() + 3600))
+        main(tiny(chars, tmp_path, max_hours=1.0, **LONG))
     assert "stopped by max_hours at step " in capsys.readouterr().out
-    assert store.load(tmp_path / "stopped").iter_num == 12
-    main(tiny(chars, tmp_path / "stopped", init_from="resume", max_hours=1.0, **LONG))
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert store.load(tmp_path).iter_num == 12
+    main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, **LONG))
+    assert_same_run(whole, tmp_path)
 
 
 def test_hours_that_are_over_before_the_first_step_save_nothing(chars, tmp_path, capsys):
@@ -162,7 +162,7 @@ def test_checkpoints_between_evaluations(chars, tmp_path):
 
 @NEEDS_SIGNALS
 def test_stop_saves_the_last_step_where_otherwise_only_the_best_is_saved(chars, tmp_path, listening, monkeypatch):
-    at_step(monkeypatch, 7, signal.SIGTERM)
+    at_step(monkeypatch, 7, partial(send, signal.SIGTERM))
     with pytest.raises(SystemExit):
         main(tiny(chars, tmp_path, always_save_checkpoint=False, **LONG))
     assert store.load(tmp_path).iter_num == 8
@@ -170,15 +170,12 @@ def test_stop_saves_the_last_step_where_otherwise_only_the_best_is_saved(chars, 
 
 
 def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
-    def leave(status):
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     ears = Listener()
     with pytest.raises(SystemExit) as exit:
         ears._handle(signal.SIGTERM)
     assert exit.value.code == 143
-    assert capfd.readouterr().err == "SIGTERM: there is nothing to save\n"
+    assert_one_line(capfd.readouterr().err, "SIGTERM", "nothing to save")
     ears.has_work_to_save = True
     ears._handle(signal.SIGTERM)
     ears._handle(signal.SIGINT)  # as systemd and shells of closing terminals send them
@@ -187,7 +184,7 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
     with pytest.raises(SystemExit) as exit:
         ears._handle(signal.SIGINT)
     assert exit.value.code == 143
-    assert capfd.readouterr().err.endswith("SIGINT once more: leaving at once\n")
+    assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 
 
 def test_stop_on_several_machines_does_not_invent_torchruns_options(monkeypatch):
@@ -232,14 +229,11 @@ def test_signal_during_set_up_ends_in_one_line_and_loses_nothing(chars, tmp_path
 @pytest.mark.slow
 @NEEDS_SIGNALS
 def test_ranks_stop_at_the_same_step_whether_one_of_them_or_torchrun_is_hit(chars, tmp_path):
-    settings = flags(
-        dataset=chars, **(TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40})
-    )
+    settings = TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
+    run(2, tiny(chars, tmp_path / "whole", **settings))
     torchrun = [sys.executable, *TORCHRUN[1:]]
-    subprocess.run([*torchrun, *settings, f"--out_dir={tmp_path / 'whole'}"], cwd=ROOT, check=True, capture_output=True)
-
     out_dir = f"--out_dir={tmp_path / 'stopped'}"
-    process = begin([*torchrun, *settings, out_dir], "iter 20:", tmp_path / "1")
+    process = begin([*torchrun, *flags(**settings, dataset=chars), out_dir], "iter 20:", tmp_path / "1")
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGTERM)
     assert process.wait(60) == 1
@@ -250,7 +244,5 @@ def test_ranks_stop_at_the_same_step_whether_one_of_them_or_torchrun_is_hit(char
         printed = (tmp_path / terminal).read_text()
         assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in printed
         assert 'File "train.py"' not in printed  # torchrun's own traceback is not ours to keep back
-
-    done = subprocess.run([*torchrun, "--init_from=resume", out_dir], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(2, resumed(tmp_path / "stopped"))
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")

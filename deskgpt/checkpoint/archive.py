@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickletools
 import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
+from deskgpt.machine.strangers import PLAIN, instructions
 
 COMMENT = b"deskgpt sha256 "  # followed by 64 hex digits
 COMMENT_BYTES = len(COMMENT) + 64
@@ -29,11 +30,7 @@ STORAGES |= {"Double": torch.float64, "Long": torch.int64, "Int": torch.int32, "
 STORAGES |= {"Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool}
 GLOBALS |= {f"torch {kind}Storage" for kind in STORAGES}
 DTYPES = set(STORAGES.values())
-OPCODES = {"PROTO", "STOP", "GLOBAL", "REDUCE", "BUILD", "BINPERSID", "MARK"}
-OPCODES |= {"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"}
-OPCODES |= {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
-OPCODES |= {"EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS"}
-OPCODES |= {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+OPCODES = PLAIN | {"GLOBAL", "REDUCE", "BUILD", "BINPERSID", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 
 
 class HashingWriter:
@@ -147,9 +144,8 @@ def check_pickle(content: bytes) -> None:
     ordered_dicts = set()  # where the unpickler's memo holds the class
     expected = ""  # the next opcode after that class
     builds = 0
-    for opcode, argument, _ in pickletools.genops(content):
-        name = opcode.name
-        if name not in OPCODES or (name == "GLOBAL" and argument not in GLOBALS):
+    for name, argument in instructions(content, OPCODES):
+        if name == "GLOBAL" and argument not in GLOBALS:
             raise ValueError(FOREIGN)
         if name in ("BINPUT", "LONG_BINPUT"):
             if expected == "EMPTY_TUPLE":

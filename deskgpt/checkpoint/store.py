@@ -28,6 +28,7 @@ from deskgpt.checkpoint.optimizer_state import fill, usual_names
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.sharding import local
 from deskgpt.machine.files import TEMPORARY, copy, replacing, sync_folder
+from deskgpt.machine.strangers import Fields, check_record, is_number
 from model import GPT, GPTConfig
 
 NAME = "ckpt.pt"
@@ -91,8 +92,8 @@ def save(
 
     def check() -> None:
         try:
-            for value in values_in(content_of(checkpoint)):
-                check_value(value)
+            for where, value in values_in(content_of(checkpoint)):
+                check_value(where, value)
                 if not is_finite(value):
                     raise ValueError("weights or moments hold NaN or infinity")
         except ValueError as e:
@@ -271,11 +272,10 @@ def load(
     False compares only sizes of a folder's tensors.
     """
     path = Path(out_dir)
-    if folder_of(path) != path:
-        return load_one(path, ranks, checksums)
+    is_named = folder_of(path) != path
+    found = [path] if is_named else candidates(path)
     last = path / NAME
-    found = candidates(path)
-    if last not in found and not any(is_folder(p) for p in found):
+    if not is_named and last not in found and not any(is_folder(p) for p in found):
         found = [last, *found]  # to say that it is missing
     damages: list[str] = []
     for p in found:
@@ -286,9 +286,13 @@ def load(
                 say(f"{damages[0]}: going on from {p.name}, step {saved.iter_num}")
             return saved
         damages.append(f"{p} {damage}")
-    if found == [last]:
-        return load_one(last)  # which raises
-    raise ValueError(f"{', and '.join(damages)}; restore one of them from a copy")
+    if damages == [f"{found[0]} {MISSING_FILE}"]:
+        raise ValueError(f"{found[0]}: no such checkpoint; is --out_dir right?")
+    best = path.with_name(BEST)
+    remedy = "restore one of them from a copy" if len(found) > 1 else "restore it from a copy"
+    if is_named and best.exists() and best != path:
+        remedy = f"--out_dir={best} is another"
+    raise ValueError(f"{', and '.join(damages)}; {remedy}")
 
 
 def damage_for(path: Path, ranks: Ranks | None, checksums: bool) -> str | None:
@@ -320,25 +324,13 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
     return [saved.config.get("dataset"), saved.tokenizer, facts.get(VAL_DATA), facts.get(EVAL_WINDOWS)]
 
 
-def load_one(path: Path, ranks: Ranks | None = None, checksums: bool = True) -> Checkpoint:
-    """The checkpoint at path. Raises ValueError where it is not a good one."""
-    damage = damage_for(path, ranks, checksums)
-    if damage == MISSING_FILE:
-        raise ValueError(f"{path}: no such checkpoint; is --out_dir right?")
-    if damage:
-        best = path.with_name(BEST)
-        other = f"--out_dir={best} is another" if best.exists() and best != path else "restore it from a copy"
-        raise ValueError(f"{path} {damage}; {other}")
-    return load_checked(path)
-
-
 def load_checked(path: Path) -> Checkpoint:
     """A checkpoint without damage. A file's tensors are memory-mapped on the CPU, a folder's have only shapes.
 
     Prefixes that torch.compile and DDP leave on parameter names are removed. nanoGPT's lose the mask buffers of its
     attention without SDPA and the machine that the run was set to, and their model_args name its GELU.
     """
-    found = joined(path) if is_folder(path) else archive.load(path)
+    found = joined(path, folders.tensors_of(path)) if is_folder(path) else archive.load(path)
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
     saved.path = path
     saved.model = {plain_name(k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
@@ -386,9 +378,9 @@ def parted(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, rest | {"optimizer": optimizer}
 
 
-def joined(folder: Path) -> dict[str, Any]:
-    """What a folder holds, as the dictionary of a file. Its tensors have shapes and no numbers. Raises ValueError."""
-    tensors = folders.tensors_of(folder)
+def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What a folder with these tensors holds, as the dictionary of a file. Raises ValueError."""
+    tensors = dict(tensors)
     try:
         rest = dict(folders.rest_of(folder))
         optimizer = dict(rest["optimizer"])
@@ -412,28 +404,25 @@ def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
     """The whole weights of a loaded checkpoint, on the CPU. Raises ValueError where they cannot be read."""
     if saved.folder is None:
         return saved.model
-    whole = {name: torch.empty_like(w, device="cpu") for name, w in saved.model.items()}
-    if saved.model[HEAD] is saved.model[EMBEDDING]:
-        whole[HEAD] = whole[EMBEDDING]
-    fill({name: w for name, w in whole.items() if name != HEAD or w is not whole[EMBEDDING]}, {}, saved.folder)
-    return whole
+    tied = saved.model[HEAD] is saved.model[EMBEDDING]
+    weights = {name: w for name, w in saved.model.items() if not (tied and name == HEAD)}
+    weights = read_whole(weights, saved.folder)
+    return weights | {HEAD: weights[EMBEDDING]} if tied else weights
 
 
 def whole(saved: Checkpoint) -> Checkpoint:
     """A loaded checkpoint with all its tensors on the CPU. Raises ValueError where they cannot be read."""
     if saved.folder is None:
         return saved
-    tensors, _ = parted(saved)
-    names = saved.optimizer["names"]
-    moments = {k: torch.empty_like(m, device="cpu") for k, m in tensors.items() if k.partition(".")[2] in names}
-    fill(moments, {}, saved.folder)
-    state = {
-        i: {k: moments.get(f"{k}.{names[i]}", m) for k, m in of_parameter.items()}
-        for i, of_parameter in saved.optimizer["state"].items()
-    }
-    usual = {} if "class" in saved.optimizer else {"names"}  # which a file of AdamW's or Muon's moments does without
-    optimizer = {k: v for k, v in saved.optimizer.items() if k not in usual} | {"state": state}
-    return replace(saved, model=weights_of(saved), optimizer=optimizer, path=None)
+    found = joined(saved.folder, read_whole(folders.tensors_of(saved.folder), saved.folder))
+    return replace(saved, model=found["model"], optimizer=found["optimizer"], path=None)
+
+
+def read_whole(shapes: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The tensors of these names and shapes, from the folder."""
+    tensors = {name: torch.empty_like(shape, device="cpu") for name, shape in shapes.items()}
+    folders.read(tensors, folder)
+    return tensors
 
 
 def restore_weights(model: GPT, saved: Checkpoint) -> None:
@@ -449,6 +438,14 @@ def restore_weights(model: GPT, saved: Checkpoint) -> None:
 MOST_VALUES = 1_000_000
 DEEPEST = 20
 PLAIN = {dict, OrderedDict, list, tuple, str, float, bool, type(None)}
+# The state of float16's GradScaler, which computes with these.
+SCALER: Fields = {
+    "scale": lambda value: type(value) is float and 0 < value < math.inf,
+    "growth_factor": lambda value: isinstance(value, int | float) and 1 <= value < math.inf,
+    "backoff_factor": lambda value: type(value) is float and 0 < value < math.inf,
+    "growth_interval": lambda value: is_number(value) and value >= 1,
+    "_growth_tracker": is_number,
+}
 
 
 NO_CHECKSUMS = (0, 0)  # which take minutes for a large folder
@@ -459,51 +456,40 @@ def damage_of(path: Path, part: tuple[int, int] = (0, 1)) -> str | None:
 
     Each content is checked once: a resumed run asks several times. part: of a folder, as folders.check.
     """
-    if is_folder(path):
-        try:
-            stats = [file.stat() for file in sorted(path.iterdir())]
-        except OSError:  # the run that writes there has just removed it
-            return MISSING_FILE
-        return _damage_of_folder(path, part, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats))
-    if not path.is_file():
+    try:
+        files = sorted(path.iterdir()) if is_folder(path) else [path]
+        stats = [file.stat() for file in files]
+    except OSError:  # the run that writes there may have just removed it
         return MISSING_FILE
-    stat = path.stat()
-    return _damage_of(path, stat.st_mtime_ns, stat.st_size, stat.st_ino)
-
-
-@lru_cache(4)
-def _damage_of(path: Path, mtime_ns: int, size: int, inode: int) -> str | None:
-    try:
-        has_checksum = archive.check(path)
-        found = archive.load(path)
-    except ValueError as e:
-        return f"is not a readable checkpoint ({e})"
-    try:
-        check_content(found)
-    except ValueError as e:
-        return f"is not a training checkpoint: {e}"
-    if not has_checksum and "format" in found:
-        return "is not a readable checkpoint (its checksum is missing)"
-    if not all(is_finite(value) for value in values_in(found)):
-        return "holds weights or moments that are NaN or infinity"
-    return None
+    return _damage_of(path, part, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats))
 
 
 @lru_cache(32)
-def _damage_of_folder(path: Path, part: tuple[int, int], stats: tuple[tuple[int, int, int], ...]) -> str | None:
+def _damage_of(path: Path, part: tuple[int, int], stats: tuple[tuple[int, int, int], ...]) -> str | None:
+    is_in_folder = is_folder(path)
     try:
-        folders.check(path, part)
-        found = joined(path)
+        if is_in_folder:
+            folders.check(path, part)
+            found = joined(path, folders.tensors_of(path))
+        else:
+            has_checksum = archive.check(path)
+            found = archive.load(path)
     except ValueError as e:
         return f"is not a readable checkpoint ({e})"
     except OSError as e:
         return f"is not a readable checkpoint ({e.strerror})"
     try:
-        if not isinstance(found.pop("best", None), bool):
+        if is_in_folder and not isinstance(found.pop("best", None), bool):
             raise ValueError("it does not say whether it is the best")
         check_content(found)
     except ValueError as e:
         return f"is not a training checkpoint: {e}"
+    if is_in_folder:
+        return None
+    if not has_checksum and "format" in found:
+        return "is not a readable checkpoint (its checksum is missing)"
+    if not all(is_finite(value) for _, value in values_in(found)):
+        return "holds weights or moments that are NaN or infinity"
     return None
 
 
@@ -511,10 +497,10 @@ def check_content(found: Any) -> None:
     """Raises ValueError where what a file holds has not the types and sizes of a checkpoint."""
     if not isinstance(found, dict):
         raise ValueError("it holds no dictionary")
-    for n, value in enumerate(values_in(found)):
+    for n, (where, value) in enumerate(values_in(found)):
         if n > MOST_VALUES:
             raise ValueError(f"it holds more than {MOST_VALUES:,} values")
-        check_value(value)
+        check_value(where, value)
     hints = get_type_hints(Checkpoint)
     lacking = [f.name for f in fields(Checkpoint) if f.default is MISSING and f.name not in found]
     lacking += [name for name in hints.keys() & found.keys() if not has_type(found[name], hints[name])]
@@ -528,24 +514,27 @@ def check_content(found: Any) -> None:
         raise ValueError("a value of its model_args is a tensor")
     check_weights(found["model"], found["model_args"])
     if found.get("scaler"):
-        check_scaler(found["scaler"])
+        check_record(found["scaler"], SCALER, required=SCALER)
 
 
-def values_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """value and all that it contains, dictionaries' keys too. Raises ValueError where it is nested too deep."""
-    yield value
+def values_in(value: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """value and all that it contains, dictionaries' keys too, each with its place, such as model.lm_head.weight.
+
+    Raises ValueError where it is nested too deep.
+    """
+    yield where, value
     if depth == DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} deep")
     if isinstance(value, dict):
         for key, entry in value.items():
-            yield key
-            yield from values_in(entry, depth + 1)
+            yield where, key
+            yield from values_in(entry, f"{where}.{key}"[-100:].lstrip("."), depth + 1)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from values_in(entry, depth + 1)
+            yield from values_in(entry, where, depth + 1)
 
 
-def check_value(value: Any) -> None:
+def check_value(where: str, value: Any) -> None:
     """Raises ValueError where a value is neither plain nor a tensor with all its numbers in the file.
 
     Of classes that inherit from plain ones, as numpy's float64 does, archive.py reads none but torch's.
@@ -553,14 +542,14 @@ def check_value(value: Any) -> None:
     if isinstance(value, Tensor):
         value = local(value)
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise ValueError(f"a tensor of {tuple(value.shape)} has more numbers than the file")
+            raise ValueError(f"{where!r}, a tensor of {tuple(value.shape)}, has more numbers than the file")
         if value.dtype not in archive.DTYPES:
-            raise ValueError(f"a tensor in it is of {value.dtype}")
+            raise ValueError(f"{where!r} has a tensor of {value.dtype}")
     elif type(value) is int:
         if abs(value) >= 2**63:
-            raise ValueError("a number in it has more than 64 bits")
+            raise ValueError(f"a number in it has more than 64 bits: {where!r}")
     elif type(value) not in PLAIN:
-        raise ValueError(f"a value in it is a {type(value).__name__}")
+        raise ValueError(f"{where!r} has a {type(value).__name__}, which is no plain value")
 
 
 def has_type(value: Any, hint: Any) -> bool:
@@ -586,17 +575,6 @@ def check_weights(weights: dict[str, Tensor], model_args: dict[str, Any]) -> Non
     for name, w in weights.items():
         if name.endswith("transformer.wte.weight") and None not in wanted and tuple(w.shape) != wanted:
             raise ValueError(f"model_args say vocab_size={wanted[0]}, n_embd={wanted[1]}, {name} is {tuple(w.shape)}")
-
-
-def check_scaler(scaler: dict[str, Any]) -> None:
-    """Raises ValueError where the state of float16's GradScaler has other values than it can get."""
-    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
-        value = scaler.get(name)
-        possible = isinstance(value, int | float) and math.isfinite(value) and value >= (name != "_growth_tracker")
-        if name in ("scale", "backoff_factor"):  # which may be below 1
-            possible = isinstance(value, float) and 0 < value < math.inf
-        if not possible:
-            raise ValueError(f"its scaler has {name}={value}")
 
 
 def is_finite(value: Any) -> bool:

@@ -27,7 +27,7 @@ class Evidence:
     no_update_before: bool  # in this run
     broken_weight: str | None = None  # the first parameter that is not finite itself
     in_part: bool = False  # some gradients were finite, others not
-    clip_rate: float | None = None  # of the steps before; None where not known
+    clip_rate: float | None = None  # of the steps before; None if it is not known
 
 
 def advice(e: Evidence) -> str:
@@ -53,11 +53,11 @@ def bad_parameters(norms: list[float], names: list[str]) -> str:
     """Which gradients are not finite: the first one in the order of the forward pass, the last one, and how many."""
     bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
     if len(bad) == len(names):
-        return "those of all parameters"
+        return "all parameters"
     if not bad:  # each is finite, their sum is not
-        return "their norm is too large for a number"
+        return "each is finite, their norm is not"
     last = f" to {bad[-1]}" if len(bad) > 1 else ""
-    return f"those of {bad[0]}{last}, {len(bad)} of {len(names)} parameters"
+    return f"{bad[0]}{last}, {len(bad)} of {len(names)} parameters"
 
 
 def clip_rate(norms: Sequence[float], grad_clip: float) -> float | None:

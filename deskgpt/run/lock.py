@@ -1,4 +1,4 @@
-"""One run per folder: a lock on out_dir that the system releases when its process ends, however it ends.
+"""One run per folder, and one prepare.py: a lock that the system releases when its process ends, however it ends.
 
 Where the file system has no locks, as some network file systems, a lease takes its place: a file that its holder keeps
 refreshing, and that others take over once it was not refreshed for a while. Both are the package filelock's.
@@ -13,13 +13,12 @@ import platform
 import secrets
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLease, Timeout
 
 from deskgpt.machine.files import write_atomically
 
@@ -43,63 +42,61 @@ def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     written.
     """
     is_new = not folder.exists()
-    latest = time.monotonic() + wait_s
-    lock = None
-    while lock is None:
-        try:
-            lock = locked(folder)
-        except Timeout:
-            if time.monotonic() >= latest:
-                raise in_use(folder) from None
-            time.sleep(0.3)
-        except OSError as e:
-            raise OSError(f"out_dir={folder} cannot be written: {e.strerror}; choose another --out_dir") from None
     facts = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
-        write_atomically(folder / HOLDER, json.dumps(facts).encode())
-        yield
+        with if_free(folder, wait_s=wait_s, remedy="choose another --out_dir") as is_free:
+            if not is_free:
+                raise in_use(folder)
+            write_atomically(folder / HOLDER, json.dumps(facts).encode())
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # the folder may have gone
+                    (folder / HOLDER).unlink()
     finally:
-        with suppress(OSError):  # the folder may have gone; Windows removes no open file
-            (folder / HOLDER).unlink()
-            (folder / LOCK).unlink(missing_ok=True)
-        lock.release()
         if is_new:
             with suppress(OSError):  # it holds files of the run
                 folder.rmdir()
 
 
-def locked(folder: Path, tries: int = 20, name: str = "") -> BaseFileLock:
-    """The folder's lock or lease, or one of several in it by name, taken.
+@contextmanager
+def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "choose another folder") -> Iterator[bool]:
+    """Makes the folder if need be. Gives True and holds the folder's lock of this name, or False if another has it.
 
-    Raises Timeout, which is an OSError, where another run has it; OSError.
+    wait_s: how long another one may take to leave. Raises OSError, with the remedy, where the folder cannot be written.
     """
     try:
+        lock = locked(folder, name, wait_s)
+    except Timeout:
+        yield False
+        return
+    except OSError as e:
+        raise OSError(f"{folder} cannot be written: {e.strerror}; {remedy}") from None
+    try:
+        yield True
+    finally:
+        with suppress(OSError):  # the folder may have gone; Windows removes no open file
+            (folder / (LOCK + name)).unlink(missing_ok=True)
+        lock.release()
+
+
+def locked(folder: Path, name: str = "", wait_s: float = 0.0, tries: int = 20) -> BaseFileLock:
+    """The folder's lock of this name, or a lease in its place, taken. Raises Timeout or another OSError."""
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock: BaseFileLock = FileLock(folder / (LOCK + name))
-        with warnings.catch_warnings(action="ignore"):
-            lock.acquire(timeout=0)
-        if not isinstance(lock, SoftFileLock):
-            return lock
-        lock.release()  # without the system's locks, filelock has made a file that would outlive a crash
-    except NotImplementedError:  # as older versions of it say
-        pass
+        # filelock's own fallback is a file that would outlive a crash.
+        lock: BaseFileLock = FileLock(folder / (LOCK + name), fallback_to_soft=False)
+        lock.acquire(timeout=wait_s, poll_interval=0.3)
     except (FileExistsError, FileNotFoundError):  # another run makes or removes the folder just now
         if tries == 1:
             raise
-        return locked(folder, tries - 1, name)
+        return locked(folder, name, wait_s, tries - 1)
     except OSError as e:
         if e.errno not in NO_LOCKS:
             raise
-    return leased(folder, name)
-
-
-def leased(folder: Path, name: str = "") -> BaseFileLock:
-    """The folder's lease, taken. Raises Timeout where another run keeps refreshing it, OSError."""
-    from filelock import SoftFileLease
-
-    lease = SoftFileLease(folder / (LEASE + name), lease_duration=LEASE_S, on_compromise=leave)
-    lease.acquire(timeout=1.5 * LEASE_S)  # it takes so long to see that a holder on another host is gone
-    return lease
+        lock = SoftFileLease(folder / (LEASE + name), lease_duration=LEASE_S, on_compromise=leave)
+        lock.acquire(timeout=max(wait_s, 1.5 * LEASE_S))  # it takes so long to see that a holder's host is gone
+    return lock
 
 
 def leave(lost: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -106,7 +107,7 @@ def time_step(run: Run, batch: Batch, micro_steps: int) -> float:
     """Median seconds of an optimizer step of `micro_steps` micro-batches. Leaves weights and optimizer as they were."""
     runner = run.runner
     optimizer = run.optimizer
-    optimizer_before = run.optimizer_state.snapshot()
+    optimizer_before = copy.deepcopy(run.optimizer_state.state())
     scaler_before = runner.scaler.state_dict()
     tensors = [local(x.detach()) for x in runner.model.parameters()]
     values = [x.to("cpu", copy=True) for x in tensors]
@@ -129,7 +130,7 @@ def time_step(run: Run, batch: Batch, micro_steps: int) -> float:
         updates.append(time.perf_counter() - t1)
         if run.ranks.max(sum(passes)) > TIMED_S:  # all ranks go through the same steps
             break
-    run.optimizer_state.go_back(optimizer_before)
+    run.optimizer_state.load(optimizer_before, "the state before")
     if scaler_before:
         runner.scaler.load_state_dict(scaler_before)
     for x, value in zip(tensors, values, strict=True):

@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss far above those of the steps before."""
+    """A loss far above the losses of the steps before."""
 
     step: int
     position: int  # as of Step
@@ -238,7 +238,7 @@ class Report:
         self.n_rewinds += 1
         step = self.run.step
         skipped = self.run.skipped_batches
-        self.ranks.say(f"back to step {step}; the batches from there to that of step {spike.step} are skipped")
+        self.ranks.say(f"back to step {step}; the batches of steps {step} to {spike.step} are skipped")
         self.log.write("rewind", iter=step, spike=spike.step, skipped_batches=skipped)
 
     def batch(self, position: int) -> str:
@@ -305,7 +305,7 @@ class Report:
             return
         step, rise = now
         self.ranks.say(
-            f"overfitting: the val loss is {rise:.4f} above that of step {step}, while the train loss has fallen; "
+            f"overfitting: the val loss has risen by {rise:.4f} since step {step}, while the train loss has fallen; "
             "more data, --dropout or a smaller model may help"
         )
         self.log.write("overfit", iter=evaluations[-1].step, best_iter=step, rise=rise)

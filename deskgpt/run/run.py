@@ -12,7 +12,11 @@ from deskgpt.checkpoint.store import Checkpoint, restore_weights
 from deskgpt.compute.forms import saved_form
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Evaluation, Runner
+from deskgpt.machine.strangers import Fields, check_record, is_number
 from deskgpt.run.diagnosis import Evaluated, SpikeWatch
+
+# Under "health" in a checkpoint.
+COUNTS: Fields = dict.fromkeys(("skipped_batches", "rewound_to", "rewinds_there", "steps_since_spike"), is_number)
 
 
 class Run:
@@ -151,6 +155,8 @@ class Run:
     def _restore_part(self, name: str) -> None:
         """Gives a part its state back, where the checkpoint that the run goes on from has it. Raises ValueError."""
         if name not in self.saved_parts:
+            if self.step > 0:
+                self.ranks.say(f"{name}: the checkpoint of step {self.step} has none, it begins anew")
             return
         try:
             self.parts[name].load_state_dict(self.saved_parts[name])
@@ -177,20 +183,16 @@ class Run:
         if state is None:
             return
         try:
-            self.skipped_batches = at_least_0(state["skipped_batches"])
-            self.rewound_to = at_least_0(state["rewound_to"])
-            self.rewinds_there = at_least_0(state["rewinds_there"])
+            check_record(state, COUNTS, required=COUNTS)
+            self.skipped_batches = state["skipped_batches"]
+            self.rewound_to = state["rewound_to"]
+            self.rewinds_there = state["rewinds_there"]
             self.spikes.losses.extend(float(loss) for loss in state["losses"])
-            self.spikes.steps_since_spike = at_least_0(state["steps_since_spike"])
+            self.spikes.steps_since_spike = state["steps_since_spike"]
             for step, train_loss, val_loss, error in state["evaluations"]:
+                if not is_number(step):
+                    raise ValueError
                 known = None if error is None else float(error)
-                self.evaluations.append(Evaluated(at_least_0(step), float(train_loss), float(val_loss), known))
+                self.evaluations.append(Evaluated(step, float(train_loss), float(val_loss), known))
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{source}: what it says about skipped batches and past losses is damaged") from None
-
-
-def at_least_0(value: Any) -> int:
-    """value, which is a whole number from 0 on; raises ValueError otherwise."""
-    if type(value) is not int or value < 0:
-        raise ValueError
-    return value

@@ -111,13 +111,11 @@ class Saver:
         """Begins to write a checkpoint, after the one before has been written. The state may change afterwards."""
         self.wait()
         self.last = saved = Saved(state.iter_num, best)
-        if not self.in_background:
-            self._write(state, saved, copied=None)
-            return saved
-        if not self.snapshot.fits(state):
-            if not self.has_said_memory:
-                self.say("little memory is free: training waits while a checkpoint is written")
-                self.has_said_memory = True
+        has_room = self.in_background and self.snapshot.fits(state)
+        if self.in_background and not has_room and not self.has_said_memory:
+            self.say("little memory is free: training waits while a checkpoint is written")
+            self.has_said_memory = True
+        if not has_room:
             self._write(state, saved, copied=None)
             return saved
         state, copied = self.snapshot.take(state)
@@ -233,6 +231,6 @@ class Snapshot:
 
 def storage_bytes(state: Checkpoint) -> int:
     """The size of all tensors of a checkpoint."""
-    tensors = [local(value) for value in store.values_in(vars(state)) if isinstance(value, Tensor)]
+    tensors = [local(value) for _, value in store.values_in(vars(state)) if isinstance(value, Tensor)]
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

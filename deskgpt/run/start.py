@@ -18,7 +18,7 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.checks import Batch
-from deskgpt.compute.forms import EarlierForm, Wanted, fastest_right_form
+from deskgpt.compute.forms import EarlierForm, Search, Wanted, fastest_right_form
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
 from deskgpt.machine import hardware
@@ -62,7 +62,7 @@ class StartingPoint:
     ranks: Ranks
     source: str  # for messages
     config: GPTConfig
-    weights: dict[str, Tensor] | None = None  # None: random ones, or those of `saved`
+    weights: dict[str, Tensor] | None = None  # None: random ones, or the weights of `saved`
     saved: Checkpoint | None = None  # that has the weights
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
     resumed: Checkpoint | None = None
@@ -123,7 +123,7 @@ class StartingPoint:
         steps = 0 if settings["eval_only"] else settings["max_iters"] - self.step
         wanted = Wanted.of(settings, earlier, steps, seconds_left(settings, began))
         smaller = functools.partial(smaller_batch, model.config, make, ranks.device, settings["auto_batch"])
-        runner, batching = fastest_right_form(model, split, wanted, ranks, batch_of, smaller)
+        runner, batching = fastest_right_form(Search(model, split, wanted, ranks, batch_of, smaller))
         if ranks.distributed and not settings["eval_only"]:
             runner.distribute(*batch_of(batching.batch_size))
         return runner, batching
@@ -270,7 +270,7 @@ def open_log(run: Run, start: StartingPoint) -> RunLog:
         is_last = best in store.candidates(out_dir)[:1]  # a folder, which the run goes on from
         old = store.set_aside(out_dir, () if best is None or is_last else (best.name,))
         kept = f"; {best.name} is now in {old}" if best and old else ""
-        ranks.say(f"the best val loss begins anew, since the losses before are those of another evaluation{kept}")
+        ranks.say(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
     log = RunLog(out_dir / "log.jsonl", wandb_run, start.wandb_run_id)
     run.wandb_run_id = log.wandb_run_id
     return log

@@ -45,7 +45,7 @@ class Stops:
         self.shared = shared
         self.saved_at = time.perf_counter()
         self.failure: Exception | None = None
-        listener.signal = None  # that of a run before this one in the same process
+        listener.signal = None  # an earlier run in the same process may have left one
 
     def due(self, step: int, has_work: bool) -> Due:
         """has_work: whether something would be lost if a signal ended the process at once."""

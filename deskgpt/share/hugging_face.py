@@ -29,7 +29,6 @@ class Class:
 
     name: str
     model_type: str
-    why: str  # it is the right one, for the model card
     activations: dict[str, str]  # ours to its own names
     parts: dict[str, str] | None = None  # names in a block, where they are named as Llama's; None: as GPT-2's
     has_biases: bool = False  # always: where our model has none, they are zeros
@@ -42,37 +41,11 @@ STARCODER_NAMES = {"attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.c_fc", "m
 LLAMA_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 APERTUS_NORMS = {"ln_1": "attention_layernorm", "ln_2": "feedforward_layernorm"}
 
-GPT2 = Class(
-    "GPT2LMHeadModel",
-    "gpt2",
-    "it has learned positions and layer norm, as GPT-2",
-    ACTIVATIONS | {"gelu_tanh": "gelu_new"},
-    has_biases=True,
-)
-ARCEE = Class(
-    "ArceeForCausalLM",
-    "arcee",
-    "it has RoPE, RMS norm and an MLP without a gate",
-    ACTIVATIONS,
-    UNGATED | LLAMA_NORMS,
-)
-APERTUS = Class(
-    "ApertusForCausalLM",
-    "apertus",
-    "it has RoPE, RMS norm, RMS norm of queries and keys, and an MLP without a gate",
-    ACTIVATIONS,
-    UNGATED | APERTUS_NORMS,
-)
-STARCODER2 = Class(
-    "Starcoder2ForCausalLM",
-    "starcoder2",
-    "it has RoPE, layer norm and an MLP without a gate",
-    ACTIVATIONS,
-    STARCODER_NAMES | LLAMA_NORMS,
-    has_biases=True,
-)
-OWN = Class("DeskGPTForCausalLM", "deskgpt", "", {}, is_own=True)
-CLASSES = {kind.model_type: kind for kind in (GPT2, ARCEE, APERTUS, STARCODER2, OWN)}
+GPT2 = Class("GPT2LMHeadModel", "gpt2", ACTIVATIONS | {"gelu_tanh": "gelu_new"}, has_biases=True)
+ARCEE = Class("ArceeForCausalLM", "arcee", ACTIVATIONS, UNGATED | LLAMA_NORMS)
+APERTUS = Class("ApertusForCausalLM", "apertus", ACTIVATIONS, UNGATED | APERTUS_NORMS)
+STARCODER2 = Class("Starcoder2ForCausalLM", "starcoder2", ACTIVATIONS, STARCODER_NAMES | LLAMA_NORMS, has_biases=True)
+OWN = Class("DeskGPTForCausalLM", "deskgpt", {}, is_own=True)
 
 
 def class_of(c: GPTConfig) -> Class:
@@ -92,15 +65,10 @@ def class_of(c: GPTConfig) -> Class:
 
 
 def why_own(c: GPTConfig) -> str:
-    """The settings that no class of transformers has, as the user would write them."""
+    """The settings that no class of transformers has together, as the user would write them."""
     if c.token_shift:
         return "token_shift=True"
-    choices = [f"position={c.position}", f"norm={c.norm}"]
-    if c.qk_norm:
-        choices.append("qk_norm=True")
-    if c.norm == "rms" and c.qk_norm and c.position == "rope":
-        choices.append("bias=True")
-    return " with ".join((choices[0], ", ".join(choices[1:])))
+    return f"position={c.position}, norm={c.norm}, qk_norm={c.qk_norm}, bias={c.bias}"
 
 
 # ---- config.json ---------------------------------------------------------------------------------------------
