@@ -95,7 +95,7 @@ class Dataset:
     def lines(self, checksums: str, batching: Batching, ranks: Ranks) -> list[str]:
         """What a run says of its data, whose text it finds, for bits per byte. checksums: Verification.state."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
-        warnings = [self.train.few_tokens(), self.val.few_tokens()]
+        warnings = [self.train.single_token(), self.val.single_token()]
         found = [f"data: {self.folder.name}, {tokens}, {checksums}", *(f"warning: {w}" for w in warnings if w)]
         if ranks.is_first:
             try:

@@ -48,6 +48,7 @@ def describe(folder: Path) -> bool:
         window = f", windows of {recorded['packed']:,} tokens" if recorded.get("packed") else ""
         print(f"loss mask: {learned:,} tokens are learned{window}")
     faults = check(folder, tokens + masks, entries)
+    print(f"checksums: {len(entries)} files listed in meta.json; faults: {len(faults)}")
     for fault in faults:
         print(f"  {fault}; prepare the data again")
 
@@ -76,16 +77,15 @@ def counts(paths: list[Path], entries: Entries) -> str:
 
 
 def check(folder: Path, paths: list[Path], entries: Entries) -> list[str]:
-    """Compares the token files at `paths` with the list in meta.json, prints a summary, and returns the faults."""
+    """What differs between the token files at `paths` and the list in meta.json, if it has one."""
+    if not entries:
+        return []
     faults = [f"{name} is missing" for name in entries if not (folder / name).exists()]
-    listed = [path for path in paths if "sha256" in entries.get(path.name, {})]
-    for path in tqdm(listed, "checksums", leave=False, disable=None):
-        if file_sha256(path) != entries[path.name]["sha256"]:
+    for path in tqdm(paths, "checksums", leave=False, disable=None):
+        if path.name not in entries:
+            faults.append(f"{path.name} is not listed in meta.json, and is read all the same")
+        elif file_sha256(path) != entries[path.name]["sha256"]:
             faults.append(f"{path.name} is not what was written")
-    if entries:
-        unlisted = [path for path in paths if path not in listed]
-        faults += [f"{path.name} is not listed in meta.json, and is read all the same" for path in unlisted]
-    print(f"checksums: {len(listed)} files compared with meta.json; faults: {len(faults)}")
     return faults
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
 PACKED = (".gz", ".zst")
+PACKED_RATIO = 3  # bytes of text per byte of a packed file, about
 ATTEMPTS = 9  # at one place of the source, each of them with the attempts that the hub's own library makes
 LONGEST_PAUSE_S = 60  # between attempts: 1, 2, 4 ... 60, 60 seconds
 
@@ -166,6 +168,59 @@ def pieces_of_lines(lines: Iterator[str], size: int = 1 << 20) -> Iterator[str]:
 def ends_in_a_word(line: str) -> bool:
     """Whether no white space precedes the newline at the end of line."""
     return len(line) > 1 and not line[-2].isspace()
+
+
+# ---- files on this machine ----------------------------------------------------------------------------------
+
+
+def local_source(paths: list[Path], text_column: str) -> Source:
+    """Files, and all readable files in folders, in name order. Raises ValueError where there are none."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"--source {path} does not exist")
+        found = [p for p in path.rglob("*") if is_documents(path, p)] if path.is_dir() else [path]
+        if not found:
+            raise ValueError(f"--source {path} holds no *{', *'.join(FORMATS)} (or these packed: {', '.join(PACKED)})")
+        files += sorted(found)
+    for file in files:
+        format_of(str(file))
+    names = ", ".join(file.name for file in files[:3])
+    if len(files) > 3:
+        names += f" and {len(files) - 3} more"
+    size = sum(file.stat().st_size for file in files)
+    return Source(f"{names} ({size:,} bytes)", [os.path.abspath(file) for file in files], text_column)
+
+
+def is_documents(folder: Path, path: Path) -> bool:
+    """Whether to read a file found in folder: not hidden, no link to another file there, of a known format."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    twice = path.is_symlink() and path.resolve().is_relative_to(folder.resolve())
+    try:
+        return path.is_file() and not hidden and not twice and bool(format_of(str(path)))
+    except ValueError:
+        return False
+
+
+def text_bytes(source: Source) -> int:
+    """Bytes of text in local files, about. Raises ValueError where a parquet file is damaged."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    total = 0
+    for path in source.files:
+        if format_of(path) != "parquet":
+            total += os.path.getsize(path) * (PACKED_RATIO if path.endswith(PACKED) else 1)
+            continue
+        try:
+            metadata = read_metadata(path)
+        except (ArrowException, OSError) as e:
+            raise source.unreadable(path, e) from None
+        for group in range(metadata.num_row_groups):
+            for column in metadata.row_group(group).to_dict()["columns"]:
+                if column["path_in_schema"] == source.text_column:
+                    total += column["total_uncompressed_size"]
+    return total
 
 
 # ---- network -------------------------------------------------------------------------------------------------

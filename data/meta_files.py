@@ -12,23 +12,19 @@ import functools
 import io
 import json
 import pickle
-import pickletools
 import re
 import reprlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from data.tokenizer import tokens_of
 from deskgpt.machine.files import read_small, sha256
+from deskgpt.machine.strangers import PLAIN, Fields, check_record, instructions, is_number, is_text
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 MOST_IDS = 1 << 16  # uint16
 JSON_BYTES = 64 << 20  # at most; that of 150,000 shards has 30 MB
 PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
-LARGEST_NUMBER = 1 << 53  # what JSON readers agree about
-
-Fields = dict[str, Callable[[Any], bool]]  # what may be in a record: key to whether a value is right
 
 # ---- meta.json -----------------------------------------------------------------------------------------------
 
@@ -96,21 +92,6 @@ def checksum_of(meta: dict[str, Any]) -> str:
     return sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode())
 
 
-def check_record(record: Any, fields: Fields, required: tuple[str, ...], only_known: bool) -> None:
-    """Raises ValueError where a record lacks a key, or has a wrong value, or an unknown key though only_known."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{reprlib.repr(record)} is not a record")
-    for key in required:
-        if key not in record:
-            raise ValueError(f"it has no {key}")
-    for key, value in record.items():
-        if key not in fields:
-            if only_known:
-                raise ValueError(f"it has an unknown key, {reprlib.repr(key)}")
-        elif not fields[key](value):
-            raise ValueError(f"{key}={reprlib.repr(value)} cannot be right")
-
-
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raises ValueError where a tokenizer's description is wrong or does not fit the size of the vocabulary."""
     name = tokenizer.get("name")
@@ -136,15 +117,6 @@ def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
 def is_name_of_tokens(name: str, suffix: str = ".bin") -> bool:
     """Whether a file of this name is one of a split, and cannot be anywhere but in its folder."""
     return re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII) is not None
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a whole number that can count something."""
-    return type(value) is int and 0 <= value < LARGEST_NUMBER  # True is an int too
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 META: Fields = {
@@ -178,18 +150,6 @@ ENTRY: Fields = {
 }
 
 # ---- meta.pkl ------------------------------------------------------------------------------------------------
-
-# What a pickle of dicts, lists, strings and numbers is made of. Left out is what imports or calls something, what takes
-# memory before it is read (BYTEARRAY8), tuples (Python hashes nested ones without a limit to their depth), and what
-# only Python 2 wrote.
-PLAIN = {
-    *("PROTO", "FRAME", "STOP", "MARK", "POP"),
-    *("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
-    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
-    *("NONE", "NEWTRUE", "NEWFALSE"),
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT"),
-    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
-}
 
 
 def from_pickle(path: Path) -> dict[str, Any]:
@@ -241,11 +201,9 @@ def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
 
 def check_plain(pickled: bytes) -> None:
     """Raises ValueError where a pickle is more than plain values, or would take far more memory than it is long."""
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name not in PLAIN:
-            raise ValueError(f"it asks for {opcode.name}, and only plain values are read")
+    for name, argument in instructions(pickled, PLAIN):
         # An index into the memo makes the unpickler a table of that size; as a key, large numbers could share a hash.
-        if type(argument) is int and opcode.name != "FRAME" and abs(argument) > len(pickled) + MOST_IDS:
+        if type(argument) is int and name != "FRAME" and abs(argument) > len(pickled) + MOST_IDS:
             raise ValueError(f"it holds {reprlib.repr(argument)}, an absurd number")
 
 

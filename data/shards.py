@@ -27,7 +27,6 @@ from data.tokenizer import Ids, Tokenizer, pieces
 from deskgpt.machine.files import file_sha256, replacing
 
 TASK_CHARS = 1 << 19  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
-BAR_INTERVAL_S = 2  # between two figures of speed and disk space in the progress bar
 
 Entry = dict[str, Any]  # of a shard in meta.json: tokens, documents, sha256, end and, for the last one, last
 
@@ -47,7 +46,6 @@ class Encoded(NamedTuple):
     row: int
     begins: bool
     ids: Ids
-    n_bytes: int  # of the text, in UTF-8
 
 
 # ---- tokenizing ----------------------------------------------------------------------------------------------
@@ -58,7 +56,6 @@ class TokenStream:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, threads: int, position: Position) -> None:
         self.position = position  # of the next token
-        self.bytes_read = 0  # of text, in UTF-8
         self.documents = 0  # begun so far
         self._skip = position.used  # tokens to leave out of the next row
         self._begins = False  # whether a document begins with the row at hand
@@ -97,26 +94,10 @@ class TokenStream:
 
     def _begin(self, encoded: Encoded) -> None:
         """Makes this row the one at hand."""
-        self.bytes_read += encoded.n_bytes
         self._begins = encoded.begins
         self.position = Position(encoded.file, encoded.row, self._skip)
         self._ids = encoded.ids[self._skip :]
         self._skip = 0
-
-
-def text_bytes_of(source: Source, tokenizer: Tokenizer, tokens: int, threads: int) -> int:
-    """The bytes of text that a source's first tokens stand for, or all of them where it has fewer."""
-    lengths = tokenizer.token_bytes()
-    n_bytes = 0
-    stream = TokenStream(source, tokenizer, threads, Position(0, 0, 0))
-    try:
-        while tokens > 0 and not stream.at_end():
-            ids = stream.take(tokens)
-            n_bytes += int(lengths[ids].sum())
-            tokens -= len(ids)
-    finally:
-        stream.close()
-    return n_bytes
 
 
 def encoded_rows(
@@ -175,7 +156,7 @@ def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[Encoded]:
         parts = [end_of_text if row.begins and row.text else nothing]
         for _ in of_row:
             parts.append(next(encoded))
-        out.append(Encoded(row.file, row.row, row.begins, np.concatenate(parts), len(row.text.encode())))
+        out.append(Encoded(row.file, row.row, row.begins, np.concatenate(parts)))
     return out
 
 
@@ -219,13 +200,13 @@ def write_shards(
     shards: Iterable[tuple[str, int]],
     damaged: list[str],
     threads: int,
-    total: int | None,
+    total: float = math.inf,
     record: str = "meta.json",
     whole_documents: bool = False,
 ) -> None:
     """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
 
-    The last one that the source fills is marked "last" there. `total` tokens are expected, None if that is not known.
+    The last one that the source fills is marked "last" there. `total` tokens are expected, inf if that is not known.
     With whole_documents, the rest of the document in which val ends is left out.
     Raises ValueError where the source cannot be read or has changed, OSError where folder cannot be written.
     """
@@ -233,14 +214,14 @@ def write_shards(
     position = Position(0, 0, 0)
     previous: str | None = None  # name of the shard before this one
     stream: TokenStream | None = None
-    with Progress(folder, total) as bar:
+    with progress_bar(total) as bar:
         try:
             for name, size in shards:
                 old = entries.get(name, {})
 
                 # ---- a shard that is there: go on after it ----
                 if is_there(folder / name, size, old) and name not in damaged:
-                    bar.skip(old["tokens"])
+                    bar.update(old["tokens"])
                     position = Position(*old["end"])
                     previous = name
                     if stream:  # which is still before this shard
@@ -251,7 +232,6 @@ def write_shards(
                     continue
 
                 # ---- one that is not ----
-                size = max(size, old.get("tokens", 0))  # a smaller one would leave a gap before the next
                 made_alike = bool(old) and (old["tokens"] == size or "last" in old)
                 if stream is None:
                     stream = TokenStream(source, tokenizer, threads, position)
@@ -273,14 +253,13 @@ def write_shards(
                 stream.close()
 
 
-def write_shard(path: Path, size: int, stream: TokenStream, bar: Progress, sha256: str | None) -> Entry | None:
+def write_shard(path: Path, size: int, stream: TokenStream, bar: tqdm, sha256: str | None) -> Entry | None:
     """Writes `size` tokens of the stream, or all that are left; returns the entry for meta.json.
 
     Writes nothing and returns None if no tokens are left. sha256 is the checksum that the file must get, None if it
     may be any. Raises ValueError where it gets another, OSError where the disk is full.
     """
     t0 = time.perf_counter()
-    bytes_before = stream.bytes_read
     documents_before = stream.documents
     if stream.at_end():
         if sha256 is not None:
@@ -290,13 +269,11 @@ def write_shard(path: Path, size: int, stream: TokenStream, bar: Progress, sha25
         with replacing(path) as file:
             file.write(bytes(HEADER_BYTES))  # room for it: the number of tokens is not known yet
             tokens = 0
-            bytes_shown = bytes_before
             while tokens < size and not stream.at_end():
                 ids = stream.take(size - tokens)
                 file.write(ids.astype("<u2", copy=False).tobytes())
                 tokens += len(ids)
-                bar.advance(len(ids), stream.bytes_read - bytes_shown)
-                bytes_shown = stream.bytes_read
+                bar.update(len(ids))
             file.seek(0)
             file.write(llmc_header(tokens))
             file.flush()
@@ -309,9 +286,10 @@ def write_shard(path: Path, size: int, stream: TokenStream, bar: Progress, sha25
             "command again"
         ) from None
     documents = stream.documents - documents_before
-    mb_per_s = (stream.bytes_read - bytes_before) / 1e6 / (time.perf_counter() - t0)
+    tokens_per_s = tokens / (time.perf_counter() - t0)
     tqdm.write(
-        f"{path.name}: {tokens:,} tokens, {documents:,} documents, {mb_per_s:.1f} MB/s, {free_space(path.parent)}"
+        f"{path.name}: {tokens:,} tokens, {documents:,} documents, {tokens_per_s:,.0f} tokens/s, "
+        f"{free_space(path.parent)}"
     )
     return {"tokens": tokens, "documents": documents, "sha256": checksum, "end": stream.position}
 
@@ -324,35 +302,10 @@ def source_has_changed(path: Path) -> ValueError:
 # ---- what is shown -------------------------------------------------------------------------------------------
 
 
-class Progress(tqdm):
-    """A bar of tokens that shows MB/s of text and the disk space left, on a terminal only."""
-
-    n: int
-
-    def __init__(self, folder: Path, total: int | None) -> None:
-        hidden = True if multiprocessing.parent_process() else None  # the bars of several processes would mix
-        super().__init__(total=total, unit="tok", unit_scale=True, disable=hidden, smoothing=0.05)
-        self.folder = folder
-        self.t0 = time.perf_counter()
-        self.bytes_read = 0  # since t0
-
-    def skip(self, tokens: int) -> None:
-        """Counts tokens that were there already, which say nothing about the speed."""
-        if not self.disable:
-            self.initial += tokens
-            self.n += tokens
-            self.last_print_n = self.n
-
-    def advance(self, tokens: int, bytes_read: int) -> None:
-        """Counts tokens that were written, and the bytes of text that were read for them."""
-        self.bytes_read += bytes_read
-        elapsed_s = time.perf_counter() - self.t0
-        if elapsed_s > BAR_INTERVAL_S:
-            mb_per_s = self.bytes_read / 1e6 / elapsed_s
-            self.set_postfix_str(f"{mb_per_s:.1f} MB/s, {free_space(self.folder)}", refresh=False)
-            self.t0 = time.perf_counter()
-            self.bytes_read = 0
-        self.update(tokens)
+def progress_bar(total: float) -> tqdm:
+    """A bar of tokens, on a terminal only and not in one of several processes, whose bars would mix."""
+    hidden = True if multiprocessing.parent_process() else None
+    return tqdm(total=total if total < math.inf else None, unit="tok", unit_scale=True, disable=hidden, smoothing=0.05)
 
 
 def gigabytes(size: float) -> str:

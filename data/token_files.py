@@ -30,6 +30,7 @@ import numpy.typing as npt
 from data.meta_files import from_json, from_pickle, shared_from_json, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
 from deskgpt.machine.files import file_sha256, sha256, write_atomically
+from deskgpt.run.lock import if_free
 
 MAGIC = 20240520
 VERSION = 1
@@ -374,48 +375,41 @@ def write_dataset(
     ValueError if other shards or another prepare.py are in the way, OSError if the disk is full, with the old data
     unharmed.
     """
-    with locked(folder):
-        return _write_dataset(folder, splits, tokenizer, source, masks)
-
-
-def _write_dataset(
-    folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, source: str, masks: Masks | None
-) -> dict[str, Any]:
     files = {}
+    of_masks = {}
     for split, ids in splits.items():
         files[f"{split}.bin"] = {"tokens": len(ids), "sha256": sha256(ids.astype("<u2"))}
+        if masks is not None:
+            counts = masks.counts[split]
+            of_masks[f"{split}{MASK_SUFFIX}"] = {"tokens": len(counts), "sha256": sha256(counts)}
     meta = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": source, "files": files}
-    mask_names = {split: f"{split}{MASK_SUFFIX}" for split in splits}
     if masks is not None:
-        of_masks = {}
-        for split, counts in masks.counts.items():
-            of_masks[mask_names[split]] = {"tokens": len(counts), "sha256": sha256(counts)}
         meta |= {"end_of_text": tokenizer.end_of_text, "masks": of_masks, "packed": masks.packed, "chat": masks.chat}
-    others = {path.name for split in splits for path in folder.glob(f"{split}*.bin")} - set(files)
-    if others:
-        raise ValueError(
-            f"{folder} holds other shards ({', '.join(sorted(others))}), which would be read too; choose another name"
-        )
-    new = {name: folder / f"{name}.new" for name in (*files, *mask_names.values())}
-    try:
-        # First everything that takes space, then the names.
-        for split, ids in splits.items():
-            write_tokens(new[f"{split}.bin"], ids)
-            if masks is not None:
-                write_atomically(new[mask_names[split]], masks.counts[split].tobytes())
-        (folder / "val.bin").unlink(missing_ok=True)
-        for name in mask_names.values():
-            if masks is not None:
+    with locked(folder):
+        others = {path.name for split in splits for path in folder.glob(f"{split}*.bin")} - set(files)
+        if others:
+            raise ValueError(
+                f"{folder} holds other shards ({', '.join(sorted(others))}), which would be read too; choose another "
+                "name"
+            )
+        new = {name: folder / f"{name}.new" for name in (*files, *of_masks)}
+        try:
+            # First everything that takes space, then the names.
+            for split, ids in splits.items():
+                write_tokens(new[f"{split}.bin"], ids)
+                if masks is not None:
+                    write_atomically(new[f"{split}{MASK_SUFFIX}"], masks.counts[split].tobytes())
+            (folder / "val.bin").unlink(missing_ok=True)
+            for split in splits:
+                (folder / f"{split}{MASK_SUFFIX}").unlink(missing_ok=True)
+            for name in (*of_masks, "train.bin"):
                 os.replace(new[name], folder / name)
-            else:
-                (folder / name).unlink(missing_ok=True)
-        os.replace(new["train.bin"], folder / "train.bin")
-        write_meta(folder, meta)
-        os.replace(new["val.bin"], folder / "val.bin")
-    finally:
-        for path in new.values():
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            write_meta(folder, meta)
+            os.replace(new["val.bin"], folder / "val.bin")
+        finally:
+            for path in new.values():
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
     return meta
 
 
@@ -437,22 +431,10 @@ def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> N
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes folder and keeps other prepare.py out of it. Raises ValueError where one is in it, OSError."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".lock")  # the system releases it, however this process ends
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder") from None
-    except NotImplementedError:  # by this file system: then the user has to see to it
-        pass
-    except OSError as e:
-        raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
-    try:
+    with if_free(folder) as is_free:
+        if not is_free:
+            raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
         yield
-    finally:
-        lock.release()
 
 
 # ---- the description -----------------------------------------------------------------------------------------

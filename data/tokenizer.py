@@ -33,15 +33,6 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-ENCODINGS = "https://openaipublic.blob.core.windows.net/encodings/"
-P50K = {ENCODINGS + "p50k_base.tiktoken": "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"}
-# The files, with their SHA-256, of tiktoken's encodings whose ids fit into uint16.
-TIKTOKEN_FILES = {
-    "gpt2": {GPT2_FILES + name: checksum for name, checksum in GPT2_SHA256.items()},
-    "r50k_base": {ENCODINGS + "r50k_base.tiktoken": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"},
-    "p50k_base": P50K,
-    "p50k_edit": P50K,
-}
 CHECK_EVERY = 16  # batches: in one of them, one text is encoded by tiktoken too
 CHECKED_CHARS = 20_000  # of that text
 VOCAB_MULTIPLE = 64  # ids: whole tiles in the matmul of the head
@@ -70,9 +61,11 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         """As encode, of many texts at once, which can be much faster."""
+        return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> Ids:
-        """As encode, but the names of special tokens stand for these tokens."""
+        """As encode, but the names of special tokens, if it has any, stand for these tokens."""
+        return self.encode(text)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """UTF-8 of token ids; several tokens can make up one character."""
@@ -84,7 +77,7 @@ class Tokenizer(Protocol):
         """The description from which `from_meta` makes the same tokenizer."""
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character, ids in the order of `chars`, as nanoGPT's shakespeare_char has it."""
 
     end_of_text: int | None = None
@@ -116,11 +109,6 @@ class CharTokenizer:
             raise ValueError(f"the tokenizer does not know {named}; its {self.vocab_size} characters: {self.chars!r}")
         return self._order[at].astype(np.uint16)
 
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
-        return [self.encode(text) for text in texts]
-
-    encode_prompt = encode
-
     def decode_bytes(self, ids: list[int]) -> bytes:
         # surrogatepass: text that was read with errors="surrogateescape" can hold lone surrogates
         return "".join(self.chars[i] for i in ids).encode("utf-8", "surrogatepass")
@@ -132,7 +120,7 @@ class CharTokenizer:
         return {"name": "char", "chars": self.chars}
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """One token per UTF-8 byte: 256 ids, nothing is unknown."""
 
     vocab_size = 256
@@ -140,11 +128,6 @@ class BytesTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint16)
-
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
-        return [self.encode(text) for text in texts]
-
-    encode_prompt = encode
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return bytes(ids)
@@ -158,7 +141,7 @@ class BytesTokenizer:
         return {"name": "bytes"}
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """A byte-pair encoding by its tiktoken name, "gpt2" above all."""
 
     def __init__(self, name: str = "gpt2") -> None:
@@ -187,7 +170,7 @@ class TiktokenTokenizer:
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         fast = fast_gpt2() if self.name == "gpt2" else None
         if not texts or fast is None:
-            return [self.encode(text) for text in texts]
+            return super().encode_batch(texts)
         buffer, bounds = fast.encode_batch_flat(texts)
         ids = np.frombuffer(buffer, "<u4").astype(np.uint16)  # of all texts
         begins = np.frombuffer(bounds, "<u8").astype(np.int64)  # of each text, and the end of the last one
@@ -229,7 +212,7 @@ class TiktokenTokenizer:
         return {"name": self.name}
 
 
-class BpeTokenizer:
+class BpeTokenizer(Tokenizer):
     """A byte-pair encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
 
     `merges` are the lines of a merges.txt, joined by newlines: two tokens, as CHAR_OF_BYTE spells them, and a space
@@ -253,9 +236,6 @@ class BpeTokenizer:
 
     def encode(self, text: str) -> Ids:
         return self._encode(text, set())
-
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
-        return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> Ids:
         return self._encode(text, {END_OF_TEXT})
@@ -363,26 +343,26 @@ def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
     name = meta.get("name")
     if name is None:
         raise ValueError("the data does not say which tokenizer made it")
-    is_tiktokens = meta.keys() == {"name"} and name != "bytes"
-    if is_tiktokens and not is_cached(name):
-        raise ValueError(f"the files of tokenizer {name!r} are not cached (TIKTOKEN_CACHE_DIR), and no run downloads")
+    if name == "gpt2" and not gpt2_is_cached():
+        raise ValueError("the files of tokenizer 'gpt2' are not cached (TIKTOKEN_CACHE_DIR), and no run downloads")
+    if name not in ("char", "bytes", "bpe", "gpt2"):
+        raise ValueError(f"no run downloads the files of tokenizer {name!r}")
     try:
         return from_meta(meta)
     except ImportError as e:
         raise ValueError(f"the package {e.name} is not installed") from None
 
 
-def is_cached(name: str) -> bool:
-    """Whether tiktoken's cache holds the files of an encoding, unharmed. Damaged ones tiktoken would download again."""
+def gpt2_is_cached() -> bool:
+    """Whether tiktoken's cache holds GPT-2's files, unharmed. Damaged ones tiktoken would download again."""
     folder = os.environ.get("TIKTOKEN_CACHE_DIR")
     if folder is None:
         folder = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-    files = TIKTOKEN_FILES.get(name, {})
-    if not folder or not files:  # an empty folder's name means no cache
+    if not folder:  # an empty folder's name means no cache
         return False
-    for url, checksum in files.items():
+    for name, checksum in GPT2_SHA256.items():
         try:
-            content = (Path(folder) / hashlib.sha1(url.encode()).hexdigest()).read_bytes()
+            content = (Path(folder) / hashlib.sha1((GPT2_FILES + name).encode()).hexdigest()).read_bytes()
         except OSError:
             return False
         if sha256(content) != checksum:

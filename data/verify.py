@@ -22,7 +22,6 @@ AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a secon
 # A file changed as recently as this is not remembered: a change within the file system's tick (2 s on FAT) would be
 # missed, as it leaves size and time alike.
 RECENT_S = 2.0
-KEPT_EVERY_S = 300.0  # between two times that what was verified is written down, a second's work with 150,000 files
 
 
 class Verification:
@@ -85,7 +84,6 @@ class Verification:
 
     def _verify(self, files: list[OpenFile]) -> None:
         found: dict[str, Any] = {}
-        kept_at = time.monotonic()
         try:
             for file in files:
                 if self._stop.is_set():
@@ -104,9 +102,6 @@ class Verification:
                 settled = time.time() - last_ns / 1e9 > RECENT_S
                 if settled and file.current_facts() == file.facts:
                     found[file.path.name] = self._entry(file)
-                if time.monotonic() - kept_at > KEPT_EVERY_S:
-                    remembered.keep_in_file(self._memory, found)
-                    kept_at = time.monotonic()
         except Exception as e:  # may be in a thread of its own: raised by `check`
             self._fault = e
         if found:

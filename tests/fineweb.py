@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
-from conftest import ROOT, Finished
+from conftest import Finished, assert_one_line
 
+from data.fineweb_edu.prepare import arguments, main
 from data.token_files import read_tokens
 
 PREPARE = "data/fineweb_edu/prepare.py"
-REAL_DOCUMENTS = ROOT.parent / "shared" / "data" / "fineweb_edu_schema"
 END_OF_TEXT = 255  # of --encoding=bytes
 
 
@@ -51,10 +54,38 @@ Script = Callable[..., Finished]
 SMALL = ("--encoding=bytes", "--shard_tokens=250_000", "--val_tokens=50_000")
 
 
-def fails(done: Finished) -> str:
-    assert done.code == 1
-    (line,) = done.err.splitlines()
-    return line
+def fails(done: Finished, *named: object) -> str:
+    """The error of a script that ended with status 1: one line, which names these."""
+    assert done.code == 1, done
+    assert_one_line(done.err, *named)
+    return done.err
+
+
+def made(*options: str | Path) -> None:
+    """As prepare.py does it; raises what goes wrong."""
+    main(arguments([*map(str, options)]))
+
+
+def started(*options: str | Path) -> BaseProcess:
+    """prepare.py in a process that can be killed. It is a fork of one that has imported what takes long."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["datasets", "pyarrow.parquet"])
+    process = context.Process(target=main, args=[arguments([*map(str, options)])])
+    process.start()
+    return process
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """As on a disk that is full after so many bytes of a file."""
+    import resource
+
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 def copied(prepared: tuple[Path, Path], to: Path) -> list[str]:

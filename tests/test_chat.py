@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, TORCHRUN, assert_equal, events, flags, needs_bpe, shell, tiny, weights
+from conftest import assert_one_line, needs_bpe, tiny
+from fineweb import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,11 +135,11 @@ def test_text_of_the_jinja_template_encoded_as_a_whole_gives_the_same_tokens():
     assert np.array_equal(tokenizer.encode_prompt(rendered), Template(tokenizer).prompt(dialogue))
 
 
-def test_tokenizer_without_an_end_of_text_is_refused(chars, script, tmp_path):
-    with pytest.raises(ValueError, match="char has no token that ends an answer"):
+def test_tokenizer_without_an_end_of_text_is_refused(script, tmp_path):
+    with pytest.raises(ValueError, match="char"):
         Template(CharTokenizer("abc"))
     done = script("data/chat/prepare.py", write(tmp_path / "d.jsonl", [HELLO] * 2), "--tokenizer=char")
-    assert done.err.startswith("error: --tokenizer=char has no token that ends an answer")
+    fails(done, "--tokenizer=char", "--like")
 
 
 # ---- packing -------------------------------------------------------------------------------------------------
@@ -232,43 +232,42 @@ def test_jsonl_as_people_have_it(tmp_path):
     assert read_record(tmp_path / "c")["files"]["train.bin"]["tokens"] == 2 * T + 1
 
 
-WRONG = [
-    ('{"messages": [', r"line 3: not JSON \(Expecting value, character 16\)"),
-    ("[" * 100_000, "line 3: nested too deeply"),
-    ("1" * 5000, "line 3: "),
-    ("7", "line 3: its messages are a number, not a list"),
-    ("{}", 'line 3: it has no "messages"'),
-    ('{"messages": null}', "line 3: its messages are null, not a list"),
-    ('{"messages": []}', "line 3: it has no assistant turn"),
-    ('["hi"]', "line 3: message 1 is text, not an object"),
-    ('[{"role": "user"}]', "line 3: message 1 has no content"),
-    ('[{"content": "x"}]', "line 3: message 1 has no role"),
-    ('[{"role": "assistant", "content": ["x"]}]', "line 3: message 1 has a content that is a list, not text"),
-    ('[{"role": "tool", "content": "x"}]', "line 3: message 1 has the role 'tool', which is not one of system, user"),
-    ('[{"role": "user", "content": "x"}]', "line 3: it has no assistant turn, so nothing is learned from it; leave it"),
-    (r'[{"role": "assistant", "content": "\ud800"}]', "line 3: message 1 holds half of a surrogate pair"),
-    (b"\xff\xfe", "line 3: byte 1 is not UTF-8 text"),
+NO_DIALOGUE = [
+    b'{"messages": [',
+    b"[" * 100_000,
+    b"1" * 5000,
+    b"7",
+    b"{}",
+    b'{"messages": null}',
+    b'{"messages": []}',
+    b'["hi"]',
+    b'[{"role": "user"}]',
+    b'[{"content": "x"}]',
+    b'[{"role": "assistant", "content": ["x"]}]',
+    b'[{"role": "tool", "content": "x"}]',
+    b'[{"role": "user", "content": "x"}]',
+    rb'[{"role": "assistant", "content": "\ud800"}]',
+    b"\xff\xfe",
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), WRONG, ids=[m for _, m in WRONG])
-def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line, message):
-    content = line if isinstance(line, bytes) else line.encode()
-    (tmp_path / "d.jsonl").write_bytes((as_json(HELLO) * 2).encode() + content + b"\n" + as_json(HELLO).encode())
-    with pytest.raises(ValueError, match=rf"d\.jsonl, {message}") as e:
+@pytest.mark.parametrize("line", NO_DIALOGUE, ids=lambda line: ascii(line[:40]))
+def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line):
+    good = as_json(HELLO).encode()
+    (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
+    with pytest.raises(ValueError, match="line 3: ") as e:
         prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
-    assert len(str(e.value).splitlines()) == 1
+    assert_one_line(str(e.value), tmp_path / "d.jsonl")
     assert not (tmp_path / "c").exists()
 
 
-def test_files_without_enough_dialogues_are_named(tmp_path):
-    (tmp_path / "d.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"d\.jsonl holds no dialogues"):
+@pytest.mark.parametrize("content", ["\n\n", as_json(HELLO), None])
+def test_files_without_enough_dialogues_are_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises((ValueError, OSError), match="d\\.jsonl") as e:
         prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
-    with pytest.raises(ValueError, match="holds only one dialogue; at least two are needed"):
-        prepare([write(tmp_path / "d.jsonl", [HELLO])], tmp_path / "c", BytesTokenizer(), T)
-    with pytest.raises(OSError, match=r"cannot read .*nowhere\.jsonl: No such file"):
-        prepare([tmp_path / "nowhere.jsonl"], tmp_path / "c", BytesTokenizer(), T)
+    assert_one_line(str(e.value))
     assert not (tmp_path / "c").exists()
 
 
@@ -283,9 +282,7 @@ def test_tokenizer_and_window_of_a_checkpoint(chat_data, chars, tmp_path, script
     train(tiny(chars, tmp_path / "char", max_iters=1, eval_interval=1))
     assert store.load(tmp_path / "char").chat is None
     done = script("data/chat/prepare.py", source, "--name", tmp_path / "d", "--like", tmp_path / "char")
-    assert done.err == (
-        "error: the tokenizer char has no token that ends an answer; use bytes, gpt2, or a checkpoint's own bpe\n"
-    )
+    fails(done, "char", "bytes")
     assert not (tmp_path / "d").exists()
 
 
@@ -403,51 +400,26 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
     assert runner.evaluate(of_three, Ranks(CPU)).loss == pytest.approx(expected, 1e-5)
     few = eval_batches(split, Batching(1, eval_windows=2), CPU)
     assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
-    with pytest.raises(ValueError, match=r"val\.mask: it leaves no token to learn"):
+    with pytest.raises(ValueError, match=r"val\.mask"):
         Split(masked(tmp_path / "n", {"val": []}), "val", T, 256)
-
-
-@pytest.mark.slow
-def test_resumed_run_goes_on_exactly_and_a_step_may_be_split_otherwise(chat_data, tmp_path):
-    batch: dict[str, Any] = {"block_size": T, "batch_size": 4, "gradient_accumulation_steps": 2}
-    train(tiny(chat_data, tmp_path / "whole", **batch))
-    train(tiny(chat_data, tmp_path / "halves", **batch | {"max_iters": 3, "lr_decay_iters": 6}))
-    train(tiny(chat_data, tmp_path / "halves", **batch | {"lr_decay_iters": 6}, init_from="resume"))
-    assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
-    train(tiny(chat_data, tmp_path / "other", **batch | {"batch_size": 1, "gradient_accumulation_steps": 8}))
-    one, other = ([e["loss"] for e in events(tmp_path / name, "iter")] for name in ("whole", "other"))
-    assert other == pytest.approx(one, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
-def test_two_ranks_learn_what_one_does(chat_data, tmp_path):
-    c = tiny(chat_data, tmp_path / "one", block_size=T, gradient_accumulation_steps=4, batch_size=2)
-    train(c)
-    same = {name: getattr(c, name) for name in (*TINY, "dataset")}
-    done = shell(*TORCHRUN, *flags(**same, out_dir=tmp_path / "two"))
-    assert done.returncode == 0, done.stderr
-    for kind, key in (("iter", "loss"), ("eval", "val_loss")):
-        one, two = ([e[key] for e in events(tmp_path / run, kind)] for run in ("one", "two"))
-        assert two == pytest.approx(one, rel=1e-4)
 
 
 # ---- faults of masks -----------------------------------------------------------------------------------------
 
 
 def test_other_window_than_the_packed_one_says_what_to_do(chat_data):
-    with pytest.raises(ValueError, match=f"windows of {T} tokens, and block_size=16; try --block_size={T}, or prepare"):
+    with pytest.raises(ValueError, match=f"--block_size={T}"):
         Split(chat_data, "train", 16, 256)
 
 
 def test_missing_or_shorter_mask_is_named(tmp_path):
     folder = masked(tmp_path / "m", {"train": [5], "val": [5]})
     (folder / "train.mask").write_bytes(b"\1" * 7)
-    with pytest.raises(ValueError, match=r"train\.mask has 7 bytes, and train\.bin 257 tokens"):
+    with pytest.raises(ValueError, match=r"train\.mask.* 7 .*257"):
         Split(folder, "train", T, 256)
     (folder / "train_2.bin").write_bytes((folder / "train.bin").read_bytes())
     (folder / "train.mask").write_bytes(bytes(257))
-    with pytest.raises(ValueError, match=r"train_2\.bin has no loss mask train_2\.mask beside it"):
+    with pytest.raises(ValueError, match=r"train_2\.mask"):
         Split(folder, "train", T, 256)
 
 
@@ -481,10 +453,10 @@ def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
         dialogue.answered(f"answer {n}")
     assert 2 <= len(dialogue.turns) < 9
-    with pytest.raises(ValueError, match="this takes 2.. tokens, and the model's context has room for 120; say less"):
+    with pytest.raises(ValueError, match="room for 120"):
         dialogue.ask("x" * 200)
     assert dialogue.turns[-1][0].content == "question 8"
-    with pytest.raises(ValueError, match="take a shorter --system"):
+    with pytest.raises(ValueError, match="shorter --system"):
         Dialogue(Template(BytesTokenizer()), 160, "x" * 200)
 
 
@@ -508,10 +480,11 @@ def talked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(talked):
-    too_long = "error: this takes 119 tokens, and the model's context has room for 60; say less"
-    assert talked(b"hi\n\n  \n" + b"x" * 100 + b"\nyou") == ["0: hi", "1: you", too_long]
+    *answers, error = talked(b"hi\n\n  \n" + b"x" * 100 + b"\nyou")
+    assert answers == ["0: hi", "1: you"]
+    assert_one_line(error, "error: ", 60)
     assert talked(b"hi\nCtrl+C\nnobody hears this") == ["0: hi"]
-    with pytest.raises(ValueError, match="the input is not UTF-8 text"):
+    with pytest.raises(ValueError, match="UTF-8"):
         talked(b"\xff\xfe\n")
 
 
@@ -521,32 +494,27 @@ def test_model_that_never_saw_chat_data_is_named(tmp_path, script, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
     done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=3", "--device=cpu")
     assert done.code == 0
-    assert done.err == f"note: {tmp_path / 'run'} was not trained on data of data/chat/prepare.py: docs/chat.md\n"
+    assert_one_line(done.err, tmp_path / "run", "docs/chat.md")
     assert done.out.strip()
 
 
 SAID = {
     "hello": "Hi! How are you today?",
     "Two plus two?": "Four, as always.",
-    "Name a colour.": "Blue, like the sea.",
     "Who are you?": "A tiny model: ünïcödé 🧀",
     "Tell me a word": "User: it is only a word.",
-    "Does it rain?": "No, the sun shines!",
-    "Count to five": "1, 2, 3, 4, 5",
-    "Say nothing please": "...",
-    "Which city?": "Paris, in France.",
     "Good bye": "Bye! Come back soon <|endoftext|>",
 }
 
 
 @pytest.mark.slow
-def test_ten_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, monkeypatch):
+def test_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, monkeypatch):
     dialogues = [[Message("user", question), Message("assistant", answer)] for question, answer in SAID.items()]
     source = write(tmp_path / "d.jsonl", [*dialogues, HELLO])  # the last one is val
     done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", "--block_size=64")
     assert done.code == 0, done.err
-    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 10, "learning_rate": 3e-3}
-    learning |= {"max_iters": 150, "eval_interval": 150, "warmup_iters": 10, "position": "rope"}
+    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 5, "learning_rate": 3e-3}
+    learning |= {"max_iters": 120, "eval_interval": 120, "warmup_iters": 10, "position": "rope"}
     train(tiny(tmp_path / "c", tmp_path / "run", **learning))
     for question, answer in SAID.items():
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import BPE_CACHE, flags
+from conftest import BPE_CACHE, assert_refused, flags
 from fineweb import (
     PREPARE,
     SMALL,
@@ -25,43 +24,40 @@ from fineweb import (
 )
 
 import data.documents
-from data.describe import describe
 from data.documents import Source
 from data.splits import Split
-from data.token_files import read_meta, read_record, write_meta, write_tokens
+from data.token_files import read_record, write_meta, write_tokens
 
 
 def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
-    def prepare(*source: str | Path, **options: Any) -> str:
-        return fails(script(PREPARE, "--source", *source, *SMALL, *flags(**options), "--out", tmp_path / "out"))
+    def refused(source: Path, *named: object, **options: Any) -> None:
+        done = script(PREPARE, "--source", source, *SMALL, *flags(**options), "--out", tmp_path / "out")
+        fails(done, *named)
 
-    out = tmp_path / "out"
-    good = write_documents(tmp_path / "good.parquet", documents)
+    def file(name: str, content: bytes) -> Path:
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
     for name in ("good.parquet", "good.jsonl"):
-        write_documents(tmp_path / name, documents)
-        line = prepare(tmp_path / name, text_column="body")
-        assert f"{name} has no column 'body'" in line
-        assert "--text_column" in line
-        assert re.search("holds int(64)?, not", prepare(tmp_path / name, text_column="id"))
-    (tmp_path / "none.parquet").write_bytes(b"hello" * 100)
-    assert "none.parquet cannot be read as parquet" in prepare(tmp_path / "none.parquet")
-    (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"text"')
-    assert "none.jsonl cannot be read as json" in prepare(tmp_path / "none.jsonl")
-    (tmp_path / "latin.txt").write_bytes("Käse".encode("latin-1"))
-    assert "latin.txt cannot be read as text" in prepare(tmp_path / "latin.txt")
-    assert "nowhere does not exist" in prepare(tmp_path / "nowhere")
-    (tmp_path / "folder").mkdir()
-    assert "folder holds no *.parquet" in prepare(tmp_path / "folder")
-    (tmp_path / "a.csv").write_text("text\nhello")
-    assert "a.csv is not one of *.parquet" in prepare(tmp_path / "a.csv")
-    write_documents(tmp_path / "empty.parquet", ["", None, ""])
-    assert "has 0 tokens" in prepare(tmp_path / "empty.parquet")
-    assert "'nope'" in fails(script(PREPARE, "--source", good, "--encoding=nope", "--out", tmp_path / "out"))
-    assert "describes no tokenizer" in fails(script(PREPARE, "--source", good, "--encoding=char", "--out", out))
+        good = write_documents(tmp_path / name, documents)
+        refused(good, name, "'body'", "--text_column", text_column="body")
+        refused(good, name, "int", text_column="id")
     pq.write_table(pa.table({"tags": [["a"], ["b"]]}), tmp_path / "lists.parquet")
-    assert "tags holds list" in prepare(tmp_path / "lists.parquet", text_column="tags")
-    (tmp_path / "array.jsonl").write_text('["a", "b"]\n')
-    assert "array.jsonl cannot be read as json (a line holds list" in prepare(tmp_path / "array.jsonl")
+    refused(tmp_path / "lists.parquet", "lists.parquet", "list", text_column="tags")
+    for name, content in (
+        ("none.parquet", b"hello" * 100),
+        ("none.jsonl", b'{"text": "a"}\n{"text"'),
+        ("array.jsonl", b'["a", "b"]\n'),
+        ("latin.txt", "Käse".encode("latin-1")),
+        ("a.csv", b"text\nhello"),
+    ):
+        refused(file(name, content), name)
+    refused(tmp_path / "nowhere", "nowhere")
+    (tmp_path / "folder").mkdir()
+    refused(tmp_path / "folder", "folder", "*.parquet")
+    refused(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
+    refused(good, "nope", encoding="nope")
+    refused(good, "char", encoding="char")
     assert not list((tmp_path / "out").glob("[!.]*"))
 
 
@@ -95,8 +91,7 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
 def test_source_that_all_goes_into_val_names_a_smaller_val(tmp_path, script: Script):
     write_documents(tmp_path / "a.jsonl", ["hello"] * 100)
     prepare = (PREPARE, "--source", tmp_path / "a.jsonl", "--encoding=bytes", "--out", tmp_path / "out")
-    line = fails(script(*prepare, "--val_tokens=1e5"))
-    assert "has 600 tokens, and all of them went into val; try --val_tokens=60" in line
+    fails(script(*prepare, "--val_tokens=1e5"), "a.jsonl", 600, "--val_tokens=60")
     assert script(*prepare, "--val_tokens=60").code == 0
 
 
@@ -107,54 +102,35 @@ def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, doc
     whole = path.read_bytes()
     prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
     path.write_bytes(whole[:-9])
-    done = script(*prepare)
-    line = fails(done)
-    assert f"{name} cannot be read" in line
+    fails(script(*prepare), name)
     if name == "b.parquet":  # seen at the start: its length is in its last bytes
         assert not list((tmp_path / "out").glob("*.bin"))
     else:
-        assert "finished shards are kept" in line
         assert len(list((tmp_path / "out").glob("*.bin"))) > 3
 
 
 def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: Script, prepared):
     source, out = prepared
     before = contents(out)
-    line = fails(script(PREPARE, "--source", source, *SMALL, "--shard_tokens=1e5", "--out", out))
-    assert "was prepared with shard_tokens 250000, not 100000" in line
+    prepare = (PREPARE, "--source", source, *SMALL)
+    fails(script(*prepare, "--shard_tokens=1e5", "--out", out), "shard_tokens", 250000, 100000, "--out")
     if BPE_CACHE.is_dir():
-        line = fails(script(PREPARE, "--source", source, *SMALL, "--encoding=gpt2", "--out", out))
-        assert "was prepared with tokenizer bytes, not gpt2" in line
+        fails(script(*prepare, "--encoding=gpt2", "--out", out), "tokenizer", "bytes", "gpt2", "--out")
     assert contents(out) == before
-    write_tokens(tmp_path / "train.bin", np.arange(9, dtype=np.uint16))
-    prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
-    assert "holds token files that no meta.json lists (train.bin)" in fails(script(*prepare))
-    (tmp_path / "train.bin").rename(tmp_path / "train_000002.bin")
-    assert "holds token files that no meta.json lists (train_000002.bin)" in fails(script(*prepare))
-    (tmp_path / "train_000002.bin").unlink()
+    for name in ("train.bin", "train_000002.bin"):
+        write_tokens(tmp_path / name, np.arange(9, dtype=np.uint16))
+        fails(script(*prepare, "--out", tmp_path), name, "--out")
+        (tmp_path / name).unlink()
     write_meta(tmp_path, {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "source": "a text", "files": {}})
-    assert "meta.json is not one of this script's; choose another --out" in fails(
-        script(PREPARE, "--source", source, *SMALL, "--out", tmp_path)
-    )
+    fails(script(*prepare, "--out", tmp_path), tmp_path, "--out")
 
 
 def test_damaged_meta_json_is_named(tmp_path, script: Script, prepared):
     prepare = copied(prepared, tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     entry = meta["files"]["train_000001.bin"]
-    for files, reason in (
-        ([1], r"files=\[1\] cannot be right"),
-        ({"train_000001.bin": 5}, "5 is not a record"),
-        ({"train_000001.bin": {"tokens": 3, "documents": 1}}, "it has no sha256"),
-        ({"train_000001.bin": entry | {"tokens": None}}, "tokens=None cannot be right"),
-        ({"train_000001.bin": entry | {"end": [0, 1]}}, r"end=\[0, 1\] cannot be right"),
-    ):
-        write_meta(tmp_path, meta | {"files": files})
-        message = rf"meta\.json does not describe token files \({reason}\); prepare the data again"
-        line = fails(script(*prepare))
-        assert re.search(f"{message}: choose another --out, or delete the folder", line)
-        with pytest.raises(ValueError, match=message):
-            describe(tmp_path)
+    write_meta(tmp_path, meta | {"files": {"train_000001.bin": entry | {"tokens": None}}})
+    fails(script(*prepare), "meta.json", "tokens=None", "--out")
 
 
 def test_names_in_meta_json_that_lead_out_of_the_folder_delete_nothing(tmp_path, script: Script):
@@ -163,7 +139,7 @@ def test_names_in_meta_json_that_lead_out_of_the_folder_delete_nothing(tmp_path,
     victim.write_text("dear")
     (tmp_path / "one.txt").write_text("x")  # all of it goes into val: what was made is deleted again
     prepare = (PREPARE, "--source", tmp_path / "one.txt", "--encoding=bytes", "--val_tokens=50", "--out", folder)
-    assert "all of them went into val" in fails(script(*prepare))
+    fails(script(*prepare), "val")
     assert script(PREPARE, "--source", victim, "--encoding=bytes", "--val_tokens=1", "--out", folder).code == 0
     for path in folder.glob("*.bin"):
         path.unlink()
@@ -179,21 +155,17 @@ def test_names_in_meta_json_that_lead_out_of_the_folder_delete_nothing(tmp_path,
         "",
     ):
         write_meta(folder, meta | {"files": {name: entry}})
-        assert "is not the name of a token file" in fails(script(*prepare))
-        with pytest.raises(ValueError, match="is not the name of a token file"):
-            read_meta(folder)
+        fails(script(*prepare), "meta.json")
     assert victim.read_text() == "dear"
 
 
 def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):
     copied(prepared, tmp_path)
     (tmp_path / "train_000002.bin").unlink()
-    with pytest.raises(
-        ValueError, match=r"train_000002\.bin is not there, and meta\.json lists it with 250,000 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"train_000002\.bin.*250,000"):
         Split(tmp_path, "train", 64, 256)
     write_tokens(tmp_path / "train_000002.bin", np.arange(99, dtype=np.uint16), header=True)
-    with pytest.raises(ValueError, match=r"train_000002\.bin has 99, and meta\.json lists it"):
+    with pytest.raises(ValueError, match=r"train_000002\.bin.*99"):
         Split(tmp_path, "train", 64, 256)
 
 
@@ -207,16 +179,17 @@ def test_options_that_are_not_whole_numbers_are_usage_errors(tmp_path, script: S
 @pytest.mark.parametrize(
     "options",
     [
-        ("--pretokenized", "--encoding=bytes"),
-        ("--pretokenized", "--subset=sample-100BT"),
-        ("--pretokenized", "--source", "a.txt"),
-        ("--source", "a.txt", "--subset=sample-100BT"),
+        ("--encoding=bytes", "--pretokenized"),
+        ("--subset=sample-100BT", "--pretokenized"),
+        ("--subset=sample-100BT", "--source=a.txt"),
+        ("--vocab_size=300", "--pretokenized"),
+        ("--vocab_size=300", "--encoding=gpt2"),
+        ("--vocab_bytes=1000", "--encoding=gpt2"),
     ],
 )
 def test_options_that_have_no_meaning_with_each_other_are_refused(tmp_path, script: Script, options):
     done = script(PREPARE, *options, "--out", tmp_path / "out")
-    assert done.code == 2
-    assert "has no meaning with" in done.err
+    assert_refused(done, *(option.partition("=")[0] for option in options))
 
 
 def test_rows_come_once_each_through_faults_of_the_network(monkeypatch):

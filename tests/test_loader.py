@@ -58,7 +58,7 @@ def test_loader_goes_on_from_where_it_is_sent(split):
 def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(split):
     split.vocab_size = 0
     loader = Loader(split, Batching(2), CPU)
-    with pytest.raises(ValueError, match="the vocabulary ends at -1"):
+    with pytest.raises(ValueError, match=r"train\.bin"):
         next(loader.step())
     loader.close()
 
@@ -152,5 +152,5 @@ def test_more_shards_than_a_process_may_have_files_are_read(tmp_path, listed):
 
 
 def test_accumulation_that_ranks_cannot_share_names_one_that_they_can():
-    with pytest.raises(ValueError, match="=40 does not divide among 3 ranks; try --gradient_accumulation_steps=42$"):
+    with pytest.raises(ValueError, match="--gradient_accumulation_steps=42"):
         Batching(12, 40, world=3)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,41 +66,46 @@ def test_meta_json_of_older_versions_is_read_but_with_keys_that_they_had(tmp_pat
         from_json(tmp_path / "meta.json")
 
 
-WRONG = [
-    ({"vocab_size": None}, "vocab_size=None cannot be right"),
-    ({"vocab_size": True}, "vocab_size=True cannot be right"),
-    ({"vocab_size": 10**30}, "vocab_size=10+ cannot be right"),
-    ({"vocab_size": 4}, "vocab_size=4 does not fit the tokenizer"),
-    ({"vocab_size": "3"}, "vocab_size='3' cannot be right"),
-    ({"tokenizer": None}, "tokenizer=None cannot be right"),
-    ({"tokenizer": {"name": "char", "chars": ["a", "b", "c"]}}, "characters are not text"),
-    ({"tokenizer": {"name": "char", "chars": "aba"}}, "a character twice"),
-    ({"tokenizer": {"name": ["char"]}}, "describes no tokenizer"),
-    ({"tokenizer": {"name": "gpt\n2"}}, "describes no tokenizer"),
-    ({"end_of_text": 3}, "end_of_text=3 is not below vocab_size=3"),
-    ({"end_of_text": -1}, "end_of_text=-1 cannot be right"),
-    ({"source": 3}, "source=3 cannot be right"),
-    ({"files": {"train.bin": ENTRY | {"tokens": None}}}, "tokens=None cannot be right"),
-    ({"files": {"train.bin": ENTRY | {"tokens": 1e300}}}, "tokens=1e\\+300 cannot be right"),
-    ({"files": {"train.bin": ENTRY | {"sha256": "0" * 63}}}, "sha256='0+...0+' cannot be right"),
-    ({"files": {"../../VICTIM.txt": ENTRY}}, "'../../VICTIM.txt' is not the name of a token file"),
-    ({"masks": {"../train.mask": ENTRY}}, "'../train.mask' is not the name of a loss mask"),
-    ({"masks": {"train.mask": ENTRY | {"tokens": -1}}}, "tokens=-1 cannot be right"),
-    ({"packed": 0}, "packed=0 cannot be right"),
+def refused(folder: Path, *named: object) -> None:
+    """What reads the description refuses it in one line."""
+    for read in (read_meta, listed_files) if (folder / "meta.json").exists() else (read_meta,):
+        with pytest.raises(ValueError, match=r"meta\.(json|pkl) does not describe token files") as e:
+            read(folder)
+        assert_one_line(str(e.value), *named)
+        assert len(str(e.value)) < 400
+
+
+# A key with a wrong value, and what the error names.
+WRONG: list[tuple[str, Any, str]] = [
+    ("vocab_size", None, "vocab_size=None"),
+    ("vocab_size", True, "vocab_size=True"),
+    ("vocab_size", 10**30, "vocab_size=10000"),
+    ("vocab_size", 4, "vocab_size=4"),
+    ("vocab_size", "3", "vocab_size='3'"),
+    ("tokenizer", None, "tokenizer=None"),
+    ("tokenizer", {"name": "char", "chars": ["a", "b", "c"]}, "characters"),
+    ("tokenizer", {"name": "char", "chars": "aba"}, "a character twice"),
+    ("tokenizer", {"name": ["char"]}, "tokenizer="),
+    ("tokenizer", {"name": "gpt\n2"}, "tokenizer="),
+    ("end_of_text", 3, "end_of_text=3"),
+    ("end_of_text", -1, "end_of_text=-1"),
+    ("source", 3, "source=3"),
+    ("files", {"train.bin": ENTRY | {"tokens": None}}, "tokens=None"),
+    ("files", {"train.bin": ENTRY | {"tokens": 1e300}}, "tokens=1e+300"),
+    ("files", {"train.bin": ENTRY | {"sha256": "0" * 63}}, "sha256='000"),
+    ("files", {"../../VICTIM.txt": ENTRY}, "'../../VICTIM.txt'"),
+    ("masks", {"../train.mask": ENTRY}, "'../train.mask'"),
+    ("masks", {"train.mask": ENTRY | {"tokens": -1}}, "tokens=-1"),
+    ("packed", 0, "packed=0"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[m for _, m in WRONG])
-@pytest.mark.parametrize("checksum", [True, False])
-def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_path, wrong, message, checksum):
-    if checksum:
-        write_meta(tmp_path, META | wrong)
-    else:
-        (tmp_path / "meta.json").write_text(json.dumps(META | wrong))
-    for read in (read_meta, listed_files):
-        with pytest.raises(ValueError, match=f"meta.json does not describe token files \\(.*{message}") as e:
-            read(tmp_path)
-        assert len(str(e.value).splitlines()) == 1
+@pytest.mark.parametrize(("key", "value", "named"), WRONG)
+def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_path, key, value, named):
+    write_meta(tmp_path, META | {key: value})
+    refused(tmp_path, named)
+    (tmp_path / "meta.json").write_text(json.dumps(META | {key: value}))
+    refused(tmp_path, named)
 
 
 json_values = st.recursive(
@@ -127,10 +133,7 @@ def test_any_value_anywhere_is_read_or_one_line(tmp_path_factory, keys, value):
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"\\ud800"'])
 def test_odd_json_is_one_line(tmp_path, content):
     (tmp_path / "meta.json").write_bytes(content)
-    with pytest.raises(ValueError, match="meta.json does not describe token files") as e:
-        read_meta(tmp_path)
-    assert len(str(e.value).splitlines()) == 1
-    assert len(str(e.value)) < 400
+    refused(tmp_path)
 
 
 def test_what_is_no_file_or_far_too_large_is_not_read(tmp_path, monkeypatch):
@@ -145,19 +148,16 @@ def test_what_is_no_file_or_far_too_large_is_not_read(tmp_path, monkeypatch):
 
 
 def corrupted(content: bytes, draw: random.Random) -> bytes:
-    """Other bytes: with one flipped bit, or cut short, or with two bytes that have changed places."""
-    out = bytearray(content)
+    """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or cut short there."""
+    out = content
     while out == content:
-        at = draw.randrange(len(out))
-        other = draw.randrange(len(out))
-        kind = draw.choice(("bit", "bit", "cut", "swap"))
-        if kind == "bit":
-            out[at] ^= 1 << draw.randrange(8)
-        elif kind == "cut":
-            del out[at:]
-        else:
-            out[at], out[other] = out[other], out[at]
-    return bytes(out)
+        at = draw.randrange(len(content))
+        piece = content[at : at + draw.choice((1, 2, 8, 512))]
+        flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
+        new = draw.choice((flipped, flipped, b"", piece * 2, bytes(len(piece)), draw.randbytes(len(piece))))
+        rest = content[at + len(piece) :] if draw.randrange(5) else b""
+        out = content[:at] + new + rest
+    return out
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -172,11 +172,11 @@ def test_no_corruption_of_meta_json_is_silent(tmp_path, older):
     content = path.read_bytes()
     draw = random.Random(1)
     outcomes = []
-    for _ in range(300):
+    for _ in range(150):
         path.write_bytes(corrupted(content, draw))
         read = one_line_or(from_json, path)
         outcomes.append("named" if read is None else "harmless" if read == meta else "silent")
-    assert outcomes.count("named") > 150
+    assert outcomes.count("named") > 75
     assert older or "silent" not in outcomes
 
 
@@ -206,28 +206,23 @@ def test_words_and_sizes_alone_are_enough_to_train_on(tmp_path):
         assert from_pickle(path) == {"tokenizer": {}, "vocab_size": 3, "end_of_text": None}
 
 
-WRONG_PICKLES = [
-    (nanogpts("ab") | {"vocab_size": 3}, "vocab_size=3, and its itos has 2 entries"),
-    (nanogpts("ab") | {"vocab_size": 1 << 40}, "it holds 1099511627776, an absurd number"),
-    (nanogpts("ab") | {"vocab_size": 65_537}, "vocab_size=65537 is not from 1 to 65,536"),
-    (nanogpts("ab") | {"vocab_size": None}, "it holds no vocab_size"),
-    (nanogpts("ab") | {"itos": {0: "a", 2: "b"}}, "its itos has no token 1"),
-    (nanogpts("ab") | {"itos": {0: "a", 1: "a"}}, "its itos has a text twice"),
-    (nanogpts("ab") | {"itos": {0: "a", 1: 3}}, "something else than text"),
-    (nanogpts("ab") | {"itos": {0: "a", 1: [["b"]]}}, "something else than text"),
-    (nanogpts("ab") | {"stoi": {"a": 1, "b": 0}}, "its stoi and itos contradict each other"),
-    ({"vocab_size": 2, "itoss": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}, "its itos is not a table"),
-    (nanogpts("ab") | {"itos": "ab"}, "its itos is not a table"),
-    ([], "it holds no vocab_size"),
-    ({"vocab_size": (2,)}, "only plain values"),
-]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"vocab_size": size} for size in (3, 1 << 40, 65_537, None, (2,))),
+        *({"itos": itos} for itos in ({0: "a", 2: "b"}, {0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, "ab")),
+        {"stoi": {"a": 1, "b": 0}},
+        {"itos": None},
+    ],
+)
+def test_meta_pkl_that_contradicts_itself_is_refused(tmp_path, wrong):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpts("ab") | wrong))
+    refused(tmp_path)
 
 
-@pytest.mark.parametrize(("meta", "message"), WRONG_PICKLES, ids=[m for _, m in WRONG_PICKLES])
-def test_meta_pkl_that_contradicts_itself_is_named(tmp_path, meta, message):
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    with pytest.raises(ValueError, match=f"meta.pkl does not describe token files .*{message}"):
-        read_meta(tmp_path)
+def test_meta_pkl_of_something_else_is_refused(tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps([]))
+    refused(tmp_path, "no vocab_size")
 
 
 HUGE = (0xFFFF_FFF0).to_bytes(4, "little")
@@ -256,7 +251,7 @@ def test_pickle_bombs_take_neither_memory_nor_time(tmp_path, bomb):
     tracemalloc.stop()
     assert peak < 64e6
     assert time.perf_counter() - t0 < 20
-    assert len(str(e.value).splitlines()) == 1
+    assert_one_line(str(e.value))
 
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of pickletools
@@ -265,7 +260,7 @@ def test_no_corruption_of_meta_pkl_is_a_traceback_or_a_contradiction(tmp_path):
     chars = "".join(map(chr, range(32, 97)))
     content = pickle.dumps(nanogpts(chars))
     draw = random.Random(1)
-    for _ in range(300):
+    for _ in range(150):
         path.write_bytes(corrupted(content, draw))
         meta = one_line_or(from_pickle, path)
         if meta and meta["tokenizer"]:
@@ -278,7 +273,5 @@ def test_noise_is_never_more_than_one_line(tmp_path_factory, content):
     for name in ("meta.json", "meta.pkl"):
         path = Path(folder, name)
         path.write_bytes(content)
-        with pytest.raises(ValueError) as e:  # noqa: PT011 (any message of one line)
-            read_meta(folder)
-        assert len(str(e.value).splitlines()) == 1
+        refused(folder)
         path.unlink()

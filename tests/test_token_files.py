@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import pickle
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from data.token_files import (
     Shard,
     check_vocabulary,
     is_prepared,
+    llmc_header,
     locked,
     read_meta,
     read_tokens,
@@ -55,41 +58,38 @@ def test_nanogpts_files_are_little_endian_uint16(tmp_path):
     assert read_tokens(tmp_path / "x.bin").tolist() == [1, 258, 65535]
 
 
-@pytest.mark.parametrize("content", [b"", b"abc"])
-def test_empty_and_odd_files_are_named(tmp_path, content):
-    (tmp_path / "train.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=r"train\.bin (is empty|has 3 bytes, an odd number).*prepare the data again"):
-        read_tokens(tmp_path / "train.bin")
-
-
-def test_file_cut_short_after_its_header_is_named(tmp_path):
-    path = tmp_path / "train.bin"
-    write_tokens(path, np.arange(100, dtype=np.uint16), header=True)
-    os.truncate(path, HEADER_BYTES + 40)
-    with pytest.raises(ValueError, match="its header says 100 tokens, which take 1,224 bytes, and the file has 1,064"):
-        read_tokens(path)
-
-
-@pytest.mark.parametrize(("at", "value"), [(0, MAGIC + 1), (1, 2), (2, 101), (2, -1), (2, 0)])
-def test_header_of_which_one_part_is_wrong_is_named(tmp_path, at, value):
-    path = tmp_path / "train.bin"
-    write_tokens(path, np.arange(100, dtype=np.uint16), header=True)
-    content = np.fromfile(path, "<i4")
+def headed(tokens: int, at: int = 0, value: int = MAGIC) -> bytes:
+    """A token file with one number of its header replaced."""
+    content = np.frombuffer(llmc_header(tokens) + bytes(2 * tokens), "<i4").copy()
     content[at] = value
-    content.tofile(path)
+    return content.tobytes()
+
+
+NOT_TOKENS = {
+    "empty": b"",
+    "odd": b"abc",
+    "cut short": headed(100)[:-160],
+    "without tokens": headed(0),
+    "another magic": headed(100, 0, MAGIC + 1),
+    "another version": headed(100, 1, 2),
+    "a token more": headed(100, 2, 101),
+    "fewer than none": headed(100, 2, -1),
+    "none said": headed(100, 2, 0),
+    "a folder": None,
+}
+
+
+@pytest.mark.parametrize("content", NOT_TOKENS.values(), ids=NOT_TOKENS.keys())
+def test_file_that_is_no_token_file_is_named(tmp_path, content):
+    path = tmp_path / "train.bin"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
     for open_file in (read_tokens, Shard):
-        with pytest.raises(ValueError, match=r"train\.bin: its header says .* the file has 1,224 .*prepare the data"):
+        with pytest.raises(ValueError, match="prepare the data again") as e:
             open_file(path)
-
-
-def test_header_without_tokens_and_what_is_no_file_are_named(tmp_path):
-    write_tokens(tmp_path / "train.bin", np.zeros(0, np.uint16), header=True)
-    (tmp_path / "val.bin").mkdir()
-    for open_file in (read_tokens, Shard):
-        with pytest.raises(ValueError, match=r"train\.bin: its header says 0 tokens"):
-            open_file(tmp_path / "train.bin")
-        with pytest.raises(ValueError, match=r"val\.bin is not a file"):
-            open_file(tmp_path / "val.bin")
+        assert_one_line(str(e.value), path)
 
 
 # ---- open files ----------------------------------------------------------------------------------------------
@@ -120,8 +120,9 @@ def test_file_cut_short_while_it_is_open_is_named(tmp_path):
     os.truncate(path, 60)
     assert shard.read(0, 30).tolist() == list(range(30))
     for read in (lambda: shard.read(25, 10), lambda: shard.read(90, 1), shard.sha256, lambda: list(shard.pieces())):
-        with pytest.raises(ValueError, match=r"train\.bin became shorter .*it had 200 bytes, now it has 60; prepare"):
+        with pytest.raises(ValueError, match="shorter") as e:
             read()
+        assert_one_line(str(e.value), path, "200 bytes", 60, "prepare the data again")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not replace open files")
@@ -145,8 +146,15 @@ def test_writing_into_an_open_file_is_noticed_once(tmp_path):
     assert [shard.was_written(), shard.was_written()] == [True, False]
 
 
+@pytest.fixture
+def nothing_open(monkeypatch) -> None:
+    """Files that earlier tests have left to the garbage collector do not count among the open ones."""
+    gc.collect()
+    monkeypatch.setattr("data.token_files._open", weakref.WeakKeyDictionary())
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_dropped_files_are_closed(tmp_path):
+def test_dropped_files_are_closed(nothing_open, tmp_path):
     write_tokens(tmp_path / "train.bin", np.arange(100, dtype=np.uint16))
     before = len(os.listdir("/proc/self/fd"))
     shards = [Shard(tmp_path / "train.bin") for _ in range(20)]
@@ -156,7 +164,7 @@ def test_dropped_files_are_closed(tmp_path):
 
 
 @pytest.fixture
-def two_files(tmp_path, monkeypatch) -> list[Shard]:
+def two_files(nothing_open, tmp_path, monkeypatch) -> list[Shard]:
     """Of which one can be open at a time, the second one at first."""
     monkeypatch.setattr("data.token_files.MOST_OPEN", 1)
     for n in range(2):
@@ -197,11 +205,11 @@ def test_file_written_or_replaced_while_it_is_closed_is_noticed_once_it_is_read_
         second.read(0, 1)
         assert not first.was_written()
     os.truncate(first.path, 60)
-    with pytest.raises(ValueError, match=r"train_0\.bin became shorter .*it had 200 bytes, now it has 60; prepare"):
+    with pytest.raises(ValueError, match=r"train_0\.bin became shorter"):
         first.read(0, 100)
     first.path.unlink()
     second.read(0, 1)
-    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*train_0\.bin'"):
+    with pytest.raises(FileNotFoundError, match=r"train_0\.bin"):
         first.read(0, 1)
 
 
@@ -210,15 +218,11 @@ def test_what_a_listed_file_holds_is_checked_when_it_is_first_read(tmp_path):
     (tmp_path / "train_1.bin").write_bytes(b"abc")
     right = Shard(tmp_path / "train_0.bin", listed=100)
     assert right.read(98, 2).tolist() == [98, 99]
-    for n, listed, message in (
-        (0, 90, r"train_0\.bin has 100, and meta\.json lists it with 90 tokens; prepare the data again"),
-        (1, 90, r"train_1\.bin has 3 bytes, an odd number"),
-        (2, 90, r"No such file or directory: '.*train_2\.bin'"),
-    ):
-        shard = Shard(tmp_path / f"train_{n}.bin", listed)
+    for n in range(3):
+        shard = Shard(tmp_path / f"train_{n}.bin", listed=90)
         assert len(shard) == 90
         for _ in range(2):
-            with pytest.raises((ValueError, OSError), match=message):
+            with pytest.raises((ValueError, OSError), match=rf"train_{n}\.bin"):
                 shard.read(0, 1)
 
 
@@ -241,24 +245,22 @@ def test_prepared_data_is_recognised_and_damage_noticed(tmp_path):
     assert not is_prepared(tmp_path, "test")
 
 
-def test_failed_write_leaves_the_old_data_set_whole(tmp_path, monkeypatch):
+def test_failed_write_leaves_the_old_data_set_whole(tmp_path):
     dataset(tmp_path, [1, 2, 3], [4, 5])
-
-    def full(fd):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"cannot write .*train\.bin.*No space left on device; free some disk space"):
+    (tmp_path / "val.bin.new").mkdir()  # which no file can replace
+    with pytest.raises(OSError, match="cannot write") as e:
         dataset(tmp_path, [7, 8, 9], [7, 7])
+    assert_one_line(str(e.value), tmp_path / "val.bin")
     assert is_prepared(tmp_path, "test")
     assert read_tokens(tmp_path / "train.bin").tolist() == [1, 2, 3]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "meta.json", "train.bin", "val.bin"]
+    assert not (tmp_path / "train.bin.new").exists()
 
 
 def test_two_at_once_do_not_write_into_one_folder(tmp_path):
     dataset(tmp_path, [1, 2, 3], [4, 5])
-    with locked(tmp_path), pytest.raises(ValueError, match="another prepare.py is at work in .*; wait, or choose"):
+    with locked(tmp_path), pytest.raises(ValueError, match="wait") as e:
         dataset(tmp_path, [7, 8, 9], [7, 7])
+    assert_one_line(str(e.value), tmp_path)
     assert is_prepared(tmp_path, "test")
     dataset(tmp_path, [7, 8, 9], [7, 7])
     assert read_tokens(tmp_path / "train.bin").tolist() == [7, 8, 9]
@@ -266,14 +268,14 @@ def test_two_at_once_do_not_write_into_one_folder(tmp_path):
 
 def test_foreign_shards_are_not_mixed_with_new_data(tmp_path):
     write_tokens(tmp_path / "train_000.bin", np.arange(9, dtype=np.uint16))
-    with pytest.raises(ValueError, match=r"other shards \(train_000\.bin\)"):
+    with pytest.raises(ValueError, match=r"train_000\.bin"):
         dataset(tmp_path, [1, 2, 3], [4, 5])
 
 
 def test_missing_data_says_how_to_make_it(tmp_path):
-    with pytest.raises(ValueError, match=r"nothing does not exist"):
+    with pytest.raises(ValueError, match=r"nothing .*python data/.*prepare\.py"):
         token_files(tmp_path / "nothing", "train")
-    with pytest.raises(ValueError, match=r"has no nope\*\.bin; run: python .*shakespeare_char/prepare\.py"):
+    with pytest.raises(ValueError, match=r"nope\*\.bin.*python .*shakespeare_char/prepare\.py"):
         token_files(ROOT / "data" / "shakespeare_char", "nope")
 
 
@@ -297,31 +299,9 @@ class Evil:
 
 def test_malicious_meta_pkl_is_refused_and_runs_nothing(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": Evil(tmp_path / "ran")}))
-    with pytest.raises(ValueError, match=r"meta\.pkl does not describe token files.*only plain values"):
+    with pytest.raises(ValueError, match=r"meta\.pkl"):
         read_meta(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"tokenizer": 3, "vocab_size": 5}', '{"tokenizer": {}}'])
-def test_damaged_meta_json_is_named(tmp_path, content):
-    (tmp_path / "meta.json").write_text(content)
-    with pytest.raises(ValueError, match=r"meta\.json does not describe token files.*prepare the data again"):
-        read_meta(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [
-        {"tokenizer": {"name": "bytes"}, "vocab_size": 0},
-        {"tokenizer": {"name": "char", "chars": "ab"}, "vocab_size": 3},
-        {"tokenizer": {"name": "char"}, "vocab_size": 3},
-        {"tokenizer": "char", "vocab_size": 3},
-    ],
-)
-def test_description_that_contradicts_itself_is_named(tmp_path, meta):
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"meta\.json does not describe token files"):
-        read_meta(tmp_path)
 
 
 def test_vocabularies_must_match(tmp_path):
@@ -329,10 +309,10 @@ def test_vocabularies_must_match(tmp_path):
     meta = {"tokenizer": chars, "vocab_size": 3}
     check_vocabulary(tmp_path, meta, 3, chars)
     check_vocabulary(tmp_path, meta, 3, None)  # a nanoGPT checkpoint does not say
-    with pytest.raises(ValueError, match="vocabulary of 3 .*model one of 65.*prepare the data with"):
-        check_vocabulary(tmp_path, meta, 65, None)
-    with pytest.raises(ValueError, match="their tokens differ"):
-        check_vocabulary(tmp_path, meta, 3, other)
+    for size, tokenizer in ((65, None), (3, other)):
+        with pytest.raises(ValueError, match="prepare the data") as e:
+            check_vocabulary(tmp_path, meta, size, tokenizer)
+        assert_one_line(str(e.value), tmp_path, 3, size, "--init_from=scratch")
     gpt2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
     for model_vocab in (50257, 50304):
         check_vocabulary(tmp_path, gpt2, model_vocab, {"name": "gpt2"})

@@ -95,7 +95,7 @@ def test_fast_encoder_that_strays_from_tiktoken_is_found_out(monkeypatch):
 
     monkeypatch.setattr("data.tokenizer.fast_gpt2", lambda: SimpleNamespace(encode_batch_flat=wrong))
     tokenizer = from_meta({"name": "gpt2"})
-    with pytest.raises(ValueError, match="encode a text differently"):
+    with pytest.raises(ValueError, match="pip uninstall fastokens"):
         [tokenizer.encode_batch(["some text", "another"]) for _ in range(40)]
 
 
@@ -108,7 +108,7 @@ def test_without_the_fast_encoder_the_ids_are_the_same(monkeypatch):
 
 
 def test_unknown_characters_are_named():
-    with pytest.raises(ValueError, match=r"does not know 'x', 'é'; its 3 characters: 'abc'"):
+    with pytest.raises(ValueError, match="'x', 'é'.*'abc'"):
         CharTokenizer("abc").encode("aéxb")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import assert_one_line
 from test_meta_files import corrupted
 
 import data.verify
@@ -57,11 +58,11 @@ def test_no_corruption_of_a_token_file_is_silent(tmp_path, header):
     train = next(tmp_path.glob("train*.bin"))
     content = train.read_bytes()
     draw = random.Random(1)
-    for _ in range(300):
+    for _ in range(150):
         train.write_bytes(corrupted(content, draw))
         with pytest.raises(ValueError, match=train.name) as e:
             verified(tmp_path)
-        assert len(str(e.value).splitlines()) == 1
+        assert_one_line(str(e.value))
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["before the run", "while it trains"])
@@ -72,14 +73,14 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
     ids = np.fromfile(tmp_path / "val.bin", "<u2")
     ids[3] ^= 1
     ids.tofile(tmp_path / "val.bin")
-    message = r"val\.bin: its checksum is not the one in meta\.json: the file is damaged or was changed; prepare the"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="prepare the data again") as e:
         verified(tmp_path)
+    assert_one_line(str(e.value), tmp_path / "val.bin")
     if not at_once:  # found too late for another step
         verification = Verification(tmp_path, splits_of(tmp_path))
         assert verification._thread is not None
         verification._thread.join()
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"val\.bin"):
             verification.close()
 
 
@@ -108,7 +109,7 @@ def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypa
     time.sleep(0.05)
     ids[::-1].tofile(tmp_path / "train.bin")
     os.utime(tmp_path / "train.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(ValueError, match=r"train\.bin: its checksum"):
+    with pytest.raises(ValueError, match=r"train\.bin"):
         verified(tmp_path)
     ids.tofile(tmp_path / "train.bin")
     assert verified(tmp_path) == "checksums verified"
@@ -125,7 +126,7 @@ def test_of_many_large_files_what_was_verified_is_looked_up_while_it_trains(tmp_
         patch.setattr(Shard, "sha256", None)
         assert verified(tmp_path) == "checksums are verified while it trains"
     write_tokens(tmp_path / "val.bin", np.zeros(600, np.uint16))
-    with pytest.raises(ValueError, match=r"val\.bin: its checksum"):
+    with pytest.raises(ValueError, match=r"val\.bin"):
         verified(tmp_path)
 
 

@@ -15,6 +15,7 @@ a new document; that the dialogue goes on is learned soon, as DialoGPT's turns, 
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,7 +93,7 @@ def as_messages(value: Any) -> list[Message]:
             raise ValueError('it has no "messages"')
         value = value["messages"]
     if not isinstance(value, list):
-        raise ValueError(f"its messages are {kind_of(value)}, not a list")
+        raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
     if not any(message.role == "assistant" for message in messages):
         raise ValueError("it has no assistant turn, so nothing is learned from it; leave it out")
@@ -102,20 +103,14 @@ def as_messages(value: Any) -> list[Message]:
 def as_message(value: Any, n: int) -> Message:
     """The message number n. Raises ValueError as as_messages."""
     if not isinstance(value, dict):
-        raise ValueError(f"message {n} is {kind_of(value)}, not an object with role and content")
+        raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content")
     for key in ("role", "content"):
         if key not in value:
             raise ValueError(f"message {n} has no {key}")
         if not isinstance(value[key], str):
-            raise ValueError(f"message {n} has a {key} that is {kind_of(value[key])}, not text")
+            raise ValueError(f"message {n} has a {key} that is {reprlib.repr(value[key])}, not text")
     if value["role"] not in ROLES:
         raise ValueError(f"message {n} has the role {value['role'][:40]!r}, which is not one of {', '.join(ROLES)}")
     if any("\ud800" <= char <= "\udfff" for char in value["content"]):
         raise ValueError(f"message {n} holds half of a surrogate pair, which is no character")
     return Message(value["role"], value["content"])
-
-
-def kind_of(value: Any) -> str:
-    """The type of a value from JSON, in words."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return names.get(type(value), "null")

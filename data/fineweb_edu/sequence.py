@@ -1,0 +1,134 @@
+"""One sequence of tokens, cut into shards: val_000000.bin, then train_000001.bin and so on."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data import bpe
+from data.documents import Source
+from data.fineweb_edu import common, pretokenized
+from data.fineweb_edu.common import PARTS, Entries, Job
+from data.shards import gigabytes, is_there, plan, write_shards
+from data.token_files import read_record, write_meta
+from data.tokenizer import Tokenizer, from_meta
+
+# The vocabulary is trained on what comes after this many bytes of text for each token of val. Tokens of ordinary text
+# have four to five bytes, so none of it is val's.
+BYTES_OF_VAL_TOKEN = 8
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Makes what args ask for and args.out lacks. Raises ValueError, OSError."""
+    folder = args.out
+    common.remove_leftovers(folder, "*.bin*.tmp*", "meta.json*.tmp*")
+    tokenizer = None if args.encoding == "bpe" else common.tokenizer_of(args)  # None: to be trained
+    job = common.job_of(args)
+
+    # ---- what earlier starts have made ----
+    meta = earlier_meta(folder, common.identity_of(job, tokenizer, args))
+    entries: Entries = meta["files"]
+    train_tokens = args.tokens
+    if args.pretokenized:
+        train_tokens = min(train_tokens, job.available - job.val_tokens)
+    # Training reads all shards that are there: those of an earlier start with more --tokens are kept whole, too.
+    made = sum(entry["tokens"] for name, entry in entries.items() if name.startswith("train"))
+    train_tokens = max(train_tokens, made)
+
+    def shards() -> Iterator[tuple[str, int]]:
+        return plan(job.val_tokens, train_tokens, job.shard_tokens)
+
+    # An earlier start may have been stopped between finishing its next shard and listing it.
+    following = next((name for name, _ in shards() if name not in entries), None)
+    common.refuse_foreign(folder, {*entries, following}.__contains__)
+    complete = is_complete(folder, shards(), entries)
+    bad = common.damaged(folder, entries) if complete else []
+    if complete and not bad:
+        print(f"{folder}: already prepared")
+        common.finish(folder, meta)
+        return
+
+    # ---- what is missing ----
+    expected = min(job.available, job.val_tokens + train_tokens)
+    common.check_disk(folder, expected)
+    if args.pretokenized:
+        pretokenized.fetch(folder, meta, shards(), bad)
+    else:
+        source = job.local or common.hub_source(args, meta["revision"])
+        meta["revision"] = source.revision
+        if tokenizer is None:
+            tokenizer = own_tokenizer(folder, meta, source, job, args.num_proc)
+        write_shards(folder, meta, source, tokenizer, shards(), bad, args.num_proc, expected)
+    common.finish(folder, meta)
+
+
+def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """The meta.json of an earlier start, or one without files if there was none.
+
+    Raises ValueError where that start was to make something else, or its meta.json is damaged.
+    """
+    try:
+        meta = read_record(folder)
+    except ValueError as e:
+        raise ValueError(f"{e}: choose another --out, or delete the folder") from None
+    if "parts" in meta or (folder / PARTS / "meta.json").exists():
+        raise ValueError(
+            f"{folder} was prepared in parts: go on with --part, --workers or --merge, or choose another --out"
+        )
+    if not meta:
+        return identity | {"revision": None, "files": {}}
+    common.check_identity(folder, meta, identity)
+    return meta
+
+
+def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: Entries) -> bool:
+    """Whether folder holds every one of the shards, or all that its source has."""
+    for name, size in shards:
+        if not is_there(folder / name, size, entries.get(name, {})):
+            return False
+        if "last" in entries[name]:
+            break
+    return True
+
+
+# ---- a vocabulary of its own ---------------------------------------------------------------------------------
+
+
+def own_tokenizer(folder: Path, meta: dict[str, Any], source: Source, job: Job, threads: int) -> Tokenizer:
+    """The tokenizer that an earlier start has trained, else a new one, which meta.json gets at once.
+
+    Raises ValueError where no text is left after what can be val's, or too little.
+    """
+    if "merges" in meta["tokenizer"]:
+        return from_meta(meta["tokenizer"])
+    import tokenizers  # noqa: F401 (if it is missing, say so before much is read)
+
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # which it reads when it begins to train
+    begin = BYTES_OF_VAL_TOKEN * job.val_tokens
+    wanted = f"at most {gigabytes(meta['vocab_bytes'])} of text"
+    print(f"training a vocabulary of {meta['vocab_size']:,} on {wanted} after the first {gigabytes(begin)}", flush=True)
+    texts = bpe.sample(texts_from(source, begin), meta["vocab_bytes"])
+    first = next(texts, None)
+    if first is None:
+        raise ValueError(
+            f"{source.name} has no more than {begin:,} bytes of text, which val may take: nothing is left to train "
+            f"the vocabulary on; give fewer --val_tokens than {job.val_tokens:,}"
+        )
+    tokenizer = bpe.train(itertools.chain([first], texts), meta["vocab_size"])
+    meta["tokenizer"] = tokenizer.meta()
+    write_meta(folder, meta)
+    return tokenizer
+
+
+def texts_from(source: Source, begin: int) -> Iterator[str]:
+    """The texts of a source without their first `begin` bytes."""
+    to_skip = begin
+    for row in source.rows(0, 0):
+        content = row.text.encode()
+        if len(content) > to_skip:
+            yield content[to_skip:].decode(errors="ignore")  # the cut may be within a character
+        to_skip = max(0, to_skip - len(content))
