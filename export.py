@@ -27,12 +27,10 @@ from configurator import configure
 from data.chat import template
 from data.token_files import read_record, read_tokens, token_files
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.faster.held import SAME_LOGITS, distance
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import check_unused, new_folder
-from deskgpt.run.log import read_events
 from deskgpt.share import hugging_face
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.share.hugging_face import MODELING_FILE
@@ -143,20 +141,7 @@ def compare(folder: Path, trained: Trained) -> str:
     if cls is None:
         return f"transformers {transformers.__version__} has no {kind.name}: nothing was compared with model.py"
     tokens, whose = tokens_to_compare(trained)
-    transformers.utils.logging.disable_progress_bar()
-    problem = misfit(cls, folder)
-    if problem is None:
-        theirs = cls.from_pretrained(folder, dtype=torch.float32).eval()
-        ours = trained.model.eval()
-        off = distance(theirs(tokens).logits, ours(tokens)[0])
-        if not off <= SAME_LOGITS:
-            problem = f"its logits differ by {off:.3g}"
-        else:
-            enlarge(ours)
-            theirs.load_state_dict(hugging_face.to_hugging_face(ours.config, ours.state_dict()), strict=False)
-            off = distance(theirs(tokens).logits, ours(tokens)[0])
-            if not off <= SAME_LOGITS:
-                problem = f"with larger weights its logits would differ by {off:.3g}"
+    problem = difference(cls, folder, trained.model.eval(), tokens)
     if problem:
         raise ValueError(
             f"{kind.name} does not compute what model.py does: {problem}; nothing was exported. It has GPT-2's network "
@@ -165,27 +150,35 @@ def compare(folder: Path, trained: Trained) -> str:
     return f"transformers computes the same logits as model.py on {tokens.numel():,} tokens of {whose}"
 
 
+def difference(cls: Any, folder: Path, ours: GPT, tokens: Tensor) -> str | None:
+    """What the class of transformers computes otherwise than model.py; None if both agree."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a table of what does not fit would hide our one line
+    theirs, found = cls.from_pretrained(
+        folder, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    unfit = [*found["unexpected_keys"], *found["mismatched_keys"]]
+    if unfit:
+        return f"it lacks, or has in another shape, {unfit[0]}"
+    off = distance(theirs.eval()(tokens).logits, ours(tokens)[0])
+    if not off <= SAME_LOGITS:
+        return f"its logits differ by {off:.3g}"
+    enlarge(ours)
+    theirs.load_state_dict(hugging_face.to_hugging_face(ours.config, ours.state_dict()), strict=False)
+    off = distance(theirs(tokens).logits, ours(tokens)[0])
+    if not off <= SAME_LOGITS:
+        return f"with larger weights its logits would differ by {off:.3g}"
+    return None
+
+
 @torch.no_grad()
 def enlarge(model: GPT) -> None:
     """Scales all matrices, so that scores and logits are large: a cap on them changes nothing while they are small."""
     for p in model.parameters():
         if p.dim() >= 2:
             p.mul_(LARGE / (p.square().mean() * p.size(-1)).sqrt().clamp(min=1e-12))
-
-
-def misfit(cls: Any, folder: Path) -> str | None:
-    """Which of the folder's weights its class of transformers lacks or has in another shape; None if all fit."""
-    from safetensors import safe_open
-
-    with torch.device("meta"):
-        theirs = cls(cls.config_class.from_pretrained(folder)).state_dict()
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (it is no dict)
-            shape = tuple(file.get_slice(name).get_shape())
-            their_shape = tuple(theirs[name].shape) if name in theirs else None
-            if shape != their_shape:
-                return f"{name} has the shape {shape}, there {their_shape or 'it is missing'}"
-    return None
 
 
 def tokens_to_compare(trained: Trained) -> tuple[Tensor, str]:
@@ -204,66 +197,74 @@ def tokens_to_compare(trained: Trained) -> tuple[Tensor, str]:
 # ---- model card ----------------------------------------------------------------------------------------------
 
 
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- deskgpt
+---
+
+# {name}
+
+A language model trained with deskGPT. {reason}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({name!r})
+model = AutoModelForCausalLM.from_pretrained({name!r}{remote})
+prompt = tokenizer({prompt}, return_tensors='pt')
+print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens={new_tokens})[0]))
+```
+
+The context is {context} tokens.
+
+{facts}
+
+{settings}
+"""
+
+
 def model_card(trained: Trained, name: str) -> str:
     """README.md of the folder `name`: what the model is, how it was trained, how it is loaded."""
     config = trained.model.config
     kind = hugging_face.class_of(config)
-    remote = ", trust_remote_code=True" if kind.is_own else ""
+    reason = f"Its class is `{kind.name}`; in float32 it computes what deskGPT does."
     if kind.is_own:
         reason = (
             f"No class of transformers has {hugging_face.why_own(config)}, so the folder has its own code, "
             f"`{MODELING_FILE}`. `trust_remote_code=True` runs it: read it before."
         )
-    else:
-        reason = f"Its class is `{kind.name}` because {kind.why}; in float32 it computes what deskGPT does."
     settings = asdict(config)
     facts = {"parameters": millions(trained.model)}
     if trained.checkpoint is not None:
-        facts |= training_facts(trained.checkpoint, store.folder_of(trained.source))
+        facts |= training_facts(trained.checkpoint)
         settings |= {k: trained.checkpoint.config[k] for k in CARD_SETTINGS if k in trained.checkpoint.config}
         settings["init_from"] = Path(settings.get("init_from", "scratch")).name  # not where this machine has it
-    new_tokens = max(1, min(100, config.block_size // 2))
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- deskgpt",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"A language model trained with deskGPT. {reason}",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
-        f"model = AutoModelForCausalLM.from_pretrained({name!r}{remote})",
-        f"prompt = tokenizer({prompt_of(trained)!r}, return_tensors='pt')",
-        f"print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens={new_tokens})[0]))",
-        "```",
-        "",
-        f"The context is {config.block_size} tokens.",
-        "",
-        *table("fact", facts),
-        "",
-        *table("setting", settings),
-        "",
-    ]
-    return "\n".join(lines)
+    chars = trained.tokenizer.meta().get("chars")
+    return CARD.format(
+        name=name,
+        reason=reason,
+        context=config.block_size,
+        prompt=repr("\n" if chars is None or "\n" in chars else chars[0]),  # which the tokenizer knows
+        remote=", trust_remote_code=True" if kind.is_own else "",
+        new_tokens=max(1, min(100, config.block_size // 2)),
+        facts=table("fact", facts),
+        settings=table("setting", settings),
+    )
 
 
-def training_facts(saved: Checkpoint, folder: Path) -> dict[str, Any]:
-    """What a checkpoint and the log in its folder know of the training and the last evaluation."""
+def training_facts(saved: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint knows of the training and of its step's evaluation."""
     c = saved.config
     facts = saved.facts or {}
     batch: list[Any] = [c.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
     trained_on = saved.iter_num * math.prod(batch) if None not in batch else None
-    found = evaluation_at(saved, folder)
-    loss = found.get("val_loss")
-    error = found.get("val_se")
-    bits = found.get("val_bpb")
+    evaluations = (saved.health or {}).get("evaluations", [])
+    of_step = [evaluation for evaluation in evaluations if evaluation[0] == saved.iter_num]
+    loss = of_step[0][2] if of_step else None
+    error = of_step[0][3] if of_step else None
     dataset = c.get("dataset", "")
     return {
         "data": Path(dataset).name or None,
@@ -272,36 +273,14 @@ def training_facts(saved: Checkpoint, folder: Path) -> dict[str, Any]:
         "tokens trained on": None if trained_on is None else f"{trained_on:,}",
         "validation loss (nats per token)": None if loss is None else f"{loss:.4f}",
         "its standard error": None if error is None else f"{error:.4f}",
-        "bits per byte": None if bits is None else f"{bits:.4f}",
         "git commit of deskGPT": facts.get("code"),
         "torch": facts.get("versions", {}).get("torch"),
     }
 
 
-def evaluation_at(saved: Checkpoint, folder: Path) -> dict[str, Any]:
-    """The evaluation of the checkpoint's step, by the names of log.jsonl; {} where there was none."""
-    for step, _, val_loss, error in (saved.health or {}).get("evaluations", []):
-        if step == saved.iter_num:
-            found = {"val_loss": val_loss, "val_se": error}
-            break
-    else:
-        return {}
-    log = folder / "log.jsonl"
-    for event in read_events(log) if log.is_file() else []:
-        if event["event"] == "eval" and event.get("iter") == saved.iter_num and event.get("val_loss") == val_loss:
-            found["val_bpb"] = event.get("val_bpb")
-    return found
-
-
-def table(heading: str, rows: dict[str, Any]) -> list[str]:
+def table(heading: str, rows: dict[str, Any]) -> str:
     cells = {name: "n/a" if value is None else str(value).replace("|", "\\|") for name, value in rows.items()}
-    return [f"| {heading} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())]
-
-
-def prompt_of(trained: Trained) -> str:
-    """A prompt that the tokenizer knows."""
-    chars = trained.tokenizer.meta().get("chars")
-    return "\n" if chars is None or "\n" in chars else chars[0]
+    return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())])
 
 
 def millions(model: GPT) -> str:
