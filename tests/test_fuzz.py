@@ -1,107 +1,689 @@
-"""What tests/fuzz.py feeds to the readers ends as documented; and the fuzzer sees what does not."""
+"""Odd and damaged input for everything here that reads what users and strangers write.
+
+    python -m pytest tests/test_fuzz.py
+    FUZZ_EXAMPLES=20000 python -m pytest tests/test_fuzz.py -k checkpoints
+
+The input is arguments, config files, logs, token files, meta.json, meta.pkl and checkpoints: valid ones with odd values
+as well as damaged bytes. Each is read as the scripts read it. It must be read, or refused as users see it: one line on
+stderr, raised on purpose by our own code, and an exit status. Anything else is a defect: another exception, an
+accidental message, 10 s of processor time, 300 MB of memory; and damage that nobody notices although a checksum
+could tell. hypothesis prints the smallest case that it finds, and tries it first the next time.
+"""
 
 from __future__ import annotations
 
+import dis
+import io
+import itertools
+import json
+import math
 import os
+import pickle
+import pickletools
+import re
 import signal
-from collections.abc import Callable
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import fuzz
+import numpy as np
 import pytest
+import torch
+from conftest import ROOT, TINY, flags
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from logs import TIMES, log, nanogpt
 
-from deskgpt.machine.errors import ConfigError
+import train
+from bench import compare, report
+from bench.analysis import page
+from bench.analysis.arms import letters
+from bench.analysis.logs import read_run
+from bench.analysis.runs import FACTS, complete
+from configurator import build, configure
+from data.splits import Split
+from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
+from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
+from data.verify import Verification
+from deskgpt.checkpoint import store
+from deskgpt.compute import forms
+from deskgpt.compute.batching import Batching
+from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.machine import hardware
+from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
+from deskgpt.machine.files import file_sha256
+from deskgpt.run.run import Run
+from model import GPT, GPTConfig
+from sample import SampleConfig
+from train import TrainConfig
 
 pytestmark = pytest.mark.slow
-CASES = 1000  # python tests/fuzz.py takes 5000 by default, or as many as it is told
 
-
-@pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_whatever_is_read_ends_as_documented(name):
-    target, tally = fuzz.fuzz(name, CASES)
-    print(fuzz.summary(name, tally))
-    assert {kind: tally.examples[kind] for kind in tally.defects(target)} == {}
-    assert tally.cases() >= CASES
-
-
-# ---- the fuzzer itself ---------------------------------------------------------------------------------------
-
-
-def outcomes(read: Callable[[int], object], has_checksum: bool = True, cases: int = 60) -> tuple[set[str], fuzz.Tally]:
-    """(what is wrong, everything) with a reader of numbers from 0 to 1000."""
-    target = fuzz.Target(st.integers(0, 1000), lambda n: bool(read(n)), has_checksum)
-    tally = fuzz.fuzz_target(target, cases, seed=0)
-    return set(tally.defects(target)), tally
-
-
-def test_exception_is_found_with_the_smallest_case():
-    def read(n: int) -> None:
-        if n > 500:
-            [].pop(n)
-
-    defects, tally = outcomes(read)
-    (kind,) = defects
-    assert kind.startswith("IndexError at tests/test_fuzz.py:")
-    assert tally.examples[kind] == "501"
-    assert tally.cases() == 60
-    assert tally.outcomes[fuzz.READ] + tally.outcomes[kind] == 60
-
-
-def refuse(n: int) -> None:
-    raise ConfigError(f"{n} is too\nlarge")
-
-
-@pytest.mark.parametrize("read", [refuse, lambda n: os.stat("nowhere/nothing"), lambda n: exit(0)])
-def test_documented_ends_are_no_defects(read):
-    defects, tally = outcomes(read)
-    assert not defects
-    assert tally.outcomes == {fuzz.REFUSED: 60}
-
-
-def take_memory(n: int) -> None:
-    bytearray(os.urandom(1) * (fuzz.LARGE + 2**24))
-
-
-@pytest.mark.parametrize(
-    ("read", "kind"),
-    [
-        (lambda n: int("x"), "accidental ValueError at tests/test_fuzz.py"),
-        (lambda n: exit(3), "SystemExit(3)"),
-        (lambda n: bytearray(2**50), "out of memory at tests/test_fuzz.py"),
-        pytest.param(take_memory, "takes memory, and is read", marks=pytest.mark.skipif("os.name == 'nt'")),
-    ],
+SLOW_S = 10  # processor time
+LARGE = 300 * 2**20  # bytes of address space, beyond what the process has
+fuzzed = settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "500")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
-def test_what_is_not_documented_is_a_defect(read, kind):
-    (found,) = outcomes(read, cases=3)[0]
-    assert found.startswith(kind)
 
 
-def test_silent_damage_is_a_defect_where_a_checksum_could_tell():
-    assert outcomes(lambda n: n > 500)[0] == {fuzz.SILENT}
-    defects, tally = outcomes(lambda n: n > 500, has_checksum=False)
-    assert not defects
-    assert tally.outcomes[fuzz.SILENT] > 0
+# ---- how reading may end -------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not fuzz.can_fork(), reason="needs a child process")
-def test_crash_ends_neither_the_fuzzer_nor_the_count():
-    def read(n: int) -> None:
-        if n == 1000:
-            os.kill(os.getpid(), signal.SIGSEGV)
+@contextmanager
+def ends_as_documented() -> Iterator[None]:
+    """Fails where the block, which reads something odd, neither succeeds nor ends as scripts refuse things."""
+    errors = io.StringIO()
+    end = None
+    try:
+        with limited(), redirect_stderr(errors), redirect_stdout(io.StringIO()), one_line_errors():
+            yield
+    except SystemExit as e:
+        end = e
+    if end is None or end.code == 0:  # as of --help
+        return
+    cause = end.__context__
+    assert isinstance(cause, Exception), f"exit({end.code}), and no error"
+    if is_out_of_memory(cause) or (isinstance(cause, ValueError) and not raised_on_purpose(cause)):
+        raise cause from None
+    assert len(errors.getvalue().splitlines()) == 1, errors.getvalue()
 
-    defects, tally = outcomes(read, cases=200)
-    assert defects == {"killed by SIGSEGV"}
-    assert tally.examples["killed by SIGSEGV"] == "1000"
-    assert tally.cases() == 200
+
+def raised_on_purpose(e: BaseException) -> bool:
+    """Whether a raise statement raised e, and not a call such as int("x")."""
+    frame = e.__traceback__
+    assert frame is not None
+    while frame.tb_next:
+        frame = frame.tb_next
+    return frame.tb_frame.f_code.co_code[frame.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a clock of processor time")
-def test_case_without_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(fuzz, "SLOW_S", 0.1)
+class Slow(BaseException):
+    """A case takes too long. Not an Exception, so that nobody takes it for one of a damaged file."""
 
-    def read(n: int) -> None:
-        while n:
-            pass
 
-    (kind,) = outcomes(read, cases=3)[0]
-    assert kind.startswith("takes more than 0.1 s at tests/test_fuzz.py")
+@contextmanager
+def limited() -> Iterator[None]:
+    """Bounds processor time and memory in the block, on Linux."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    def stop(*_: Any) -> None:
+        raise Slow
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGPROF, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + LARGE, hard))
+    signal.setitimer(signal.ITIMER_PROF, SLOW_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGPROF, handler)
+
+
+def refuse() -> None:
+    raise ConfigError("this is\ntoo large")
+
+
+@pytest.mark.parametrize("read", [refuse, lambda: os.stat("nowhere/nothing"), lambda: exit(0), lambda: None])
+def test_documented_ends_are_no_defects(read):
+    with ends_as_documented():
+        read()
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory and time are limited on Linux only")
+@pytest.mark.parametrize(
+    "read", [lambda: int("x"), lambda: [].pop(), lambda: exit(3), lambda: bytes(2 * LARGE), endless]
+)
+def test_what_is_not_documented_is_a_defect(read, monkeypatch):
+    monkeypatch.setattr("test_fuzz.SLOW_S", 0.2)
+    with pytest.raises((Exception, Slow)), ends_as_documented():
+        read()
+
+
+# ---- odd values ----------------------------------------------------------------------------------------------
+
+share = st.binary(min_size=4, max_size=4)  # where in a file; bytes, because hypothesis does not draw integers evenly
+edit = st.tuples(share, st.sampled_from([0, 1, 8, 64, 2**40]), st.integers(0, 7) | st.binary(max_size=8))
+damage = st.lists(edit, min_size=1, max_size=3)
+odd_texts = st.one_of(
+    st.text(st.characters(), max_size=20),  # lone surrogates too
+    st.sampled_from(
+        ["", "\0", "\n", "a\nb", "\ud800", "🧀", "None", "nan", "-inf", "1e999", "True", "' '", "../..", "-"]
+    ),
+    st.sampled_from(["0" * 5000, "1" + "0" * 400, "(" * 5000, "[" * 300 + "]" * 300, "-" * 3000 + "1", "x" * 70_000]),
+    st.sampled_from(["{[]: 1}", "{{}}", "1j", "b'x'", "10**9", "1_0", "0x10", "1e400", "-1", "0", "٣", "²", "1,", "*"]),
+)
+odd_numbers = st.one_of(
+    st.integers(-3, 300),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**309, -(10**400), 1e308, 5e-324, -0.0, 1e-30]),
+)
+odd_json = st.recursive(
+    st.none() | st.booleans() | odd_numbers | odd_texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(odd_texts, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def place_of(where: bytes, length: int) -> int:
+    """The index, below length, that a drawn `share` stands for."""
+    return int.from_bytes(where, "big") * length >> 32
+
+
+def damaged(content: bytes, edits: list[tuple[bytes, int, int | bytes]]) -> bytes:
+    """content with bits flipped, and pieces replaced by other bytes, inserted or cut off."""
+    for where, length, new in edits:
+        at = place_of(where, len(content))
+        if isinstance(new, int):
+            flipped = bytes([content[at] ^ (1 << new)]) if content else b""
+            content = content[:at] + flipped + content[at + 1 :]
+        else:
+            content = content[:at] + new + content[at + length :]
+    return content
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The keys on the way to each value in nested dictionaries and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = [paths_in(one, (*path, key)) for key, one in items]
+    return [path] * bool(path) + list(itertools.chain(*inner))
+
+
+def put(value: Any, path: tuple[Any, ...], new: Any) -> None:
+    """Replaces what is at a path, if it is still there."""
+    with suppress(LookupError, TypeError):
+        for key in path[:-1]:
+            value = value[key]
+        if isinstance(value, dict | list):
+            value[path[-1]] = copied(new)
+
+
+def copied(value: Any) -> Any:
+    """Nested dictionaries and lists anew, with the same values in them."""
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    return [copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def with_changes(value: Any, changes: list[tuple[bytes, Any]]) -> Any:
+    """A copy in which values at drawn places are replaced."""
+    made = copied(value)
+    paths = paths_in(value)
+    for where, new in changes if paths else ():
+        put(made, paths[place_of(where, len(paths))], new)
+    return made
+
+
+# ---- the command line and config files -----------------------------------------------------------------------
+
+
+def use(c: Any) -> None:
+    """What follows from settings before there is data or a model."""
+    if not isinstance(c, TrainConfig):
+        return
+    for step in (0, 1, 7, c.warmup_iters, c.max_iters - 1, c.max_iters, c.lr_decay_iters, 10**6):
+        if step >= 0:
+            train.learning_rate(c, step)
+    GPTConfig.from_settings(c, 256)
+    batching = Batching.of(asdict(c))
+    assert batching.tokens_per_step == batching.sequences * c.block_size
+    store.folder_of(c.out_dir)
+    hardware.resolve_device(c.device)
+
+
+def names_of(cls: type) -> SearchStrategy[str]:
+    return st.sampled_from([f.name for f in fields(cls)])
+
+
+def settings_of(cls: type) -> SearchStrategy[tuple[str, Any]]:
+    """The name of a setting and a value of its type, which may be out of range."""
+    values = {int: st.integers(0, 2000) | odd_numbers, float: st.floats(0, 1) | odd_numbers, bool: st.booleans()}
+    pairs = []
+    for name, kind in get_type_hints(cls).items():
+        if get_origin(kind) is Literal:
+            value: SearchStrategy[Any] = st.sampled_from(get_args(kind))
+        else:
+            value = values.get(get_args(kind)[0] if get_args(kind) else kind, odd_texts)
+        pairs.append(st.tuples(st.just(name), value))
+    return st.one_of(pairs)
+
+
+def words_for(cls: type) -> SearchStrategy[tuple[type, list[str]]]:
+    """A script's settings and a command line for it, some words of which are no settings or have odd values."""
+    fits = st.lists(settings_of(cls).map(lambda pair: f"--{pair[0]}={pair[1]}"), max_size=3)
+    files = ["config/train_shakespeare_char.py", "config/nothing.py", ".", "/", "config", "a" * 5000]
+    odd = st.builds("{}{}".format, st.sampled_from(["", "-", "--", "--=", "--seed", "--seed="]), odd_texts)
+    odd |= st.sampled_from([*files, "-h", "--help"])
+    setting = st.builds("--{}={}".format, names_of(cls), odd_texts)
+    return st.tuples(
+        st.just(cls), st.builds(list.__add__, fits, st.lists(odd, max_size=1) | st.tuples(setting).map(list))
+    )
+
+
+@fuzzed
+@given(case=words_for(TrainConfig) | words_for(SampleConfig))
+def test_arguments(case):
+    with ends_as_documented():
+        use(configure(*case))
+
+
+CONFIGS = [path.read_bytes() for path in sorted((ROOT / "config").glob("*.py"))]
+# The class of values whose text nobody can print, at the beginning of a config file.
+ODD_CLASS = "class Odd:\n    def __repr__(self): raise RuntimeError('no text\\nof mine')\n"
+ODD_SOURCES = ["{1, 2}", "b'x'", "1j", "10**5000", "-10**400", "float('nan')", "[0] * 10**5", "Odd()", "[Odd()]"]
+ODD_SOURCES += ["'a\\nb'", "(1,\n 2)", "lambda: 0", "__import__('os')", "nothing", "1/0", "[][1]", "open('')"]
+ODD_SOURCES += ["''.join(['\\ud800'])", "range(3)", "object()", "[" * 90 + "]" * 90, "(" * 300 + ")" * 300]
+ODD_SOURCES += ["-" * 3000 + "1"]
+ODD_LINES = ["raise ValueError('a\\nb')", "raise SystemExit(3)", "exit()", "import nothing", "x: int", "def", "  x = 1"]
+ODD_LINES += ["\tx = 1", "# -*- coding: nothing -*-", "\0", "\ud800", "seed += 1", "'''", "\\", "assert False"]
+ODD_LINES += ["raise KeyError", "globals()[3] = 4", "class seed: pass", "for seed in (1, 2): pass", "from x import"]
+ODD_LINES += ["del seed"]
+odd_values = st.sampled_from(ODD_SOURCES) | st.builds(repr, odd_numbers) | st.builds(repr, odd_texts)
+odd_names = names_of(TrainConfig) | st.sampled_from(["_own", "nothing", "ünicode", "a-b", "None"])
+fitting_lines = settings_of(TrainConfig).map(lambda pair: f"{pair[0]} = {pair[1]!r}")
+odd_lines = st.builds("{} = {}".format, odd_names, odd_values) | st.sampled_from(ODD_LINES)
+made_configs = st.lists(fitting_lines | odd_lines, min_size=1, max_size=4).map(
+    lambda lines: (ODD_CLASS + "\n".join(lines)).encode("utf-8", "surrogatepass")
+)
+# A config file is code: no change may make it compute forever, and "**" could.
+damaged_configs = st.builds(damaged, st.sampled_from(CONFIGS), damage).map(lambda text: text.replace(b"**", b"*"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@fuzzed
+@given(content=made_configs | damaged_configs)
+def test_config_files(folder, content):
+    path = folder / "config.py"
+    path.write_bytes(content)
+    with ends_as_documented():
+        use(configure(TrainConfig, [str(path)]))
+
+
+# ---- logs ----------------------------------------------------------------------------------------------------
+
+NANOGPTS = ROOT.parent / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
+PAGES = 50  # one case in so many makes a whole page: plotly is slow
+NUMBER = re.compile(r"-?\d[\d.,e+-]*")
+
+
+@pytest.fixture(scope="module")
+def finished(folder) -> Path:
+    """The out_dir of a run of a tiny model, with what it prints in printed.txt."""
+    ids = BytesTokenizer().encode("a tiny model reads this again and again. " * 8)
+    write_dataset(folder / "data", {"train": ids, "val": ids[:80]}, BytesTokenizer(), "fuzz")
+    out_dir = folder / "out"
+    sizes = {"n_layer": 1, "n_embd": 4, "block_size": 8, "batch_size": 2, "max_iters": 4, "eval_interval": 2}
+    settings = flags(**TINY | sizes | {"dataset": folder / "data", "out_dir": out_dir})
+    with redirect_stdout(io.StringIO()) as printed:
+        train.main(configure(TrainConfig, settings))
+    (out_dir / "printed.txt").write_text(printed.getvalue())
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def whole_logs(finished, folder) -> list[Path]:
+    """Logs as they are; the last eight are twice two arms of two runs, the losses of the last four in bits per byte."""
+    printed = folder / "nanogpt.txt"
+    printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
+    found = [finished / "printed.txt", finished / "log.jsonl", printed]
+    found += [NANOGPTS] if NANOGPTS.exists() else []
+    val = {i: 4 - i / 40 for i in range(0, 24, 2)}
+    text: dict[str, Any] = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 4900, "bytes_per_token": 2.0}
+    for tokenized, seed, batch_size in itertools.product((False, True), (1, 2), (4, 8)):
+        of_text = text | {"val_sha256": str(batch_size)} if tokenized else {}
+        made = folder / f"made-{tokenized}-{seed}-{batch_size}"
+        log(made, val, 90.0 + seed, seed=seed, batch_size=batch_size, **of_text)
+        found.append(made / "log.jsonl")
+    return found
+
+
+def changed_log(text: str, edits: list[tuple[str, bytes, Any]]) -> bytes:
+    """A log with some of its lines changed."""
+    lines = text.splitlines()
+    for kind, where, new in edits:
+        at = place_of(where, len(lines))
+        if kind == "field":
+            with suppress(ValueError, RecursionError):
+                lines[at] = json.dumps(with_changes(json.loads(lines[at]), [new]))
+        elif kind == "number":
+            lines[at] = NUMBER.sub(new, lines[at], count=1 + where[0] % 3)
+        elif kind == "line":
+            lines[at] = new
+        elif kind == "repeat":
+            lines.append(lines[at])
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
+
+
+anywhere = share | st.just(bytes(4))  # or in the first line, which has the settings and facts
+huge = st.sampled_from(["9" * 400, "9" * 5000, ",,", "-1", "0", "1e-320", "1e308", "nan", "inf", "1.2.3", "1" * 16])
+deep = st.sampled_from(["[" * 100_000, "data: " + "," * 100_000, '{"event": "iter", "iter": ' + "9" * 5000 + "}"])
+echo = st.builds("{} = {}".format, names_of(TrainConfig), odd_texts | st.sampled_from(ODD_SOURCES))
+edits = st.lists(
+    st.one_of(
+        st.tuples(st.just("field"), anywhere, st.tuples(share, odd_json)),
+        st.tuples(st.just("number"), share, huge | st.builds(str, st.floats())),
+        st.tuples(st.just("line"), anywhere, echo),
+        st.tuples(st.just("line"), anywhere, odd_texts | deep | st.just('{"event": []}')),
+        st.tuples(st.just("repeat"), share, st.none()),
+    ),
+    max_size=4,
+)
+bytes_too: SearchStrategy[Any] = st.just([]) | st.just([]) | damage
+one_log = st.tuples(st.integers(0, 3) | st.integers(0, 11), edits, bytes_too)
+some_logs = st.lists(one_log, min_size=1, max_size=3)
+four_runs = [st.tuples(*[st.tuples(st.just(-first - n), edits, bytes_too) for n in range(4)]) for first in (1, 5)]
+given_words = st.builds("{}={}".format, names_of(TrainConfig) | st.sampled_from([*FACTS, "x", ""]), odd_texts)
+
+
+@fuzzed
+@given(
+    written=some_logs | four_runs[0] | four_runs[1],
+    words=st.just([]) | st.lists(given_words, max_size=2),
+    levels=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=2),
+)
+def test_logs(folder, whole_logs, written, words, levels):
+    paths = []
+    for number, (base, edits, flips) in enumerate(written):
+        text = whole_logs[base % len(whole_logs)].read_text()
+        text = re.sub(r', "crc": "\w+"', "", text)  # otherwise a changed line is only damaged
+        path = folder / f"{number}" / ("log.jsonl" if text[0] == "{" else "log.txt")
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(damaged(changed_log(text, edits), flips))
+        paths.append(path)
+    with_page = zlib.crc32(repr(written).encode("utf-8", "replace")) % PAGES == 0
+    with ends_as_documented():
+        runs = [read_run(str(path)) for path in paths]
+        compare.add_given(dict(zip(letters(len(runs)), runs, strict=True)), words, [])
+        for run in runs:
+            complete(run)
+        tables, lines, figures = compare.compare(runs, levels)
+        json.dumps(figures)
+        for table in tables:
+            compare.as_markdown(table)
+        described = [report.describe(run) for run in runs]
+        for run in runs:
+            page.loss_traces(0, run)
+        page.loss_range(runs)
+        page.time_unit(runs)
+        of_one = described[0]
+        headlines = [d.headline for d in described]
+        make = page.page if with_page else page.parts_html
+        make("fuzz", runs, [*tables, *of_one.tables], lines, [], of_one.about, headlines)
+
+
+# ---- data ----------------------------------------------------------------------------------------------------
+
+BLOCK = 8
+TEXT = "So shaken as we are, so wan with care, find we a time for frighted peace to pant: ünïcödé 🧀"
+
+
+def read_data(folder: Path) -> dict[str, str]:
+    """The fingerprints of both splits' tokens, read as training does from scratch."""
+    meta = read_meta(folder)
+    out = {}
+    for split in ("train", "val"):
+        opened = Split(folder, split, BLOCK, padded_vocab_size(meta["tokenizer"], meta["vocab_size"]))
+        opened.train_batch(0, np.arange(4), 4)
+        opened.train_batch(10**6, np.arange(4), 4)
+        opened.eval_batch(np.arange(4), opened.n_eval_windows(10**6))
+        Verification(folder, [opened]).check()
+        out[split] = opened.fingerprint()
+    return out
+
+
+def use_description(folder: Path) -> dict[str, Any]:
+    """What training and sampling do with a data folder's description; returns it."""
+    meta = read_meta(folder)
+    padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
+    if meta["tokenizer"]:
+        from_meta(meta["tokenizer"])
+        split = Split(folder, "train", BLOCK, meta["vocab_size"], document_start=meta["end_of_text"])
+        split.train_batch(3, np.arange(4), 4)
+    return meta
+
+
+@pytest.fixture(scope="module")
+def prepared(folder) -> dict[Path, bytes]:
+    """Token files and their contents: two bare ones, and two with llm.c's header."""
+    ids = {"train": np.arange(300, dtype=np.uint16) % 256, "val": np.arange(100, dtype=np.uint16) % 251}
+    bare = folder / "bare"
+    headed = folder / "headed"
+    meta = write_dataset(bare, ids, BytesTokenizer(), "fuzz")
+    headed.mkdir()
+    files = {}
+    for split, of_split in ids.items():
+        path = headed / f"{split}_000000.bin"
+        write_tokens(path, of_split, header=True)
+        files[path.name] = {"tokens": len(of_split), "sha256": file_sha256(path)}
+    write_meta(headed, meta | {"files": files})
+    return {path: path.read_bytes() for path in sorted(folder.glob("*/*.bin")) if path.parent in (bare, headed)}
+
+
+heads = st.tuples(*[st.sampled_from([MAGIC, VERSION, 300, -1]) | st.integers(-(2**31), 2**31 - 1)] * 3)
+odd_heads = st.builds(
+    lambda head, n: np.array(head, "<i4").tobytes() + bytes(HEADER_BYTES - 12 + n), heads, st.integers(0, 2000)
+)
+
+
+@fuzzed
+@given(which=st.integers(0, 3), change=damage | odd_heads | st.binary(max_size=100))
+def test_token_files(prepared, which, change):
+    path = list(prepared)[which]
+    content = prepared[path]
+    path.write_bytes(damaged(content, change) if isinstance(change, list) else change)
+    is_changed = path.read_bytes() != content
+    try:
+        with ends_as_documented():
+            read_data(path.parent)
+            assert not is_changed, "nobody noticed the damage"
+    finally:
+        path.write_bytes(content)
+
+
+CHARS = CharTokenizer.of(TEXT)
+PLAIN = {"tokenizer": CHARS.meta(), "vocab_size": CHARS.vocab_size, "source": "x", "end_of_text": None, "files": {}}
+OWN = PLAIN | {"tokenizer": {"name": "bpe", "merges": "Ġ t\nh e\nĠt he"}, "vocab_size": 260}
+odd_merges = st.lists(st.text("Ġthe \n\u0143é", max_size=6), max_size=5).map("\n".join)
+# Of a stranger, who would make the right checksum too: without any, as in older folders.
+of_strangers = st.builds(with_changes, st.sampled_from([PLAIN, OWN]), st.lists(st.tuples(share, odd_json), max_size=2))
+of_strangers |= odd_merges.map(lambda merges: OWN | {"tokenizer": {"name": "bpe", "merges": merges}})
+
+
+@pytest.fixture(scope="module")
+def described(folder) -> Path:
+    """A data folder with a meta.json."""
+    ids = CHARS.encode(TEXT)
+    write_dataset(folder / "described", {"train": ids, "val": ids}, CHARS, "fuzz")
+    return folder / "described"
+
+
+@pytest.fixture(scope="module")
+def description(described) -> bytes:
+    return (described / "meta.json").read_bytes()
+
+
+@fuzzed
+@given(edits=damage)
+def test_damaged_meta_json(described, description, edits):
+    path = described / "meta.json"
+    path.write_bytes(description)
+    undamaged = read_meta(described)
+    path.write_bytes(damaged(description, edits))
+    with ends_as_documented():
+        assert use_description(described) == undamaged, "nobody noticed the damage"
+
+
+@fuzzed
+@given(content=of_strangers | odd_json)
+def test_meta_json_of_strangers(described, description, content):
+    if isinstance(content, dict) and content.get("files") == {}:
+        content = content | {"files": json.loads(description)["files"]}
+    (described / "meta.json").write_text(json.dumps(content))
+    with ends_as_documented():
+        use_description(described)
+
+
+ITOS = dict(enumerate(CHARS.chars))
+OF_NANOGPT = {"vocab_size": len(ITOS), "itos": ITOS, "stoi": {char: i for i, char in ITOS.items()}}
+opcodes = st.sampled_from([code.code.encode("latin-1") for code in pickletools.opcodes])
+operands = st.sampled_from(
+    [b"\xff" * 8, b"\xff\xff\xff\x7f", b"1\n", b"99999999\n", b"os\nsystem\n", b"builtins\neval\n"]
+)
+operands |= st.sampled_from([b"\4\0\0\0itos", b"\x0a\0\0\0vocab_size", b"\4\0\0\0stoi"]) | st.binary(max_size=3)
+odd_itos = st.dictionaries(st.integers(0, 3) | odd_numbers | odd_texts, odd_json, max_size=4) | odd_json
+odd_metas: SearchStrategy[Any] = st.fixed_dictionaries(
+    {}, optional={"vocab_size": odd_json, "itos": odd_itos, "stoi": odd_json}
+)
+odd_metas = odd_metas.map(lambda odd: OF_NANOGPT | odd)
+
+
+@fuzzed
+@given(
+    content=st.builds(damaged, st.just(pickle.dumps(OF_NANOGPT)), damage)
+    | st.lists(opcodes | operands, max_size=30).map(b"".join)
+    | (odd_metas | odd_json).map(pickle.dumps)
+)
+def test_meta_pkl(folder, content):
+    of_nanogpt = folder / "nanogpt"
+    if not of_nanogpt.exists():
+        of_nanogpt.mkdir()
+        for split in ("train", "val"):
+            write_tokens(of_nanogpt / f"{split}.bin", CHARS.encode(TEXT))
+    (of_nanogpt / "meta.pkl").write_bytes(content)
+    with ends_as_documented():
+        use_description(of_nanogpt)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def odd_tensor(kind: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    if kind == "expanded":  # a few bytes in the file, any size as a copy
+        return torch.zeros((), dtype=dtype).expand(shape)
+    if kind == "meta":
+        return torch.empty(shape, dtype=dtype, device="meta")
+    made = torch.zeros(shape if math.prod(shape) <= 100_000 else shape[:1], dtype=dtype)
+    if kind == "nan" and dtype.is_floating_point:
+        made.fill_(math.nan)
+    if kind == "sparse" and dtype != torch.bool:
+        return made.to_sparse()
+    return made[..., ::2] if kind == "part" and shape else made
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
+odd_tensors = st.builds(
+    odd_tensor,
+    st.sampled_from(["zeros", "nan", "expanded", "sparse", "meta", "part"]),
+    st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 12, 256, 100_000]), max_size=3),
+    st.sampled_from(DTYPES),
+)
+odd_parts = odd_tensors | odd_json | st.dictionaries(odd_texts | odd_numbers, odd_tensors | odd_json, max_size=2)
+
+
+def resume(file: Path) -> None:
+    """What train.py does to go on from a checkpoint, a step of it, and what sample.py does with the tokenizer."""
+    c = build(TrainConfig, train.resumed_settings([], str(file)))
+    saved = store.load(file)
+    model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
+    cpu = torch.device("cpu")
+    runner = Runner(model, Form("float16" if saved.scaler else "float32"))
+    optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
+    run = Run(asdict(c), runner, optimizer, Ranks(cpu))
+    run.resume(saved, str(file), saved.best_val_loss, saved.health, trains=True)
+    forms.EarlierForm.of(saved.form, cpu)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    train.learning_rate(c, saved.iter_num)
+    from_meta(saved.tokenizer or {"name": "bytes"})
+
+
+def to_bytes(value: Any) -> bytes:
+    """The file that torch.save makes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def with_damaged_pickle(content: bytes, edits: Any) -> bytes:
+    """A checkpoint whose pickle is damaged and whose zip is whole: its checksums match."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            part = old.read(name)
+            new.writestr(name, damaged(part, edits) if name.endswith("data.pkl") else part)
+    return out.getvalue()
+
+
+@contextmanager
+def checkpoint_with(folder: Path, content: bytes) -> Iterator[Path]:
+    """A file of its own: what is known of a file may be remembered."""
+    path = folder / f"{next(NUMBERS)}.pt"
+    path.write_bytes(content)
+    try:
+        yield path
+    finally:
+        path.unlink()
+
+
+NUMBERS = itertools.count()
+
+
+@fuzzed
+@given(edits=damage)
+def test_damaged_checkpoints(folder, finished, edits):
+    path = finished / store.NAME
+    expected = to_bytes(store.content_of(store.load(path)))
+    with checkpoint_with(folder, damaged(path.read_bytes(), edits)) as file, ends_as_documented():
+        found = to_bytes(store.content_of(store.load(file)))
+        assert found == expected, "nobody noticed the damage"
+        resume(file)
+
+
+def without_checksum(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, as older ones and strangers have it."""
+    return {key: value for key, value in torch.load(path).items() if key != "format"}
+
+
+@fuzzed
+@given(
+    how=st.lists(st.tuples(share, odd_parts), min_size=1, max_size=3)
+    | st.tuples(damage)
+    | st.tuples(st.none(), odd_parts)
+)
+def test_checkpoints_of_strangers(folder, finished, how):
+    """Values are changed, the pickle in the file is damaged, or something else is saved."""
+    plain = without_checksum(finished / store.NAME)
+    if isinstance(how, list):
+        content = to_bytes(with_changes(plain, how))
+    elif len(how) == 1:
+        content = with_damaged_pickle(to_bytes(plain), how[0])
+    else:
+        content = to_bytes(how[1])
+    with checkpoint_with(folder, content) as file, ends_as_documented():
+        resume(file)
