@@ -18,8 +18,8 @@ import sys
 import textwrap
 import tokenize
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -225,53 +225,30 @@ def example(kind: Any) -> str:
 # ---- --help --------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Group:
-    """Settings that stand under one heading in the source of a dataclass."""
-
-    heading: str
-    comments: dict[str, str]  # by setting, in the order of the source
-
-
 def help_text(cls: type) -> str:
     """The script's docstring, and every setting with its type, its default and its comment from the source.
 
-    The settings of `cls` itself come first, then those that it inherits from other dataclasses.
+    The settings of `cls` itself come first, then those that it inherits from other dataclasses; each once.
     """
     types = get_type_hints(cls)
     defaults = {f.name: f.default for f in fields(cls)}
     script = sys.modules[cls.__module__]
     lines = [inspect.getdoc(script) or "", "", "settings, each as --name=value or in a config file:"]
-    for group in groups_of(cls):
-        if group.heading:
-            lines += ["", f"  {group.heading}"]
-        for name, comment in group.comments.items():
-            default = f"{type_name(types[name])} = {defaults[name]!r}"
+    heading = ""
+    for base in filter(is_dataclass, cls.__mro__):
+        for group, name, comment in settings_in_source(base):
+            if name not in defaults:
+                continue
+            if group != heading:
+                lines += ["", f"  {group}"]
+                heading = group
+            default = f"{type_name(types[name])} = {defaults.pop(name)!r}"
             lines.append(f"    --{name:<28} {default:<24} {comment}".rstrip())
     return "\n".join(lines)
 
 
-def groups_of(cls: type) -> list[Group]:
-    """The settings of `cls`, grouped as in the source, then those that it inherits; each setting once."""
-    groups: list[Group] = []
-    remaining = {f.name for f in fields(cls)}
-    for base in cls.__mro__:
-        if not is_dataclass(base):
-            continue
-        for group in groups_in_source(base):
-            comments = {name: comment for name, comment in group.comments.items() if name in remaining}
-            remaining -= comments.keys()
-            if not comments:
-                continue
-            heading = group.heading
-            if not heading and groups:  # inherited settings must not look like more of the group before
-                heading = base.__name__
-            groups.append(Group(heading, comments))
-    return groups
-
-
-def groups_in_source(cls: type) -> list[Group]:
-    """The settings that the source of `cls` itself declares.
+def settings_in_source(cls: type) -> Iterator[tuple[str, str, str]]:
+    """(heading of its group, name, comment) of each setting that the source of `cls` itself declares.
 
     A comment line before a setting is the heading of a group. Comments from the setting's first line to its last
     describe it.
@@ -281,17 +258,14 @@ def groups_in_source(cls: type) -> list[Group]:
     (tree,) = ast.parse(source).body
     assert isinstance(tree, ast.ClassDef)
 
-    groups = [Group("", {})]
+    heading = ""
     previous_end = tree.lineno
     for statement in tree.body:
         end = statement.end_lineno or statement.lineno
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            heading = words_between(comment_at, previous_end + 1, statement.lineno - 1)
-            if heading:
-                groups.append(Group(heading, {}))
-            groups[-1].comments[statement.target.id] = words_between(comment_at, statement.lineno, end)
+            heading = words_between(comment_at, previous_end + 1, statement.lineno - 1) or heading
+            yield heading, statement.target.id, words_between(comment_at, statement.lineno, end)
         previous_end = end
-    return groups
 
 
 def comments_by_line(source: str) -> dict[int, str]:

@@ -1,7 +1,7 @@
 # GPT-2 (124M) on FineWeb-Edu, on one card of 12 GB: about two days for one epoch of the 10B-token sample.
 #
 #     python data/fineweb_edu/prepare.py                     # takes minutes with --pretokenized --tokens 1e9
-#     python train.py config/train_fineweb_125m.py           # other cards: add config/gpu_8gb.py, gpu_24gb.py, ...
+#     python train.py config/train_fineweb_125m.py           # other cards: add --auto_batch=True
 #     python train.py config/train_fineweb_125m.py --dry_run=True
 #     python train.py config/train_fineweb_125m.py --plan_for=all        # which cards it fits into, and for how long
 #

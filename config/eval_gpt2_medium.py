@@ -1,9 +1,0 @@
-# The loss of OpenAI's gpt2-medium (350M parameters) on a data set. Trains nothing and writes nothing.
-#
-#     python train.py config/eval_gpt2_medium.py --dataset=shakespeare
-
-init_from = "gpt2-medium"
-eval_only = True
-eval_iters = 500  # batches of each split; more give a better estimate
-batch_size = 8
-compile = False  # compiling takes longer than one evaluation
