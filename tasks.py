@@ -15,11 +15,10 @@ the standard library, and only syntax and modules of Python 3.6, so that an old 
 """
 
 import argparse
-import hashlib
-import importlib.util
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -170,12 +169,11 @@ def prepare(python: Path, text: str) -> str:
 def install(venv: Path, kind: str) -> Path:
     """The environment's Python, after installing the packages of this kind: "run", or "dev", which includes "run".
 
-    When all packages of a kind are installed, a stamp in the environment records the requirements. Without it, or if
-    the requirements have changed since, the packages are installed again.
+    Where an installation succeeded, the environment keeps its requirements, so that they are installed again when they
+    have changed.
     """
     python = python_of(venv)
-    kinds = ["run"] if kind == "run" else ["run", "dev"]
-    if python.exists() and all(is_installed(venv, k) for k in kinds):
+    if python.exists() and is_installed(venv, kind):
         return python
     make_environment(venv)
     packages = "torch and the other packages"
@@ -192,53 +190,38 @@ def install(venv: Path, kind: str) -> Path:
             f"error: pip could not install {REQUIREMENTS[kind]} into {venv}, see above; is there a network, and "
             f"is there a torch for Python {sys.version.split()[0]} on this system? If so, run this again"
         )
-    for k in kinds:
-        stamp(venv, k).write_text(requirements_checksum(k))
+    for installed in ["run"] if kind == "run" else ["run", "dev"]:
+        installed_file(venv, installed).write_text(requirements(installed))
     return python
 
 
 def is_installed(venv: Path, kind: str) -> bool:
     """Whether all packages of this kind are installed as the requirements are now."""
-    path = stamp(venv, kind)
-    return path.exists() and path.read_text() == requirements_checksum(kind)
+    path = installed_file(venv, kind)
+    return path.exists() and path.read_text() == requirements(kind)
 
 
-def stamp(venv: Path, kind: str) -> Path:
-    """The file that records which requirements of this kind are installed."""
+def installed_file(venv: Path, kind: str) -> Path:
+    """The file that keeps the requirements of this kind as they were installed."""
     return venv / ("." + kind)
 
 
-def requirements_checksum(kind: str) -> str:
-    """A checksum of the files that list the packages of this kind."""
+def requirements(kind: str) -> str:
+    """The text of the files that list the packages of this kind."""
     names = [CONSTRAINTS, REQUIREMENTS["run"], REQUIREMENTS[kind]]
-    contents = b"\n".join((ROOT / name).read_bytes() for name in names)
-    return hashlib.sha256(contents).hexdigest()
+    return "\n".join((ROOT / name).read_text() for name in names)
 
 
 def make_environment(venv: Path) -> None:
-    """Makes a virtual environment with pip in this folder, unless it has a working one; repairs a broken one."""
+    """Makes a virtual environment in this folder, completes one without pip, and clears one whose Python is gone."""
     python = python_of(venv)
-    python_runs = python.exists() and call(python, "-c", "pass", quiet=True) == 0
-    if python_runs and call(python, "-c", "import pip", quiet=True) == 0:
+    if python.exists() and call(python, "-m", "pip", "--version", quiet=True) == 0:
         return
-    if venv.exists() and not is_environment(venv) and any(venv.iterdir()):
-        sys.exit(f"error: {venv} is not empty and no virtual environment; name another folder: make VENV=.venv-2")
-    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(
-            f"error: Python at {sys.executable} lacks {' and '.join(missing)}, and so cannot make an environment; "
-            "on Debian and Ubuntu: sudo apt install python3-venv"
-        )
+    if venv.exists() and not is_environment(venv):
+        sys.exit(f"error: {venv} is no virtual environment; name another folder: make VENV=.venv-2")
     say(f"making the environment {venv.name}")
-    # If the environment's Python runs, it lacks only pip: venv then adds that and keeps the packages.
-    options = [] if python_runs else ["--clear"]
-    existed = venv.exists()
-    code = 1  # also if this is interrupted
-    try:
-        code = call(sys.executable, "-m", "venv", *options, venv)
-    finally:
-        if code and not existed:
-            shutil.rmtree(venv, ignore_errors=True)
+    options = [] if python.exists() else ["--clear"]
+    code = call(sys.executable, "-m", "venv", *options, venv)
     if code:
         sys.exit(f"error: {sys.executable} -m venv could not make {venv}: see above")
 
@@ -282,22 +265,7 @@ def run(*command: object) -> None:
 def call(*command: object, quiet: bool = False) -> int:
     """Runs a command and returns its exit status; its output is shown unless quiet."""
     output = subprocess.DEVNULL if quiet else None
-    try:
-        process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output)
-    except OSError as e:
-        if not quiet:
-            print(f"cannot run {command[0]}: {e.strerror}", file=sys.stderr)
-        return 127
-    interrupted = False
-    while True:
-        try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:  # the terminal interrupts the command too; wait until it has cleaned up
-            interrupted = True
-    if interrupted:
-        raise KeyboardInterrupt
-    return code
+    return subprocess.run([str(word) for word in command], stdout=output, stderr=output).returncode
 
 
 def say(line: str) -> None:
@@ -306,7 +274,6 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    # Ctrl+C reaches the running command too: wait until it has saved and ended, then pass on its status.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    main(sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, assert_one_line
 
 import tasks
 
@@ -25,13 +24,13 @@ PYTHON = """#!/bin/sh
 cd "FOLDER"
 echo "$*" >> calls
 case "$*" in
-  "-c import pip") [ ! -e no-pip ];;
+  "-m pip --version") [ ! -e no-pip ];;
   "-c from deskgpt.machine import"*) cat matmul;;
   "-m venv"*)
     for venv; do :; done
     [ "$3" != --clear ] || rm -rf "$venv"
-    mkdir -p "$venv/bin" && cp "$0" "$venv/bin/python" && touch "$venv/pyvenv.cfg" && rm -f no-pip
-    [ ! -e no-venv ];;
+    mkdir -p "$venv/bin" && cp "$0" "$venv/bin/python" && touch "$venv/pyvenv.cfg"
+    [ ! -e no-venv ] && rm -f no-pip;;
   "-m pip install"*) [ ! -e no-network ];;
   data/shakespeare_char/*) echo "error: cannot download"; exit 1;;
   *killed*) kill -9 $$;;
@@ -40,6 +39,7 @@ esac
 """
 
 
+PING = "-m pip --version"
 FIRST = "train.py config/train_shakespeare_char_fast.py --max_minutes=3"
 
 
@@ -123,8 +123,9 @@ def test_own_text_and_prepared_data_are_taken(machine, monkeypatch):
 
 
 def test_missing_text_is_reported_before_anything_is_installed(machine):
-    with pytest.raises(SystemExit, match=r"^error: cannot read nvoel.txt: .*is its name right\?"):
+    with pytest.raises(SystemExit) as error:
         tasks.main(["train", "--text", "nvoel.txt"])
+    assert_one_line(error.value.code, "nvoel.txt", "is its name right?")
     assert machine.calls() == []
 
 
@@ -149,45 +150,34 @@ def test_changed_requirements_are_installed_again(machine, name):
     with open(machine.folder / name, "a") as f:
         f.write("\n# another one")
     tasks.install(machine.venv, "run")
-    assert machine.calls() == [pip("requirements.txt")]
+    assert machine.calls() == [PING, pip("requirements.txt")]
 
 
 def test_failed_installation_is_repeated(machine):
     (machine.folder / "no-network").touch()
-    with pytest.raises(SystemExit, match="pip could not install requirements.txt"):
+    with pytest.raises(SystemExit) as error:
         tasks.install(machine.venv, "run")
+    assert_one_line(error.value.code, "requirements.txt", machine.venv, "network", "run this again")
     (machine.folder / "no-network").unlink()
     machine.calls()
     tasks.install(machine.venv, "run")
-    assert machine.calls() == [pip("requirements.txt")]
+    assert machine.calls() == [PING, pip("requirements.txt")]
 
 
-def test_without_ensurepip_nothing_is_made_and_the_package_is_named(machine, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else find(name))
-    for _ in range(2):
-        with pytest.raises(SystemExit, match="lacks ensurepip, .*: sudo apt install python3-venv$"):
-            tasks.install(machine.venv, "run")
-        assert not machine.venv.exists()
-        assert machine.calls() == []
-
-
-def test_environment_that_could_not_be_made_leaves_nothing(machine):
-    (machine.folder / "no-venv").touch()
-    with pytest.raises(SystemExit, match="venv could not make"):
+def test_environment_that_could_not_be_made_is_made_later(machine):
+    (machine.folder / "no-venv").touch()  # what Debian's `python3 -m venv` does without python3-venv
+    (machine.folder / "no-pip").touch()
+    with pytest.raises(SystemExit) as error:
         tasks.install(machine.venv, "run")
-    assert not machine.venv.exists()
-
-
-def test_environment_without_pip_is_completed_and_a_broken_one_made_again(machine):
-    tasks.install(machine.venv, "run")
-    (machine.venv / ".run").unlink()
-    (machine.venv / "package").touch()
-    (machine.folder / "no-pip").touch()  # what Debian's `python3 -m venv` leaves without python3-venv
+    assert_one_line(error.value.code, machine.python, machine.venv)
+    (machine.folder / "no-venv").unlink()
     machine.calls()
     tasks.install(machine.venv, "run")
-    assert machine.calls()[0] == f"-m venv {machine.venv}"
-    assert (machine.venv / "package").exists()
+    assert machine.calls() == [PING, f"-m venv {machine.venv}", pip("requirements.txt")]
+
+
+def test_environment_without_python_is_made_again(machine):
+    tasks.install(machine.venv, "run")
     python = machine.venv / "bin" / "python"
     python.unlink()
     python.symlink_to(machine.folder / "python3.10")  # an upgrade of the system has removed it
@@ -199,10 +189,11 @@ def test_environment_without_pip_is_completed_and_a_broken_one_made_again(machin
 def test_folder_that_is_no_environment_is_not_touched(machine, capsys):
     machine.venv.mkdir()
     (machine.venv / "thesis.tex").touch()
-    with pytest.raises(SystemExit, match="is not empty and no virtual environment; name another folder"):
+    with pytest.raises(SystemExit) as error:
         tasks.install(machine.venv, "run")
+    assert_one_line(error.value.code, machine.venv, "VENV=")
     tasks.main(["clean"])
-    assert "was not removed" in capsys.readouterr().out
+    assert_one_line(capsys.readouterr().out, machine.venv)
     assert (machine.venv / "thesis.tex").exists()
 
 
@@ -224,40 +215,44 @@ def test_status_of_a_command_is_passed_on(machine, word, status):
 
 
 def test_ctrl_c_waits_until_the_command_has_ended_in_its_own_way(tmp_path):
-    child = tmp_path / "child.py"
-    child.write_text(
+    shutil.copy(ROOT / "tasks.py", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    for name in (tasks.CONSTRAINTS, *tasks.REQUIREMENTS.values()):
+        shutil.copy(ROOT / name, tmp_path)
+    tasks_there = (
+        "import tasks; tasks.installed_file(tasks.ROOT / '.venv', 'dev').write_text(tasks.requirements('dev'))"
+    )
+    subprocess.run([sys.executable, "-c", tasks_there], cwd=tmp_path, check=True)
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "qualify.py").write_text(
         "import signal, sys, time\n"
         "def end(*_):\n"
-        "    time.sleep(0.6)  # subprocess.run would kill after 0.25\n"
+        "    time.sleep(0.6)  # subprocess.run kills 0.25 seconds after a KeyboardInterrupt\n"
         "    open('saved', 'w').close()\n"
         "    sys.exit(130)\n"
         "signal.signal(signal.SIGINT, end)\n"
         "open('ready', 'w').close()\n"
         "time.sleep(60)\n"
     )
-    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job does not
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tasks; tasks.call(sys.executable, 'child.py')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"{heeds}; {code}"], cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([sys.executable, "tasks.py", "qualify"], cwd=tmp_path, start_new_session=True)
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) != 0
+    assert process.wait(timeout=30) == 130
     assert (tmp_path / "saved").exists()
 
 
 def test_old_python_gets_one_line():
-    line = "Python 3.11 or newer is needed, this is 3.9.2 at /usr/bin/python3; "
-    line += "install it or name one: make PYTHON=python3.12"
-    assert tasks.too_old((3, 9, 2, "final", 0), "/usr/bin/python3") == line
+    assert_one_line(tasks.too_old((3, 9, 2, "final", 0), "/usr/bin/python3"), "3.9.2", "/usr/bin/python3", "PYTHON=")
     source = (ROOT / "tasks.py").read_text()
     ast.parse(source, feature_version=(3, 6))  # in an old Python, newer syntax would be a SyntaxError
     imported = re.findall(r"^(?:import|from) (\w+)", source, re.M)
     assert set(imported) <= {*sys.stdlib_module_names} - {"__future__", "dataclasses", "tomllib"}
-    assert tasks.NEEDED == (3, 11)
-    assert 'requires-python = ">=3.11"' in (ROOT / "pyproject.toml").read_text()
+    needed = ".".join(map(str, tasks.NEEDED))
+    assert f'requires-python = ">={needed}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_constraints_name_an_exact_version_of_every_requirement():
