@@ -61,7 +61,11 @@ class Checkout:
         subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, check=True, text=True)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([self.python, *words], cwd=self.folder, capture_output=True, text=True, timeout=240)
+        try:
+            return subprocess.run([self.python, *words], cwd=self.folder, capture_output=True, text=True, timeout=240)
+        except subprocess.TimeoutExpired as e:  # it holds what was printed, and what each thread was doing
+            printed = [(part or b"").decode() for part in (e.stdout, e.stderr)]
+            pytest.fail("\n".join([str(e), *printed]))
 
     def train(self, out_dir: str, *more: str, script: tuple[str, ...] = ("train.py",)) -> str:
         done = self.run(*script, *TINY, *self.settings, f"--out_dir={out_dir}", *more)

@@ -48,8 +48,8 @@ NOT_RUN = {
     "make test": "this test is part of it",
     "make check-machines": "takes minutes; make test-all runs it",
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
-    "make qualify": "takes minutes; test_qualify.py runs it",
-    "python bench/qualify.py": "takes minutes; test_qualify.py runs it",
+    "make qualify": "takes minutes; test_qualifying.py runs its stages",
+    "python bench/qualify.py": "takes minutes; test_qualifying.py runs its stages",
     "python data/fineweb_edu/cluster.py": "needs datatrove; test_parts.py runs it",
     "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
     "torchrun --nnodes=2": "for two hosts; test_several_hosts.py runs two torchruns",
@@ -97,7 +97,7 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     write_program(programs / "python3", sys.executable)
     write_program(programs / "torchrun", sys.executable, "-m", "torch.distributed.run")
     for kind in tasks.REQUIREMENTS:  # as if all were installed
-        tasks.stamp(folder / ".venv", kind).write_text(tasks.requirements_checksum(kind))
+        tasks.installed_file(folder / ".venv", kind).write_text(tasks.requirements(kind))
     if sys.platform == "linux":
         with warm_python(programs / "python"):
             yield folder
@@ -284,3 +284,11 @@ def test_files_in_the_first_column_of_a_table_exist(page):
     for name in re.findall(r"^\| `([^`]+)`", page.read_text(encoding="utf-8"), re.M):
         if re.fullmatch(r"[\w./-]+(/|\.py|\.md)", name):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_tests_that_the_pages_name_exist():
+    names = re.findall(r"`(test_\w+\.py)(?:::(\w+))?", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
+    assert len(names) > 50
+    for file, name in names:
+        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {name}(" in source, f"docs/reliability.md names {file}::{name}"
