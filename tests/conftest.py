@@ -38,6 +38,8 @@ hypothesis.settings.register_profile("whole", deadline=None)  # a slow machine f
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a job in the background; the scripts would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _cache = tempfile.TemporaryDirectory()  # goes when the tests end
 os.environ["XDG_CACHE_HOME"] = _cache.name  # for what runs remember: the user's own files are left alone
 if BPE_CACHE.is_dir():
@@ -123,6 +125,24 @@ def script(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         return Finished(code, *capfd.readouterr())
 
     return run
+
+
+def assert_one_line(message: object, *named: object) -> None:
+    """An error that a user can cause is one line, and names the value, the file and the remedy."""
+    line = str(message).strip()
+    assert line
+    assert "\n" not in line
+    assert "Traceback" not in line
+    for part in named:
+        assert str(part) in line, f"{line!r} does not name {part}"
+
+
+def assert_refused(done: Finished | subprocess.CompletedProcess[str], *named: object) -> None:
+    """A script ended with status 2 and one line of error that names these."""
+    code = done.code if isinstance(done, Finished) else done.returncode
+    message = done.err if isinstance(done, Finished) else done.stderr
+    assert code == 2, message
+    assert_one_line(message, *named)
 
 
 def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import math
 import random
 import subprocess
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import MODERN, MODERN_SETTINGS, SMALL, make, tokens
@@ -25,7 +24,7 @@ from deskgpt.faster.definition import Forms, using
 from deskgpt.faster.recompute import ATTENTION, block_form, is_kept
 from deskgpt.machine import hardware
 from deskgpt.share.gpt2_weights import load_gpt2
-from model import GPT, CausalSelfAttention, GPTConfig, activation, attention, rotate
+from model import GPT, GPTConfig, attention, rotate
 
 FASTER = kernels.forms_for("cpu")
 EXPLICIT = kernels.forms_for("cpu", explicit=True)
@@ -78,34 +77,6 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
             runner.drop_gradients()
     for i, found in enumerate(results[2:]):
         assert all(torch.equal(a, b) for a, b in zip(found, results[i % 2], strict=True))
-
-
-@pytest.mark.parametrize("which", ["full", "selective"])
-def test_only_passes_with_gradients_are_checkpointed(which, monkeypatch):
-    model = make(MODERN)
-    runner = Runner(model, Form(checkpoint=which))
-    blocks = []  # of each pass through a block, its attention
-    compute = CausalSelfAttention.forward
-
-    def counted(attention, *args):
-        blocks.append(attention)
-        return compute(attention, *args)
-
-    monkeypatch.setattr(CausalSelfAttention, "forward", counted)
-    runner.forward_backward(tokens(2, 32), tokens(2, 32))
-    assert len(blocks) == 2 * MODERN.n_layer
-    blocks.clear()
-
-    def refuse(*args, **options):
-        raise AssertionError
-
-    monkeypatch.setattr("deskgpt.faster.recompute.checkpoint", refuse)
-    with runner.evaluating():
-        runner.loss(tokens(2, 32), tokens(2, 32))
-    with using(runner.forms):
-        list(model.generate(tokens(2, 4), 3))
-    Runner(model, Form()).forward_backward(tokens(2, 32), tokens(2, 32))
-    assert len(blocks) == (1 + 3 + 1) * MODERN.n_layer
 
 
 def test_selective_checkpoints_compute_one_matmul_again_and_all_that_draws_random_numbers():
@@ -183,14 +154,6 @@ def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(fo
     assert_same_model(GPT.from_state(GPTConfig(**model_args), weights, "gpt2"), theirs, forms)
 
 
-@as_written_and_faster
-def test_our_weights_give_our_logits_loss_and_gradients_in_transformers(forms):
-    ours, theirs = make(), hugging_face()
-    state = {k: v.t() if is_conv1d(k) else v for k, v in ours.state_dict().items()}
-    theirs.load_state_dict(state, strict=True)
-    assert_same_model(ours, theirs, forms)
-
-
 # ---- loss ----------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +215,7 @@ def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forms", [{}, FASTER, IN_CHUNKS], ids=["as written", "small", "in chunks"])
+@pytest.mark.parametrize("forms", [{}, IN_CHUNKS], ids=["as written", "in chunks"])
 def test_compiled_loss_without_targets_is_zero_with_gradients_of_zero(forms):
     kernels.register_operators()
     compiled = torch.compile(GPT.loss)
@@ -359,16 +322,6 @@ def test_explicit_attention_is_attention_with_its_gradients(T):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_functions_with_faster_forms_may_be_called_with_names():
-    q, k, v = torch.randn(3, 2, 2, 8, 4)
-    at = torch.arange(8)
-    with using(kernels.forms_for("cpu")):
-        named = attention(q, k, dropout=0.0, key_at=at, query_at=at, v=v)
-        assert torch.equal(named, attention(q, k, v, at, at, 0.0))
-        assert torch.equal(named, F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    assert torch.equal(attention(q, k, v, at, key_at=at, dropout=0.0), attention(q, k, v, at, at, 0.0))
-
-
 def test_explicit_attention_is_for_training_without_dropout_where_it_was_asked_for(monkeypatch):
     used = []
 
@@ -401,14 +354,6 @@ def test_rotated_queries_meet_keys_by_their_distance_alone():
     torch.testing.assert_close(rotate(q, transformer.rotary).norm(dim=-1), q.norm(dim=-1))
 
 
-def test_activations_are_what_their_names_say():
-    x = torch.linspace(-4, 4, 1001, dtype=torch.float64)
-    exact = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-    tanh = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    for name, expected in (("gelu", exact), ("gelu_tanh", tanh), ("relu2", x.clamp(min=0) ** 2)):
-        torch.testing.assert_close(activation(x, name), expected)
-
-
 def test_queries_and_keys_are_normalised_where_asked():
     """Then their length does not matter."""
     for config, same in ((MODERN, True), (replace(MODERN, qk_norm=False), False)):
@@ -433,19 +378,6 @@ def test_untied_embedding_is_a_parameter_but_multiplies_nothing():
     assert untied.lm_head.weight is not untied.transformer.wte.weight
     assert untied.num_params() == tied.num_params() + 100 * 32
     assert untied.estimate_flops() == tied.estimate_flops()
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"position": "rotary"}, "position='rotary' is not one of learned, rope"),
-        ({"activation": "swish"}, "activation='swish' is not one of gelu_tanh, gelu, relu2"),
-        ({"position": "rope", "n_embd": 33, "n_head": 11}, "heads of an even width, not 3"),
-    ],
-)
-def test_choices_that_do_not_exist_are_named(settings, reason):
-    with pytest.raises(ValueError, match=reason):
-        GPTConfig(**settings)
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------
@@ -490,29 +422,18 @@ def test_only_matrices_decay():
     assert len(decayed) + len(others) == len(list(model.parameters()))
 
 
-def test_biases_are_optional():
-    names = [name for name, _ in GPT(replace(SMALL, bias=False)).named_parameters()]
-    assert not [name for name in names if name.endswith("bias")]
-
-
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 def test_cropped_model_computes_the_same_on_short_contexts(config):
-    model, idx = make(config), tokens(2, 12)
+    model, idx = make(config).requires_grad_(False), tokens(2, 12)
     before = model(idx)[0]
     model.crop_block_size(12)
     assert torch.equal(model(idx)[0], before)
     assert model.config.block_size == 12
-    with pytest.raises(ValueError, match="13 tokens do not fit into block_size=12"):
+    assert not any(p.requires_grad for p in model.parameters())  # what is frozen stays frozen
+    with pytest.raises(ValueError, match="13.*block_size=12"):
         model(tokens(2, 13))
     with pytest.raises(ValueError, match="--block_size=12"):
         model.crop_block_size(13)
-
-
-def test_cropping_leaves_frozen_positions_frozen():
-    model = make()
-    model.transformer.wpe.requires_grad_(False)
-    model.crop_block_size(12)
-    assert not model.transformer.wpe.weight.requires_grad
 
 
 @as_written_and_faster
@@ -528,23 +449,30 @@ def test_dropout_acts_in_training_only(forms):
 # ---- bad arguments -------------------------------------------------------------------------------------------
 
 
-def test_heads_that_do_not_divide_the_width_name_the_nearest_that_do():
-    with pytest.raises(ValueError, match="n_embd=30 is not a multiple of n_head=4; try --n_head=3"):
-        GPTConfig(n_embd=30, n_head=4)
-
-
-@pytest.mark.parametrize(("name", "value"), [("n_layer", 0), ("vocab_size", -1), ("dropout", 1.0), ("dropout", -0.1)])
-def test_impossible_sizes_are_named(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        GPTConfig(**{name: value})
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4", "try --n_head=3"]),
+        ({"n_layer": 0}, ["n_layer=0"]),
+        ({"vocab_size": -1}, ["vocab_size=-1"]),
+        ({"dropout": 1.0}, ["dropout=1.0"]),
+        ({"dropout": -0.1}, ["dropout=-0.1"]),
+        ({"position": "rotary"}, ["position='rotary'", "learned, rope"]),
+        ({"activation": "swish"}, ["activation='swish'", "gelu_tanh, gelu, relu2"]),
+        ({"position": "rope", "n_embd": 33, "n_head": 11}, ["even width", "3"]),
+    ],
+)
+def test_impossible_settings_are_named_with_what_is_possible(settings, named):
+    with pytest.raises(ValueError) as e:  # noqa: PT011 (the line is asserted below)
+        GPTConfig(**settings)
+    assert_one_line(str(e.value), *named)
 
 
 def test_weights_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match="not a GPT of"):
-        GPT.from_state(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=9), make().state_dict(), "out")
-    large = GPTConfig(n_layer=1, n_head=1, n_embd=10**6, vocab_size=9)  # 48 TB, which are not taken
-    with pytest.raises(ValueError, match="not a GPT of"):
-        GPT.from_state(large, make().state_dict(), "out")
+    for width in (8, 10**6):  # the large one's 48 TB are not taken
+        config = GPTConfig(n_layer=1, n_head=1, n_embd=width, block_size=8, vocab_size=9)
+        with pytest.raises(ValueError, match="out"):
+            GPT.from_state(config, make().state_dict(), "out")
 
 
 OTHER_DEVICE = """
@@ -623,8 +551,10 @@ def test_block_that_a_second_pass_would_change_is_refused():
         lambda m, a: random.random(),
     ):
         handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(block, a), y)[1])
-        with using(forms), pytest.raises(ValueError, match="activation_checkpoint=full: blocks that change buffers"):
+        with using(forms), pytest.raises(ValueError, match="activation_checkpoint=full"):
             model(idx)
+        with using(forms), torch.no_grad():
+            model(idx)  # without gradients nothing is computed again
         handle.remove()
 
 
@@ -637,6 +567,6 @@ def test_functions_with_faster_forms_take_arguments_by_name_and_a_form_that_does
         return attention(scale * args[0], *args[1:])
 
     problems: dict[str, str] = {}
-    form = functools.partial(held.compare_call, "attention", kernels.flash_attention, problems, False)
-    form(attention_with_a_scale, q, q, q, at, at, 0.0, scale=torch.tensor(1.0))  # the same numbers, but no gradient
+    compared = held.comparing("attention", [kernels.flash_attention], problems, large=False)
+    compared(attention_with_a_scale, q, q, q, at, at, 0.0, scale=torch.tensor(1.0))  # the same numbers, but no gradient
     assert "unexpected keyword argument" in problems["attention"]

@@ -95,13 +95,13 @@ def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
 def test_gpt2_weights_are_of_gpt2s_architecture(chars, tmp_path, monkeypatch):
     args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "bias": True, "vocab_size": 65}
     monkeypatch.setattr("deskgpt.run.start.load_gpt2", lambda _: (args, {}))
-    with pytest.raises(ValueError, match="position=rope, but gpt2 has position=learned: leave it out"):
+    with pytest.raises(ValueError, match="position=rope.*gpt2.*leave it out"):
         main(tiny(chars, tmp_path, init_from="gpt2", position="rope"))
 
 
 def test_run_keeps_its_optimizer(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=3))
-    with pytest.raises(ValueError, match="was trained with another optimizer: leave --optimizer out"):
+    with pytest.raises(ValueError, match="leave --optimizer out"):
         main(tiny(chars, tmp_path, init_from="resume", optimizer="muon"))
 
 

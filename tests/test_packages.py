@@ -55,7 +55,6 @@ def test_training_and_sampling_need_only_torch_numpy_tqdm_and_filelock(without, 
     ("package", "command"),
     [
         ("tiktoken", "data/text/prepare.py README.md --tokenizer gpt2 --name"),
-        ("filelock", "data/fineweb_edu/prepare.py --source {} --encoding bytes --out"),
         ("datatrove", "data/fineweb_edu/cluster.py --executor local --tasks 1 --workers 1 --source {} --out"),
         ("datasets", "data/fineweb_edu/prepare.py --source {} --encoding bytes --out"),
         ("zstandard", "data/fineweb_edu/prepare.py --source {}.zst --encoding bytes --out"),

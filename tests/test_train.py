@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,14 +10,29 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, vector, weights
+from conftest import (
+    ROOT,
+    TINY,
+    TORCHRUN,
+    assert_equal,
+    assert_one_line,
+    events,
+    flags,
+    shell,
+    tiny,
+    trajectory,
+    vector,
+    weights,
+)
 from tiny_models import CountingNorm
+from torch._dynamo.utils import counters
 
 import train
 from data.loader import eval_batches
@@ -28,7 +44,6 @@ from deskgpt.compute import compiling
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
 from deskgpt.machine import hardware
 from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
@@ -42,9 +57,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("over_ranks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_split_of_global_batch_does_not_change_the_loss_or_the_update(over_ranks, chars, tmp_path):
     settings = {"max_iters": 3, "eval_interval": 3, "learning_rate": 1e-3, "eval_iters": 5}
-    for name, batch_size, accumulation in (("1x12", 12, 1), ("3x4", 4, 3), ("4x3", 3, 4), ("12x1", 1, 12)):
+    splits = {"1x12": (12, 1), "4x3": (3, 4)} | ({} if over_ranks else {"3x4": (4, 3), "12x1": (1, 12)})
+    for name, (batch_size, accumulation) in splits.items():
         main(tiny(chars, tmp_path / name, batch_size=batch_size, gradient_accumulation_steps=accumulation, **settings))
-    names = ["3x4", "4x3", "12x1"]
+    names = [*splits][1:]
     if over_ranks:
         names = ["ranks"]
         ranks = flags(**(TINY | settings | {"batch_size": 3, "gradient_accumulation_steps": 4}))
@@ -71,30 +87,36 @@ def test_split_of_global_batch_does_not_change_the_loss_or_the_update(over_ranks
 
 def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "start_ranks", lambda *_: Ranks(CPU, world=2))
-    message = "gradient_accumulation_steps=3 does not divide among 2 ranks; try --gradient_accumulation_steps=4"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=3") as e:
         main(tiny(chars, tmp_path, gradient_accumulation_steps=3))
+    assert_one_line(e.value, "2 ranks", "--gradient_accumulation_steps=4")
     assert not list(tmp_path.iterdir())
 
 
 # ---- what a run prints and writes ----------------------------------------------------------------------------
 
 
-def test_log_lines_are_nanogpts_with_more_fields_and_the_same_as_json(chars, tmp_path, script):
-    done = script("train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path))
-    assert done.code == 0, done.err
-    assert done.err == ""  # no progress bar into a pipe
-    iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu (\d+\.\d\d)%, (.*)$", done.out, re.M)
-    evals = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})\b", done.out, re.M)
-    assert [int(n) for n, *_ in iters] == list(range(6))
-    assert [int(n) for n, *_ in evals] == [0, 3, 6]
-    for printed, event in zip(iters, events(tmp_path, "iter"), strict=True):
-        assert f"{event['loss']:.4f}" == printed[1]
-        assert f"{event['time_ms']:.2f}" == printed[2]
-        assert re.fullmatch(r"tok/s [\d,]+, lr \S+, grad_norm \d+\.\d{3}, data wait \d+\.\d%, eta \S+", printed[4])
-    for printed, event in zip(evals, events(tmp_path, "eval"), strict=True):
-        assert (f"{event['train_loss']:.4f}", f"{event['val_loss']:.4f}") == printed[1:]
-    assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", done.out)
+@pytest.fixture(scope="module")
+def finished(chars, tmp_path_factory) -> tuple[Path, str, str]:
+    """A run of TINY for tests that only look at it: its folder, its output, its errors."""
+    out_dir = tmp_path_factory.mktemp("finished")
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        main(tiny(chars, out_dir))
+    return out_dir, out.getvalue(), err.getvalue()
+
+
+def test_log_lines_are_nanogpts_with_more_fields_and_the_same_as_json(finished):
+    out_dir, out, err = finished
+    assert err == ""  # no progress bar into a pipe
+    iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu \d+\.\d\d%, (.*)$", out, re.M)
+    evals = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})\b", out, re.M)
+    for printed, event in zip(iters, events(out_dir, "iter"), strict=True):
+        assert printed[:3] == (str(event["iter"]), f"{event['loss']:.4f}", f"{event['time_ms']:.2f}")
+        assert re.fullmatch(r"tok/s [\d,]+, lr \S+, grad_norm \d+\.\d{3}, data wait \d+\.\d%, eta \S+", printed[3])
+    for printed, event in zip(evals, events(out_dir, "eval"), strict=True):
+        assert printed == (str(event["iter"]), f"{event['train_loss']:.4f}", f"{event['val_loss']:.4f}")
+    assert (len(iters), len(evals)) == (6, 3)
+    assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", out)
 
 
 @pytest.mark.slow
@@ -116,12 +138,12 @@ def test_evaluation_shows_its_progress_on_a_terminal(chars, tmp_path):
     assert re.search(r"evaluating: .*/2", shown)
 
 
-def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
-    main(tiny(chars, tmp_path))
-    first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
+    out_dir, *_ = finished
+    first = json.loads((out_dir / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
-    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
-    model = GPT.from_state(GPTConfig(**store.load(tmp_path).model_args), weights(tmp_path), "out")
+    assert first["settings"] == {k: getattr(tiny(chars, out_dir), k) for k in TrainConfig.__dataclass_fields__}
+    model = GPT.from_state(GPTConfig(**store.load(out_dir).model_args), weights(out_dir), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["peak_flops"] > 1e9
@@ -134,12 +156,12 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, tmp_path):
     assert 1 <= first["cpu"]["cores"] <= (os.cpu_count() or 0)
     assert first["compiler"] is None
     assert "git_commit" in first
-    for e in events(tmp_path, "iter"):
+    for e in events(out_dir, "iter"):
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
         assert e["tokens_per_s"] == pytest.approx(tokens_per_s)
         assert e["mfu"] == pytest.approx(tokens_per_s * first["flops_per_token"] / first["peak_flops"])
         assert e["mfu_measured"] == e["mfu"]
-    assert events(tmp_path, "end")[0]["peak_memory_bytes"] > 1e6
+    assert events(out_dir, "end")[0]["peak_memory_bytes"] > 1e6
 
 
 @pytest.mark.parametrize("measured", [0.5e12, 2e12, math.nan])
@@ -150,20 +172,15 @@ def test_mfu_refers_to_the_published_peak_and_mfu_measured_to_the_fastest_matmul
     monkeypatch.setattr(train.peak_flops, "published_flops", lambda *_: (1e12, "a data sheet"))
     main(tiny(chars, tmp_path, max_iters=2))
     first = events(tmp_path, "start")[0]
-    assert first["peak_flops"] == 1e12
-    assert first["measured_flops"] == (None if math.isnan(measured) else measured)
+    known = None if math.isnan(measured) else measured
+    assert (first["peak_flops"], first["measured_flops"]) == (1e12, known)
     out = capsys.readouterr().out
     assert "mfu refers to 1.00 TFLOP/s (a data sheet; " in out
     assert ("200%: its clock is above the rated one" in out) == (measured == 2e12)
-    printed = re.findall(r"^iter .*, mfu (\S+)%, tok/s [\d,]+, (?:mfu_measured (\S+)%, )?lr", out, re.M)
-    for e, (mfu, mfu_measured) in zip(events(tmp_path, "iter"), printed, strict=True):
+    for e in events(tmp_path, "iter"):
         assert e["mfu"] == pytest.approx(e["tokens_per_s"] * first["flops_per_token"] / 1e12)
-        assert mfu == f"{e['mfu'] * 100:.2f}"
-        if math.isnan(measured):
-            assert (e["mfu_measured"], mfu_measured) == (None, "")
-        else:
-            assert e["mfu_measured"] == pytest.approx(e["mfu"] * 1e12 / measured)
-            assert mfu_measured == f"{e['mfu_measured'] * 100:.2f}"
+        assert e["mfu_measured"] == (pytest.approx(e["mfu"] * 1e12 / known) if known else None)
+        assert (f"mfu_measured {e['mfu_measured'] * 100:.2f}%" if known else f", mfu {e['mfu'] * 100:.2f}%, ") in out
 
 
 def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(chars, tmp_path, monkeypatch):
@@ -196,12 +213,11 @@ def test_start_says_what_is_known_about_the_data(tmp_path, capsys):
     write_dataset(tmp_path / "data", {"train": ids, "val": np.resize([3, 5, 7], 1000)}, BytesTokenizer(), "test")
     main(tiny(tmp_path / "data", tmp_path / "out", max_iters=1))
     out = capsys.readouterr().out
-    assert "data: data, 1,000 train and 1,000 val tokens, checksums verified\n" in out
-    assert f"warning: {tmp_path}/data/train.bin holds only token 0: there is nothing to learn" in out
-    assert "val.bin holds only" not in out
+    assert re.search("^data: .*1,000 train and 1,000 val tokens, .*verified$", out, re.M)
+    assert re.findall(r"^warning: (.*\.bin) ", out, re.M) == [str(tmp_path / "data" / "train.bin")]
     (tmp_path / "data" / "meta.json").unlink()
     main(tiny(tmp_path / "data", tmp_path / "out", eval_only=True, n_head=1, n_layer=1, n_embd=4))
-    assert "1,000 val tokens, no checksums (no meta.json)\n" in capsys.readouterr().out
+    assert re.search("^data: .*no checksums", capsys.readouterr().out, re.M)
 
 
 def test_file_found_damaged_while_it_trains_ends_the_run(chars, tmp_path, monkeypatch, capsys):
@@ -210,9 +226,10 @@ def test_file_found_damaged_while_it_trains_ends_the_run(chars, tmp_path, monkey
     ids[[0, 1]] = 1, 2
     ids.tofile(data / "val.bin")
     monkeypatch.setattr("data.verify.AT_ONCE", 0)
-    with pytest.raises(ValueError, match=r"val\.bin: its checksum is not the one in meta\.json"):
+    with pytest.raises(ValueError, match="checksum") as e:
         main(tiny(data, tmp_path / "out", max_iters=100_000, eval_interval=100_000))
-    assert "checksums are verified while it trains" in capsys.readouterr().out
+    assert_one_line(e.value, "val.bin", "meta.json")
+    assert "verified while it trains" in capsys.readouterr().out
 
 
 def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_path):
@@ -225,6 +242,7 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     whole = runner.evaluate(eval_batches(split, Batching(3, eval_windows=7), CPU), Ranks(CPU))
     assert whole.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     assert whole.standard_error is None  # of three batches
+    assert model.training
     for world in (2, 3, 4):  # of four ranks, one has padding only
         total = 0.0
         for rank in range(world):
@@ -236,28 +254,11 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
             total += rows * found.loss if rows else 0
             assert math.isnan(found.loss) is (rows == 0)
         assert total / 7 == pytest.approx(whole.loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("in_chunks", [False, True])
-def test_loss_of_padding_is_zero(in_chunks, monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 100 if in_chunks else 10**6)
-    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=50))
-    x = torch.zeros((2, 16), dtype=torch.int64)
-    runner = Runner(model, Form())
-    with runner.evaluating():
-        assert runner.loss(x, torch.full_like(x, -1)) == 0
-
-
-def test_standard_error_of_an_evaluation_is_that_of_the_mean_of_its_batches(chars, tmp_path):
-    c = tiny(chars, tmp_path)
-    split = Split(chars, "val", c.block_size, 100)
-    model = GPT(GPTConfig.from_settings(c, vocab_size=100))
-    runner = Runner(model, Form())
+    # Of eight batches, the standard error is that of the mean of their losses.
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
     means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
     found = runner.evaluate(eval_batches(split, Batching(3, eval_windows=24), CPU), Ranks(CPU))
     assert found.standard_error == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
-    assert model.training
 
 
 def test_ranks_and_steps_drop_out_differently_and_then_draw_alike(chars, tmp_path, monkeypatch):
@@ -272,25 +273,6 @@ def test_ranks_and_steps_drop_out_differently_and_then_draw_alike(chars, tmp_pat
     assert len({*first[1::2], *second[1::2]}) == 2 * 6  # micro-batches
     assert first[2::2] == second[2::2]  # what a change draws after them, such as noise for the gradients
     assert len({*first, *second}) == 1 + 2 * 6 + 6
-
-
-def test_loss_of_a_step_is_the_mean_over_its_micro_batches(chars, tmp_path):
-    main(tiny(chars, tmp_path, max_iters=1, gradient_accumulation_steps=3, always_save_checkpoint=True))
-    c = tiny(chars, tmp_path)
-    torch.manual_seed(c.seed)
-    meta = store.load(tmp_path).model_args
-    model = GPT(GPTConfig(**meta))
-    split = Split(chars, "train", c.block_size, meta["vocab_size"], c.seed)
-    x, y = (torch.from_numpy(a) for a in split.train_batch(0, np.arange(12), 12))
-    assert events(tmp_path, "iter")[0]["loss"] == pytest.approx(model(x, y)[1].item(), rel=1e-6)
-
-
-def test_run_makes_exactly_max_iters_updates_and_saves_the_last(chars, tmp_path):
-    main(tiny(chars, tmp_path, max_iters=4, eval_interval=3))
-    saved = store.load(tmp_path)
-    assert saved.iter_num == 4
-    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {4}
-    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 3, 4]
 
 
 def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
@@ -315,16 +297,26 @@ def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     assert store.load(out / "ckpt_best.pt").iter_num == 30
 
 
-def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, capsys):
+def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, monkeypatch, capsys):
     main(tiny(chars, tmp_path))
-    old = (tmp_path / "ckpt.pt").read_bytes()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def refuse(*_):
+        raise ValueError("wandb cannot start")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deskgpt.run.start.start_wandb", refuse)
+        with pytest.raises(ValueError, match="wandb cannot start"):
+            main(tiny(chars, tmp_path, wandb_log=True))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # where they were
     main(tiny(chars, tmp_path, seed=2, max_iters=0))
-    assert (tmp_path / "previous-1" / "ckpt.pt").read_bytes() == old
-    assert len(events(tmp_path / "previous-1", "iter")) == 6
-    assert f"held an earlier run; it is now in {tmp_path / 'previous-1'}" in capsys.readouterr().out
+    aside = tmp_path / "previous-1"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert str(aside) in capsys.readouterr().out
 
 
-def test_eval_only_writes_nothing(chars, tmp_path, capsys):
+def test_eval_only_writes_nothing_and_makes_no_gradients(chars, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *_: pytest.fail("a backward pass"))
     main(tiny(chars, tmp_path / "out", eval_only=True))
     assert not (tmp_path / "out").exists()
     assert "step 0: train loss" in capsys.readouterr().out
@@ -342,26 +334,9 @@ def test_eval_only_of_a_checkpoint_says_its_step_and_leaves_the_folder_as_it_is(
         assert (done.code, done.err) == (0, "")
         assert f"going on from {tmp_path}, step 6" in done.out
         assert len(re.findall(r"^step 6: train loss \d.*, val loss \d", done.out, re.M)) == 1
+        assert "sample:" not in done.out  # nothing new to sample from
         assert files() == before
         assert tmp_path.stat().st_mtime_ns == folder
-
-
-def test_eval_only_makes_no_gradients(chars, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "backward", lambda *_: pytest.fail("a backward pass"))
-    main(tiny(chars, tmp_path, eval_only=True))
-
-
-def test_run_that_cannot_start_leaves_the_earlier_one_where_it_is(chars, tmp_path, monkeypatch):
-    main(tiny(chars, tmp_path))
-    before = sorted(p.name for p in tmp_path.iterdir())
-
-    def refuse(*_):
-        raise ValueError("wandb cannot start")
-
-    monkeypatch.setattr("deskgpt.run.start.start_wandb", refuse)
-    with pytest.raises(ValueError, match="wandb cannot start"):
-        main(tiny(chars, tmp_path, wandb_log=True))
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_path, script):
@@ -370,8 +345,7 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
     resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--resume_changed=True"]
     done = script("train.py", *resume, "--max_iters=30", "--learning_rate=1e30")
     assert done.code == 1
-    what = r"gradients are not finite in 10 steps in a row, .*|val loss is (nan|inf) at step \d+ .*"
-    assert re.fullmatch(rf"error: ({what}); .*try a lower --learning_rate( or a longer --warmup_iters)?\n", done.err)
+    assert_one_line(done.err, "error: ", "try a lower --learning_rate")
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
@@ -381,25 +355,16 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
 @pytest.mark.slow
 def test_run_of_some_minutes_writes_its_steps_into_the_settings_and_ends_near_its_time(chars, tmp_path, capsys):
     t0 = time.perf_counter()
-    main(
-        tiny(
-            chars,
-            tmp_path,
-            max_minutes=0.1,
-            max_iters=10**7,
-            eval_interval=10**6,
-            lr_decay_iters=10**7,
-            log_interval=50,
-        )
-    )
+    long = {"max_iters": 10**7, "eval_interval": 10**6, "lr_decay_iters": 10**7, "log_interval": 50}
+    main(tiny(chars, tmp_path, max_minutes=0.05, **long))
     took_s = time.perf_counter() - t0
     taken = events(tmp_path, "start")[0]["settings"]
     steps = taken["max_iters"]
     assert 10 < steps < 10**5
     assert taken["lr_decay_iters"] == steps
     assert store.load(tmp_path).iter_num == steps == events(tmp_path, "end")[0]["iter"]
-    assert f"max_minutes=0.1: {steps:,} steps of about" in capsys.readouterr().out
-    assert took_s < 30  # of 6: other work may take the machine meanwhile
+    assert f"{steps:,} steps" in capsys.readouterr().out
+    assert took_s < 30  # of 3: other work may take the machine meanwhile
 
 
 def test_minutes_are_at_most_max_iters_and_at_least_one_step(chars, tmp_path):
@@ -409,63 +374,32 @@ def test_minutes_are_at_most_max_iters_and_at_least_one_step(chars, tmp_path):
     assert events(tmp_path / "b", "end")[0]["iter"] == 1
 
 
-def test_timing_the_steps_changes_no_weight_and_leaves_no_state(chars, tmp_path):
-    for optimizer in ("adamw", "muon"):
-        settings = {"max_iters": 5, "optimizer": optimizer, "warmup_iters": 0}
-        main(tiny(chars, tmp_path / f"steps-{optimizer}", **settings))
-        main(tiny(chars, tmp_path / f"minutes-{optimizer}", max_minutes=60.0, **settings))
-        assert_equal(*(weights(tmp_path / f"{kind}-{optimizer}") for kind in ("steps", "minutes")))
-
-
-class Stateful(torch.optim.SGD):
-    """SGD with momentum, and with a number of steps in an attribute and in its groups, on which its steps depend."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.0, momentum=0.9)
-        self.made = 0
-        self.sums: dict[torch.Tensor, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.made += 1
-        group = self.param_groups[0]
-        group["momentum"] *= 0.9
-        for p in group["params"]:
-            self.sums[p] = self.sums.get(p, torch.zeros_like(p)) + p.grad
-            p.grad.add_(self.sums[p] / self.made)
-        super().step()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("optimizer", [lambda ps: torch.optim.SGD(ps, momentum=0.9), Stateful], ids=["SGD", "Stateful"])
-def test_timing_the_steps_leaves_any_optimizer_and_buffers_as_they_were(chars, tmp_path, monkeypatch, optimizer, dtype):
-    monkeypatch.setattr(train, "make_optimizer", lambda c, model, dtype="float32": optimizer(model.parameters()))
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float32"), ("muon", "float16")])
+def test_timing_the_steps_changes_no_weight_and_leaves_no_state(chars, tmp_path, monkeypatch, optimizer, dtype):
     monkeypatch.setattr("model.make_norm", lambda config: CountingNorm(config.n_embd))
-    settings = {"max_iters": 4, "warmup_iters": 0, "dtype": dtype}
+    settings = {"max_iters": 4, "warmup_iters": 0, "optimizer": optimizer, "dtype": dtype}
     main(tiny(chars, tmp_path / "steps", **settings))
     main(tiny(chars, tmp_path / "minutes", max_minutes=60.0, **settings))
     steps, minutes = (store.load(tmp_path / run) for run in ("steps", "minutes"))
-    assert_equal(minutes.model, steps.model)
-    assert_equal(minutes.optimizer, steps.optimizer)
-    assert_equal(minutes.scaler, steps.scaler)
+    for part in ("model", "optimizer", "scaler"):
+        assert_equal(getattr(minutes, part), getattr(steps, part))
 
 
 def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new_ones(chars, tmp_path):
+    def resumed(*argv: str) -> TrainConfig:
+        return TrainConfig(**train.resumed_settings([f"--out_dir={tmp_path}", *argv], str(tmp_path)))
+
     main(tiny(chars, tmp_path, max_minutes=60.0, max_iters=4))
-    resume = [f"--out_dir={tmp_path}", "--init_from=resume"]
-    c = TrainConfig(**train.resumed_settings(resume, str(tmp_path)))
+    c = resumed("--init_from=resume")
     assert (c.max_iters, c.max_minutes) == (4, 0.0)
-    new = [*resume, "--max_minutes=0.02"]
-    c = TrainConfig(**train.resumed_settings(new, str(tmp_path)))
-    assert (c.max_iters, c.max_minutes) == (600000, 0.02)
-    with pytest.raises(
-        ValueError, match=r"learning rate at step 3: 0\.\d+ before, .*--lr_decay_iters=4 keeps the sched"
-    ):
+    c = resumed("--init_from=resume", "--max_minutes=0.01")
+    assert (c.max_iters, c.max_minutes) == (600000, 0.01)
+    with pytest.raises(ValueError, match="learning rate at step 3") as e:
         main(c)
-    kept = ["--max_minutes=1e-4", "--lr_decay_iters=4"]  # which the minutes do not shorten
-    main(TrainConfig(**train.resumed_settings([*resume, *kept], str(tmp_path))))
+    assert_one_line(e.value, "--lr_decay_iters=4")
+    main(resumed("--init_from=resume", "--max_minutes=1e-4", "--lr_decay_iters=4"))  # the minutes do not shorten it
     assert [e["lr"] for e in events(tmp_path, "iter")][-1] == 1e-3
-    main(TrainConfig(**train.resumed_settings([*new, "--resume_changed=True"], str(tmp_path))))
+    main(replace(c, resume_changed=True))
     assert 4 < events(tmp_path, "end")[-1]["iter"] < 10**5
 
 
@@ -521,17 +455,18 @@ def test_laptop_run_gets_below_2_5_in_300_steps(chars, tmp_path, script):
 
 @pytest.mark.slow
 def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
+    graphs = counters["stats"]["unique_graphs"]
     for on in (False, True):
-        settings = TINY | {"compile": on, "dataset": chars, "out_dir": tmp_path / str(on)}
-        done = script("train.py", *flags(**settings))
+        settings = TINY | {"compile": on, "n_layer": 1, "gradient_accumulation_steps": 2}
+        done = script("train.py", *flags(**settings, dataset=chars, out_dir=tmp_path / str(on)))
         assert done.code == 0
-    start = events(tmp_path / "True", "start")[0]
     if "there is no C++ compiler" in done.out:
         pytest.skip("no C++ compiler here")
+    start = events(tmp_path / "True", "start")[0]
     assert start["compiled"], done.out
-    device_line = re.escape(f"device: 1 x {start['device']}, float32")
-    assert re.search(rf"^{device_line}(, explicit attention)?, compiled by [^()]+$", done.out, re.M)
+    assert re.search(rf"^device: .*{re.escape(start['device'])}, float32.*, compiled by ", done.out, re.M)
     assert start["compiler"] == compiling.compiler_name(torch.device("cpu"))
+    assert counters["stats"]["unique_graphs"] - graphs == 1  # for the first micro-batch and for those that add to it
     plain, compiled = (trajectory(tmp_path / str(c))["iter"] for c in (False, True))
     for step in plain:
         assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
@@ -543,21 +478,8 @@ def test_without_a_compiler_a_run_that_asks_for_one_ends_in_one_line(chars, tmp_
     settings = TINY | {"compile": True, "dataset": chars, "out_dir": tmp_path / "out", "max_iters": 2}
     done = shell("python", "train.py", *flags(**settings), env=env)
     assert done.returncode == 1
-    reason = r"CXX='/nonexistent/c\+\+': there is no C\+\+ compiler: .+"
-    assert re.fullmatch(rf"error: compile=True: {reason}; or try --compile=auto, or --compile=False\n", done.stderr)
+    assert_one_line(done.stderr, "error: compile=True: CXX='/nonexistent/c++'", "--compile=auto", "--compile=False")
     assert not (tmp_path / "out").exists()
-
-
-def test_large_vocabulary_trains_in_chunks(tmp_path, monkeypatch):
-    ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
-    write_dataset(tmp_path / "data", {"train": ids, "val": ids[:500]}, BytesTokenizer(), "noise")
-    main(tiny(tmp_path / "data", tmp_path / "plain"))
-    monkeypatch.setattr("deskgpt.faster.kernels.LOGITS_ON_CPU", 256 * 7)
-    main(tiny(tmp_path / "data", tmp_path / "chunks"))
-    plain, chunks = (trajectory(tmp_path / run)["iter"] for run in ("plain", "chunks"))
-    for step in plain:
-        assert chunks[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
-        assert chunks[step]["grad_norm"] == pytest.approx(plain[step]["grad_norm"], rel=1e-4)
 
 
 # ---- data ---------------------------------------------------------------------------------------------------

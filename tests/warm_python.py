@@ -9,6 +9,7 @@ most of what a tiny run takes. Nothing of the repository is imported before the 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -23,6 +24,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+STUCK_S = 150  # less than the limits of the tests that wait for it
 
 # Passes on its arguments, folder, environment and standard files, and ends with the exit status of the fork.
 CLIENT = """
@@ -103,7 +106,8 @@ def end_with_client(connection: socket.socket, process: int) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """What `python ARGUMENTS` does."""
+    """What `python ARGUMENTS` does. After STUCK_S, stderr gets what each thread is doing, in case it never ends."""
+    faulthandler.dump_traceback_later(STUCK_S)
     if arguments[0] == "-u":
         arguments = arguments[1:]
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
