@@ -69,13 +69,6 @@ def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_
     assert loaded.config == {"dataset": "x", "learning_rate": 0.1}
 
 
-def test_checkpoint_from_before_the_form_was_saved_says_whether_it_was_compiled(tmp_path):
-    saved = vars(state()) | {"compiled": True}
-    del saved["form"]
-    torch.save(saved, tmp_path / "ckpt.pt")
-    assert store.load(tmp_path).form == {"compiled": True}
-
-
 # ---- accidents -----------------------------------------------------------------------------------------------
 
 

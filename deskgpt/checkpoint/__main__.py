@@ -1,7 +1,6 @@
-"""Writes a checkpoint's file as a folder of shards, or a folder as a file. A TARGET that ends in .pt is a file.
+"""Writes a sharded run's checkpoint, a folder, as one file, which nanoGPT reads.
 
 python -m deskgpt.checkpoint convert out/ckpt-00001000 ckpt.pt
-python -m deskgpt.checkpoint convert out ckpt-00001000
 """
 
 from __future__ import annotations
@@ -9,26 +8,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deskgpt.checkpoint import archive, folders
-from deskgpt.checkpoint.store import FORMAT, content_of, load, parted, whole
+from deskgpt.checkpoint import archive
+from deskgpt.checkpoint.store import FORMAT, content_of, load, whole
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import check_unused, replacing
 
 
 def convert(source: str, target: str) -> None:
-    """Writes the checkpoint `source`, as load takes it, as a file where target ends in .pt, else as a folder.
+    """Writes the checkpoint `source`, as load takes it, as the file `target`.
 
     Raises ValueError or OSError; a target that exists is left alone.
     """
     path = Path(target)
     check_unused(path)
     saved = whole(load(source, print))
-    if path.suffix == ".pt":
-        with replacing(path) as file:
-            archive.write(content_of(saved) | {"format": FORMAT}, file)
-    else:
-        tensors, rest = parted(saved)
-        folders.write(tensors, rest | {"best": True}, path)
+    with replacing(path) as file:
+        archive.write(content_of(saved) | {"format": FORMAT}, file)
     print(f"{target}: step {saved.iter_num}, {len(saved.model)} weights")
 
 

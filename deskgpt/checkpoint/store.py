@@ -24,12 +24,12 @@ from torch import Tensor
 
 from deskgpt.checkpoint import archive, folders
 from deskgpt.checkpoint.folders import agreed, is_folder, new_path, order_of
-from deskgpt.checkpoint.optimizer_state import fill, usual_names
+from deskgpt.checkpoint.optimizer_state import fill
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.sharding import local
 from deskgpt.machine.files import TEMPORARY, copy, replacing, sync_folder
 from deskgpt.machine.strangers import Fields, check_record, is_number
-from model import GPT, GPTConfig
+from model import GPT
 
 NAME = "ckpt.pt"
 BEST = "ckpt_best.pt"
@@ -168,8 +168,7 @@ def take_over(out_dir: Path, say: Callable[[str], None], step: int | None = None
             leftover.unlink()
     for path in numbered(out_dir):
         damage = damage_of(path, part=NO_CHECKSUMS) if is_folder(path) else None
-        is_later = step is not None and order_of(path)[0] > step
-        if damage or is_later:
+        if damage or (step is not None and order_of(path)[0] > step):
             why = damage or f"is later than step {step}, to which the run went back"
             say(f"{path} {why}: it is now in {set_aside(out_dir, (path.name,))}")
     for name, damaged_name in DAMAGED.items():
@@ -240,8 +239,7 @@ def candidates(out_dir: Path) -> list[Path]:
     last = out_dir / NAME
     found = numbered(out_dir)
     sharded = [path for path in found if is_folder(path)]
-    is_older = bool(sharded) and (damage_of(last) or load_checked(last).iter_num <= order_of(sharded[0])[0])
-    found = [*found, last] if is_older else [last, *found]
+    found = [*found, last] if sharded and not is_later(last, sharded[0]) else [last, *found]
     return [path for path in (*found, out_dir / BEST) if path.exists()]
 
 
@@ -253,9 +251,13 @@ def best_of(out_dir: Path) -> Path | None:
     best = out_dir / BEST if (out_dir / BEST).exists() else None
     for path in numbered(out_dir):
         if is_folder(path) and folders.is_best(path):
-            is_later = best is None or damage_of(best) or load_checked(best).iter_num <= order_of(path)[0]
-            return path if is_later else best
+            return best if best is not None and is_later(best, path) else path
     return best
+
+
+def is_later(file: Path, folder: Path) -> bool:
+    """Whether a file is a good checkpoint of a later step than that of a folder."""
+    return damage_of(file) is None and load_checked(file).iter_num > order_of(folder)[0]
 
 
 def silent(line: str) -> None:
@@ -335,8 +337,6 @@ def load_checked(path: Path) -> Checkpoint:
     saved.path = path
     saved.model = {plain_name(k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
-    if "form" not in found and "compiled" in found:  # a checkpoint from before 2026-11-22
-        saved.form = {"compiled": found["compiled"]}
     if "tokenizer" not in found:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU
         saved.config = {k: v for k, v in saved.config.items() if k not in MACHINE_SETTINGS}
         saved.model_args = {"activation": "gelu"} | saved.model_args  # the exact GELU
@@ -360,22 +360,16 @@ def parted(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if checkpoint.model_args.get("tie_weights", True):
         del tensors[HEAD]
     optimizer = dict(checkpoint.optimizer)
-    names = optimizer.get("names")
-    if names is None:
-        model = GPT.without_storage(GPTConfig.from_args(checkpoint.model_args, "the checkpoint"))
-        names = usual_names(model, optimizer["param_groups"])
-    steps = {}
+    names = optimizer["names"]
     scalars: dict[str, dict[str, Any]] = {}
     for i, of_parameter in optimizer.pop("state").items():
         for kind, value in of_parameter.items():
-            if kind == "step":
-                steps[names[i]] = float(value)
-            elif isinstance(value, Tensor) and value.dim():
+            if isinstance(value, Tensor) and value.dim():
                 tensors[f"{kind}.{names[i]}"] = value
             else:
-                scalars.setdefault(names[i], {})[kind] = value.item() if isinstance(value, Tensor) else value
-    optimizer |= {"names": names, "steps": steps} | ({"scalars": scalars} if scalars else {})
-    return tensors, rest | {"optimizer": optimizer}
+                scalar = {"tensor": value.item()} if isinstance(value, Tensor) else value
+                scalars.setdefault(names[i], {})[kind] = scalar
+    return tensors, rest | {"optimizer": optimizer | {"scalars": scalars}}
 
 
 def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -386,17 +380,19 @@ def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         optimizer = dict(rest["optimizer"])
         numbers = {name: i for i, name in enumerate(optimizer["names"])}
         state: dict[int, dict[str, Any]] = {}
-        for name, step in optimizer.pop("steps").items():
+        for name, step in optimizer.pop("steps", {}).items():  # as folders had them until 2026-11-23
             state[numbers[name]] = {"step": torch.tensor(float(step))}
         for name, values in optimizer.pop("scalars", {}).items():
-            state.setdefault(numbers[name], {}).update(values)
+            of_parameter = state.setdefault(numbers[name], {})
+            for kind, value in values.items():
+                of_parameter[kind] = torch.tensor(value["tensor"]) if isinstance(value, dict) else value
         for key in list(tensors):
             kind, _, name = key.partition(".")
             if name in numbers:
                 state.setdefault(numbers[name], {})[kind] = tensors.pop(key)
         rest["optimizer"] = optimizer | {"state": dict(sorted(state.items()))}
         return rest | {"model": tensors if HEAD in tensors else tensors | {HEAD: tensors[EMBEDDING]}}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as e:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise ValueError(f"its {folders.REST} does not belong to its tensors: {e}"[:200]) from None
 
 
