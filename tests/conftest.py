@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,19 @@ def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[st
     words = [sys.executable if w == "python" else str(w) for w in command]
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
     return subprocess.run(words, **(options | kwargs))
+
+
+@contextmanager
+def files_of_at_most(kib: int) -> Iterator[None]:
+    """As on a full disk: writing further fails."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")

@@ -1,20 +1,50 @@
-"""Runs a function on several ranks, which are forks of the test's process with gloo between them."""
+"""Ranks as forks of the test's process, which has imported torch, with gloo between them."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from conftest import spare_what_is_imported
+from conftest import flags, spare_what_is_imported
 
+import train
+from configurator import build
 from deskgpt.compute.ranks import Ranks
 from deskgpt.machine.errors import message_for_user
+
+
+def forked(world: int, work: Callable[[int], Any], killed: int = 0) -> list[int | None]:
+    """Runs work(rank) in ranks with torchrun's variables; up to `killed` of them may fail. Exit statuses."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+    def start(rank: int) -> None:
+        os.environ |= {k: str(v) for k, v in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        work(rank)
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=start, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    ends_at = time.monotonic() + 300
+    for process in processes:
+        process.join(max(0.0, ends_at - time.monotonic()))
+    for process in processes:
+        process.kill()  # one that hangs
+        process.join()
+    statuses = [process.exitcode for process in processes]
+    assert sum(status != 0 for status in statuses) <= killed
+    return statuses
 
 
 def on_ranks(work: Callable[[Ranks], Any], world: int, folder: Path, timeout_s: float = 300.0) -> list[Any]:
@@ -26,7 +56,6 @@ def on_ranks(work: Callable[[Ranks], Any], world: int, folder: Path, timeout_s: 
     import torch.testing._internal.distributed.fake_pg
 
     def on_rank(rank: int) -> None:
-        os.environ["RANK"] = str(rank)
         meet = f"file://{folder / 'meet'}"
         dist.init_process_group("gloo", meet, timedelta(seconds=timeout_s), rank=rank, world_size=world)
         try:
@@ -38,11 +67,18 @@ def on_ranks(work: Callable[[Ranks], Any], world: int, folder: Path, timeout_s: 
         os._exit(0)
 
     spare_what_is_imported()
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=on_rank, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        process.kill()
+    forked(world, on_rank)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def run(world: int, c: train.TrainConfig) -> None:
+    """A run of several ranks; of one without torchrun for world = 1."""
+    if world == 1:
+        train.main(c)
+    else:
+        forked(world, lambda rank: train.main(c))
+
+
+def resumed(out_dir: Path, **settings: Any) -> train.TrainConfig:
+    """The settings of a resumed run."""
+    return build(train.TrainConfig, train.resumed_settings(flags(**settings), str(out_dir)))

@@ -7,15 +7,13 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_one_line, flags
+from conftest import TINY, assert_one_line, files_of_at_most, flags
 
 from data.token_files import write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
@@ -262,19 +260,6 @@ def test_model_larger_than_the_memory(chars, run, assert_fails):
 def test_block_larger_than_the_data(chars, run, assert_fails):
     settings = TINY | {"dataset": chars, "out_dir": run, "block_size": 10**12}
     assert_fails([f"block_size={10**12}", "--block_size="], *flags(**settings))
-
-
-@contextmanager
-def files_of_at_most(kib: int) -> Iterator[None]:
-    """As on a full disk: writing further fails."""
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.slow

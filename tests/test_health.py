@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, assert_equal, assert_one_line, events, flags, tiny, weights
+from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_sharded_checkpoint import run
 
 from bench.analysis import learning
 from bench.analysis.runs import Run

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import events, tiny
-from test_sharded_checkpoint import run
+from gloo import run
 from tiny_models import MODERN_SETTINGS
 
 from deskgpt.compute.runner import Form, Runner, parts_of

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
 import shutil
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TINY, assert_equal, assert_one_line, events, flags, tiny, trajectory, weights
+from gloo import forked, resumed, run
 from safetensors.torch import save_file
 from test_meta_files import corrupted
 from tiny_models import MODERN_SETTINGS
@@ -40,45 +38,6 @@ from model import GPT, GPTConfig
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
 
 CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
-
-
-def on_ranks(world: int, work: Callable[[int], Any], killed: int = 0) -> list[int | None]:
-    """Runs work(rank) in forked ranks, as torchrun would start them; up to `killed` of them may fail. Exit statuses."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-
-    def start(rank: int) -> None:
-        os.environ |= {k: str(v) for k, v in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        work(rank)
-
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=start, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    ends_at = time.monotonic() + 60
-    for process in processes:
-        process.join(max(0.0, ends_at - time.monotonic()))
-    for process in processes:
-        process.kill()  # one that hangs
-        process.join()
-    statuses = [process.exitcode for process in processes]
-    assert sum(status != 0 for status in statuses) <= killed
-    return statuses
-
-
-def run(world: int, c: train.TrainConfig) -> None:
-    """A run of several ranks; of one without torchrun for world = 1."""
-    if world == 1:
-        train.main(c)
-    else:
-        on_ranks(world, lambda rank: train.main(c))
-
-
-def resumed(out_dir: Path, **settings: Any) -> train.TrainConfig:
-    """The settings of a resumed run."""
-    return build(train.TrainConfig, train.resumed_settings(flags(**settings), str(out_dir)))
 
 
 # ---- what is written -----------------------------------------------------------------------------------------
@@ -147,7 +106,7 @@ def folder(tmp_path_factory) -> Path:
         dist.barrier()
         dist.destroy_process_group()
 
-    on_ranks(2, work)
+    forked(2, work)
     return out_dir
 
 
@@ -467,7 +426,7 @@ def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
             saver.raise_if_last_failed()
             os._exit(0)
 
-        n_killed += -9 in on_ranks(2, work, killed=2)
+        n_killed += -9 in forked(2, work, killed=2)
         last = store.resume(out)
         store.whole(last)
         best = store.best_of(out)

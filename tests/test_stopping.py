@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, events, flags, tiny, trajectory
-from test_sharded_checkpoint import resumed, run
+from gloo import resumed, run
 
 import train
 from deskgpt.checkpoint import store

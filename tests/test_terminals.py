@@ -11,8 +11,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, events, flags, shell
-from test_bad_input import files_of_at_most
+from conftest import ROOT, TINY, assert_one_line, events, files_of_at_most, flags, shell
 
 from deskgpt.machine.terminal import LastingFile, lasting
 from deskgpt.run.log import RunLog, read_events
