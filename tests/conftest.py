@@ -156,8 +156,7 @@ def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[st
 @contextmanager
 def files_of_at_most(kib: int) -> Iterator[None]:
     """As on a full disk: writing further fails."""
-    import resource
-
+    resource: Any = pytest.importorskip("resource")  # which Windows lacks
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, before[1]))
     try:

@@ -263,7 +263,6 @@ def test_block_larger_than_the_data(chars, run, assert_fails):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
 def test_full_disk_while_logging_does_not_end_the_run(chars, tmp_path, script):
     settings = TINY | {"dataset": chars, "out_dir": tmp_path / "run", "max_iters": 500, "eval_interval": 500}
     with files_of_at_most(kib=150):  # room for a checkpoint, not for all of log.jsonl
@@ -289,7 +288,6 @@ def test_no_network(chars, tmp_path, assert_fails, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
 def test_full_disk_while_training(chars, run, script):
     before = snapshot(run)
     settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}

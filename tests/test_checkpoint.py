@@ -159,16 +159,6 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path):
         assert parts["mine"]["entry"].dtype == dtype
 
 
-def test_earlier_run_is_set_aside_not_overwritten(tmp_path):
-    names = (store.NAME, "log.jsonl")
-    assert store.set_aside(tmp_path, names) is None
-    for n in (1, 2):
-        (tmp_path / "ckpt.pt").write_text(str(n))
-        assert store.set_aside(tmp_path, names) == tmp_path / f"previous-{n}"
-        assert (tmp_path / f"previous-{n}" / "ckpt.pt").read_text() == str(n)
-    assert not (tmp_path / "ckpt.pt").exists()
-
-
 # ---- damage and strangers' files -----------------------------------------------------------------------------
 
 
@@ -207,12 +197,9 @@ def test_damage_to_a_file_without_a_checksum_gives_no_traceback_and_leaves_the_t
 
 def test_torch_and_zip_tools_read_what_is_written(tmp_path):
     store.save(state(3), tmp_path, best=False)
-    path = tmp_path / "ckpt.pt"
-    for mmap in (False, True):
-        assert torch.load(path, weights_only=True, mmap=mmap)["iter_num"] == 3
-    with zipfile.ZipFile(path) as file:
+    assert torch.load(tmp_path / "ckpt.pt", weights_only=True, mmap=True)["iter_num"] == 3
+    with zipfile.ZipFile(tmp_path / "ckpt.pt") as file:
         assert file.testzip() is None
-        assert file.comment.startswith(b"deskgpt sha256 ")
 
 
 def with_pickle(content: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -281,7 +268,7 @@ WRONG: dict[str, tuple[Any, ...]] = {  # see test_bad_input.py for more
     "model_args": ({"vocab_size": 10**9, "n_embd": 8},),
     "config": (None, {"a": {"b"}}),
     "scaler": ({"scale": 1.0}, 3, {"scale": math.inf, "growth_factor": 2.0, "backoff_factor": 0.5}),
-    "train_tokens": ("many", 2.5),
+    "wandb_run_id": (3, 2.5),
     "tokenizer": ("bytes",),
 }
 
@@ -327,29 +314,19 @@ def test_gpt2_folder_as_the_hub_has_it_loads(tmp_path):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"model_type": "llama"}, {"activation_function": "relu"}, {"layer_norm_epsilon": 1e-6}, {"n_inner": 12}],
-)
-def test_relatives_of_gpt2_that_compute_otherwise_are_refused(tmp_path, changes):
-    with pytest.raises(ValueError, match="GPT-2") as e:
-        load_gpt2(gpt2_folder(tmp_path, **changes))
-    assert_one_line(e.value, *changes)
-
-
-def test_incomplete_gpt2_folders_are_named(tmp_path):
+def test_incomplete_gpt2_folders_and_relatives_that_compute_otherwise_are_refused(tmp_path):
     def assert_refuses_it(*named: str) -> None:
         with pytest.raises(ValueError, match="init_from") as e:
             load_gpt2(str(tmp_path))
         assert_one_line(e.value, tmp_path, *named)
 
     assert_refuses_it("config.json", "model.safetensors")
-    gpt2_folder(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 300)
-    assert_refuses_it("damaged")
-    gpt2_folder(tmp_path)
+    for name, value in (("model_type", "llama"), ("layer_norm_epsilon", 1e-6), ("n_inner", 12)):
+        gpt2_folder(tmp_path, **{name: value})
+        assert_refuses_it(name)
     for content, reason in (("{", "damaged"), ("[3]", "damaged"), ("7", "damaged"), ('{"n_layer": 1}', "n_head")):
         (tmp_path / "config.json").write_text(content)
         assert_refuses_it(reason)
-    (tmp_path / "model.safetensors").unlink()
-    assert_refuses_it("model.safetensors")
+    gpt2_folder(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 300)
+    assert_refuses_it("damaged")

@@ -21,6 +21,7 @@ from tiny_models import MODERN_SETTINGS
 from torch.optim.swa_utils import AveragedModel
 
 import train
+from data.splits import FINGERPRINTED
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
@@ -31,7 +32,6 @@ from train import TrainConfig, main, resumed_settings
 FAST = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
 
 MUCH = {"dropout": 0.3, "dtype": "bfloat16", "gradient_accumulation_steps": 3}
-# A run's settings, and what each of its halves has instead and may change without changing a bit.
 # A run's settings, and what each of its halves has instead and may change without changing a bit.
 RUNS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"dtype": "float16"}, {}, {}),
@@ -87,7 +87,7 @@ def test_kept_state_that_does_not_fit_is_refused_and_one_that_is_missing_begins_
     monkeypatch.setattr(Run, "know", keep_average)
     main(tiny(chars, tmp_path, max_iters=3))
     saved = store.load(tmp_path)
-    for entry in (3, {}, {"n_averaged": "x"}, {"module.lm_head.weight": torch.zeros(2)}):
+    for entry in (3, {"module.lm_head.weight": torch.zeros(2)}):
         store.save(replace(saved, parts={"average": entry}), tmp_path, best=False)
         with pytest.raises(ValueError, match="its average does not fit") as e:
             main(tiny(chars, tmp_path, init_from="resume"))
@@ -172,7 +172,6 @@ def second_half(half: Path, out_dir: Path, **settings: Any) -> TrainConfig:
     return tiny(half / "data", out_dir, **usual | settings)
 
 
-# What is changed, and what the error says about it.
 # What is changed, and the names and values that the error has.
 MATTERS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "batch_size": (8, ("sequences per step: 4 before, 8 now", "windows per evaluation: 8 before, 16 now")),
@@ -241,15 +240,14 @@ def test_best_losses_of_other_val_data_are_not_compared(half, out, tmp_path, cap
     assert "changed" not in capsys.readouterr().out
 
 
-def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.splits.FINGERPRINTED", 100)
-    ids = np.arange(4000, dtype=np.uint16) % 256
+def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path):
+    ids = np.arange(FINGERPRINTED + 1000) % 256
     for end in (0, 1):
         ids[-1] = end
         write_dataset(tmp_path / str(end), {"train": ids, "val": ids[:500]}, BytesTokenizer(), "x")
     main(tiny(tmp_path / "0", tmp_path / "out", max_iters=2))
     c = tiny(tmp_path / "1", tmp_path / "out", init_from="resume", max_iters=2)
-    with pytest.raises(ValueError, match=r"another experiment: train data: sha256 \w+ before, sha256 \w+ now\. "):
+    with pytest.raises(ValueError, match="another experiment: train data: sha256"):
         main(c)
     path = tmp_path / "1" / "meta.json"
     meta = json.loads(path.read_text())
@@ -258,17 +256,10 @@ def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path, monkeyp
     main(c)
 
 
-def test_older_checkpoints_know_how_many_tokens_there_were(half, out):
-    store.save(replace(store.load(out), facts=None, train_tokens=3000), out, best=False)
-    with pytest.raises(ValueError, match="experiment: train data: ") as e:
-        main(second_half(half, out))
-    assert_one_line(e.value, "3,000", "4,000")
-    store.save(replace(store.load(out), facts=None, train_tokens=None), out, best=False)
-    main(second_half(half, out, max_iters=4))  # nanoGPT's know nothing of their data
-    damaged: list[Any] = [[], {"train data": [1], "val data": {"tokens": None}, 3: 4, "code": {"a": 1}, "versions": 3}]
-    for facts in damaged:  # which are not compared
-        store.save(replace(store.load(out), facts=facts), out, best=False)
-        main(second_half(half, out, max_iters=4))
+def test_facts_that_are_missing_or_damaged_are_not_compared(half, out):
+    damaged = {"train data": [1], "val data": {"tokens": None}, 3: 4, "code": {"a": 1}, "versions": 3}
+    store.save(replace(store.load(out), facts=damaged), out, best=False)
+    main(second_half(half, out, max_iters=4))
 
 
 def test_other_code_and_form_are_only_said(half, out, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal, assert_one_line, shell
+from conftest import ROOT, assert_equal, assert_one_line, files_of_at_most, shell
 from kill_points import silent, state_of
 
 from deskgpt.checkpoint import store
@@ -51,24 +51,19 @@ def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(t
     assert list(saver.finished()) == []
 
 
-def test_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path, monkeypatch):
+def test_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path):
     said: list[str] = []
     saver = saver_of(tmp_path, said)
     saver.save(state_of(1, 3.0), best=True)
     saver.wait()
-
-    def full(fd):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+    with files_of_at_most(kib=1):
         saver.save(state_of(2, 2.0), best=True)
         saver.wait()
     assert [type(saved.error) for saved in saver.finished()] == [type(None), OSError]
     assert saver.best_val_loss == 3.0  # that of the files
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
-    assert_one_line(*said, tmp_path / "ckpt.pt", "No space left on device", "free some disk space", "the run goes on")
-    with pytest.raises(OSError, match="No space left"):
+    assert_one_line(*said, tmp_path / "ckpt.pt", "free some disk space", "the run goes on")
+    with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(3, 2.5), best=True)
     saver.wait()
@@ -77,15 +72,12 @@ def test_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path, monkeypatch
     assert not store.leftovers(tmp_path)
 
 
-def test_defect_in_the_thread_is_raised_in_the_loop(tmp_path, monkeypatch):
-    def save(*args):
-        raise KeyError("defect")
-
-    monkeypatch.setattr(store, "save", save)
+def test_defect_in_the_thread_is_raised_in_the_loop(tmp_path):
     saver = saver_of(tmp_path)
+    saver.out_dir = None  # type: ignore[assignment]
     saver.save(state_of(1, 3.0), best=True)
     saver.wait()
-    with pytest.raises(KeyError, match="defect"):
+    with pytest.raises(AttributeError):
         list(saver.finished())
 
 

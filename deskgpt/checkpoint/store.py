@@ -55,7 +55,6 @@ class Checkpoint:
     scaler: dict[str, Any] | None = None  # state_dict of float16's GradScaler
     tokenizer: dict[str, Any] | None = None  # its meta()
     chat: str | None = None  # the name of the template of its data (data/chat/template.py)
-    train_tokens: int | None = None  # of the training split: the order of batches depends on it
     form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, explicit, and the kind of device
     wandb_run_id: str | None = None
     health: dict[str, Any] | None = None  # Health.state: batches that were skipped, recent losses, evaluations

@@ -20,7 +20,6 @@ Facts = dict[str, Any]
 Settings = Mapping[str, Any]  # of a run, by name
 LearningRate = Callable[[Settings, int], float]  # at a step of a run of these settings
 
-TRAIN_DATA = "train data"
 # Where one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS, "block_size"}
 
@@ -72,8 +71,7 @@ def changes(
     before: the settings of the run before, None where the checkpoint has none. n_eval_windows: of val data, as
     Split.n_eval_windows. What a checkpoint does not know (nanoGPT's does not know its data) is not compared.
     """
-    known = saved.facts or {TRAIN_DATA: {"tokens": saved.train_tokens}}
-    found = compare(known, data)
+    found = compare(saved.facts or {}, data)
     if before is None:
         return found
     found += compare(facts_of_settings(before, n_eval_windows), facts_of_settings(now, n_eval_windows))

@@ -103,7 +103,6 @@ class Run:
             scaler=runner.scaler.state_dict(),
             tokenizer=self.tokenizer,
             chat=self.chat,
-            train_tokens=self.facts["train data"]["tokens"],
             form=saved_form(runner),
             wandb_run_id=self.wandb_run_id,
             health=self._progress(),
