@@ -117,5 +117,4 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
         assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["wrong"] == []
-    assert len(result["calls"]) == 6
     assert min(result["calls"].values()) > 40

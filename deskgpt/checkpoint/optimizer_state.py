@@ -51,8 +51,7 @@ class OptimizerState:
             return found
         found |= {"names": self.names}
         if self.is_ours:
-            without = [i for i in range(len(self.params)) if found["state"] and i not in found["state"]]
-            return found | ({"without": without} if without else {})  # parameters that got no gradient yet
+            return found
         self._refuse_what_would_be_lost()
         changed = []
         for group, first in zip(self.optimizer.param_groups, self.first_groups, strict=True):
@@ -111,7 +110,7 @@ class OptimizerState:
         if self.is_ours:
             if is_muons(own) != is_muons(state["param_groups"]):
                 raise ValueError("it was trained with another optimizer: leave --optimizer out")
-            check_moments(own, state["state"], numbers, state.get("without", []))
+            check_moments(own, state["state"], numbers)
         else:
             for group, first, changed in zip(own, self.first_groups, state["changed"], strict=True):
                 group |= copied(first | hyperparameters(changed), self.params[0].device)
@@ -178,10 +177,10 @@ def is_muons(groups: list[dict[str, Any]]) -> bool:
     return any("momentum" in group for group in groups)
 
 
-def check_moments(groups: list[dict[str, Any]], state: dict[int, Any], numbers: list[int], without: list[int]) -> None:
-    """Raises ValueError where AdamW's or Muon's moments are missing or of another shape: fused kernels do not look.
+def check_moments(groups: list[dict[str, Any]], state: dict[int, Any], numbers: list[int]) -> None:
+    """Raises ValueError where AdamW's or Muon's moments are of another kind or shape: fused kernels do not look.
 
-    A state without any moments is that of a run which has made no step. without: the parameters that had none.
+    Parameters that got no gradient yet have none.
     """
     if state.keys() - set(numbers):
         raise ValueError("it has moments of parameters that the model lacks")
@@ -190,7 +189,7 @@ def check_moments(groups: list[dict[str, Any]], state: dict[int, Any], numbers: 
         kinds = {"momentum_buffer"} if "momentum" in group else {"exp_avg", "exp_avg_sq"}
         for p in group["params"]:
             i = next(number)
-            if not state or i in without:
+            if i not in state:
                 continue
             moments = dict(state[i])
             step = moments.pop("step")
