@@ -115,9 +115,10 @@ def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed
     (tmp_path / "ckpt_best.pt").write_text("damaged")
     said: list[str] = []
     store.take_over(tmp_path, said.append)
-    assert_one_line(*said, tmp_path / "ckpt_best.pt", "it is kept as ckpt_best_damaged.pt")
+    assert_one_line(*said, tmp_path / "ckpt_best.pt", tmp_path / "previous-1")
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1  # now that of ckpt.pt, the only good one
-    names = ["ckpt.pt", "ckpt_best.pt", "ckpt_best_damaged.pt", "notes.tmp"]
+    assert (tmp_path / "previous-1" / "ckpt_best.pt").read_text() == "damaged"
+    names = ["ckpt.pt", "ckpt_best.pt", "notes.tmp", "previous-1"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 

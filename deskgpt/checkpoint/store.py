@@ -33,7 +33,6 @@ from model import GPT
 
 NAME = "ckpt.pt"
 BEST = "ckpt_best.pt"
-DAMAGED = {NAME: "ckpt_damaged.pt", BEST: "ckpt_best_damaged.pt"}  # what a damaged one is renamed to
 MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
 FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
 MISSING_FILE = "is missing"
@@ -156,25 +155,22 @@ def kept(path: Path) -> str:
 def take_over(out_dir: Path, say: Callable[[str], None], step: int | None = None) -> None:
     """Before a run's first save: tidies what earlier runs left in a folder that no other run uses. Raises OSError.
 
-    Temporary files of killed runs are removed. A damaged checkpoint gets another name, so that it is not overwritten.
-    A ckpt.pt without a ckpt_best.pt, such as nanoGPT's, is copied there: whatever is saved next may be worse. Folders
-    of steps after `step`, the one that is about to be saved, are moved aside: the run went back before them.
+    Temporary files of killed runs are removed. Damaged checkpoints are moved aside, so that they are not overwritten,
+    and so are those of steps after `step`, the one that is about to be saved: the run went back before them. A ckpt.pt
+    without a ckpt_best.pt, such as nanoGPT's, is copied there: whatever is saved next may be worse.
     """
     for leftover in leftovers(out_dir):
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:
             leftover.unlink()
-    for path in numbered(out_dir):
-        damage = damage_of(path, part=NO_CHECKSUMS) if is_folder(path) else None
+    for path in (*numbered(out_dir), out_dir / NAME, out_dir / BEST):
+        damage = damage_of(path, NO_CHECKSUMS)
+        if damage == MISSING_FILE:
+            continue
         if damage or (step is not None and order_of(path)[0] > step):
             why = damage or f"is later than step {step}, to which the run went back"
             say(f"{path} {why}: it is now in {set_aside(out_dir, (path.name,))}")
-    for name, damaged_name in DAMAGED.items():
-        damage = damage_of(out_dir / name)
-        if damage and (out_dir / name).exists():
-            os.replace(out_dir / name, out_dir / damaged_name)
-            say(f"{out_dir / name} {damage}: it is kept as {damaged_name}")
     if (out_dir / NAME).exists() and best_of(out_dir) is None:
         copy(out_dir / NAME, out_dir / BEST)
     sync_folder(out_dir)
@@ -451,8 +447,12 @@ def damage_of(path: Path, part: tuple[int, int] = (0, 1)) -> str | None:
 
     Each content is checked once: a resumed run asks several times. part: of a folder, as folders.check.
     """
+    files = [path]
     try:
-        files = sorted(path.iterdir()) if is_folder(path) else [path]
+        if is_folder(path):
+            files = sorted(path.iterdir())
+        else:
+            part = (0, 1)  # a file is checked as a whole, and only once
         stats = [file.stat() for file in files]
     except OSError:  # the run that writes there may have just removed it
         return MISSING_FILE
