@@ -213,20 +213,6 @@ def with_pickle(content: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
     return file.getvalue()
 
 
-def tensor_pickle(size: int, stride: int) -> bytes:
-    """The pickle of a checkpoint whose only weight has these, over a storage of 16 floats."""
-    saved = vars(state()) | {"model": {"w": torch.zeros(16).as_strided((3,), (5,))}}
-    file = io.BytesIO()
-    torch.save(saved, file)
-    with zipfile.ZipFile(file) as archive_:
-        content = archive_.read("archive/data.pkl")
-    before = b"K\x03\x85"  # the tuple (3,)
-    assert before in content
-    return content.replace(before, b"\x8a\x05" + size.to_bytes(5, "little") + b"\x85").replace(
-        b"K\x05\x85", b"K" + bytes([stride]) + b"\x85"
-    )
-
-
 ORDERED = b"ccollections\nOrderedDict\nq\x01"
 STRANGE = {
     "bytearray": b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\xe4\x0bT\x02\x85R.",  # of 10**10 bytes
@@ -241,13 +227,20 @@ STRANGE = {
     "set": b"\x80\x04\x8f.",
     "absurd size": b"\x80\x02" + b"N0" * 2**22 + b"}.",
 }
-LARGER = {f"{size} by {stride}": tensor_pickle(size, stride) for size, stride in ((2**38, 0), (2**38, 1), (17, 0))}
 
 
-@pytest.mark.parametrize("kind", STRANGE | LARGER)
+@pytest.mark.parametrize("kind", STRANGE)
 def test_strange_pickles_are_refused_before_they_take_memory(tmp_path, kind):
-    (tmp_path / "ckpt.pt").write_bytes(with_pickle((STRANGE | LARGER)[kind]))
+    (tmp_path / "ckpt.pt").write_bytes(with_pickle(STRANGE[kind]))
     assert_refuses(tmp_path)
+
+
+@pytest.mark.parametrize("size", [2**38, 17])
+def test_tensor_with_more_numbers_than_the_file_is_refused(tmp_path, size):
+    saved = vars(state()) | {"model": {"w": torch.zeros(16).as_strided((size,), (0,))}}
+    torch.save(saved, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="more numbers than the file"):
+        store.load(tmp_path)
 
 
 def test_compressed_archives_are_refused(tmp_path):
