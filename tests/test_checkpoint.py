@@ -54,6 +54,7 @@ def test_best_checkpoint_outlives_later_ones(tmp_path):
         store.save(state(step), tmp_path, best=step == best_step)
         assert store.load(tmp_path).iter_num == step
         assert store.load(tmp_path / "ckpt_best.pt").iter_num == best_step
+    assert not (tmp_path / "ckpt.pt").samefile(tmp_path / "ckpt_best.pt")
 
 
 def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_path):
