@@ -11,12 +11,10 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import io
 import math
+import re
 import runpy
 import sys
-import textwrap
-import tokenize
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -45,8 +43,6 @@ def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
     """An instance of `cls`. Raises ConfigError if the dataclass's own checks refuse the values."""
     try:
         return cls(**values)
-    except ConfigError:
-        raise
     except ValueError as e:
         raise ConfigError(str(e)) from None
 
@@ -153,7 +149,8 @@ def check_known(name: str, types: Mapping[str, Any], where: str) -> None:
 def parse(text: str, kind: Any, where: str) -> Any:
     """The value of type `kind` that `text`, from the command line, stands for. Raises ConfigError."""
     if get_origin(kind) is Literal:
-        return check(parse_choice(text, kind), kind, where)
+        choices = {str(choice).lower(): choice for choice in get_args(kind)}
+        return check(choices.get(text.lower(), text), kind, where)
     alternatives = alternatives_of(kind)
     if NoneType in alternatives and text in ("None", "none"):
         return None
@@ -166,16 +163,6 @@ def parse(text: str, kind: Any, where: str) -> Any:
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         value = text  # which check refuses, and shows
     return check(value, kind, where)
-
-
-def parse_choice(text: str, kind: Any) -> Any:
-    """The value of a Literal that `text` spells; `text` itself if it spells none."""
-    for choice in get_args(kind):
-        if text == str(choice):
-            return choice
-        if isinstance(choice, bool) and text == str(choice).lower():
-            return choice
-    return text
 
 
 def check(value: Any, kind: Any, where: str) -> Any:
@@ -248,35 +235,13 @@ def help_text(cls: type) -> str:
 
 
 def settings_in_source(cls: type) -> Iterator[tuple[str, str, str]]:
-    """(heading of its group, name, comment) of each setting that the source of `cls` itself declares.
+    """(heading of its group, name, comment) of each setting that the source of `cls` itself declares, one a line.
 
-    A comment line before a setting is the heading of a group. Comments from the setting's first line to its last
-    describe it.
+    A comment line before a setting is the heading of a group.
     """
-    source = textwrap.dedent(inspect.getsource(cls))
-    comment_at = comments_by_line(source)
-    (tree,) = ast.parse(source).body
-    assert isinstance(tree, ast.ClassDef)
-
     heading = ""
-    previous_end = tree.lineno
-    for statement in tree.body:
-        end = statement.end_lineno or statement.lineno
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            heading = words_between(comment_at, previous_end + 1, statement.lineno - 1) or heading
-            yield heading, statement.target.id, words_between(comment_at, statement.lineno, end)
-        previous_end = end
-
-
-def comments_by_line(source: str) -> dict[int, str]:
-    """The text of every comment, by line number."""
-    comments = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.string.lstrip("# ")
-    return comments
-
-
-def words_between(comments: Mapping[int, str], first: int, last: int) -> str:
-    """The comments of lines first to last, in one line."""
-    return " ".join(comments[line] for line in range(first, last + 1) if line in comments)
+    for line in inspect.getsource(cls).splitlines():
+        if found := re.fullmatch(r" {4}# (.*)", line):
+            heading = found[1]
+        elif found := re.fullmatch(r" {4}(\w+): [^#]*(?:# (.*))?", line):
+            yield heading, found[1], found[2] or ""

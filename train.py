@@ -11,7 +11,7 @@ Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds wha
 from __future__ import annotations
 
 from deskgpt.machine.terminal import lasting_output, open_standard_files
-from deskgpt.run.stopping import listener
+from deskgpt.run.stops import Stops, listener
 
 if __name__ == "__main__":
     open_standard_files()
@@ -55,7 +55,6 @@ from deskgpt.run.resuming import refuse_differences
 from deskgpt.run.run import Run
 from deskgpt.run.saver import Saver
 from deskgpt.run.start import RESUMED_SETTINGS, facts_of_code, open_log, prepare_machine, starting_point
-from deskgpt.run.stops import Stops
 from deskgpt.share.gpt2_weights import exported_model_args
 from model import GPT, GPTConfig, ModelSettings
 from sample import sampler_for
@@ -209,7 +208,7 @@ def main(asked: TrainConfig) -> float:
     report.start(about_data, data.log_facts(), warm_up_s)
     writers = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
     saver = Saver(report.out_dir, ranks.say, run.best_val_loss, c.keep_checkpoints, c.save_async, writers, start.kept)
-    health = Health(run, report, saver, ranks, c.grad_clip, c.max_bad_steps, c.on_spike)
+    health = Health(run, report, saver, ranks, c.max_bad_steps, c.on_spike)
     stops = Stops(ranks, began, c.max_hours, c.save_interval, c.save_minutes, shared=runner.sharded)
     sampler = sampler_for(0 if c.eval_only else c.sample_interval, runner, ranks, data.tokenizer)
     loader = Loader(data.train, batching, ranks.device, run.position, report.timer.waited)
@@ -254,7 +253,7 @@ def main(asked: TrainConfig) -> float:
 
         # ---- benchmark, after the save: it can take minutes --------------------------------------------------
         if benchmark and evaluated and benchmark.is_due(run.step, is_last or out_of_patience):
-            with report.evaluating(more=True):
+            with report.evaluating():
                 found = benchmark.run(runner, c.batch_size)
             if stops.interrupted():
                 continue  # with the end of the run
@@ -297,7 +296,6 @@ def main(asked: TrainConfig) -> float:
     # ---- end -------------------------------------------------------------------------------------------------
     with report.timer.saving():
         saver.wait()
-    listener.has_work_to_save = False
     saver.tell(run, report)
     if not c.eval_only:
         report.end(stop, out_of_patience, saver.kept.path if saver.kept else None)

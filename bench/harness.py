@@ -39,7 +39,7 @@ from data.tokenizer import Tokenizer, from_meta
 from deskgpt.compute.inference import Reading
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
-from deskgpt.run.stopping import listener
+from deskgpt.run.stops import listener
 from model import GPT, sample_tokens
 
 END_OF_TEXT = "<|endoftext|>"  # the end_of_text of all tokenizers, as text
@@ -380,7 +380,7 @@ class Tasks:
         "truncated" counts the requests that lost the beginning of their context.
         """
         # lm_eval would resample for standard errors in processes that it forks. They inherit the signals' socket of
-        # deskgpt/run/stopping.py: when they are ended with SIGTERM, this run would take that for a wish to stop.
+        # deskgpt/run/stops.py: when they are ended with SIGTERM, this run would take that for a wish to stop.
         os.environ["DISABLE_MULTIPROC"] = "1"
         was_training = backend.model.training
         backend.model.eval()

@@ -25,7 +25,7 @@ from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
 from deskgpt.checkpoint import store
 from deskgpt.run.log import read_events
-from deskgpt.run.stopping import SIGNALS
+from deskgpt.run.stops import SIGNALS
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,7 +31,7 @@ from deskgpt.run import lock, resuming, saver
 from deskgpt.run.report import Report
 from deskgpt.run.resuming import refuse_differences
 from deskgpt.run.start import StartingPoint
-from deskgpt.run.stopping import SIGNALS, listener
+from deskgpt.run.stops import SIGNALS, listener
 from train import TrainConfig, main, settings_of_start
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")

@@ -32,7 +32,7 @@ from deskgpt.compute import sharding
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.ranks import Ranks
 from deskgpt.run.health import Health
-from deskgpt.run.report import Report, Spike
+from deskgpt.run.report import Report, Step
 from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 
@@ -388,7 +388,7 @@ def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does
 @pytest.mark.slow
 def test_sharded_run_rewinds(chars, tmp_path, monkeypatch):
     """Back to the checkpoint, past the batches of the spike, on all ranks, and saved again under another name."""
-    spikes = iter([None, None, None, None, Spike(4, 0, 9.0, 4.0)])
+    spikes = iter([None, None, None, None, Step(4, 0, 9.0, 4.0, [])])
     went_back = Health.went_back
 
     def leapt(health: Health) -> bool:

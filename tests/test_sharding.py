@@ -172,11 +172,11 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
         step_unless(optimizer, torch.tensor(True))
         assert_equal(whole_weights(model), before)
         unused: Any = None
-        health = Health(run, unused, unused, ranks, 1.0, 1, "go")
-        found.append(health.evidence(0, []).broken_weight)
+        health = Health(run, unused, unused, ranks, 1, "go")
+        found.append(health.broken_weight())
         if ranks.rank == 1:
             sharding.local(runner.parameters[3])[-1] = torch.nan
-        found.append(health.evidence(0, []).broken_weight)
+        found.append(health.broken_weight())
         return found
 
     first, second = on_ranks(work, 2, tmp_path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
-from conftest import TINY, TORCHRUN, assert_equal, events, flags, shell, tiny, trajectory, weights
+from conftest import assert_equal, assert_one_line, events, tiny, trajectory, weights
+from test_sharded_checkpoint import run
 
 import train
 from data.text.prepare import prepare
@@ -42,22 +44,14 @@ def test_run_goes_on_without_samples_where_the_tokenizer_does_not_know_the_promp
     data = tmp_path / "data"
     prepare("abc " * 1000, data, "char", "a text in one line")
     train.main(tiny(data, tmp_path / "out", sample_interval=1))
-    said = [line for line in capfd.readouterr().out.splitlines() if "sample_interval" in line]
-    assert len(said) == 1
-    assert said[0].startswith("sample_interval=1: no samples, since the tokenizer does not know")
+    [said] = [line for line in capfd.readouterr().out.splitlines() if "sample_interval" in line]
+    assert_one_line(said, "no samples", "tokenizer")
     assert events(tmp_path / "out", "sample") == []
     assert len(events(tmp_path / "out", "end")) == 1
 
 
-def test_eval_only_samples_nothing(chars, tmp_path):
-    train.main(tiny(chars, tmp_path / "out", sample_interval=1, eval_only=True))
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
 def test_only_the_first_rank_samples(chars, tmp_path):
-    settings = TINY | {"dataset": chars, "gradient_accumulation_steps": 2, "out_dir": tmp_path, "sample_interval": 1}
-    done = shell(*TORCHRUN, *flags(**settings))
-    assert done.returncode == 0, done.stderr
+    run(2, tiny(chars, tmp_path, gradient_accumulation_steps=2, sample_interval=1))
     assert [e["iter"] for e in events(tmp_path, "sample")] == [0, 3, 6]
-    assert len(events(tmp_path, "end")) == 1

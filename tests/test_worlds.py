@@ -22,8 +22,7 @@ from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.predict.memory import MakeOptimizer
 from deskgpt.run.start import StartingPoint
-from deskgpt.run.stopping import listener
-from deskgpt.run.stops import Stops
+from deskgpt.run.stops import Stops, listener
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")

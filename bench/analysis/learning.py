@@ -14,6 +14,8 @@ from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, lead_by_ratio, lette
 from bench.analysis.noise import difference, t975
 from bench.analysis.runs import Run
 from deskgpt.machine.words import clock
+from deskgpt.run import diagnosis
+from deskgpt.run.diagnosis import Evaluated
 
 Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None where that is not known
 
@@ -408,18 +410,9 @@ def gap_to_train(evaluation: dict[str, Any]) -> float | None:
 
 
 def overfit(run: Run) -> tuple[int, float] | None:
-    """(step of the lowest val loss, how much higher the last one is), where it rose while the train loss fell.
-
-    It counts as a rise above four standard errors: the lowest of many evaluations is partly low by chance. None also
-    where the standard error is not known.
-    """
-    lowest = run.best
-    last = run.val[-1]
-    se = standard_error(run)
-    rise = last["val_loss"] - lowest["val_loss"]
-    if se is None or rise <= 4 * se:
-        return None
-    both_known = last["train_loss"] is not None and lowest["train_loss"] is not None
-    if both_known and last["train_loss"] >= lowest["train_loss"]:
-        return None
-    return lowest["iter"], rise
+    """(step of the lowest val loss, how much higher the last one is), where a run of ours would say so, too."""
+    evaluations = []
+    for e in (run.best, run.val[-1]):
+        train_loss = math.nan if e["train_loss"] is None else e["train_loss"]
+        evaluations.append(Evaluated(e["iter"], train_loss, e["val_loss"], standard_error(run)))
+    return diagnosis.overfit(evaluations)

@@ -9,55 +9,35 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from deskgpt.compute.runner import Form
-
-MOSTLY_CLIPPED = 0.9  # share of steps from which on the learning rate, or too short a warm-up, is suspected
+if TYPE_CHECKING:
+    from deskgpt.compute.runner import Form
 
 # ---- bad gradients -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What is known of a run that failed."""
+def advice(form: Form, no_update_before: bool, broken_weight: str | None) -> str:
+    """What to try after gradients or a loss that are not finite.
 
-    form: Form
-    no_update_before: bool  # in this run
-    broken_weight: str | None = None  # the first parameter that is not finite itself
-    in_part: bool = False  # some gradients were finite, others not
-    clip_rate: float | None = None  # of the steps before; None if it is not known
-
-
-def advice(e: Evidence) -> str:
-    """What to try after gradients or a loss that are not finite: first what the evidence speaks for."""
-    if e.broken_weight:
-        return f"the weights themselves are not finite ({e.broken_weight}): go on from another checkpoint"
-    dtype = ["--dtype=float32"] if e.form.dtype != "float32" else []
-    plain = ["--compile=False"] if e.form.compiled else []
-    if e.no_update_before:
-        tries = [*plain, *dtype]
-        remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
-        return f"no update of this run came before, so it is not the learning rate: {remedy}"
-    if e.clip_rate is not None and e.clip_rate > MOSTLY_CLIPPED:
-        tries = ["a lower --learning_rate or a longer --warmup_iters", *plain, *dtype]
-    elif e.in_part and (dtype or plain):  # a loss that diverges spoils all gradients; one kernel those below it
-        tries = [*dtype, *plain, "a lower --learning_rate"]
-    else:
-        tries = ["a lower --learning_rate", *plain, *dtype]
-    return f"try {', then '.join(tries)}"
+    no_update_before: in this run. broken_weight: the first parameter that is not finite itself.
+    """
+    if broken_weight:
+        return f"the weights themselves are not finite ({broken_weight}): go on from another checkpoint"
+    tries = ["--compile=False"] if form.compiled else []
+    if form.dtype != "float32":
+        tries.append("--dtype=float32")
+    if not no_update_before:
+        return f"try {', then '.join(['a lower --learning_rate', *tries])}"
+    remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
+    return f"no update of this run came before, so it is not the learning rate: {remedy}"
 
 
 def bad_parameters(norms: list[float], names: list[str]) -> str:
-    """Which gradients are not finite: the first one in the order of the forward pass, the last one, and how many."""
+    """How many gradients are not finite, and the first of them in the order of the forward pass."""
     bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-    if len(bad) == len(names):
-        return "all parameters"
-    if not bad:  # each is finite, their sum is not
-        return "each is finite, their norm is not"
-    last = f" to {bad[-1]}" if len(bad) > 1 else ""
-    return f"{bad[0]}{last}, {len(bad)} of {len(names)} parameters"
+    first = f", {bad[0]} first" if bad else ""  # each can be finite where their norm is not
+    return f"{len(bad)} of {len(names)} parameters{first}"
 
 
 def clip_rate(norms: Sequence[float], grad_clip: float) -> float | None:
@@ -149,8 +129,8 @@ def without_improvement(evaluations: Sequence[Evaluated]) -> int:
 def overfit(evaluations: Sequence[Evaluated]) -> tuple[int, float] | None:
     """(step of the lowest val loss, how much higher the last one is), where it rose while the train loss fell.
 
-    As in bench/analysis/learning.py, it counts as a rise above four standard errors: the lowest of many evaluations is
-    partly low by chance. None also where the standard error is not known.
+    It counts as a rise above four standard errors: the lowest of many evaluations is partly low by chance. None also
+    where the standard error is not known.
     """
     if not evaluations:
         return None

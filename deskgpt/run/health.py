@@ -12,13 +12,12 @@ from torch import Tensor
 from deskgpt.checkpoint import store
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.sharding import local
-from deskgpt.run.diagnosis import Evidence, advice, bad_parameters, clip_rate
-from deskgpt.run.report import Report, Spike, Step
+from deskgpt.run.diagnosis import advice, bad_parameters
+from deskgpt.run.report import Report, Step
 from deskgpt.run.run import Run
 from deskgpt.run.saver import Saver
 
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
-REMEMBERED = 100  # good steps before a bad one that count as its evidence
 MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
 
 
@@ -35,22 +34,20 @@ class Health:
         report: Report,
         saver: Saver,
         ranks: Ranks,
-        grad_clip: float,
         max_bad_steps: int,
         on_spike: Literal["go", "stop", "rewind"],
     ) -> None:
-        """grad_clip, max_bad_steps (in a row): 0 is no limit."""
+        """max_bad_steps: in a row; 0 is no limit."""
         self.run = run
         self.report = report
         self.saver = saver
         self.ranks = ranks
-        self.grad_clip = grad_clip
         self.max_bad_steps = max_bad_steps
         self.on_spike = on_spike
         self.names = run.runner.names
         self.bad_in_a_row: list[Step] = []
-        self.good_norms: deque[float] = deque(maxlen=REMEMBERED)
-        self.spike: Spike | None = None  # that nothing was done about yet
+        self.good_norms: deque[float] = deque(maxlen=4)  # the last ones
+        self.spike: Step | None = None  # that nothing was done about yet
         self._waiting: list[tuple[int, int, bool, Tensor]] = []
 
     # ---- steps -------------------------------------------------------------------------------------------
@@ -92,9 +89,8 @@ class Health:
             self.good_norms.append(now.grad_norm)
         median = self.run.spikes.see(now.loss)
         if median is not None:
-            spike = Spike(now.step, now.position, now.loss, median)
-            self.report.spike(spike)
-            self.spike = self.spike or spike
+            self.report.spike(now, median)
+            self.spike = self.spike or now
 
     def _check_gradients(self) -> None:
         n = len(self.bad_in_a_row)
@@ -103,18 +99,14 @@ class Health:
         first = self.bad_in_a_row[0]
         steps = f"at step {first.step}" if n == 1 else f"in {n} steps in a row, {first.step} to {first.step + n - 1}"
         raise ValueError(
-            f"gradients are not finite {steps} ({self.form_and_scale()}): {bad_parameters(first.norms, self.names)}; "
-            f"{self.norms_before()}; {self.saver.kept_text()}; {advice(self.evidence(first.step, first.norms))}"
+            f"gradients are not finite {steps}: {bad_parameters(first.norms, self.names)}; {self.evidence(first.step)}"
         )
 
     def check_val_loss(self, loss: float) -> None:
         """Raises ValueError if a validation loss is not finite."""
         step = self.run.step
         if not math.isfinite(loss):
-            raise ValueError(
-                f"val loss is {loss} at step {step} ({self.form_and_scale()}); {self.norms_before()}; "
-                f"{self.saver.kept_text()}; {advice(self.evidence(step, []))}"
-            )
+            raise ValueError(f"val loss is {loss} at step {step}; {self.evidence(step)}")
 
     # ---- spikes ------------------------------------------------------------------------------------------
 
@@ -155,28 +147,19 @@ class Health:
 
     # ---- evidence ----------------------------------------------------------------------------------------
 
-    def form_and_scale(self) -> str:
+    def evidence(self, step: int) -> str:
+        """What is known of a failure at this step, and what to try."""
         runner = self.run.runner
         scale = f", loss scale {runner.scaler.get_scale():g}" if runner.scaler.is_enabled() else ""
-        return f"{runner.form}{scale}"
+        norms = ", ".join(f"{norm:.3g}" for norm in self.good_norms) or "none that is finite"
+        is_first = step == self.run.first_step or not self.good_norms
+        return (
+            f"computed in {runner.form}{scale}; gradient norms before: {norms}; {self.saver.kept_text()}; "
+            f"{advice(runner.form, is_first, self.broken_weight())}"
+        )
 
-    def norms_before(self) -> str:
-        """The last good gradient norms."""
-        if not self.good_norms:
-            return "no step before was good"
-        norms = list(self.good_norms)
-        rate = clip_rate(norms, self.grad_clip)
-        clipped = "" if rate is None else f", clipped in {rate * len(norms):.0f} of the last {len(norms)} good steps"
-        return f"gradient norms before: {', '.join(f'{norm:.3g}' for norm in norms[-4:])}{clipped}"
-
-    def evidence(self, step: int, norms: list[float]) -> Evidence:
-        """What is known of a failure at this step. norms: of its gradients, empty where they are not known."""
+    def broken_weight(self) -> str | None:
+        """The first parameter that is not finite, on whichever rank."""
         bad = torch.stack([~local(p).isfinite().all() for p in self.run.runner.parameters])
         broken = [name for name, n in zip(self.names, self.ranks.sum(bad.float()).tolist(), strict=True) if n]
-        return Evidence(
-            form=self.run.runner.form,
-            no_update_before=step == self.run.first_step or not self.good_norms,
-            broken_weight=broken[0] if broken else None,
-            in_part=any(math.isfinite(norm) for norm in norms),
-            clip_rate=clip_rate(list(self.good_norms), self.grad_clip),
-        )
+        return broken[0] if broken else None

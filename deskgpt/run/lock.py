@@ -36,27 +36,21 @@ SEEN_WITHIN_S = 10.0  # the longest that a network file system may hide a new fi
 
 @contextmanager
 def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Makes the folder if need be, and keeps other runs out of it during the block; leaves nothing of its own.
+    """Makes the folder if need be, and keeps other runs out of it during the block; leaves no file of its own.
 
     wait_s: how long another run may take to leave it. Raises ValueError where one stays, OSError where it cannot be
     written.
     """
-    is_new = not folder.exists()
     facts = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-    try:
-        with if_free(folder, wait_s=wait_s, remedy="choose another --out_dir") as is_free:
-            if not is_free:
-                raise in_use(folder)
-            write_atomically(folder / HOLDER, json.dumps(facts).encode())
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # the folder may have gone
-                    (folder / HOLDER).unlink()
-    finally:
-        if is_new:
-            with suppress(OSError):  # it holds files of the run
-                folder.rmdir()
+    with if_free(folder, wait_s=wait_s, remedy="choose another --out_dir") as is_free:
+        if not is_free:
+            raise in_use(folder)
+        write_atomically(folder / HOLDER, json.dumps(facts).encode())
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the folder may have gone
+                (folder / HOLDER).unlink()
 
 
 @contextmanager
@@ -80,17 +74,13 @@ def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "ch
         lock.release()
 
 
-def locked(folder: Path, name: str = "", wait_s: float = 0.0, tries: int = 20) -> BaseFileLock:
+def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> BaseFileLock:
     """The folder's lock of this name, or a lease in its place, taken. Raises Timeout or another OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         # filelock's own fallback is a file that would outlive a crash.
         lock: BaseFileLock = FileLock(folder / (LOCK + name), fallback_to_soft=False)
         lock.acquire(timeout=wait_s, poll_interval=0.3)
-    except (FileExistsError, FileNotFoundError):  # another run makes or removes the folder just now
-        if tries == 1:
-            raise
-        return locked(folder, name, wait_s, tries - 1)
     except OSError as e:
         if e.errno not in NO_LOCKS:
             raise

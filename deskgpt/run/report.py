@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.terminal import not_silent
 from deskgpt.machine.words import clock
 from deskgpt.run.diagnosis import bad_parameters, clip_rate, lowest, overfit, without_improvement
-from deskgpt.run.log import NANOGPTS_NAMES, RunLog
+from deskgpt.run.log import RunLog
 from deskgpt.run.run import Run
 from deskgpt.run.timer import StepTimer
 
@@ -41,16 +41,6 @@ class Step:
     grad_norm: float  # before clipping
     norms: list[float]  # of each parameter's gradient, in the order of the model's parameters
     bad: bool = False  # its gradients were not finite, and nothing was changed
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A loss far above the losses of the steps before."""
-
-    step: int
-    position: int  # as of Step
-    loss: float
-    median: float  # of the steps before
 
 
 class Report:
@@ -148,8 +138,7 @@ class Report:
     def step(self, **numbers: Tensor | float) -> None:
         """A step is done; its line, where it has one. numbers: by name, plain or tensors (), means over ranks to be.
 
-        Under loss and grad_norm, the log gets what `saw` has been told. Raises ValueError for what is no number, and
-        for the name of another field of the log.
+        Under loss and grad_norm, the log gets what `saw` has been told.
         """
         self.timer.step_done()
         if not self.is_due() or self.last is None:
@@ -158,9 +147,7 @@ class Report:
         run = self.run
         loss = self.last.loss
         grad_norm = self.last.grad_norm
-        own = {
-            name: self._as_number(name, value) for name, value in numbers.items() if name not in ("loss", "grad_norm")
-        }
+        own = {name: self._mean(value) for name, value in numbers.items() if name not in ("loss", "grad_norm")}
         lr = own.pop("lr")
         tokens_per_s = self.batching.tokens_per_step / window.step_s
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
@@ -188,21 +175,15 @@ class Report:
             "train_s": self.timer.train_s,
             "peak_memory_bytes": hardware.peak_memory_bytes(self.ranks.device),
         }
-        taken = own.keys() & {"event", *known, *NANOGPTS_NAMES}
-        if taken:
-            raise ValueError(f"report.step was given {min(taken)}, which is a field of the log: take another name")
-        self.log.write("iter", **own, **known)
+        self.log.write("iter", **own, **known)  # which refuses a name twice
         self._norms_since_log = []
 
-    def _as_number(self, name: str, value: Any) -> float:
+    def _mean(self, value: Tensor | float) -> float:
+        """A tensor's mean over the ranks; a plain number as it is."""
         if not isinstance(value, Tensor):
-            with suppress(TypeError, ValueError):
-                return value if type(value) in (int, float) else float(value)  # numpy's, or True
-        elif value.numel() == 1 and not value.is_complex() and not value.is_meta:
-            dtype = torch.float32 if value.device.type == "mps" else torch.float64  # which mps lacks
-            value = sharding.whole(value.detach()).to(dtype, copy=True)
-            return self.ranks.sum(value).item() / self.ranks.world
-        raise ValueError(f"report.step was given {name}={str(value)[:80]}, which is not a number")
+            return float(value)
+        value = sharding.whole(value.detach()).cpu().to(torch.float64, copy=True)  # mps has no float64
+        return self.ranks.sum(value).item() / self.ranks.world
 
     def _left_s(self, step_s: float) -> float:
         settings = self.run.settings
@@ -215,7 +196,7 @@ class Report:
         """names: of the parameters."""
         self.n_bad += 1
         which = bad_parameters(bad.norms, names)
-        self.ranks.say(f"step {bad.step}: gradients are not finite ({which}): no update; {self.batch(bad.position)}")
+        self.ranks.say(f"step {bad.step}: gradients are not finite ({which}): no update; {self.rows(bad.position)}")
         scaler = self.run.runner.scaler
         self.log.write(
             "bad_step",
@@ -226,43 +207,36 @@ class Report:
             **self.windows(bad.position),
         )
 
-    def spike(self, spike: Spike) -> None:
+    def spike(self, at: Step, median: float) -> None:
+        """median: of the losses of the steps before."""
         self.n_spikes += 1
-        self.ranks.say(
-            f"step {spike.step}: loss spike, {spike.loss:.4f} after a median of {spike.median:.4f}; "
-            f"{self.batch(spike.position)}"
-        )
-        self.log.write("spike", iter=spike.step, loss=spike.loss, median=spike.median, **self.windows(spike.position))
+        rows = self.rows(at.position)
+        self.ranks.say(f"step {at.step}: loss spike, {at.loss:.4f} after a median of {median:.4f}; {rows}")
+        self.log.write("spike", iter=at.step, loss=at.loss, median=median, **self.windows(at.position))
 
-    def rewind(self, spike: Spike) -> None:
+    def rewind(self, spike: Step) -> None:
         self.n_rewinds += 1
         step = self.run.step
         skipped = self.run.skipped_batches
         self.ranks.say(f"back to step {step}; the batches of steps {step} to {spike.step} are skipped")
         self.log.write("rewind", iter=step, spike=spike.step, skipped_batches=skipped)
 
-    def batch(self, position: int) -> str:
-        """The rows of a global batch, and the files that they are in."""
-        first = position * self.batching.sequences
-        files = list(self.places(position))
-        more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-        return f"its batch has rows {first:,} to {first + self.batching.sequences - 1:,}, of {files[0]}{more}"
+    def rows(self, position: int) -> str:
+        first, last = self.windows(position)["rows"]
+        return f"its batch has rows {first:,} to {last:,}, see log.jsonl"
 
     def windows(self, position: int) -> dict[str, Any]:
         """Which rows of all batches a global batch has, and where in which token file their windows begin."""
-        first_row = position * self.batching.sequences
-        return {"rows": [first_row, first_row + self.batching.sequences - 1], "windows": self.places(position)}
+        first = position * self.batching.sequences
+        return {"rows": [first, first + self.batching.sequences - 1], "windows": self.places(position)}
 
     # ---- evaluations -------------------------------------------------------------------------------------
 
     @contextmanager
-    def evaluating(self, more: bool = False) -> Iterator[None]:
-        """Times an evaluation and says now and then that it goes on. A terminal shows a progress bar instead.
-
-        more: it belongs to the evaluation before.
-        """
+    def evaluating(self) -> Iterator[None]:
+        """Times an evaluation and says now and then that it goes on. A terminal shows a progress bar instead."""
         is_shown = sys.stderr.isatty()
-        with self.timer.evaluation(more), nullcontext() if is_shown else not_silent("still evaluating", self.ranks.say):
+        with self.timer.evaluation(), nullcontext() if is_shown else not_silent("still evaluating", self.ranks.say):
             yield
 
     def warn(self, lines: list[str]) -> None:

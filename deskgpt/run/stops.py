@@ -1,20 +1,98 @@
-"""When a run saves and stops beside what its step count says: signals, time, damaged token files."""
+"""When a run saves and stops beside what its step count says: signals, time, damaged token files.
+
+After the first signal a run finishes its step and saves; a second one ends it at once. Importing this imports no torch:
+train.py listens before that, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from deskgpt.compute.ranks import Ranks
-from deskgpt.run import stopping
-from deskgpt.run.stopping import listener
+if TYPE_CHECKING:
+    from deskgpt.compute.ranks import Ranks
 
 T = TypeVar("T")
+
+# ---- signals -------------------------------------------------------------------------------------------------
+
+# What a terminal, a batch system or the system at shutdown sends; SIGBREAK is Windows' Ctrl+Break.
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
+SIGNALS = tuple(signal.Signals[name] for name in NAMES if name in signal.Signals.__members__)
+
+SIGNAL_STATUS = 128  # and its number: what shells and batch systems expect of a process that a signal has ended
+
+# A terminal that closes sends SIGHUP, and so does its shell; systemd can send SIGHUP right after SIGTERM. Signals that
+# follow the first one within this time are the same wish to stop, not a second one.
+ONE_WISH_S = 1.0
+
+
+class Listener:
+    """The signal that asked this process to stop, if any.
+
+    A thread hears them. Python's own handlers wait for the main thread, which can be inside one call of torch for
+    minutes, or for another rank for ever, and they take two equal signals meanwhile for one.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.has_work_to_save = False  # until then a signal ends the process at once
+        self._heard_at = 0.0
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+
+    def listen(self) -> None:
+        """From now on the signals are handled here, but for those that are ignored (nohup, jobs in the background)."""
+        self.signal = None
+        self.has_work_to_save = False
+        if self._ends is None:
+            self._ends = socket.socketpair()
+            self._ends[1].setblocking(False)
+            threading.Thread(target=self._hear, daemon=True).start()
+        signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
+
+    def _hear(self) -> None:
+        assert self._ends is not None
+        while True:
+            for number in self._ends[0].recv(64):  # the C part of Python's handler sends a byte for each signal
+                if number in SIGNALS:
+                    self._handle(number)
+
+    def _handle(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if not self.has_work_to_save:
+            say(f"{name}: there is nothing to save")
+            os._exit(SIGNAL_STATUS + number)  # an exception could end up in the middle of some import
+        if self.signal is None:
+            self._heard_at = time.monotonic()
+            self.signal = number
+            say(f"{name}: saving after this step; a second signal leaves at once")
+        elif time.monotonic() - self._heard_at > ONE_WISH_S:
+            say(f"{name} once more: leaving at once")
+            os._exit(SIGNAL_STATUS + self.signal)
+
+
+listener = Listener()
+
+
+def say(line: str) -> None:
+    """A line on stderr, of the first rank only; the main thread may be printing just now, so not through print()."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+
+
+# ---- what is due -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -108,7 +186,7 @@ class Stops:
         if self.failure is not None:
             raise self.failure
         if stop is not None and stop in signal.Signals.__members__:
-            raise SystemExit(stopping.exit_status(signal.Signals[stop]))
+            raise SystemExit(SIGNAL_STATUS + signal.Signals[stop])
 
     def _interruption(self) -> int:
         if self.failure:

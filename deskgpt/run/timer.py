@@ -71,14 +71,13 @@ class StepTimer:
         return window
 
     @contextmanager
-    def evaluation(self, more: bool = False) -> Iterator[None]:
-        """Times an evaluation, while the clock of the steps stands still. more: it belongs to the one before."""
+    def evaluation(self) -> Iterator[None]:
+        """Times an evaluation, while the clock of the steps stands still."""
         self.pause()
         t0 = time.perf_counter()
         yield
-        seconds = time.perf_counter() - t0
-        self.last_eval_s = seconds + (self.last_eval_s if more else 0.0)
-        self.eval_s += seconds
+        self.last_eval_s = time.perf_counter() - t0
+        self.eval_s += self.last_eval_s
         self.resume()
 
     @contextmanager
