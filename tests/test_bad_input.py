@@ -53,25 +53,17 @@ def assert_fails(run, script):
     return check
 
 
-# An argument, and what its error names: the setting and the value, and where there is one the remedy.
+# An argument, and what its error names: the value, and where there is one the remedy. test_configurator.py has more.
 SETTINGS = {
-    "--batchsize=3": ["--batchsize", "batch_size"],
-    "--batch_size=three": ["--batch_size", "three", "int"],
     "--batch_size=0": ["batch_size=0", "1"],
     "--n_head=3": ["n_embd=16", "n_head=3", "--n_head=2"],
     "--dropout=1.5": ["dropout=1.5"],
-    "--dtype=float8": ["--dtype", "float8", "auto, float32, bfloat16, float16"],
     "--learning_rate=-1": ["learning_rate=-1"],
     "--beta2=1": ["beta2=1"],
-    "--seed=-1": ["seed=-1"],
-    "--seed=99999999999999999999": ["seed=99999999999999999999"],
     "--batch_size=1e12": ["batch_size=1000000000000", "gradient_accumulation_steps=1"],
-    "--max_iters=99999999999999999999": ["--max_iters=99999999999999999999"],
     "--backend=mpi": ["--backend", "mpi", "auto, nccl, gloo"],
-    "--max_iters=1.5": ["--max_iters=1.5", "int"],
     "config/train_shakespeare.py": ["config/train_shakespeare.py", "did you mean config/"],
     # models that no machine holds, and numbers that nothing can count with
-    "--n_layer=1000000000": ["n_layer=1000000000", "1000"],
     "--n_layer=1000000": ["n_layer=1000000", "1000"],
     "--n_embd=1099511627776": ["n_embd=1099511627776", "take a small"],
     f"--n_embd=1{400 * '0'}": ["--n_embd=1000"],
@@ -79,10 +71,10 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("argument", SETTINGS, ids=lambda argument: argument[:40])
-@pytest.mark.parametrize("kind", [[], ["--dry_run=True"]], ids=["run", "dry_run"])
-def test_settings(chars, run, assert_fails, argument, kind):
-    settings = [*flags(**TINY, dataset=chars, out_dir=run), argument, *kind]
+def test_settings(chars, run, assert_fails, argument):
+    settings = [*flags(**TINY, dataset=chars, out_dir=run), argument]
     assert_fails(SETTINGS[argument], *settings, code=2)
+    assert_fails(SETTINGS[argument], *settings, "--dry_run=True", code=2)
 
 
 def test_mistyped_setting_in_a_config_file(tmp_path, assert_fails):
@@ -90,7 +82,7 @@ def test_mistyped_setting_in_a_config_file(tmp_path, assert_fails):
     assert_fails(["mine.py:2", "learning_rat ", "learning_rate"], tmp_path / "mine.py", code=2)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "tpu", "gpu", "meta"])
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "meta"])
 def test_no_such_device(chars, run, assert_fails, device):
     settings = TINY | {"dataset": chars, "out_dir": run, "device": device}
     assert_fails([device, "--device="], *flags(**settings))
@@ -100,11 +92,7 @@ def damaged(folder: Path, kind: str) -> None:
     ids = np.zeros(1000, np.uint16)
     write_dataset(folder, {"train": ids, "val": ids}, BytesTokenizer(), "test")
     train = folder / "train.bin"
-    if kind == "empty":
-        train.write_bytes(b"")
-    elif kind == "odd":
-        train.write_bytes(b"abc")
-    elif kind in ("cut", "short"):
+    if kind in ("cut", "short"):
         os.truncate(train, 20)
         if kind == "short":
             (folder / "meta.json").unlink()  # it lists how many tokens there should be
@@ -113,21 +101,15 @@ def damaged(folder: Path, kind: str) -> None:
     elif kind == "id":
         ids[:] = 300
         write_tokens(train, ids)
-    elif kind == "bit":
-        ids[7] = 1
-        write_tokens(train, ids)
     elif kind == "meta":
         (folder / "meta.json").write_text("{")
 
 
 DATA = {  # what the error names
-    "empty": ["train.bin", "prepare the data again"],
-    "odd": ["train.bin", "3 bytes"],
     "cut": ["train.bin", "10", "meta.json", "prepare the data again"],
     "short": ["train*.bin", "block_size=16", "--block_size=9"],
     "no val": ["val*.bin"],
     "id": ["train.bin", "300", "255"],
-    "bit": ["train.bin", "meta.json", "prepare the data again"],
     "meta": ["meta.json"],
 }
 
@@ -175,26 +157,14 @@ def test_data_of_another_vocabulary_than_the_checkpoints(tmp_path, run, assert_f
     assert_fails([f"{tmp_path / 'gone'}", "does not exist"], *resume, f"--dataset={tmp_path / 'gone'}")
 
 
-CHECKPOINTS = ["missing", "empty", "cut", "noise", "one bit"]
-
-
-@pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("path", ["train.py", "sample.py"])
-def test_checkpoints(run, assert_fails, path, kind):
+def test_checkpoints(run, assert_fails, path):
     file = run / "ckpt.pt"
-    content = file.read_bytes()
-    middle = len(content) // 2
-    damaged = {
-        "empty": b"",
-        "cut": content[:5000],
-        "noise": os.urandom(5000),
-        "one bit": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :],
-    }
-    if kind == "missing":
-        file.unlink()
-        assert_fails([str(file), "--out_dir"], "--init_from=resume", f"--out_dir={file}", path=path)
-        return
-    file.write_bytes(damaged[kind])
+    content = bytearray(file.read_bytes())
+    file.unlink()
+    assert_fails([str(file), "--out_dir"], "--init_from=resume", f"--out_dir={file}", path=path)
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
     named = [str(file), f"--out_dir={run}/ckpt_best.pt"]
     assert_fails(named, "--init_from=resume", f"--out_dir={file}", path=path)
     # The folder has another one, which serves until it is as bad.
@@ -203,21 +173,7 @@ def test_checkpoints(run, assert_fails, path, kind):
     assert_fails(named, "--init_from=resume", f"--out_dir={run}", path=path)
 
 
-def test_damaged_last_checkpoint_falls_back_to_the_best_one(run, script):
-    os.truncate(run / "ckpt.pt", 5000)
-    damaged = (run / "ckpt.pt").read_bytes()
-    note = rf"{run}/ckpt\.pt is not a readable checkpoint \(.*\): going on from ckpt_best\.pt, step \d+"
-    done = script("sample.py", f"--out_dir={run}", "--num_samples=1", "--max_new_tokens=3")
-    assert done.code == 0, done.err
-    assert re.fullmatch(note, done.err.strip())
-    done = script("train.py", "--init_from=resume", f"--out_dir={run}", "--max_iters=8", "--lr_decay_iters=6")
-    assert done.code == 0, done.err
-    assert len(re.findall(note, done.out)) == 1
-    assert (run / "previous-1" / "ckpt.pt").read_bytes() == damaged
-    assert store.load(run).iter_num == 8
-
-
-@pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("block_size", 64), ("n_layer", 5), ("n_embd", 64)])
+@pytest.mark.parametrize(("name", "value"), [("block_size", 64), ("n_layer", 5)])
 def test_resumed_run_refuses_another_size(run, assert_fails, name, value):
     named = [f"{name}={value}", f"{name}={TINY[name]}", "leave it out"]
     assert_fails(named, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
@@ -227,17 +183,16 @@ WRONG: list[tuple[str, Any, str]] = [  # what a checkpoint holds instead, and wh
     ("iter_num", "x", "iter_num"),
     ("config", [], "config"),
     ("optimizer", {}, "optimizer"),
+    ("health", {"losses": 3}, "past losses"),
     ("model", {}, "n_layer=2"),
     ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(2)}, "these weights are not a GPT of"),
     ("model_args", {"n_kv_head": 2}, "n_kv_head"),
     ("model_args", {"n_head": 3, "n_embd": 16}, "n_head=3"),
     ("model_args", {"n_head": 2.0}, "n_head=2.0"),
-    ("model_args", {"n_layer": True}, "n_layer=True"),
     ("model_args", {"vocab_size": -1}, "vocab_size=-1"),
     ("model_args", {"n_embd": 10**400}, "64 bits"),
     ("model_args", {"n_layer": 10**6}, "n_layer=1000000"),
     ("model_args", {"bias": "yes"}, "bias='yes'"),
-    ("model_args", {"dropout": "0"}, "dropout"),
     ("model_args", {1: 2}, "model_args="),
 ]
 
@@ -259,19 +214,6 @@ def test_model_larger_than_the_memory(chars, run, assert_fails):
 def test_block_larger_than_the_data(chars, run, assert_fails):
     settings = TINY | {"dataset": chars, "out_dir": run, "block_size": 10**12}
     assert_fails([f"block_size={10**12}", "--block_size="], *flags(**settings))
-
-
-@pytest.mark.slow
-def test_full_disk_while_logging_does_not_end_the_run(chars, tmp_path, script):
-    settings = TINY | {"dataset": chars, "out_dir": tmp_path / "run", "max_iters": 500, "eval_interval": 500}
-    with files_of_at_most(kib=150):  # room for a checkpoint, not for all of log.jsonl
-        done = script("train.py", *flags(**settings))
-    assert done.code == 0
-    assert_one_line(done.err, "log.jsonl", "the run goes on")
-    assert "iter 499: loss" in done.out
-    log = (tmp_path / "run" / "log.jsonl").read_text()
-    assert log.endswith("}\n")
-    assert 300 < log.count('"event": "iter"') < 500
 
 
 def test_no_network(chars, tmp_path, assert_fails, monkeypatch):

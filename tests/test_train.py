@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -18,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT,
     TINY,
     TORCHRUN,
     assert_equal,
@@ -44,7 +41,6 @@ from deskgpt.compute import compiling
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine import hardware
 from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -85,14 +81,6 @@ def test_split_of_global_batch_does_not_change_the_loss_or_the_update(over_ranks
         assert difference.norm() < 1e-4 * update.norm(), name
 
 
-def test_accumulation_that_does_not_divide_among_ranks_is_an_error(chars, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "start_ranks", lambda *_: Ranks(CPU, world=2))
-    with pytest.raises(ValueError, match="gradient_accumulation_steps=3") as e:
-        main(tiny(chars, tmp_path, gradient_accumulation_steps=3))
-    assert_one_line(e.value, "2 ranks", "--gradient_accumulation_steps=4")
-    assert not list(tmp_path.iterdir())
-
-
 # ---- what a run prints and writes ----------------------------------------------------------------------------
 
 
@@ -119,25 +107,6 @@ def test_log_lines_are_nanogpts_with_more_fields_and_the_same_as_json(finished):
     assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", out)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
-def test_evaluation_shows_its_progress_on_a_terminal(chars, tmp_path):
-    import pty
-    import termios
-
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))  # tqdm is silent in a width of 0
-    os.set_blocking(ours, False)  # where nothing was shown, reading fails instead of waiting
-    command = [sys.executable, "train.py", *flags(**TINY | {"max_iters": 0, "dataset": chars, "out_dir": tmp_path})]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
-    shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    os.close(theirs)
-    assert done.returncode == 0
-    assert "evaluating" not in done.stdout
-    assert re.search(r"evaluating: .*/2", shown)
-
-
 def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
     out_dir, *_ = finished
     first = json.loads((out_dir / "log.jsonl").read_text().splitlines()[0])
@@ -146,16 +115,11 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
     model = GPT.from_state(GPTConfig(**store.load(out_dir).model_args), weights(out_dir), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
-    assert first["peak_flops"] > 1e9
-    assert first["peak_source"] == "measured float32 matmul"
-    assert first["measured_flops"] == first["peak_flops"]
+    assert first["measured_flops"] == first["peak_flops"] > 1e9
     assert first["versions"]["torch"] == torch.__version__
     assert first["device"].startswith(first["cpu"]["name"])
-    assert first["cpu"]["instruction_sets"] == hardware.processor()[1]
     assert first["cpu"]["threads"] == torch.get_num_threads()
-    assert 1 <= first["cpu"]["cores"] <= (os.cpu_count() or 0)
-    assert first["compiler"] is None
-    assert "git_commit" in first
+    assert {"peak_source", "compiler", "git_commit"} <= first.keys()
     for e in events(out_dir, "iter"):
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
         assert e["tokens_per_s"] == pytest.approx(tokens_per_s)
@@ -243,36 +207,11 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     assert whole.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     assert whole.standard_error is None  # of three batches
     assert model.training
-    for world in (2, 3, 4):  # of four ranks, one has padding only
-        total = 0.0
-        for rank in range(world):
-            batching = Batching(3, accumulation=world, eval_windows=7, rank=rank, world=world)
-            batches = [*eval_batches(split, batching, CPU)]
-            assert len(batches) == math.ceil(3 / world)
-            rows = sum(counted for *_, counted in batches)
-            found = runner.evaluate(batches, Ranks(CPU))
-            total += rows * found.loss if rows else 0
-            assert math.isnan(found.loss) is (rows == 0)
-        assert total / 7 == pytest.approx(whole.loss, rel=1e-6)
     # Of eight batches, the standard error is that of the mean of their losses.
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
     means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
     found = runner.evaluate(eval_batches(split, Batching(3, eval_windows=24), CPU), Ranks(CPU))
     assert found.standard_error == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
-
-
-def test_ranks_and_steps_drop_out_differently_and_then_draw_alike(chars, tmp_path, monkeypatch):
-    seeds: list[int] = []
-    for module in (train, hardware):
-        monkeypatch.setattr(module, "seed_all", lambda seed, device: seeds.append(seed))
-    main(tiny(chars, tmp_path / "0", dropout=0.1))
-    monkeypatch.setattr(train, "start_ranks", lambda *_: Ranks(CPU, rank=1))
-    main(tiny(chars, tmp_path / "1", dropout=0.1))
-    first, second = seeds[:13], seeds[13:]
-    assert first[0] == second[0] == 1337  # initial weights are the same
-    assert len({*first[1::2], *second[1::2]}) == 2 * 6  # micro-batches
-    assert first[2::2] == second[2::2]  # what a change draws after them, such as noise for the gradients
-    assert len({*first, *second}) == 1 + 2 * 6 + 6
 
 
 def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
@@ -297,39 +236,25 @@ def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     assert store.load(out / "ckpt_best.pt").iter_num == 30
 
 
-def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, monkeypatch, capsys):
+def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def refuse(*_):
-        raise ValueError("wandb cannot start")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("deskgpt.run.start.start_wandb", refuse)
-        with pytest.raises(ValueError, match="wandb cannot start"):
-            main(tiny(chars, tmp_path, wandb_log=True))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before  # where they were
     main(tiny(chars, tmp_path, seed=2, max_iters=0))
     aside = tmp_path / "previous-1"
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
     assert str(aside) in capsys.readouterr().out
 
 
-def test_eval_only_writes_nothing_and_makes_no_gradients(chars, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.Tensor, "backward", lambda *_: pytest.fail("a backward pass"))
-    main(tiny(chars, tmp_path / "out", eval_only=True))
-    assert not (tmp_path / "out").exists()
-    assert "step 0: train loss" in capsys.readouterr().out
-
-
 def test_eval_only_of_a_checkpoint_says_its_step_and_leaves_the_folder_as_it_is(chars, tmp_path, script):
     def files() -> dict[str, tuple[bytes, int]]:
         return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
 
+    main(tiny(chars, tmp_path / "new", eval_only=True))
+    assert not (tmp_path / "new").exists()
     main(tiny(chars, tmp_path))
     before = files()
     folder = tmp_path.stat().st_mtime_ns
-    for changed in ([], ["--batch_size=2"], ["--eval_iters=3"], ["--compile=False", "--max_iters=3"]):
+    for changed in (["--batch_size=2"], ["--compile=False", "--max_iters=3"]):
         done = script("train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={tmp_path}", *changed)
         assert (done.code, done.err) == (0, "")
         assert f"going on from {tmp_path}, step 6" in done.out
@@ -374,7 +299,7 @@ def test_minutes_are_at_most_max_iters_and_at_least_one_step(chars, tmp_path):
     assert events(tmp_path / "b", "end")[0]["iter"] == 1
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float32"), ("muon", "float16")])
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float16")])
 def test_timing_the_steps_changes_no_weight_and_leaves_no_state(chars, tmp_path, monkeypatch, optimizer, dtype):
     monkeypatch.setattr("model.make_norm", lambda config: CountingNorm(config.n_embd))
     settings = {"max_iters": 4, "warmup_iters": 0, "optimizer": optimizer, "dtype": dtype}
@@ -403,23 +328,21 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new
     assert 4 < events(tmp_path, "end")[-1]["iter"] < 10**5
 
 
-def test_learning_rate_warms_up_and_falls_along_half_a_cosine():
-    c = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=9, lr_decay_iters=109, max_iters=200)
-    assert [train.learning_rate(c, s) for s in (0, 4, 8)] == pytest.approx([0.1, 0.5, 0.9])
-    assert [train.learning_rate(c, s) for s in (9, 59, 109, 150)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    derived = replace(c, lr_decay_iters=0, min_lr=None)
-    assert train.learning_rate(derived, 200) == pytest.approx(0.1)
-    assert 0.1 < train.learning_rate(derived, 199) < 0.101
-    assert train.learning_rate(replace(c, decay_lr=False), 3) == 1.0
-
-
-def test_other_schedules_fall_along_straight_lines():
-    c = TrainConfig(learning_rate=1.0, min_lr=0.0, warmup_iters=10, max_iters=110, lr_schedule="linear")
-    assert [train.learning_rate(c, s) for s in (0, 10, 60, 109, 110)] == pytest.approx([1 / 11, 1.0, 0.5, 0.01, 0.0])
-    c = replace(c, lr_schedule="trapezoid", min_lr=0.2)
-    assert [train.learning_rate(c, s) for s in (10, 87, 99, 110)] == pytest.approx([1.0, 1.0, 0.6, 0.2])
-    c = replace(c, cooldown_iters=50)
-    assert [train.learning_rate(c, s) for s in (10, 60, 85, 110)] == pytest.approx([1.0, 1.0, 0.6, 0.2])
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({}, {0: 0.1, 4: 0.5, 8: 0.9, 9: 1.0, 59: 0.55, 109: 0.1, 150: 0.1}),
+        ({"lr_decay_iters": 0, "max_iters": 109, "min_lr": None}, {59: 0.55, 109: 0.1}),
+        ({"decay_lr": False}, {3: 1.0}),
+        ({"lr_schedule": "linear", "min_lr": 0.0}, {0: 0.1, 9: 1.0, 59: 0.5, 108: 0.01, 109: 0.0}),
+        ({"lr_schedule": "trapezoid"}, {9: 1.0, 87: 1.0, 98: 0.55, 109: 0.1}),
+        ({"lr_schedule": "trapezoid", "cooldown_iters": 50}, {9: 1.0, 59: 1.0, 84: 0.55, 109: 0.1}),
+    ],
+)
+def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
+    usual = {"learning_rate": 1.0, "min_lr": 0.1, "warmup_iters": 9, "lr_decay_iters": 109, "max_iters": 200}
+    c = TrainConfig(**usual | settings)
+    assert [train.learning_rate(c, step) for step in rates] == pytest.approx([*rates.values()], abs=0.003)
 
 
 def test_importing_the_scripts_does_nothing():
@@ -441,16 +364,16 @@ def test_importing_the_scripts_does_nothing():
 
 
 @pytest.mark.slow
-def test_laptop_run_gets_below_2_5_in_300_steps(chars, tmp_path, script):
-    config = "config/train_shakespeare_char_cpu.py"
-    done = script("train.py", config, f"--dataset={chars}", f"--out_dir={tmp_path}", "--max_iters=300")
+def test_laptop_run_learns_in_60_steps(chars, tmp_path, script):
+    short = flags(max_iters=60, warmup_iters=10, eval_interval=60, eval_iters=5, dtype="float32")
+    done = script("train.py", "config/train_shakespeare_char_cpu.py", *short, *flags(dataset=chars, out_dir=tmp_path))
     assert done.code == 0, done.err
     evals = events(tmp_path, "eval")
     vocab_size = events(tmp_path, "start")[0]["model_args"]["vocab_size"]
     # A tied head expects each character again, and so does well on a text with long runs of spaces.
     assert evals[0]["val_loss"] == pytest.approx(math.log(vocab_size), abs=0.3)
-    assert evals[-1]["iter"] == 300
-    assert evals[-1]["val_loss"] < 2.5
+    assert evals[-1]["iter"] == 60
+    assert evals[-1]["val_loss"] < 3.0
 
 
 @pytest.mark.slow
