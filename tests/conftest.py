@@ -168,6 +168,11 @@ def files_of_at_most(kib: int) -> Iterator[None]:
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by path."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind in out_dir/log.jsonl."""
     return [e for e in read_events(out_dir / "log.jsonl") if e["event"] == kind]

@@ -13,16 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_one_line, files_of_at_most, flags
+from conftest import TINY, assert_one_line, contents, files_of_at_most, flags
 
 from data.token_files import write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from train import TrainConfig, main
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +39,12 @@ def assert_fails(run, script):
     """Checks that a script ends with one line of error that names these, and changes no file of the run."""
 
     def check(named: list[str], *args: str | Path, code: int = 1, path: str = "train.py") -> None:
-        before = snapshot(run)
+        before = contents(run)
         done = script(path, *args)
         assert done.code == code, done.err
         assert done.err.startswith("error: ")
         assert_one_line(done.err, *named)
-        assert snapshot(run) == before
+        assert contents(run) == before
 
     return check
 
@@ -230,7 +226,7 @@ def test_no_network(chars, tmp_path, assert_fails, monkeypatch):
 
 @pytest.mark.slow
 def test_full_disk_while_training(chars, run, script):
-    before = snapshot(run)
+    before = contents(run)
     settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
     settings["resume_changed"] = True  # the schedule
     with files_of_at_most(kib=20):  # room for log.jsonl, not for a checkpoint
@@ -240,7 +236,7 @@ def test_full_disk_while_training(chars, run, script):
     # It went on after the first failure.
     assert len(re.findall(r"^cannot write .*ckpt.*the run goes on", done.out, re.M)) == 2
     assert "iter 11: loss" in done.out
-    after = snapshot(run)
+    after = contents(run)
     assert after.keys() == before.keys()
     assert after["ckpt.pt"] == before["ckpt.pt"]
 

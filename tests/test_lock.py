@@ -10,17 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, flags
+from conftest import ROOT, TINY, assert_one_line, contents, flags
 
 from deskgpt.run import lock
 from deskgpt.run.lock import only_run_in
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 @pytest.fixture(params=["lock", "lease"])
@@ -42,15 +37,15 @@ def test_second_run_is_told_whose_the_folder_is_and_leaves_no_trace(tmp_path, ki
         (out_dir / "ckpt.pt").write_bytes(b"1")
         if kind == "lease":
             time.sleep(0.8)  # it would be stale by now
-        before = content(out_dir).keys()
+        before = contents(out_dir).keys()
         with pytest.raises(ValueError, match=r"is in use .* 20\d\d-") as e, only_run_in(out_dir):
             raise AssertionError("two at once")
         assert_one_line(e.value, out_dir, os.getpid(), platform.node(), "--out_dir")
-        assert content(out_dir).keys() == before
-    assert content(out_dir) == {"ckpt.pt": b"1"}
+        assert contents(out_dir).keys() == before
+    assert contents(out_dir) == {"ckpt.pt": b"1"}
     with only_run_in(out_dir):
         pass
-    assert content(out_dir) == {"ckpt.pt": b"1"}
+    assert contents(out_dir) == {"ckpt.pt": b"1"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -111,10 +106,10 @@ def test_run_is_refused_while_another_is_in_its_folder_and_trains_afterwards(cha
     out_dir = tmp_path / "out"
     command = ["train.py", *flags(**TINY, dataset=chars, out_dir=out_dir)]
     with only_run_in(out_dir):
-        before = content(out_dir)
+        before = contents(out_dir)
         done = script(*command)
         assert done.code == 1
         assert_one_line(done.err, f"out_dir={out_dir} is in use by a run that started ", os.getpid())
-        assert content(out_dir) == before
+        assert contents(out_dir) == before
     assert script(*command).code == 0
-    assert sorted(content(out_dir)) == ["ckpt.pt", "ckpt_best.pt", "log.jsonl"]
+    assert sorted(contents(out_dir)) == ["ckpt.pt", "ckpt_best.pt", "log.jsonl"]

@@ -17,9 +17,9 @@ import pytest
 import torch
 from conftest import (
     TINY,
-    TORCHRUN,
     assert_equal,
     assert_one_line,
+    contents,
     events,
     flags,
     shell,
@@ -28,6 +28,7 @@ from conftest import (
     vector,
     weights,
 )
+from test_sharded_checkpoint import run
 from tiny_models import CountingNorm
 from torch._dynamo.utils import counters
 
@@ -50,28 +51,23 @@ CPU = torch.device("cpu")
 # ---- the global batch ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("over_ranks", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_split_of_global_batch_does_not_change_the_loss_or_the_update(over_ranks, chars, tmp_path):
+def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp_path, capfd):
     settings = {"max_iters": 3, "eval_interval": 3, "learning_rate": 1e-3, "eval_iters": 5}
-    splits = {"1x12": (12, 1), "4x3": (3, 4)} | ({} if over_ranks else {"3x4": (4, 3), "12x1": (1, 12)})
-    for name, (batch_size, accumulation) in splits.items():
-        main(tiny(chars, tmp_path / name, batch_size=batch_size, gradient_accumulation_steps=accumulation, **settings))
-    names = [*splits][1:]
-    if over_ranks:
-        names = ["ranks"]
-        ranks = flags(**(TINY | settings | {"batch_size": 3, "gradient_accumulation_steps": 4}))
-        done = shell(*TORCHRUN, *ranks, f"--dataset={chars}", f"--out_dir={tmp_path / 'ranks'}")
-        assert done.returncode == 0, done.stderr
-        assert len(re.findall("^iter 0:", done.stdout, re.M)) == 1  # rank 0 alone prints
-        assert events(tmp_path / "ranks", "start")[0]["world_size"] == 2
-        # The ranks share the five batches that one rank evaluates on.
+    splits = {"1x12": (12, 1, 1), "4x3": (3, 4, 1), "12x1": (1, 12, 1)}
+    if os.name != "nt":  # which has no fork
+        splits["ranks"] = (3, 4, 2)
+    for name, (batch_size, accumulation, world) in splits.items():
+        split = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+        run(world, tiny(chars, tmp_path / name, **settings | split))
+        assert len(re.findall("^iter 0:", capfd.readouterr().out, re.M)) == 1  # rank 0 alone prints
+    if "ranks" in splits:  # which share the five batches that one rank evaluates on
         for step, losses in trajectory(tmp_path / "4x3")["eval"].items():
             assert trajectory(tmp_path / "ranks")["eval"][step] == pytest.approx(losses, rel=2e-6)
     main(tiny(chars, tmp_path / "lr0", **(settings | {"learning_rate": 0.0})))
     whole, initial = trajectory(tmp_path / "1x12"), vector(tmp_path / "lr0")
     update = vector(tmp_path / "1x12") - initial
     assert update.norm() > 0.1
-    for name in names:
+    for name in splits:
         other = trajectory(tmp_path / name)
         for step in range(3):
             for value in ("loss", "grad_norm"):
@@ -238,30 +234,27 @@ def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
 
 def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = contents(tmp_path)
     main(tiny(chars, tmp_path, seed=2, max_iters=0))
     aside = tmp_path / "previous-1"
-    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert contents(aside) == before
     assert str(aside) in capsys.readouterr().out
 
 
 def test_eval_only_of_a_checkpoint_says_its_step_and_leaves_the_folder_as_it_is(chars, tmp_path, script):
-    def files() -> dict[str, tuple[bytes, int]]:
-        return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
-
     main(tiny(chars, tmp_path / "new", eval_only=True))
     assert not (tmp_path / "new").exists()
     main(tiny(chars, tmp_path))
-    before = files()
-    folder = tmp_path.stat().st_mtime_ns
+    before = contents(tmp_path)
+    changed_at = [path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.iterdir())]
     for changed in (["--batch_size=2"], ["--compile=False", "--max_iters=3"]):
         done = script("train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={tmp_path}", *changed)
         assert (done.code, done.err) == (0, "")
         assert f"going on from {tmp_path}, step 6" in done.out
         assert len(re.findall(r"^step 6: train loss \d.*, val loss \d", done.out, re.M)) == 1
         assert "sample:" not in done.out  # nothing new to sample from
-        assert files() == before
-        assert tmp_path.stat().st_mtime_ns == folder
+        assert contents(tmp_path) == before
+        assert [path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.iterdir())] == changed_at
 
 
 def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_path, script):
