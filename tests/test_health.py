@@ -8,7 +8,6 @@ import re
 import shlex
 import statistics
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.loader import Loader
 from data.splits import Split
 from deskgpt.checkpoint import store
 from deskgpt.compute.runner import Evaluation, Form, Runner
@@ -29,40 +29,34 @@ from train import main
 # ---- planting what goes wrong --------------------------------------------------------------------------------
 
 
-class Plant:
-    """Goes wrong in steps of a run: after their backward passes, `damage(runner, parts)` changes gradients or losses.
+BAD = "transformer.h.1.mlp.c_fc.weight"
 
-    parts: the losses, by name. A batch goes wrong again when it comes again.
-    """
+
+class Plant:
+    """Goes wrong in steps of a run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.damage: Callable[[Runner, dict[str, torch.Tensor]], None] | None = None
-        self.at: range | tuple[int, ...] = ()  # which micro-batches of the test
+        self.bad_gradients: range | tuple[int, ...] = ()  # at which steps
+        self.leaps: range | tuple[int, ...] = ()  # at which batches, when they come again, too
         self.batches: list[torch.Tensor] = []  # those trained on
-        self.bad_batches: list[torch.Tensor] = []
-        trained: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None  # what goes backward next
-        forward = Runner.forward
-        backward = Runner.backward
+        step, backward, see = Loader.step, Runner.backward, Health.see
 
-        def noted(runner, x, y, *args):
-            nonlocal trained
-            loss, parts = forward(runner, x, y, *args)
-            trained = (x, parts) if len(args) == 2 else None  # trying out gives no weight
-            return loss, parts
+        def noted(loader):
+            for batch in step(loader):
+                self.batches.append(batch.x)
+                yield batch
 
-        def planted(runner, loss):
+        def spoiled(runner, loss):
             backward(runner, loss)
-            if trained is None:
-                return
-            x, parts = trained
-            if len(self.batches) in self.at:
-                self.bad_batches.append(x)
-            self.batches.append(x)
-            if self.damage is not None and any(torch.equal(x, bad) for bad in self.bad_batches):
-                self.damage(runner, parts)
+            if len(self.batches) - 1 in self.bad_gradients:
+                runner.model.get_parameter(BAD).grad[0, 0] = math.nan
 
-        monkeypatch.setattr(Runner, "forward", noted)
-        monkeypatch.setattr(Runner, "backward", planted)
+        def leapt(health, loss, *norms):
+            see(health, loss + 5 * (health.run.position in self.leaps), *norms)
+
+        monkeypatch.setattr(Loader, "step", noted)
+        monkeypatch.setattr(Runner, "backward", spoiled)
+        monkeypatch.setattr(Health, "see", leapt)
 
 
 @pytest.fixture
@@ -70,25 +64,16 @@ def plant(monkeypatch):
     return Plant(monkeypatch)
 
 
-def bad_gradient(runner, parts):
-    runner.model.transformer.h[1].mlp.c_fc.weight.grad[0, 0] = math.nan
-
-
-def leap(runner, parts):
-    parts["loss"] = parts["loss"] + 5
-
-
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "muon"}])
 def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, tmp_path, plant, options):
-    plant.damage = bad_gradient
-    plant.at = (2,)
+    plant.bad_gradients = (2,)
     main(tiny(chars, tmp_path, **options))
     [bad] = events(tmp_path, "bad_step")
     assert bad["iter"] == 2
-    assert_one_line(bad["which"], "transformer.h.1.mlp.c_fc.weight", "1 of 15")
+    assert_one_line(bad["which"], BAD, "1 of 15")
     assert bad["rows"] == [8, 11]
     tokens = np.fromfile(chars / "train.bin", np.uint16)
     [begins] = bad["windows"].values()
@@ -102,24 +87,22 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, 
 
 @pytest.mark.parametrize("first_bad", [0, 5])
 def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_path, plant, first_bad):
-    plant.damage = bad_gradient
-    plant.at = range(first_bad, 100)
+    plant.bad_gradients = range(first_bad, 100)
     if first_bad:
-        plant.at = (1, 3, *plant.at)  # these two are not in a row
+        plant.bad_gradients = (1, 3, *plant.bad_gradients)  # these two are not in a row
     with pytest.raises(ValueError, match="gradients are not finite") as e:
         main(tiny(chars, tmp_path, max_iters=20, eval_interval=20, save_interval=1, max_bad_steps=3))
     known = ["no checkpoint was saved yet", "not the learning rate"]
     if first_bad:
         known = [f"{tmp_path / 'ckpt.pt'}", "step 5", "a lower --learning_rate"]
-    assert_one_line(e.value, f"{first_bad} to {first_bad + 2}", "float32", "mlp.c_fc.weight", "1 of 15", *known)
+    assert_one_line(e.value, f"{first_bad} to {first_bad + 2}", "float32", BAD, "1 of 15", *known)
     assert len(plant.batches) == first_bad + 3
     assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))  # none of the last bad steps
 
 
 def test_numbers_that_wait_on_the_device_until_a_log_line_say_the_same(chars, tmp_path, plant, monkeypatch):
     """As on CUDA, where asking at each step would wait for it."""
-    plant.damage = bad_gradient
-    plant.at = (3, 23)
+    plant.bad_gradients = (3, 23)  # of each run the third
     settings = {"max_iters": 20, "log_interval": 7, "eval_interval": 10, "grad_clip": 0.7}
     main(tiny(chars, tmp_path / "at-once", **settings))
     monkeypatch.setattr(Health, "is_full", False)
@@ -180,8 +163,7 @@ def test_advice_follows_from_the_evidence(form, no_update_before, broken_weight,
 
 @pytest.mark.slow
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, plant):
-    plant.damage = bad_gradient
-    plant.at = range(2, 100)
+    plant.bad_gradients = range(2, 100)
     with pytest.raises(ValueError, match="gradients are not finite") as e:
         main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=10, max_bad_steps=3))
     assert_one_line(e.value, "19 to 21", "float16", "loss scale 0.")
@@ -208,8 +190,7 @@ SPIKED = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rat
 @pytest.mark.parametrize("on_spike", ["go", "rewind"])
 def test_spike_is_logged_and_the_run_goes_on(on_spike, chars, tmp_path, plant, capsys):
     """Without a checkpoint to go back to, with on_spike=rewind too."""
-    plant.damage = leap
-    plant.at = (45,)
+    plant.leaps = (45,)
     main(tiny(chars, tmp_path, **SPIKED | {"on_spike": on_spike, "eval_interval": 1000}))
     [spike] = events(tmp_path, "spike")
     assert spike["iter"] == 45
@@ -222,8 +203,7 @@ def test_spike_is_logged_and_the_run_goes_on(on_spike, chars, tmp_path, plant, c
 
 
 def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
-    plant.damage = leap
-    plant.at = (45,)
+    plant.leaps = (45,)
     done = script("train.py", *flags(**TINY | SPIKED | {"on_spike": "stop"}, dataset=chars, out_dir=tmp_path))
     assert done.code == 1
     assert_one_line(done.err, "error: on_spike=stop", "step 45", tmp_path / "ckpt.pt", "step 40")
@@ -231,8 +211,7 @@ def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
 
 
 def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars, tmp_path, plant, monkeypatch):
-    plant.damage = leap
-    plant.at = (45,)
+    plant.leaps = (45,)
     main(tiny(chars, tmp_path / "whole", on_spike="rewind", **SPIKED))
     [back] = events(tmp_path / "whole", "rewind")
     assert (back["iter"], back["spike"], back["skipped_batches"]) == (40, 45, 6)
@@ -267,8 +246,7 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars,
 
 @pytest.mark.slow
 def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, plant):
-    plant.damage = leap
-    plant.at = range(45, 10**6)
+    plant.leaps = range(45, 10**6)
     with pytest.raises(ValueError, match="5 times back to step 40"):
         main(tiny(chars, tmp_path, on_spike="rewind", **SPIKED))
     assert [e["iter"] for e in events(tmp_path, "rewind")] == [40] * 5

@@ -8,7 +8,6 @@ from conftest import assert_one_line, events, tiny
 
 from deskgpt.checkpoint import store
 from deskgpt.machine import provenance
-from deskgpt.machine.words import clock
 from deskgpt.run.log import RunLog, event_of
 from train import main
 
@@ -63,14 +62,6 @@ def test_wandb_gets_benchmarks_under_their_tasks_and_a_run_goes_on_where_it_fail
     assert logged == [(7, {"tasks/lambada_openai/acc": 0.3})]
     assert [e["iter"] for e in events(tmp_path, "iter")] == [8, 9]
     assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run goes on")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(9.34, "9.3s"), (187, "3m07s"), (47 * 3600, "47h00m"), (48 * 3600, "2.0 days"), (1460.2 * 86400, "1,460.2 days")],
-)
-def test_times_from_two_days_on_are_said_in_days(seconds, text):
-    assert clock(seconds) == text
 
 
 def test_git_commit_marks_changes(tmp_path, monkeypatch):

@@ -103,14 +103,11 @@ class Due:
     save: bool  # whether a checkpoint is due that no evaluation asks for
 
 
+WISHES = ("", "save", "max_hours", *(number.name for number in SIGNALS), "an error")  # where ranks differ, the last
+
+
 class Stops:
     """What one rank finds due is due for all."""
-
-    # Where the ranks' wishes differ, the largest counts.
-    SAVE = 1
-    TIME_IS_UP = 2
-    SIGNAL = 0x100  # and its number
-    FAILURE = 0x200
 
     def __init__(
         self, ranks: Ranks, began: float, max_hours: float, save_interval: int, save_minutes: float, shared: bool
@@ -131,15 +128,23 @@ class Stops:
         now = time.perf_counter()
         by_steps = self.save_interval > 0 and step % self.save_interval == 0
         by_time = self.save_minutes > 0 and now >= self.saved_at + 60 * self.save_minutes
-        wish = self.SAVE if by_steps or by_time else 0
+        wish = "save" if by_steps or by_time else ""
         if now >= self.ends_at:
-            wish = self.TIME_IS_UP
-        agreed = self.ranks.agree(max(wish, self._interruption()))
-        return Due(self._reason(agreed), agreed == self.SAVE)
+            wish = "max_hours"
+        agreed = self._agreed(wish)
+        return Due(stop=None if agreed in ("", "save") else agreed, save=agreed == "save")
 
     def interrupted(self) -> str | None:
         """Why what took long was broken off, such as an evaluation; None if it was not."""
-        return self._reason(self.ranks.agree(self._interruption()))
+        return self._agreed("") or None
+
+    def _agreed(self, wish: str) -> str:
+        """What counts most of this wish, a signal and an error on whichever rank."""
+        if listener.signal:
+            wish = signal.Signals(listener.signal).name
+        if self.failure:
+            wish = "an error"
+        return WISHES[self.ranks.agree(WISHES.index(wish))]
 
     def has_signal(self) -> bool:
         """Whether one has come to this rank."""
@@ -187,14 +192,3 @@ class Stops:
             raise self.failure
         if stop is not None and stop in signal.Signals.__members__:
             raise SystemExit(SIGNAL_STATUS + signal.Signals[stop])
-
-    def _interruption(self) -> int:
-        if self.failure:
-            return self.FAILURE
-        return self.SIGNAL + listener.signal if listener.signal else 0
-
-    def _reason(self, wish: int) -> str | None:
-        if wish <= self.SAVE:
-            return None
-        reasons = {self.TIME_IS_UP: "max_hours", self.FAILURE: "an error"}
-        return reasons.get(wish) or signal.Signals(wish - self.SIGNAL).name
