@@ -18,9 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_equal, assert_one_line, flags, tiny, weights
-from gloo import on_ranks
-from test_sharded_checkpoint import on_ranks as forked_ranks
-from test_sharded_checkpoint import run
+from gloo import forked, on_ranks, run
 
 import train
 from configurator import read_settings
@@ -161,7 +159,7 @@ def trained_by_two(
         with one_line_errors():
             main(c)
 
-    return forked_ranks(2, on_rank, killed=2)
+    return forked(2, on_rank, killed=2)
 
 
 def stop_this_process() -> None:
