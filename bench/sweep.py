@@ -48,7 +48,6 @@ from data.token_files import read_meta
 from data.tokenizer import padded_vocab_size
 from deskgpt.compute.forms import clearly_fastest
 from deskgpt.compute.runner import Form
-from deskgpt.faster import kernels
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import ConfigError, one_line_errors
 from deskgpt.machine.words import clock
@@ -165,10 +164,9 @@ def predicted_bytes(c: train.TrainConfig, vocab_size: int) -> int:
     device = hardware.resolve_device(c.device)
     dtype = peak_flops.fast_dtype(device) if c.dtype == "auto" else c.dtype
     form = Form(dtype, c.compile is not False, checkpoint=c.activation_checkpoint)
-    logits = kernels.logits_per_chunk(device)
     several = c.gradient_accumulation_steps > 1
     make = functools.partial(train.make_optimizer, c)
-    parts = memory(Step(config, c.batch_size, form, device.type, several, logits, make))
+    parts = memory(Step(config, c.batch_size, form, device.type, several, make))
     return sum(parts.values())
 
 

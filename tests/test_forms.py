@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +123,9 @@ def test_wrong_kernel_is_found_and_the_run_goes_on_with_the_plain_form(wrong_att
         assert runner.form == Form()
         assert_names_the_worst_gradient(said[-1], "going on in float32")
         assert (str(remembered.path_of(held.FILE)) in said[-1]) == is_remembered
+    with pytest.raises(ValueError, match="dtype=bfloat16") as e:  # a user who has asked for it
+        settled([], earlier, dtype="bfloat16", compile=False)
+    assert_names_the_worst_gradient(str(e.value), "--dtype=float32")
 
 
 def test_kernel_that_is_wrong_in_float32_too_is_left_out_and_a_line_says_so(monkeypatch):
@@ -192,20 +193,6 @@ def test_run_whose_kernel_is_refused_says_so_once_and_trains_as_model_py_says(
     assert_equal(weights(tmp_path / "run"), weights(tmp_path / "as-written"))
 
 
-@pytest.mark.parametrize("when", [True, False])
-def test_comparison_of_kernels_that_runs_out_of_memory_leaves_the_model_in_training(when):
-    model = a_model()
-
-    def too_large(plain: Callable[..., Tensor], *args: Any) -> Tensor:
-        if model.training == when:
-            raise MemoryError
-        return plain(*args)
-
-    with pytest.raises(MemoryError):
-        held.wrong_kernels(model, [("attention", too_large)], *batch_of(1))
-    assert model.training
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 def test_trials_of_a_model_with_a_running_mean_all_start_from_its_mean_and_leave_it(in_place):
     def subtract_mean(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -253,13 +240,6 @@ def test_right_kernel_is_taken_and_checked_once():
         assert len(said) == n_checks
 
 
-def test_wrong_kernel_in_the_dtype_that_was_asked_for_ends_the_run(wrong_attention):
-    earlier = {"explicit": True, "compiled": False}
-    with pytest.raises(ValueError, match="dtype=bfloat16") as e:
-        settled([], earlier, dtype="bfloat16", compile=False)
-    assert_names_the_worst_gradient(str(e.value), "--dtype=float32")
-
-
 @pytest.mark.slow
 def test_wrong_kernel_of_the_compiler_is_found(tmp_path, monkeypatch):
     """Inductor has a bug to order, for tests: its ReLU adds one."""
@@ -273,15 +253,14 @@ def test_wrong_kernel_of_the_compiler_is_found(tmp_path, monkeypatch):
         assert settled(said, earlier, **settings).form == Form()
         if "there is no C++ compiler" in said[-1]:
             pytest.skip("no working C++ compiler here")
-        assert_one_line(said[-1], "in float32, compiled", "going on without compiling")
+        assert_one_line(said[-1], "in float32, compiled", "NOT compiled")
         with pytest.raises(ValueError, match="compile=True") as e:  # a user who has asked for it
             settled(said, earlier, **settings, compile=True)
         assert_one_line(str(e.value), "in float32, compiled", "--compile=False")
 
 
-@pytest.fixture
-def no_triton(monkeypatch):
-    """torch.compile as it is on a GPU without Triton."""
+def test_compiling_that_fails_ends_a_run_that_asked_for_it_and_is_said_aloud_in_others(monkeypatch):
+    """As on a GPU without Triton."""
     from torch._inductor.exc import InductorError, TritonMissing
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -289,9 +268,6 @@ def no_triton(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(sys, "platform", "linux")
-
-
-def test_compiling_that_fails_ends_a_run_that_asked_for_it_and_is_said_aloud_in_others(no_triton):
     said: list[str] = []
     earlier = {"dtype": "float32", "explicit": False, "compiled": True}
     with pytest.raises(ValueError, match="compile=True") as e:
@@ -468,7 +444,7 @@ EXPLICIT = Form("float32", explicit=True)
 FOUR = [Form(), EXPLICIT, Form("bfloat16"), Form("bfloat16", explicit=True)]
 
 
-def test_auto_takes_what_was_fastest_here_and_measures_once(monkeypatch):
+def test_auto_takes_what_was_fastest_here_and_measures_once_on_a_machine(tmp_path, monkeypatch):
     asked = times_of(monkeypatch, 3.0, 2.0, 5.0, 4.0)
     said: list[str] = []
     assert settled(said, compile=False).form == EXPLICIT
@@ -476,23 +452,21 @@ def test_auto_takes_what_was_fastest_here_and_measures_once(monkeypatch):
     said.clear()
     assert settled(said, compile=False).form == EXPLICIT
     (line,) = said
-    assert_one_line(line, "float32 with explicit attention", remembered.path_of(held.FILE))
+    path = remembered.path_of(held.FILE)
+    assert_one_line(line, "float32 with explicit attention", path)
     assert asked == [FOUR]
     settled([], compile=False, activation="relu2")  # another model
     assert len(asked) == 2
-
-
-def test_answers_that_are_not_of_this_machine_or_damaged_are_measured_again(monkeypatch):
-    asked = times_of(monkeypatch, 3.0, 2.0, 5.0, 4.0)
-    settled([], compile=False)
-    path = remembered.path_of(held.FILE)
     for damage in ("", "[1]", '{"a": 1', path.read_text().replace('"float32 with explicit', '"fast')):
         path.write_text(damage)
         assert settled([], compile=False).form == EXPLICIT
-    assert len(asked) == 5
+    assert len(asked) == 6
     monkeypatch.setattr(hardware, "device_name", lambda device: "another processor")
     settled([], compile=False)
-    assert len(asked) == 6
+    assert len(asked) == 7
+    (tmp_path / "a-file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a-file"))  # where nothing can be remembered
+    assert settled([], compile=False).form == EXPLICIT
 
 
 def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monkeypatch):
@@ -523,25 +497,23 @@ def test_real_times_are_those_of_a_pass_and_the_slower_form_loses(monkeypatch):
 def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path, compile="auto", dtype="auto"))
     assert not events(tmp_path, "start")[0]["compiled"]
-    assert "compile=auto: not compiling, which takes at least about" in capsys.readouterr().out
+    assert "compile=auto: not compiling, which takes about" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("max_iters", "times", "best", "tried"),
     [
-        (50, (), Form(), []),  # 50 s of steps: compiling with an empty cache takes longer than it saves
-        (100, (1.0, 0.9), Form(compiled=True), [False]),  # too few to try the other kind of attention too
-        (10**6, (1.0, 0.9, 0.8), Form(compiled=True, explicit=True), [False, True]),
-        (10**6, (1.0, 0.98, 1.1), Form(), [False, True]),  # the plainer form stays: no other is clearly faster
+        (50, (), Form(), 0),  # 50 s of steps: compiling with an empty cache takes longer than it saves
+        (100, (1.0, 0.9), Form(compiled=True), 1),
+        (10**6, (1.0, 0.98), Form(), 1),  # the plainer form stays: the other is not clearly faster
     ],
 )
-def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tried, tmp_path, monkeypatch):
-    monkeypatch.setattr("deskgpt.machine.torch_internals.inductor_folder", lambda: tmp_path)
+def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tried, monkeypatch):
     asked = []
 
     def attempt(s: Search, form: Form) -> Runner:
         if form.compiled:
-            asked.append(form.explicit)
+            asked.append(form)
         runner = Runner(s.model, replace(form, compiled=False))
         runner.form = form
         return runner
@@ -553,9 +525,8 @@ def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tr
         said: list[str] = []
         asked.clear()
         assert settled(said, {"dtype": "float32", "explicit": False}, max_iters=max_iters).form == best
-        assert asked == (tried if not again else [best.explicit] * best.compiled)
+        assert len(asked) == (best.compiled if again else tried)
         assert all(line.startswith("compile=auto: ") for line in said)
-    assert ("in the cache" in said[0]) == ("not compiling" not in said[0] or not times)
 
 
 # ---- the fastest micro-batch ---------------------------------------------------------------------------------
@@ -601,7 +572,6 @@ def batch_found(said: list[str], **settings: Any) -> tuple[int, int, int]:
         ({2: 1.0, 4: 0.99, 8: 0.1}, {}, (2, 12)),
         ({2: 1.0, 4: 0.9}, {}, (4, 6)),
         ({}, {}, (2, 12)),  # it may fit compiled, and else it is halved
-        ({2: 1.0, 4: 0.9, 8: 0.8}, {"dtype": "bfloat16"}, (8, 3)),
         ({2: 1.0, 4: 0.9, 8: 0.8}, {"dtype": "float16"}, (8, 3)),
         ({2: 1.0, 4: 0.9, 8: 0.8}, {"auto_batch": False}, (2, 12)),
         ({2: 1.0, 4: 0.9, 8: 0.8}, {"init_from": "resume"}, (2, 12)),
@@ -613,31 +583,6 @@ def test_micro_batch_doubles_while_that_is_clearly_faster_and_fits(seconds, sett
     batch, accumulation, eval_tokens = batch_found([], **{"dtype": "float32"} | settings)
     assert (batch, accumulation) == found
     assert eval_tokens == (0 if batch == 2 else 200 * 2 * 32)
-
-
-def test_micro_batch_is_searched_once_for_a_split_a_form_and_the_memory_at_hand(searched, monkeypatch):
-    searched.seconds |= {2: 1.0, 4: 0.8}
-    said: list[str] = []
-    assert batch_found(said, dtype="float32")[0] == 4
-    assert_one_line(said[0], "batch_size=4 and gradient_accumulation_steps=6", "2: 1e+03 ms", "4: 800 ms", "8: no room")
-    searched.asked.clear()
-    said.clear()
-    assert batch_found(said, dtype="float32")[0] == 4
-    assert_one_line(said[0], "batch_size=4", remembered.path_of(held.FILE))
-    assert not searched.asked
-    for other in ({"dtype": "bfloat16"}, {"gradient_accumulation_steps": 4}):
-        batch_found([], **{"dtype": "float32"} | other)
-        assert searched.asked
-        searched.asked.clear()
-    total_bytes = hardware.memory_bytes(CPU) or 0
-    monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: total_bytes // 2)
-    batch_found([], dtype="float32")
-    assert searched.asked
-    entries = remembered.read(held.FILE)
-    for damaged in (3, 5, 0, "4", True):
-        for key in entries:
-            remembered.keep(held.FILE, key, damaged)
-        assert batch_found([], dtype="float32")[0] == 4
 
 
 def test_run_with_the_micro_batch_that_was_found_is_the_same_experiment(chars, tmp_path, searched):
@@ -711,15 +656,3 @@ def test_library_that_a_killed_compilation_left_unfinished_is_deleted_and_no_oth
     assert not unfinished.exists()
     assert not drop_unfinished(caught.value, since)  # so the run goes on uncompiled, rather than trying for ever
     assert not drop_unfinished(RuntimeError("no C++ compiler"), since)
-
-
-def test_nothing_that_is_remembered_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a-file"))
-    (tmp_path / "a-file").touch()
-    remembered.keep(held.FILE, "a", 1)
-    assert remembered.read(held.FILE) == {}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    remembered.keep(held.FILE, "a", 1)
-    remembered.keep(held.FILE, "b", "right")
-    assert remembered.read(held.FILE) == {"a": 1, "b": "right"}
-    assert json.loads(Path(remembered.path_of(held.FILE)).read_text()) == {"a": 1, "b": "right"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 import random
 import subprocess
@@ -196,7 +197,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-IN_CHUNKS = kernels.forms_for("cpu", loss_logits=100)
+IN_CHUNKS = {"GPT.loss": functools.partial(kernels.chunked_loss, loss_logits=100)}
 
 
 @pytest.mark.parametrize("forms", [{}, FASTER, IN_CHUNKS], ids=["as written", "small", "in chunks"])
@@ -251,13 +252,6 @@ def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
     assert flops[True] - flops[False] == 2 * head
 
 
-@pytest.mark.parametrize(("gb", "tokens"), [(8, 4096), (12, 4096), (24, 8192), (80, 16384), (141, 16384)])
-def test_chunks_on_a_gpu_are_thousands_of_tokens_by_its_memory(gb, tokens):
-    logits = kernels.logits_for_memory(gb * 2**30)
-    assert kernels.tokens_per_chunk(128 * 1024, 50304, logits) == tokens
-    assert kernels.tokens_per_chunk(2 * 1024, 50304, logits) == 2048  # all of a small micro-batch
-
-
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 18), st.integers(1, 1 << 30))
 def test_chunks_hold_no_more_logits_than_allowed_and_are_whole_tiles(N, V, logits):
     tokens = kernels.tokens_per_chunk(N, V, logits)
@@ -269,7 +263,7 @@ def test_chunks_hold_no_more_logits_than_allowed_and_are_whole_tiles(N, V, logit
 
 def test_chunks_of_whole_batches_are_equally_large():
     for N in (8 * 1024, 12 * 1024, 16 * 256, 20 * 1024, 64 * 1024):
-        for logits in (kernels.LOGITS_ON_CPU, kernels.logits_for_memory(24 * 2**30)):
+        for logits in (kernels.LOGITS_ON_CPU, kernels.LOGITS_ON_GPU):
             assert N % kernels.tokens_per_chunk(N, 50304, logits) == 0
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,19 +98,6 @@ def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):
     ours = op(h, w, t, torch.float32, 5, True)[0]
     plain = F.cross_entropy(h @ w.t(), t, reduction="sum")
     torch.testing.assert_close(torch.autograd.grad(ours, (h, w)), torch.autograd.grad(plain, (h, w)))
-
-
-def test_compiled_loss_takes_the_chunk_of_the_gpu(monkeypatch):
-    kernels.register_operators()
-    card = SimpleNamespace(total_memory=80 * 2**30)
-    untraceable = torch.compiler.disable(lambda index: card)  # as the real one, which asks the driver
-    monkeypatch.setattr(torch.cuda, "get_device_properties", untraceable)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def tokens(x):
-        return x * kernels.logits_per_chunk_of_gpu(0)
-
-    assert tokens(torch.ones((), dtype=torch.int64)).item() == kernels.MOST_LOGITS_ON_GPU
 
 
 def test_last_chunk_that_is_not_full_is_not_compiled_again(monkeypatch):

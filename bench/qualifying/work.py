@@ -18,7 +18,6 @@ from bench.timing import write_data
 from deskgpt.compute import forms
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import is_out_of_memory
 from deskgpt.predict.fit import USABLE, largest_batch
@@ -67,8 +66,7 @@ def best_batch(s: Session, sequences: int = 0) -> int:
 
 def predicted_step(s: Session, form: Form, batch_size: int) -> Step:
     """What predict/memory.py predicts the memory of."""
-    logits = kernels.logits_per_chunk(s.device)
-    return Step(s.sizes.model, batch_size, form, s.device.type, loss_logits=logits)
+    return Step(s.sizes.model, batch_size, form, s.device.type)
 
 
 def problem_of(e: Exception) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-from importlib import metadata
 
 import torch
 
@@ -32,25 +28,6 @@ def set_up_inductor() -> None:
     if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
         inductor.cpp.vec_isa_ok = True
     work_around_gcc()
-
-
-def find_cache() -> str | None:
-    """Gives inductor a temporary folder if TORCHINDUCTOR_CACHE_DIR cannot be written; returns what to say about it.
-
-    torch makes this folder even for an optimizer that is not compiled, so that no run could begin.
-    """
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if not folder:
-        return None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as e:
-        temporary = tempfile.mkdtemp(prefix="torchinductor_")
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = temporary
-        return f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be written ({e.strerror}): using {temporary}"
 
 
 def work_around_gcc() -> bool:
@@ -101,43 +78,26 @@ def said_by_compiler(option: str) -> str:
 
 # ---- the compiler's name -------------------------------------------------------------------------------------
 
-TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
-
 
 def compiler_name(device: torch.device) -> str | None:
-    """What torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None if that is not known.
-
-    If inductor was told to compile for a certain processor or vector length, that follows: "..., march=x86-64-v3".
-    """
+    """What torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None if that is not known."""
     if device.type == "cuda":
         return triton_name()
-    if device.type == "cpu":
-        return cpp_compiler_name()
-    return None
+    return cpp_compiler_name() if device.type == "cpu" else None
 
 
 def triton_name() -> str | None:
-    """Triton and its version, under any of the names of its package; None if it is not installed."""
-    for package in TRITON_PACKAGES:
-        try:
-            return f"triton {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            pass
-    return None
+    """Triton, whose package has one of several names, and its version; None if it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return f"triton {triton.__version__}"
 
 
 def cpp_compiler_name() -> str | None:
-    """The first line that the C++ compiler prints about itself, and what inductor was told about the processor."""
-    from torch._inductor import config
-
-    name = said_by_compiler("--version")
-    if not name:
-        return None
-    for setting in ("march", "simdlen"):
-        value = getattr(config.cpp, setting, None)
-        if value is not None:
-            name += f", {setting}={value}"
-    return name
+    """The first line that the C++ compiler prints about itself."""
+    return said_by_compiler("--version") or None
 
 
 # ---- why it failed -------------------------------------------------------------------------------------------
@@ -149,20 +109,13 @@ COMPILE_NEEDS = {
         "darwin": "there is no C++ compiler: xcode-select --install",
         "win32": "there is no C++ compiler: install Build Tools for Visual Studio, and start from its command prompt",
     },
-    r"fatal error: Python\.h": {
-        "linux": "the compiler finds no Python.h: install Python's headers (Debian, Ubuntu: apt install python3-dev)",
-    },
-    r"Command .*(cuda_utils|main)\.c'.* returned non-zero exit status": {  # Triton's; the error lacks its reason
-        "linux": "the C compiler that Triton calls failed and says why above; often Python.h is missing "
-        "(Debian, Ubuntu: apt install python3-dev)",
-        "win32": "the C compiler that Triton calls failed and says why above",
+    # The second is of the C compiler that Triton calls, and lacks its reason.
+    r"fatal error: Python\.h|Command .*(cuda_utils|main)\.c'.* returned non-zero exit status": {
+        "linux": "the compiler fails, often for lack of Python.h: install Python's headers (apt install python3-dev)",
     },
     r"working triton installation|No module named 'triton": {
         "linux": "there is no working Triton: pip install triton",
         "win32": "there is no working Triton: pip install triton-windows",
-    },
-    r"too old to be supported by the triton": {
-        "linux": "Triton supports GPUs from compute capability 7.0 on, and this one is older",
     },
 }
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +27,8 @@ from deskgpt.compute.checks import Batch, check, nothing_is_zero, plain, weights
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import held, kernels
-from deskgpt.faster.held import RIGHT, Wrong, machine
-from deskgpt.machine import hardware, peak_flops, remembered, torch_internals
+from deskgpt.faster.held import Problems, Wrong, machine
+from deskgpt.machine import hardware, peak_flops, remembered
 from deskgpt.machine.errors import is_out_of_memory
 from deskgpt.machine.terminal import not_silent
 from deskgpt.machine.words import clock
@@ -54,13 +53,11 @@ COLD_S_PER_LAYER = 3.0
 WARM_S = 2.0
 WARM_S_PER_LAYER = 1.0
 SAVED = 0.25
-# The other kind of attention is compiled too if this share of the rest of a run is longer than compiling.
-WORTH_TRYING = 0.05
 
 LONGEST_COMPARED = 2048  # tokens on which kernels are compared
 
 # What can become of a form, from the best to the one that decides for all ranks.
-OUTCOMES = ("fits", "wrong", "does not compile", "again", "out of memory")
+OUTCOMES = ("fits", "left out", "again", "out of memory")
 
 Choice = TypeVar("Choice")
 
@@ -177,10 +174,7 @@ def fastest_right_form(s: Search) -> tuple[Runner, Batching]:
 
         is_compiled = s.wanted.compiled(s.device)
         runner = attempt(s, compiled(s, form)) if is_compiled else None
-        if runner is None:
-            runner = attempt(s, form)
-        if runner is None:
-            runner = attempt(s, s.plain)
+        runner = runner or attempt(s, form) or attempt(s, s.plain)
         assert runner is not None  # the plain form is right by definition
         if is_compiled is None and timed and s.wanted.steps > 0:
             runner = compiled_where_it_pays(s, runner)
@@ -198,7 +192,7 @@ def wrong_kernels(s: Search, compiled: bool) -> tuple[str, ...]:
     if not s.ranks.all(weights_are_finite(s.model)):
         return ()  # what this run finds must not be remembered; health.py will say why it ends
 
-    def compare() -> dict[str, str]:
+    def compare() -> Problems:
         idx, targets = s.batch_of(1)
         try:
             with not_silent("still comparing faster forms with model.py", s.ranks.say):
@@ -210,7 +204,7 @@ def wrong_kernels(s: Search, compiled: bool) -> tuple[str, ...]:
                 sharding.drop_gathered(s.model)
 
     key = f"{machine(s.device)}: {held.digest(s.model.config, compiled)}, kernels"
-    problems: dict[str, str] = {}
+    problems: Problems = {}
     for of_rank in s.ranks.gather(held.problems_of(key, compare, s.ranks.all)):
         problems |= of_rank
     for name in sorted(problems):
@@ -243,25 +237,19 @@ def clearly_fastest(times: Mapping[Choice, float]) -> Choice:
     return best
 
 
-def choose(
-    s: Search, key: str, choices: Sequence[Choice], measure: Callable[[], dict[Choice, float]]
-) -> tuple[Choice, str]:
-    """The clearly fastest choice, on which all ranks agree, and the times in words; remembered under this key.
+def choose(s: Search, choices: Sequence[Choice], measure: Callable[[], dict[Choice, float]]) -> tuple[Choice, str]:
+    """The clearly fastest choice, on which all ranks agree, and the times in words.
 
     measure: the seconds of each choice, or of the first ones; infinite for one that does not fit.
     """
-    known = remembered_by_all(s, key, choices)
-    if known is not None:
-        return known, f"measured before: {remembered.path_of(held.FILE)}"
     with not_silent("still comparing", s.ranks.say):
         times = measure()
     place = choices.index(clearly_fastest(times))
     best = choices[int(s.ranks.max(float(place)))]  # ranks may have measured other times
-    remembered.keep(held.FILE, key, best)
     return best, ", ".join(f"{x}: {t * 1e3:.3g} ms" if t < math.inf else f"{x}: no room" for x, t in times.items())
 
 
-def remembered_by_all(s: Search, key: str, choices: Sequence[Choice]) -> Choice | None:
+def chosen_before(s: Search, key: str, choices: Sequence[str]) -> str | None:
     """The choice that all ranks remember under this key; None where they remember none or different ones."""
     found = remembered.read(held.FILE).get(key)
     place = float(choices.index(found)) if found in choices else -1.0
@@ -315,9 +303,14 @@ def fastest_plain(s: Search, measured: bool) -> Form:
     forms = {in_words(d, e): replace(s.plain, dtype=d, explicit=e) for d in dtypes for e in kinds}
     if len(forms) == 1:
         return forms.popitem()[1]
-    key = f"{machine(s.device)}: {digest(s, s.batch_of(1), s.plain)}: fastest of {', '.join(forms)}"
-    best, said = choose(s, key, list(forms), functools.partial(times_of, s, forms))
-    s.ranks.say(f"fastest here: {best} (a forward and backward pass takes {said})")
+    key = f"{key_of(s, s.plain, s.batch_of(1))}: fastest of {', '.join(forms)}"
+    known = chosen_before(s, key, list(forms))
+    if known is not None:
+        s.ranks.say(f"fastest here: {known} (measured before: {remembered.path_of(held.FILE)})")
+        return forms[known]
+    best, times = choose(s, list(forms), functools.partial(times_of, s, forms))
+    remembered.keep(held.FILE, key, best)
+    s.ranks.say(f"fastest here: {best} (a forward and backward pass takes {times})")
     return forms[best]
 
 
@@ -364,13 +357,7 @@ def search_batch(s: Search, form: Form) -> None:
         hardware.release_memory(s.device)  # what the largest took is not this run's peak
         return times
 
-    # Where other programs use the device, another size may be the best.
-    total_bytes = hardware.memory_bytes(s.device)
-    usable_bytes = hardware.usable_memory_bytes(s.device)
-    share = f"{usable_bytes / total_bytes:.1f}" if total_bytes and usable_bytes else "n/a"
-    split = f"{given.batch_size} x {given.accumulation} on {given.world}, {share} of the memory"
-    key = f"{check_key(s, form, s.batch_of(1))}, {split}, micro-batch"
-    best, said = choose(s, key, sizes, measure)
+    best, said = choose(s, sizes, measure)
     s.batching = given.with_batch_size(best)
     s.ranks.say(
         f"auto_batch: batch_size={best} and gradient_accumulation_steps={s.batching.accumulation}, the same training "
@@ -393,7 +380,7 @@ def seconds_of_sequence(s: Search, runner: Runner) -> float:
     sequence_s = math.inf
     try:
         batch = s.micro_batch()
-        training_pass(s, runner, batch, checked=True)  # with room for all that a step holds
+        training_pass(s, runner, batch, is_checked=True)  # with room for all that a step holds
         (pass_s,) = in_turns(s, [runner], batch)
         sequence_s = pass_s / s.batching.batch_size
     except (RuntimeError, MemoryError) as e:
@@ -409,8 +396,8 @@ def seconds_of_sequence(s: Search, runner: Runner) -> float:
 def attempt(s: Search, form: Form) -> Runner | None:
     """The Runner of this form, tried and checked; None, and a line that says why, where it does not work here.
 
-    Where memory runs out, the micro-batch shrinks if auto_batch allows. Raises ValueError where it does not, and where
-    the user has asked for a form that computes something else, or that does not compile.
+    Where memory runs out, the micro-batch shrinks if auto_batch allows. Raises ValueError where it does not, and as
+    leave_out.
     """
     while True:
         with not_silent(f"still {'compiling' if form.compiled else 'trying the first micro-batch'}", s.ranks.say):
@@ -418,11 +405,8 @@ def attempt(s: Search, form: Form) -> Runner | None:
         outcome = worst(s, outcome)
         if outcome == "fits":
             return runner
-        if outcome == "wrong":
-            refuse(s, form, problem or "another rank's differ")
-            return None
-        if outcome == "does not compile":
-            go_on_uncompiled(s, problem or "it fails on another rank")
+        if outcome == "left out":
+            leave_out(s, form, problem or "it fails, or differs, on another rank")
             return None
         if outcome == "out of memory":
             s.batching = s.smaller(s.batching, form)
@@ -442,22 +426,19 @@ def try_out(s: Search, form: Form, batch: Batch) -> tuple[Runner | None, str, st
     Ranks that share weights rehearse first, each alone: one that failed amid a pass with the others would leave them
     waiting for its part.
     """
-    key = check_key(s, form, batch)
-    found = held.known(key)
+    key = key_of(s, form, batch)
+    found = held.found_before(key)
     is_plain = form == plain(form) and s.device.type != "cuda"  # on CUDA float32 is TF32
-    checked = is_plain or s.ranks.all(found == RIGHT)
-    check_as = None if checked else key
-    runner = None
-    if found not in (None, RIGHT):
-        outcome = "wrong"
-        problem = str(found)
+    check_as = None if is_plain or s.ranks.all(found == {}) else key
+    if found:
+        tried: tuple[Runner | None, str, str] = (None, "left out", next(iter(found.values())))
     else:
-        runner, outcome, problem = passes(s, form, batch, check_as, rehearsed=s.sharded)
+        tried = passes(s, form, batch, check_as, rehearsed=s.sharded)
     if s.sharded:
         gc.collect()  # the copy, whose modules refer to each other
-    if s.sharded and worst(s, outcome) == "fits":
-        return passes(s, form, batch, check_as)
-    return runner, outcome, problem
+        if worst(s, tried[1]) == "fits":
+            return passes(s, form, batch, check_as)
+    return tried
 
 
 def passes(
@@ -476,15 +457,15 @@ def passes(
         if s.wanted.trains:
             training_pass(s, runner, batch, check_as is None)
             if not rehearsed:
-                held.keep(check_as, None)
+                held.keep(check_as, {})
         runner.drop_gradients()
         with runner.evaluating():
             runner.loss(*batch)
         hardware.synchronize(s.device)
         return None if rehearsed else runner, "fits", ""
     except Wrong as e:
-        held.keep(check_as, str(e))
-        return None, "wrong", str(e)
+        held.keep(check_as, {str(form): str(e)})
+        return None, "left out", str(e)
     except Exception as e:
         if s.sharded and not rehearsed:
             raise  # the others are in the pass: this ends them too
@@ -494,13 +475,13 @@ def passes(
             raise
         if drop_unfinished(e, s.began):
             return None, "again", ""
-        return None, "does not compile", compiling.why_not_compiled(e)
+        return None, "left out", compiling.why_not_compiled(e)
     finally:
         for p in s.model.parameters():
             p.grad = None
 
 
-def training_pass(s: Search, runner: Runner, batch: Batch, checked: bool) -> None:
+def training_pass(s: Search, runner: Runner, batch: Batch, is_checked: bool) -> None:
     """A training pass, compared with plain float32 unless it was checked before. Raises Wrong.
 
     It takes room for AdamW's moments and, as a step will, for the gradients of earlier micro-batches and DDP's buckets.
@@ -516,7 +497,7 @@ def training_pass(s: Search, runner: Runner, batch: Batch, checked: bool) -> Non
             runner.scaler.load_state_dict(scaler_state | {"scale": 1024.0})  # the usual one may overflow at first
         loss = runner.forward_backward(*batch, micro_steps) * micro_steps
         del room
-        if not checked:
+        if not is_checked:
             if not rehearsed:
                 s.ranks.say(f"comparing loss and gradients in {runner.form} with plain float32")
             check(runner, batch, loss, micro_steps, rehearsed)
@@ -524,115 +505,77 @@ def training_pass(s: Search, runner: Runner, batch: Batch, checked: bool) -> Non
         runner.scaler.load_state_dict(scaler_state)
 
 
-def go_on_uncompiled(s: Search, reason: str) -> None:
-    """Says that compiling fails, and what that costs; raises ValueError where the user has asked for it."""
-    if s.wanted.compile is True:
-        raise ValueError(f"compile=True: {reason}; or try --compile=auto, or --compile=False")
-    more_memory = "" if s.device.type == "cpu" else " and may take more memory"
-    s.ranks.say(f"compile=auto: NOT compiled, so steps are slower{more_memory}: {reason}")
-
-
-def refuse(s: Search, form: Form, problem: str) -> None:
-    """Says that a form computes something else; raises ValueError where the user has asked for it."""
+def leave_out(s: Search, form: Form, problem: str) -> None:
+    """Says why a form is left out; raises ValueError where the user has asked for it, or nothing plainer is left."""
     if form.compiled and s.wanted.compile is True:
-        raise ValueError(f"compile=True: {problem}; leave --compile out, or try --compile=False")
-    if form == plain(form):  # TF32, on CUDA: there is nothing plainer to go on with
+        raise ValueError(f"compile=True: {problem}; or try --compile=auto, or --compile=False")
+    if form.compiled:
+        s.ranks.say(f"compile=auto: NOT compiled, so steps are slower and may take more memory: {problem}")
+        return
+    if form == plain(form):  # TF32, on CUDA
         raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
-    if not form.compiled and s.wanted.dtype != "auto":
+    if s.wanted.dtype != "auto":
         raise ValueError(f"dtype={form.dtype}: {problem}; leave --dtype out, or try --dtype=float32")
-    s.ranks.say(f"{problem}; going on {'without compiling' if form.compiled else 'in float32'}")
+    s.ranks.say(f"{problem}; going on in float32")
 
 
 # ---- compiling on a CPU --------------------------------------------------------------------------------------
 
 
 def compiled_where_it_pays(s: Search, plain: Runner) -> Runner:
-    """The fastest form with plain's dtype, compiled if the rest of the run is long enough to win that back."""
+    """plain, or the same dtype compiled where the rest of the run is long enough to win that back and it is faster."""
     batch = s.micro_batch()
     with not_silent("still timing a micro-batch", s.ranks.say):
         plain_s = min(seconds(s, plain, batch), seconds(s, plain, batch))
     limit_s = math.inf if s.wanted.seconds is None else s.wanted.seconds
-    rest_s = min(limit_s, plain_s * s.batching.micro_steps * s.wanted.steps)
-    saves = f"saves about {clock(SAVED * rest_s)} of this run"
-    least_s = compile_s(s, warm=True)
-    if not s.ranks.all(SAVED * rest_s > least_s):
-        # It would not pay even with all of it in the cache: no need to ask the compiler its name and look there.
-        s.ranks.say(f"compile=auto: not compiling, which takes at least about {clock(least_s)} and {saves}")
-        return plain
+    saved_s = SAVED * min(limit_s, plain_s * s.batching.micro_steps * s.wanted.steps)
+    pays, words = pays_to_compile(s, saved_s, is_cached=True)
+    if not pays:
+        s.ranks.say(f"compile=auto: not compiling, which {words}")
+        return plain  # not even the compiler's name was asked, which takes a second
 
-    forms = {str(form): form for form in compiled_forms(s, plain.form, rest_s)}
-    first = next(iter(forms.values()))
-    key = f"{check_key(s, first, batch)}, fastest of {', '.join(forms)}"
-    forms = {str(plain.form): plain.form} | forms
-    known = remembered_by_all(s, key, list(forms))
-    if known == str(plain.form):
+    # In graphs explicit attention was the faster in bfloat16 with AMX (LOG.md, 2026-11-21), flash attention in float32
+    # without it (2026-11-22).
+    explicit = plain.form.dtype == "bfloat16" and may_be_explicit(s)
+    form = replace(compiled(s, plain.form), explicit=explicit)
+    choices = [str(plain.form), str(form)]
+    key = f"{key_of(s, form, batch)}: fastest of {'; '.join(choices)}"
+    known = chosen_before(s, key, choices)
+    if known == choices[0]:
         s.ranks.say(f"compile=auto: not compiling, which was no faster before: {remembered.path_of(held.FILE)}")
         return plain
-    warm = marker(s, first if known is None else forms[known], batch).exists()
-    cost_s = compile_s(s, warm)
-    pays = s.ranks.all(SAVED * rest_s > cost_s)
-    takes = f"takes about {clock(cost_s)} ({'' if warm else 'not '}in the cache)"
-    s.ranks.say(f"compile=auto: {'' if pays else 'not '}compiling, which {takes} and {saves}")
+    is_cached = held.found_before(key_of(s, form, batch)) == {}  # unless the cache was deleted since
+    pays, words = pays_to_compile(s, saved_s, is_cached)
+    s.ranks.say(f"compile=auto: {'' if pays else 'not '}compiling, which {words}")
     if not pays:
         return plain
+    runner = attempt(s, form)
+    if runner is None or known is not None:
+        return runner or plain
 
-    runners = {str(plain.form): plain}
-    for name, form in forms.items():
-        runner = attempt(s, form) if form.compiled and known in (None, name) else None
-        if runner is not None:
-            runners[name] = runner
-            with suppress(OSError):
-                marker(s, form, s.micro_batch()).touch()
-    if known is not None or len(runners) == 1:
-        return runners.get(known or "", plain)
-
-    def measure() -> dict[str, float]:
-        return dict(zip(runners, in_turns(s, list(runners.values()), s.micro_batch()), strict=True))
-
-    best, said = choose(s, key, list(runners), measure)
+    runners = [plain, runner]
+    best, said = choose(s, choices, lambda: dict(zip(choices, in_turns(s, runners, s.micro_batch()), strict=True)))
+    remembered.keep(held.FILE, key, best)
     s.ranks.say(f"compile=auto: {best} is the fastest (a micro-batch takes {said})")
-    return runners[best]
+    return runners[choices.index(best)]
 
 
-def compile_s(s: Search, warm: bool) -> float:
-    """Seconds that compiling the model takes; warm: with all of it in the cache."""
-    if warm:
-        return WARM_S + WARM_S_PER_LAYER * s.model.config.n_layer
-    return COLD_S + COLD_S_PER_LAYER * s.model.config.n_layer
-
-
-def compiled_forms(s: Search, plain: Form, rest_s: float) -> list[Form]:
-    """The compiled forms with plain's dtype that a rest of a run of this length can try, the likelier first.
-
-    Compiled, explicit attention was the faster in bfloat16 with AMX (LOG.md, 2026-11-21), flash attention in float32
-    without it (2026-11-22).
-    """
-    form = compiled(s, plain)
-    if not may_be_explicit(s):
-        return [form]
-    likely = plain.dtype == "bfloat16"
-    kinds = [likely]
-    if s.ranks.all(WORTH_TRYING * rest_s > compile_s(s, warm=False)):
-        kinds.append(not likely)
-    return [replace(form, explicit=explicit) for explicit in kinds]
+def pays_to_compile(s: Search, saved_s: float, is_cached: bool) -> tuple[bool, str]:
+    """Whether compiling takes less than it saves, on all ranks, and both times in words."""
+    n_layer = s.model.config.n_layer
+    cost_s = WARM_S + WARM_S_PER_LAYER * n_layer if is_cached else COLD_S + COLD_S_PER_LAYER * n_layer
+    words = f"takes about {clock(cost_s)} and saves about {clock(saved_s)} of this run"
+    return s.ranks.all(saved_s > cost_s), words
 
 
 # ---- what is remembered --------------------------------------------------------------------------------------
 
 
-def digest(s: Search, batch: Batch, *more: Any) -> str:
-    """A name for what a graph is made from: the model, the shape of a micro-batch, torch and our own code."""
-    return held.digest(s.model.config, tuple(batch[0].shape), s.ranks.distributed, s.sharded, *more)
-
-
-def check_key(s: Search, form: Form, batch: Batch) -> str:
-    compiler = f", {compiling.compiler_name(s.device)}" if form.compiled else ""
-    return f"{machine(s.device)}{compiler}: {digest(s, batch, form, s.batching.micro_steps > 1)}"
-
-
-def marker(s: Search, form: Form, batch: Batch) -> Path:
-    """A file in inductor's cache that says: this form of this model has been compiled."""
-    return torch_internals.inductor_folder() / f"deskgpt-{digest(s, batch, form)}"
+def key_of(s: Search, form: Form, batch: Batch) -> str:
+    """Under which things are remembered of this form of the model, on this machine and compiler, by our code."""
+    compiler = compiling.compiler_name(s.device) if form.compiled else None
+    split = (tuple(batch[0].shape), s.ranks.distributed, s.sharded, s.batching.micro_steps > 1)
+    return f"{machine(s.device)}: {held.digest(s.model.config, form, compiler, *split)}"
 
 
 def drop_unfinished(error: Exception, since: float) -> bool:

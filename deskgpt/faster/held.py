@@ -52,8 +52,9 @@ ALMOST_NOTHING = 1e-3  # a gradient below this share of the largest may be nothi
 
 Form = Callable[..., Any]  # what stands in for a function of model.py, called as form(plain, *args)
 
+Problems = dict[str, str]  # what is wrong with forms that were compared, by name; empty where all are right
+
 FILE = "forms"  # of what is remembered
-RIGHT = "right"  # what is remembered of a form that was compared; of another, what was wrong
 
 
 class Wrong(ValueError):
@@ -72,49 +73,31 @@ def digest(*what: Any) -> str:
     return hashlib.sha256(repr((torch.__version__, *what)).encode() + digest_of_code(CODE)).hexdigest()[:16]
 
 
-def known(key: str | None) -> str | None:
-    """RIGHT or what is wrong with the form of this key, in words that name the file; None if it was not compared."""
+def found_before(key: str | None) -> Problems | None:
+    """What is wrong with the forms of this key, in words that name the file; None if they were not compared."""
     found = remembered.read(FILE).get(key or "")
-    if not isinstance(found, str) or found == RIGHT:
-        return RIGHT if found == RIGHT else None
-    return f"{found} (found before, in {remembered.path_of(FILE)})"
+    if not isinstance(found, dict):
+        return None
+    return {name: f"{problem} (found before, in {remembered.path_of(FILE)})" for name, problem in found.items()}
 
 
-def keep(key: str | None, problem: str | None) -> None:
+def keep(key: str | None, problems: Problems) -> None:
     if key is not None:
-        remembered.keep(FILE, key, problem or RIGHT)
-
-
-def problem_of(key: str | None, compare: Callable[[], None]) -> str | None:
-    """What is wrong with the form of this key, None if it is right: as remembered, else as `compare` finds.
-
-    compare raises Wrong where the form differs. Without a key nothing is remembered.
-    """
-    found = known(key)
-    if found is not None:
-        return None if found == RIGHT else found
-    problem = None
-    try:
-        compare()
-    except Wrong as e:
-        problem = str(e)
-    keep(key, problem)
-    return problem
+        remembered.keep(FILE, key, problems)
 
 
 def problems_of(
-    key: str | None, compare: Callable[[], dict[str, str]], on_all_ranks: Callable[[bool], bool] = bool
-) -> dict[str, str]:
-    """As problem_of, of several forms: by name, what is wrong with those that differ.
+    key: str | None, compare: Callable[[], Problems], on_all_ranks: Callable[[bool], bool] = bool
+) -> Problems:
+    """What is wrong with the forms of this key: as remembered, else as `compare` finds. Without a key, always compares.
 
     on_all_ranks: whether something holds on all ranks. They compare together if one of them does not remember.
     """
-    found = remembered.read(FILE).get(key or "")
-    if not on_all_ranks(isinstance(found, dict)):
+    found = found_before(key)
+    if not on_all_ranks(found is not None):
         found = compare()
-        if key is not None:
-            remembered.keep(FILE, key, found)
-    assert isinstance(found, dict)
+        keep(key, found)
+    assert found is not None
     return found
 
 
@@ -156,27 +139,26 @@ def keeping_buffers(model: nn.Module) -> Iterator[None]:
 # ---- kernels -------------------------------------------------------------------------------------------------
 
 
-def all_wrong_kernels(model: nn.Module, compiled: bool, idx: Tensor, targets: Tensor) -> dict[str, str]:
+def all_wrong_kernels(model: nn.Module, compiled: bool, idx: Tensor, targets: Tensor) -> Problems:
     """wrong_kernels of all kernels for the model's device; or, compiled, of those that only compiled models have."""
     device = idx.device.type
-    forms = list(kernels.forms_for(device).items())
+    forms = kernels.forms_for(device)
     if compiled:
-        plain_too = dict(forms)
-        forms = [
-            (name, form) for name, form in kernels.forms_for(device, compiled=True).items() if name not in plain_too
-        ]
-    elif kernels.may_be_explicit(device, idx.size(1), 0.0):
-        forms.append(("attention", kernels.explicit_attention))
-    return wrong_kernels(model, forms, idx, targets)
+        more = kernels.forms_for(device, compiled=True)
+        return wrong_kernels(model, [(name, form) for name, form in more.items() if name not in forms], idx, targets)
+    named = list(forms.items())
+    if kernels.may_be_explicit(device, idx.size(1), 0.0):
+        named.append(("attention", kernels.explicit_attention))
+    return wrong_kernels(model, named, idx, targets)
 
 
-def wrong_kernels(model: nn.Module, forms: Iterable[tuple[str, Form]], idx: Tensor, targets: Tensor) -> dict[str, str]:
+def wrong_kernels(model: nn.Module, forms: Iterable[tuple[str, Form]], idx: Tensor, targets: Tensor) -> Problems:
     """Which of these forms compute something else than the definition in a pass of `model`, and how, by their names.
 
     forms: with the names of what they stand in for. idx, targets (1, T): real tokens. Results and gradients are
     compared in full float32, in training and in evaluation.
     """
-    problems: dict[str, str] = {}
+    problems: Problems = {}
     of_name: dict[str, list[Form]] = {}
     for name, form in forms:
         of_name.setdefault(name, []).append(kernels.loss_in_thirds if form is kernels.chunked_loss else form)
@@ -194,7 +176,7 @@ def wrong_kernels(model: nn.Module, forms: Iterable[tuple[str, Form]], idx: Tens
     return problems
 
 
-def comparing(name: str, forms: list[Form], problems: dict[str, str], large: bool) -> Form:
+def comparing(name: str, forms: list[Form], problems: Problems, large: bool) -> Form:
     """What stands in for the function `name` and computes as it does; notes in problems where a form does not.
 
     large: on large numbers, see LARGE. Of calls that differ in these numbers only, as those of the layers do, the first

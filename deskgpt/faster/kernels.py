@@ -23,17 +23,14 @@ from deskgpt.faster import graphs
 Plain = Callable[..., Tensor]
 
 
-def forms_for(
-    device_type: str, explicit: bool = False, compiled: bool = False, loss_logits: int | None = None
-) -> dict[str, Callable[..., Any]]:
+def forms_for(device_type: str, explicit: bool = False, compiled: bool = False) -> dict[str, Callable[..., Any]]:
     """The forms for this kind of device, by the names of what they stand in for.
 
-    explicit: explicit_attention in training passes. compiled: whether torch.compile comes over it. loss_logits: as in
-    chunked_loss.
+    explicit: explicit_attention in training passes. compiled: whether torch.compile comes over it.
     """
     forms: dict[str, Callable[..., Any]] = {
         "attention": explicit_attention if explicit else flash_attention,
-        "GPT.loss": chunked_loss if loss_logits is None else functools.partial(chunked_loss, loss_logits=loss_logits),
+        "GPT.loss": chunked_loss,
     }
     if compiled and device_type == "cpu":
         register_operators()
@@ -124,33 +121,11 @@ def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
 # Up to this number of logits, a batch's are computed at once, in plain torch. More are computed, used and dropped in
 # chunks, of this size on a CPU: smaller chunks cost speed, larger ones only memory. 2^25 are 667 tokens of GPT-2's
 # vocabulary, 134 MB in float32 (bench/results/2026-11-22-loss.md). On a GPU every chunk also reads and writes the whole
-# gradient of the head, 309 MB for GPT-2 in float32, which only thousands of tokens outweigh: 4096 to 16384 of GPT-2's
-# vocabulary.
+# gradient of the head, 309 MB for GPT-2 in float32, which only thousands of tokens outweigh. In bfloat16 a chunk there
+# takes 0.4 GB compiled and 2 GB not compiled, by rehearsal. Other sizes are measured by bench/qualify.py.
 LOGITS_ON_CPU = 1 << 25
-LEAST_LOGITS_ON_GPU = 4096 * 50304
-MOST_LOGITS_ON_GPU = 16384 * 50304
-BYTES_PER_LOGIT = 6  # between a chunk's 2 (compiled) and 10 (not compiled), rehearsed in bfloat16
-SHARE_OF_GPU = 8  # a chunk of more than the least takes at most an eighth of a GPU's memory
+LOGITS_ON_GPU = 4096 * 50304
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
-
-
-def logits_per_chunk(device: torch.device) -> int:
-    """How many logits of the loss to compute at once on this device."""
-    if device.type == "cuda":
-        return logits_per_chunk_of_gpu(device.index)
-    return LOGITS_ON_CPU
-
-
-def logits_per_chunk_of_gpu(index: int | None) -> int:
-    return logits_for_memory(torch.cuda.get_device_properties(index).total_memory)
-
-
-def logits_for_memory(gpu_bytes: float) -> int:
-    """How many logits to compute at once on a GPU with this memory: the least, twice or four times as many."""
-    logits = LEAST_LOGITS_ON_GPU
-    while logits < MOST_LOGITS_ON_GPU and 2 * logits * BYTES_PER_LOGIT * SHARE_OF_GPU <= gpu_bytes:
-        logits *= 2
-    return logits
 
 
 def tokens_per_chunk(N: int, V: int, logits: int) -> int:
@@ -177,7 +152,8 @@ def chunked_loss(plain: Plain, model: Any, x: Tensor, targets: Tensor, loss_logi
     targets_of_h = targets.flatten()
     weight = model.lm_head.weight
     N, V = h.size(0), weight.size(0)
-    chunk = tokens_per_chunk(N, V, loss_logits or logits_per_chunk(h.device))
+    usual = LOGITS_ON_GPU if h.device.type == "cuda" else LOGITS_ON_CPU
+    chunk = tokens_per_chunk(N, V, loss_logits or usual)
     if chunk == N and N * V <= LOGITS_ON_CPU:
         return plain(model, x, targets)
     device = h.device.type
@@ -303,7 +279,6 @@ def register_operators() -> None:
         return
     _register_gelu()
     _register_chunked_cross_entropy()
-    torch.compiler.assume_constant_result(logits_per_chunk_of_gpu)  # it asks the driver, which cannot be traced
     _registered = True
 
 

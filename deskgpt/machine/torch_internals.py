@@ -7,9 +7,6 @@ compiling.py avoids a bug of GCC.
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +27,6 @@ def traces_autograd() -> bool:
         return False
     torch._dynamo.config.trace_autograd_ops = True
     return True
-
-
-def inductor_folder() -> Path:
-    """Where inductor keeps what it has compiled. Without its own answer: where it has been in all versions so far."""
-    try:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-    except ImportError:
-        return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()))
-    return Path(cache_dir())
 
 
 def cpp_compiler() -> str | None:

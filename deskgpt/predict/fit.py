@@ -8,7 +8,6 @@ import torch
 
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Form
-from deskgpt.faster import kernels
 from deskgpt.machine import hardware
 from deskgpt.machine.words import BYTES, COUNTS, with_unit
 from deskgpt.predict.memory import Live, MakeOptimizer, Step, fake_tensors, memory, update_bytes, with_gradients
@@ -84,9 +83,8 @@ def smaller_batch(
         )
     smaller = 1 if batching.batch_size % 2 else batching.batch_size // 2
     if not auto_batch and device.type == "cuda" and limit:
-        logits = kernels.logits_for_memory(hardware.memory_bytes(device) or 0)
         compiled = replace(form, compiled=True)
-        step = Step(config, smaller, compiled, device.type, loss_logits=logits, make_optimizer=make)
+        step = Step(config, smaller, compiled, device.type, make_optimizer=make)
         smaller = largest_batch(step, USABLE * limit) or 1
     same = batching.with_batch_size(smaller)
     if not auto_batch:

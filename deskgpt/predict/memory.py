@@ -61,7 +61,6 @@ class Step:
     form: Form
     device_type: str
     accumulates: bool = True  # several micro-batches: earlier gradients are alive in a forward pass
-    loss_logits: int = kernels.LEAST_LOGITS_ON_GPU  # of a chunk of the loss on CUDA, as kernels.logits_for_memory
     make_optimizer: MakeOptimizer | None = None  # None: AdamW
     shard: Callable[[GPT], object] | None = None  # shards the parameters among ranks, of which this is the first
 
@@ -69,7 +68,7 @@ class Step:
         """What stands in for functions of model.py. A compiled step is rehearsed as one that is not."""
         forms = forms_of(replace(self.form, compiled=False), torch.device("cpu"), self.config.dropout)
         if self.device_type == "cuda" and "GPT.loss" in forms:
-            forms["GPT.loss"] = functools.partial(kernels.chunked_loss, loss_logits=self.loss_logits)
+            forms["GPT.loss"] = functools.partial(kernels.chunked_loss, loss_logits=kernels.LOGITS_ON_GPU)
         return forms
 
 

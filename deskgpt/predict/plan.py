@@ -85,10 +85,6 @@ class Machine:
             return None
         return USABLE * self.free_bytes
 
-    def loss_logits(self) -> int:
-        """Of a chunk of the loss, if this is a CUDA card."""
-        return kernels.logits_for_memory(self.memory_bytes or 0)
-
 
 # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -127,7 +123,6 @@ class Planned:
             Form(machine.dtype, self.compiled, explicit, self.activation_checkpoint, self.as_written),
             machine.device_type,
             accumulates=self.batching.micro_steps > 1,
-            loss_logits=machine.loss_logits(),
             make_optimizer=self.make_optimizer,
             shard=None if self.mesh is None else self.shard,
         )

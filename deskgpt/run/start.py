@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute import compiling, sharding
+from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.checks import Batch
 from deskgpt.compute.forms import EarlierForm, Search, Wanted, fastest_right_form
@@ -45,9 +45,6 @@ def prepare_machine(settings: Settings, ranks: Ranks) -> None:
     hardware.forbid_spilling(ranks.device)
     if not settings["eval_only"] and not settings["dry_run"]:
         check_shared(store.folder_of(settings["out_dir"]), ranks)
-    other_cache = compiling.find_cache()
-    if other_cache:
-        ranks.say(other_cache)
     hardware.seed_all(settings["seed"], ranks.device)
 
 
