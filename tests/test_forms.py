@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from conftest import assert_equal, assert_one_line, events, tiny, trajectory, weights
+from conftest import assert_equal, assert_one_line, events, tiny, weights
 from gloo import on_ranks
 from tiny_models import MODERN_SETTINGS
 from torch import Tensor
@@ -213,21 +212,6 @@ def test_trials_of_a_model_with_a_running_mean_all_start_from_its_mean_and_leave
     runner.forward_backward(*batch_of(4))
     Reading(model.train(), batch_of(1)[0][:, :4], "float32", remembers=False)
     assert torch.equal(block.mean, torch.ones(32))
-
-
-def test_cache_that_fails_is_left_out_and_a_line_says_so():
-    def add_row_by_row(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, span = args
-        of_each_position = torch.ones(int(span.at[-1]) + 1, 1)
-        return torch.cat((x, of_each_position[None] * x[..., :1]), -1)[..., :32], span
-
-    model = a_model()
-    model.transformer.h[0].register_forward_pre_hook(add_row_by_row)
-    said: list[str] = []
-    reading = Reading(model, batch_of(1)[0][:, :4], "float32", remembers=False, say=said.append)
-    assert "GPT.next_logits" not in reading.forms
-    (line,) = said
-    assert_one_line(line, "with a cache", "fail")
 
 
 def test_right_kernel_is_taken_and_checked_once():
@@ -478,22 +462,6 @@ def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monke
     assert asked == [FOUR[2:], [Form(), Form("bfloat16")]]
 
 
-def test_real_times_are_those_of_a_pass_and_the_slower_form_loses(monkeypatch):
-    model = a_model()
-    forward_backward = Runner.forward_backward
-
-    def slow(self: Runner, *args: Any, **kwargs: Any) -> Tensor:
-        time.sleep(0.02 * (self.form.dtype == "bfloat16"))
-        return forward_backward(self, *args, **kwargs)
-
-    monkeypatch.setattr(Runner, "forward_backward", slow)
-    monkeypatch.setattr(forms, "TURNS_S", 0.0)
-    found = forms.times_of(search_of(model), {"a": Form(), "b": Form("bfloat16")})
-    assert 0 < found["a"] < found["b"]
-    assert found["b"] > 0.02
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path, compile="auto", dtype="auto"))
     assert not events(tmp_path, "start")[0]["compiled"]
@@ -583,23 +551,6 @@ def test_micro_batch_doubles_while_that_is_clearly_faster_and_fits(seconds, sett
     batch, accumulation, eval_tokens = batch_found([], **{"dtype": "float32"} | settings)
     assert (batch, accumulation) == found
     assert eval_tokens == (0 if batch == 2 else 200 * 2 * 32)
-
-
-def test_run_with_the_micro_batch_that_was_found_is_the_same_experiment(chars, tmp_path, searched):
-    searched.seconds |= {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.7}
-    settings = {"batch_size": 2, "gradient_accumulation_steps": 4, "lr_decay_iters": 6}
-    main(tiny(chars, tmp_path / "given", **settings))
-    main(tiny(chars, tmp_path / "found", **settings, auto_batch=True, max_iters=3))
-    argv = [f"--out_dir={tmp_path / 'found'}", "--init_from=resume", "--max_iters=6"]
-    searched.asked.clear()
-    main(TrainConfig(**resumed_settings(argv, str(tmp_path / "found"))))
-    assert not searched.asked  # a resumed run keeps what it has
-    for start in events(tmp_path / "found", "start"):
-        assert (start["settings"]["batch_size"], start["settings"]["gradient_accumulation_steps"]) == (8, 1)
-    given, found = (trajectory(tmp_path / name) for name in ("given", "found"))
-    for kind in given:
-        for step in given[kind]:
-            assert found[kind][step] == pytest.approx(given[kind][step], rel=1e-5)
 
 
 def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):

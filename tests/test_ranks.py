@@ -24,13 +24,9 @@ def test_torchrun_says_where_a_process_is_and_without_it_there_is_one():
         ({"SLURM_STEP_NUM_TASKS": "4"}, ["srun", "SLURM_STEP_NUM_TASKS=4"]),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ["srun", "SLURM_PROCID=1"]),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["Open MPI's mpirun"]),
-        ({"PMI_SIZE": "2"}, ["MPICH's or Intel's mpirun"]),
         ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK", "unset"]),
         ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE", "unset"]),
         (TORCHRUN | {"MASTER_ADDR": ""}, ["RANK=1", "MASTER_ADDR"]),
-        (TORCHRUN | {"MASTER_PORT": "http"}, ["MASTER_PORT='http'"]),
-        (TORCHRUN | {"RANK": "-1"}, ["RANK='-1'"]),
-        (TORCHRUN | {"LOCAL_RANK": "x"}, ["LOCAL_RANK='x'"]),
         (TORCHRUN | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"]),
     ],
 )
@@ -42,7 +38,8 @@ def test_processes_that_do_not_know_of_each_other_are_refused_with_torchruns_com
 
 def test_restarts_of_torchrun_need_a_store_of_their_own():
     restarts = TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with pytest.raises(ValueError, match=r"^--max_restarts=3: .*set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(ValueError, match="--max_restarts=3") as refused:
         place_of(restarts)
+    assert_one_line(refused.value, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     assert place_of(restarts | {"TORCHELASTIC_MAX_RESTARTS": "0"}).distributed
     assert place_of(restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).distributed

@@ -204,16 +204,13 @@ def test_what_sharded_weights_cannot_do_is_refused_with_the_remedy(tmp_path, set
     sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": -1}))), 1)
 
 
-def test_parameters_that_torch_cannot_shard_are_refused_in_one_line():
-    sharding.refuse_what_torch_cannot_shard(GPT(CONFIG))
+def test_parameter_that_two_blocks_share_is_refused_in_one_line():
+    sharding.refuse_shared(GPT(CONFIG))
     tied = GPT(CONFIG)
     tied.transformer.h[1] = tied.transformer.h[0]
-    scalar = GPT(CONFIG)
-    scalar.scale = torch.nn.Parameter(torch.tensor(1.0))
-    for model, named in ((tied, ["transformer.h.0.", "transformer.h.1."]), (scalar, ["scale", "(1,)"])):
-        with pytest.raises(ValueError, match="dp_shard") as refused:
-            sharding.refuse_what_torch_cannot_shard(model)
-        assert_one_line(str(refused.value), *named)
+    with pytest.raises(ValueError, match="dp_shard") as refused:
+        sharding.refuse_shared(tied)
+    assert_one_line(refused.value, "transformer.h.0.", "transformer.h.1.")
 
 
 def test_parameter_that_is_unused_on_one_rank_only_ends_no_run(tmp_path):

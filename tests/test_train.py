@@ -28,7 +28,7 @@ from conftest import (
     vector,
     weights,
 )
-from test_sharded_checkpoint import run
+from gloo import run
 from tiny_models import CountingNorm
 from torch._dynamo.utils import counters
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import assert_equal, assert_one_line, events, tiny, trajectory, weights
-from test_sharded_checkpoint import run
+from gloo import run
 
 import train
 from data.text.prepare import prepare

@@ -128,11 +128,10 @@ def place_of(environ: Mapping[str, str]) -> Place:
             f"RANK={environ['RANK']} is set, but {missing[0]} is not: unset RANK to train in one process; "
             f"{USE_TORCHRUN}"
         )
-    rank = number("RANK", environ)
-    world = number("WORLD_SIZE", environ)
-    local_rank = number("LOCAL_RANK", environ, 0)
-    local_world = number("LOCAL_WORLD_SIZE", environ, 1)
-    number("MASTER_PORT", environ)
+    rank = int(environ["RANK"])
+    world = int(environ["WORLD_SIZE"])
+    local_rank = int(environ.get("LOCAL_RANK", 0))
+    local_world = int(environ.get("LOCAL_WORLD_SIZE", 1))
     if rank >= world:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}; {USE_TORCHRUN}")
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -142,14 +141,6 @@ def place_of(environ: Mapping[str, str]) -> Place:
             "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
         )
     return Place(rank, world, local_rank, local_world, distributed=True)
-
-
-def number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
-    """The whole number of an environment variable. Raises ValueError."""
-    text = environ[name] if default is None else environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not a whole number; {USE_TORCHRUN}")
-    return int(text)
 
 
 def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:

@@ -98,21 +98,18 @@ def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
     """Shards the model in place: its parameters become DTensors, with each rank's rows."""
     from torch.distributed.fsdp import fully_shard
 
-    refuse_what_torch_cannot_shard(model)
+    refuse_shared(model)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh)
 
 
-def refuse_what_torch_cannot_shard(model: GPT) -> None:
-    """Raises ValueError for a parameter that two units share, and for a scalar, as a changed model may have them."""
+def refuse_shared(model: GPT) -> None:
+    """Raises ValueError for a parameter that two units share, as a changed model may have it; torch says nothing."""
     for first, *others in names_of_shared(model):
         for other in others:
             if unit_of(first) != unit_of(other):
                 raise ValueError(f"dp_shard: {first} is also {other}, and torch shards each block alone; leave it out")
-    for name, p in model.named_parameters():
-        if p.dim() == 0:
-            raise ValueError(f"dp_shard: {name} is a scalar, which torch cannot shard; give it the shape (1,)")
 
 
 def unit_of(name: str) -> str:
