@@ -237,16 +237,20 @@ def clearly_fastest(times: Mapping[Choice, float]) -> Choice:
     return best
 
 
-def choose(s: Search, choices: Sequence[Choice], measure: Callable[[], dict[Choice, float]]) -> tuple[Choice, str]:
-    """The clearly fastest choice, on which all ranks agree, and the times in words.
-
-    measure: the seconds of each choice, or of the first ones; infinite for one that does not fit.
-    """
+def choose(
+    s: Search, key: str, choices: Sequence[str], measure: Callable[[], dict[str, float]]
+) -> tuple[str, dict[str, float]]:
+    """The clearly fastest choice, on which all ranks agree, and the seconds of each; remembered under this key."""
     with not_silent("still comparing", s.ranks.say):
         times = measure()
     place = choices.index(clearly_fastest(times))
     best = choices[int(s.ranks.max(float(place)))]  # ranks may have measured other times
-    return best, ", ".join(f"{x}: {t * 1e3:.3g} ms" if t < math.inf else f"{x}: no room" for x, t in times.items())
+    remembered.keep(held.FILE, key, best)
+    return best, times
+
+
+def in_ms(times: Mapping[Any, float]) -> str:
+    return ", ".join(f"{x}: {t * 1e3:.3g} ms" if t < math.inf else f"{x}: no room" for x, t in times.items())
 
 
 def chosen_before(s: Search, key: str, choices: Sequence[str]) -> str | None:
@@ -308,9 +312,8 @@ def fastest_plain(s: Search, measured: bool) -> Form:
     if known is not None:
         s.ranks.say(f"fastest here: {known} (measured before: {remembered.path_of(held.FILE)})")
         return forms[known]
-    best, times = choose(s, list(forms), functools.partial(times_of, s, forms))
-    remembered.keep(held.FILE, key, best)
-    s.ranks.say(f"fastest here: {best} (a forward and backward pass takes {times})")
+    best, times = choose(s, key, list(forms), functools.partial(times_of, s, forms))
+    s.ranks.say(f"fastest here: {best} (a forward and backward pass takes {in_ms(times)})")
     return forms[best]
 
 
@@ -344,35 +347,23 @@ def search_batch(s: Search, form: Form) -> None:
     compiled pass keeps as much for the backward pass or less. Should it not fit, `attempt` halves the batch.
     """
     given = s.batching
-    sizes = doubled(given)
-
-    def measure() -> dict[int, float]:
-        runner = Runner(s.model, form)
-        times: dict[int, float] = {}
-        for size in sizes:
-            s.batching = given.with_batch_size(size)
-            times[size] = seconds_of_sequence(s, runner)
-            if times[size] == math.inf or clearly_fastest(times) != size:
-                break
-        hardware.release_memory(s.device)  # what the largest took is not this run's peak
-        return times
-
-    best, said = choose(s, sizes, measure)
+    runner = Runner(s.model, form)
+    times: dict[int, float] = {}
+    size = given.batch_size
+    while True:
+        times[size] = seconds_of_sequence(s, runner)
+        is_last = s.batching.micro_steps % 2 == 1 or times[size] == math.inf
+        if is_last or clearly_fastest(times) != size:
+            break
+        size *= 2
+        s.batching = given.with_batch_size(size)
+    hardware.release_memory(s.device)  # what the largest took is not this run's peak
+    best = clearly_fastest(times)
     s.batching = given.with_batch_size(best)
     s.ranks.say(
         f"auto_batch: batch_size={best} and gradient_accumulation_steps={s.batching.accumulation}, the same training "
-        f"(time of a sequence by batch_size: {said})"
+        f"(time of a sequence by batch_size: {in_ms(times)})"
     )
-
-
-def doubled(split: Batching) -> list[int]:
-    """Micro-batches of the same training: the given one, twice, four times ... while the accumulation is even."""
-    sizes = [split.batch_size]
-    micro_steps = split.micro_steps
-    while micro_steps % 2 == 0:
-        sizes.append(2 * sizes[-1])
-        micro_steps //= 2
-    return sizes
 
 
 def seconds_of_sequence(s: Search, runner: Runner) -> float:
@@ -554,9 +545,10 @@ def compiled_where_it_pays(s: Search, plain: Runner) -> Runner:
         return runner or plain
 
     runners = [plain, runner]
-    best, said = choose(s, choices, lambda: dict(zip(choices, in_turns(s, runners, s.micro_batch()), strict=True)))
-    remembered.keep(held.FILE, key, best)
-    s.ranks.say(f"compile=auto: {best} is the fastest (a micro-batch takes {said})")
+    best, times = choose(
+        s, key, choices, lambda: dict(zip(choices, in_turns(s, runners, s.micro_batch()), strict=True))
+    )
+    s.ranks.say(f"compile=auto: {best} is the fastest (a micro-batch takes {in_ms(times)})")
     return runners[choices.index(best)]
 
 
