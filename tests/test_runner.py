@@ -99,41 +99,8 @@ def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(ours, (h, w)), torch.autograd.grad(plain, (h, w)))
 
 
-def test_last_chunk_that_is_not_full_is_not_compiled_again(monkeypatch):
-    kernels.register_operators()
-    compiled_rows = []
-
-    def softmax_(logits, targets):
-        compiled_rows.append(len(logits))
-        return kernels.softmax_(logits, targets)
-
-    monkeypatch.setattr(kernels, "compiled_softmax_", lambda: softmax_)
-    h, w, t = torch.randn(300, 8), torch.randn(20, 8), torch.randint(0, 20, (300,))
-    loss = torch.ops.deskgpt.chunked_cross_entropy(h, w, t, torch.float32, 128, True)[0]
-    assert compiled_rows == [128, 128]
-    torch.testing.assert_close(loss, F.cross_entropy(h @ w.t(), t, reduction="sum"))
-
-
 @pytest.mark.parametrize("further", [{"loss": torch.ones(())}, {"z": 0.5}, {"z": torch.ones(2)}], ids=str)
 def test_further_loss_that_would_replace_the_loss_or_cannot_be_added_is_refused(further):
     assert parts_of((None, torch.ones(()), {"z": torch.ones(1)})).keys() == {"loss", "z"}
     with pytest.raises(ValueError, match=r"GPT\.forward returns a further loss '(loss|z)'"):
         parts_of((None, torch.ones(()), further))
-
-
-@pytest.mark.slow
-def test_compiled_graph_leaves_parameters_that_are_frozen_for_a_while_without_gradients():
-    runner = make(compiled=True)
-    plain = Runner(runner.model, Form())
-    taken(runner, 1)
-    for frozen in (True, False):
-        gradients = []
-        for p in runner.model.transformer.h[0].parameters():
-            p.requires_grad_(not frozen)
-        for either in (runner, plain):
-            either.drop_gradients()
-            either.forward_backward(*batch())
-            gradients.append([torch.zeros(()) if p.grad is None else p.grad for p in runner.parameters])
-        assert frozen == any(g.dim() == 0 for g in gradients[0])
-        for found, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(found, expected)
