@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,11 +7,9 @@ import torch
 from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deskgpt.compute.inference import Reading
-from deskgpt.faster import graphs, kernels
+from deskgpt.faster import kernels
 from deskgpt.faster.decoding import Decoder
 from deskgpt.faster.definition import may_be_faster, using
 from model import GPT, MLP, activation, sample_tokens
@@ -46,78 +43,6 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
             assert torch.equal(model(context)[0][:, -1].argmax(1), whole[:, t])
 
 
-class RecordedStep(TorchDispatchMode):
-    """A step as a CUDA graph has it: its operations and the memory that they work on, and no Python between them."""
-
-    def __init__(self, step, device):
-        super().__init__()
-        self.step = step
-        self.calls = 0
-        self.operations = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, out))
-        return out
-
-    def __call__(self):
-        self.calls += 1
-        if self.calls <= graphs.WARM_UP:
-            return self.step()
-        if self.calls == graphs.WARM_UP + 1:
-            with self:
-                self.result = self.step()
-        else:
-            for func, args, kwargs, out in self.operations:
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                    if old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
-        return self.result
-
-
-def refuse(*args):
-    raise AssertionError("a full pass")
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("config", [SMALL, MODERN])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_decoder_with_a_static_cache_gives_the_same_logits_also_replayed(recorded, dtype, config, monkeypatch):
-    model = make(config).eval()
-    growing = Decoder(model, static=False)
-    if recorded:
-        monkeypatch.setattr(graphs, "replayed", RecordedStep)
-    static = Decoder(model, static=True)
-    text = tokens(3, 32)
-    for end in range(7, 33):
-        # One context for each token: what autocast itself remembers of the weights is gone at its end.
-        with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
-            expected = growing(refuse, model, text[:, :end]).float()
-            found = static(refuse, model, text[:, :end]).float()
-        assert (found - expected).norm() < (1e-5 if dtype == "float32" else 2e-2) * expected.norm()
-        if end == 7:
-            caches = (growing.cache, static.cache)
-    assert (growing.cache, static.cache) == caches  # which each token has joined
-    if recorded:
-        linear = {p.data_ptr() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
-        operations = static._step.operations  # type: ignore[attr-defined]
-        casts = [args for func, args, *_ in operations if func is torch.ops.aten.to.dtype]
-        assert casts
-        assert not any(args[0].data_ptr() in linear for args in casts)
-    assert static.cache.length == growing.cache.length == 32
-
-
-@pytest.mark.parametrize("config", [SMALL, MODERN])
-def test_generation_with_a_static_cache_draws_the_same_tokens(config, monkeypatch):
-    model, idx = make(config).eval(), tokens(3, 9)
-    expected = drawn(model, cached(model), idx, 45, seed=5)
-    monkeypatch.setattr(graphs, "can_replay", lambda device: True)
-    monkeypatch.setattr(graphs, "replayed", RecordedStep)
-    assert torch.equal(drawn(model, cached(model), idx, 45, seed=5), expected)
-
-
 def by_shape(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
     """Attention that does not ask where its keys are: as many as there are, up to the query's own, the last ones."""
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)
@@ -138,19 +63,16 @@ def whole_texts(self: MLP, x: Tensor, span: Any) -> Tensor:
     return self.c_proj(activation(self.c_fc(x), self.activation))
 
 
-@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
     ("name", "change"), [("attention", by_shape), ("MLP.forward", over_time), ("MLP.forward", whole_texts)]
 )
-def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(name, change, static, monkeypatch):
+def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(name, change, monkeypatch):
     change.__qualname__ = name
     monkeypatch.setattr(f"model.{name}", may_be_faster(change) if name == "attention" else change)
-    monkeypatch.setattr(graphs, "can_replay", lambda device: static)
-    monkeypatch.setattr(graphs, "replayed", RecordedStep)
     model, idx = make().eval(), tokens(2, 9)
     said: list[str] = []
     reading = Reading(model, idx, "float32", remembers=False, say=said.append)
-    is_right = name == "attention" and not static
+    is_right = change is by_shape
     assert ("GPT.next_logits" in reading.forms) == is_right
     assert len(said) == (not is_right)
     for line in said:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deskgpt.compute import compiling
 from deskgpt.compute.checks import nothing_is_zero, weights_are_finite
-from deskgpt.faster import graphs, held, kernels
+from deskgpt.faster import held, kernels
 from deskgpt.faster.decoding import Decoder
 from deskgpt.faster.definition import using
 from deskgpt.faster.held import SAME_LOGITS, TOLERANCE, Problems, distance, full_float32, machine
@@ -159,10 +159,9 @@ class Reading:
     # ---- logits ------------------------------------------------------------------------------------------
 
     def _growing(self) -> Iterator[Tensor]:
-        """The tokens (1, n) after which logits are compared: of each text all but a few, then one more at a time."""
-        n_steps = graphs.WARM_UP + 3 if graphs.can_replay(self.device) else 2  # the first ones, and a replayed graph
+        """The tokens (1, n) after which logits are compared: of each text all but two, then one more at a time."""
         for text in reversed(self.texts):  # the longest first, so that none continues the one before
-            first = max(1, text.size(1) - n_steps)
+            first = max(1, text.size(1) - 2)
             with torch.inference_mode(False):  # as a prompt is; a compiled model tells the two kinds apart
                 tokens = text[:, :first].clone(memory_format=torch.contiguous_format)
             yield tokens

@@ -18,8 +18,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from deskgpt.faster import graphs
-
 Plain = Callable[..., Tensor]
 
 
@@ -49,13 +47,12 @@ def flash_attention(
 ) -> Tensor:
     """Causal attention by torch's fused kernels, for all tokens of a text and for a new one after those in a cache.
 
-    On a CPU a new token of 4 layers of 128 takes 753 us with them, 915 us without (2026-11-23). Where steps are
-    replayed, a cache has room that is not filled yet, which plain attention leaves out.
+    On a CPU a new token of 4 layers of 128 takes 753 us with them, 915 us without (2026-11-23).
     """
     T = q.size(2)
-    if T == 1 and not graphs.can_replay(q.device):
+    if T == 1:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-    if T == 1 or k.size(2) != T:
+    if k.size(2) != T:
         return plain(q, k, v, query_at, key_at, dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
