@@ -208,7 +208,6 @@ def test_head_gradient_of_many_chunks_is_as_exact_as_that_of_one():
 # ---- generation ----------------------------------------------------------------------------------------------
 
 
-@cuda_only
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("config", [GPT2, MODERN], ids=["gpt2", "modern"])

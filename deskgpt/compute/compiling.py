@@ -41,9 +41,6 @@ def work_around_gcc() -> bool:
 
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform == "win32":
         return False
-    # A user who sets TORCHINDUCTOR_CPP_MARCH chooses the compiler's flags. torch before 2.13 has no such setting.
-    if getattr(config.cpp, "march", None) is not None:
-        return False
     # In torch 2.11 to 2.13 this is the only setting that reaches the compiler's command line unchanged. Names of
     # libraries in inductor's cache and keys of its graphs depend on it, so nothing compiled without the flag is reused.
     flags = getattr(config.cpp, "enable_floating_point_contract_flag", None)
