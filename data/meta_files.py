@@ -44,23 +44,6 @@ def shared_from_json(path: Path) -> dict[str, Any]:
 
 def record_in(content: bytes) -> dict[str, Any]:
     """What a file with this content records, as from_json."""
-    meta = plain_record_in(content, required=("tokenizer", "vocab_size"))
-    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
-    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
-        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
-    return meta
-
-
-_shared_record_in = functools.lru_cache(maxsize=1)(record_in)  # that of 150,000 shards takes two seconds
-
-
-def part_from_json(path: Path) -> dict[str, Any]:
-    """As from_json, of the record of one source file's shards, which names no tokenizer."""
-    return plain_record_in(read_small(path, JSON_BYTES), required=("file", "job", "files"))
-
-
-def plain_record_in(content: bytes, required: tuple[str, ...]) -> dict[str, Any]:
-    """A record with these keys, whose tokenizer, if it has one, is not looked into."""
     try:
         meta = json.loads(content.decode())
         if not isinstance(meta, dict):
@@ -70,7 +53,10 @@ def plain_record_in(content: bytes, required: tuple[str, ...]) -> dict[str, Any]
             raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    check_record(meta, META, required, only_known=recorded is None)
+    check_record(meta, META, required=("tokenizer", "vocab_size"), only_known=recorded is None)
+    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
+    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
+        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
     for name, entry in meta.get("files", {}).items():
         if not is_name_of_tokens(name):
             raise ValueError(f"{reprlib.repr(name)} is not the name of a token file: train*.bin or val*.bin")
@@ -80,6 +66,9 @@ def plain_record_in(content: bytes, required: tuple[str, ...]) -> dict[str, Any]
             raise ValueError(f"{reprlib.repr(name)} is not the name of a loss mask: train*.mask or val*.mask")
         check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
     return meta if recorded is None else meta | {CHECKSUM: recorded}
+
+
+_shared_record_in = functools.lru_cache(maxsize=1)(record_in)  # that of 150,000 shards takes two seconds
 
 
 def with_checksum(meta: dict[str, Any]) -> dict[str, Any]:
@@ -130,12 +119,7 @@ META: Fields = {
     "val_tokens": is_number,
     "revision": lambda value: value is None or is_text(value),
     "files": lambda value: isinstance(value, dict),
-    # where source files were made one by one
-    "listing": lambda value: isinstance(value, list) and len(value) > 0 and all(map(is_text, value)),
-    "parts": is_number,
-    "file": is_text,
-    "job": is_text,
-    "done": lambda value: value is True,
+    "parts": lambda value: is_number(value) and value >= 1,
     # of chat data
     "masks": lambda value: isinstance(value, dict),
     "packed": lambda value: value is None or (is_number(value) and value >= 1),

@@ -1,8 +1,8 @@
 """Documents to shards of token ids: tokenized in several threads, continued where an earlier run stopped.
 
-The shards of a folder, or of each source file in it, are one sequence of tokens, cut every `shard_tokens`; each
-document begins with the tokenizer's end-of-text token. meta.json, or the source file's own record, says for each shard
-where in the source it ends, so that any of them can be made again, byte for byte, without those before it.
+The shards of a folder, or of each part of it, are one sequence of tokens, cut every `shard_tokens`; each document
+begins with the tokenizer's end-of-text token. meta.json, or the part's own record, says for each shard where in the
+source it ends, so that any of them can be made again, byte for byte, without those before it.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ class TokenStream:
         self.position = Position(file, row + 1, 0) if row_is_used_up else Position(file, row, used + len(taken))
         return taken
 
-    def skip_document(self) -> None:
-        """Leaves out the rest of the document at hand, if some of it was taken."""
-        while not self.at_end() and (self.position.used or not self._begins):
-            self._ids = self._ids[:0]
-
     def close(self) -> None:
         self._rows.close()
 
@@ -163,21 +158,17 @@ def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[Encoded]:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def plan(val_tokens: int, train_tokens: float, shard_tokens: int) -> Iterator[tuple[str, int]]:
-    """Names and sizes of the shards: val_000000.bin, then train_000001.bin and so on; train_tokens may be inf."""
+def plan(val_tokens: int, train_tokens: float, shard_tokens: int, part: str = "") -> Iterator[tuple[str, int]]:
+    """Names and sizes of the shards: val_000000.bin, then train_000001.bin and so on; train_tokens may be inf.
+
+    part: stands before the numbers.
+    """
     number = itertools.count()
     for split, split_tokens in (("val", val_tokens), ("train", train_tokens)):
         left = split_tokens
         while left > 0:
-            yield f"{split}_{next(number):06}.bin", int(min(shard_tokens, left))
+            yield f"{split}_{part}{next(number):06}.bin", int(min(shard_tokens, left))
             left -= shard_tokens
-
-
-def plan_of_file(file: int, val_tokens: int, shard_tokens: int) -> Iterator[tuple[str, int]]:
-    """As plan, of all of one source file: val_000000_000000.bin, train_000000_000001.bin and so on."""
-    for name, size in plan(val_tokens, math.inf, shard_tokens):
-        split, number = name.split("_")
-        yield f"{split}_{file:06}_{number}", size
 
 
 def is_there(path: Path, size: int, entry: Entry) -> bool:
@@ -202,12 +193,10 @@ def write_shards(
     threads: int,
     total: float = math.inf,
     record: str = "meta.json",
-    whole_documents: bool = False,
 ) -> None:
     """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
 
     The last one that the source fills is marked "last" there. `total` tokens are expected, inf if that is not known.
-    With whole_documents, the rest of the document in which val ends is left out.
     Raises ValueError where the source cannot be read or has changed, OSError where folder cannot be written.
     """
     entries: dict[str, Entry] = meta["files"]
@@ -235,8 +224,6 @@ def write_shards(
                 made_alike = bool(old) and (old["tokens"] == size or "last" in old)
                 if stream is None:
                     stream = TokenStream(source, tokenizer, threads, position)
-                if whole_documents and previous and previous.startswith("val") and name.startswith("train"):
-                    stream.skip_document()
                 bar.set_description(name)
                 entry = write_shard(folder / name, size, stream, bar, old["sha256"] if made_alike else None)
                 if entry:

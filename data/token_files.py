@@ -429,9 +429,9 @@ def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> N
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Makes folder and keeps other prepare.py out of it. Raises ValueError where one is in it, OSError."""
-    with if_free(folder) as is_free:
+def locked(folder: Path, name: str = "") -> Iterator[None]:
+    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError where one is, OSError."""
+    with if_free(folder, name) as is_free:
         if not is_free:
             raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
         yield

@@ -50,7 +50,7 @@ NOT_RUN = {
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
     "make qualify": "takes minutes; test_qualifying.py runs its stages",
     "python bench/qualify.py": "takes minutes; test_qualifying.py runs its stages",
-    "python data/fineweb_edu/cluster.py": "needs datatrove; test_parts.py runs it",
+    "sbatch --array": "needs SLURM; test_parts.py runs the command in it",
     "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
     "torchrun --nnodes=2": "for two hosts; test_several_hosts.py runs two torchruns",
     "sbatch slurm.sbatch": "needs SLURM; test_several_hosts.py runs the script with made-up commands",

@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from data.documents import Source, local_source, retried, text_bytes
 from data.fineweb_edu import pretokenized
-from data.shards import Entry, gigabytes
-from data.token_files import TOKEN_BYTES, named_tokenizer
+from data.meta_files import from_json
+from data.shards import Entry, gigabytes, plan
+from data.token_files import TOKEN_BYTES, named_tokenizer, read_description
 from data.tokenizer import Tokenizer, from_meta, short_name
-from deskgpt.machine.files import file_sha256, sha256
+from deskgpt.machine.files import file_sha256
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9, "default": 1.3e12}  # about
 TEXT_BYTES_PER_TOKEN = 4  # of GPT-2's and similar encodings, about
 
-PARTS = "parts"  # in --out: one record for each source file, and meta.json for what they have in common
+SHARD_OF_PART = re.compile(r"(val|train)_\d{6}_\d{6}\.bin")
 
 Entries = dict[str, Entry]  # of meta.json, by file name
 
 
 # ---- what to make --------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Every `of`-th file of the source, from file `number` on. The first part's beginning is val."""
+
+    number: int = 0
+    of: int = 1
+
+    @property
+    def record(self) -> str:
+        """The file in --out that lists what is made."""
+        return "meta.json" if self.of == 1 else f"parts/{self.number:06}.json"
+
+    @property
+    def prefix(self) -> str:
+        """Of the numbers of its shards."""
+        return "" if self.of == 1 else f"{self.number:06}_"
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +102,16 @@ def hub_source(args: argparse.Namespace, revision: str | None = None) -> Source:
     return Source(f"{REPO}, {args.subset}", list(builder.config.data_files["train"]), args.text_column, sha)
 
 
-def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace) -> dict[str, Any]:
+def shards_of(job: Job, part: Part, tokens: float, entries: Entries) -> Iterator[tuple[str, int]]:
+    """Names and sizes of a part's shards, with its share of the tokens for train; entries: those that are made."""
+    train_tokens = math.ceil(tokens / part.of) if tokens < math.inf else tokens
+    # Training reads all shards that are there: those of an earlier start with more --tokens are kept whole, too.
+    made = sum(entry["tokens"] for name, entry in entries.items() if name.startswith("train"))
+    val_tokens = 0 if part.number else job.val_tokens
+    return plan(val_tokens, max(train_tokens, made), job.shard_tokens, part.prefix)
+
+
+def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace, part: Part) -> dict[str, Any]:
     """The part of meta.json that must be the same in each start on a folder.
 
     If the tokenizer is yet to be trained (None), these are its name and what its training depends on.
@@ -103,6 +134,7 @@ def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace)
         "text_column": args.text_column,
         "shard_tokens": job.shard_tokens,
         "val_tokens": job.val_tokens,
+        "parts": part.of,
     }
 
 
@@ -112,7 +144,7 @@ def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace)
 def check_identity(folder: Path, meta: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raises ValueError where an earlier start, whose record is meta, was to make something else."""
     for key, value in identity.items():
-        found = meta.get(key)
+        found = ({"parts": 1} | meta).get(key)  # older versions do not say it of a single one
         if key == "tokenizer":  # if it is yet to be trained, only its name is known
             found = {name: meta[key].get(name) for name in value}
         if found != value:
@@ -123,10 +155,14 @@ def check_identity(folder: Path, meta: dict[str, Any], identity: dict[str, Any])
 
 
 def meta_text(value: Any) -> str:
-    """A value of meta.json for a message: a tokenizer by its name, a listing of files by its checksum."""
-    if isinstance(value, list):
-        return f"of {len(value)} files with the checksum {sha256(str(value).encode())[:8]}"
+    """A value of meta.json for a message: a tokenizer by its name."""
     return short_name(value) if isinstance(value, dict) else str(value)
+
+
+def records_of_parts(folder: Path) -> dict[int, dict[str, Any]]:
+    """What is recorded of each part that was begun, by number. Raises ValueError where a record is damaged."""
+    paths = sorted((folder / "parts").glob("[0-9]*.json"))
+    return {int(path.stem): read_description(path, from_json) for path in paths}
 
 
 def refuse_foreign(folder: Path, is_ours: Callable[[str], Any]) -> None:
@@ -165,7 +201,7 @@ def check_disk(folder: Path, tokens: float) -> None:
     if free_bytes < needed_bytes < math.inf:
         raise ValueError(
             f"{folder} needs about {gigabytes(needed_bytes)} more, and {gigabytes(free_bytes)} are free; choose "
-            "another --out, or make less of it with --tokens or --files"
+            "another --out, or make less of it with --tokens"
         )
 
 
@@ -180,7 +216,7 @@ def finish(folder: Path, meta: dict[str, Any]) -> None:
         tokens = sum(entry["tokens"] for entry in entries.values())
         for name in [*entries, "meta.json"]:
             (folder / name).unlink()
-        shutil.rmtree(folder / PARTS, ignore_errors=True)
+        shutil.rmtree(folder / "parts", ignore_errors=True)
         remedy = f"try --val_tokens={tokens // 10}" if tokens >= 10 else "is --text_column right?"
         raise ValueError(f"{meta['source']} has {tokens:,} tokens, and all of them went into val; {remedy}")
     for split, made in counts.items():

@@ -5,7 +5,7 @@
     python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9      # token files that somebody made: minutes
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
     python data/fineweb_edu/prepare.py --encoding bpe --vocab_size 16384 --out data/own_vocabulary
-    python data/fineweb_edu/prepare.py --workers 8 --out data/mine      # each source file by itself, in 8 processes
+    python data/fineweb_edu/prepare.py --workers 8 --out data/mine      # in 8 processes
     python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
     python data/fineweb_edu/prepare.py --merge --out /scratch/mine       # once all of them are made
 
@@ -13,9 +13,8 @@ Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 byt
 meta.json, which lists them. Every document begins with <|endoftext|>; a document may go on in the next shard.
 If it is stopped, at any point, the same command goes on after the last finished shard.
 
-With --workers or --part, each source file has shards of its own, train_<file>_<shard>.bin, and a record of them,
-parts/<file>.json; the beginning of the first file is val, and no document is in both. The bytes are the same whoever
-made which file, and in which order. --merge lists all of them in meta.json.
+With --workers or --part, each part of the source files has shards of its own, train_<part>_<shard>.bin, and a record
+of them, parts/<part>.json; the beginning of the first part is val. --merge lists all of them in meta.json.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ import math
 import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data import bpe
 from data.fineweb_edu import parts, pretokenized, sequence
+from data.fineweb_edu.common import Part
 from data.token_files import locked
 from deskgpt.machine.errors import ConfigError, one_line_errors
 
@@ -44,15 +43,16 @@ ENVIRONMENT = {
 
 def main(args: argparse.Namespace) -> None:
     if args.part:
-        parts.make_part(args, *args.part)
-    elif args.merge or args.workers:
-        if args.workers:
-            parts.make_in_processes(args)
-        with locked(args.out):
+        parts.make(args, args.part)
+        print(f"part {args.part} is made; once all are: the same command with --merge instead of --part")
+        return
+    if args.workers:
+        parts.make_in_processes(args)
+    with locked(args.out):
+        if args.workers or args.merge:
             parts.merge(args)
-    else:
-        with locked(args.out):
-            sequence.prepare(args)
+        else:
+            sequence.prepare(args, Part())
 
 
 # ---- command line --------------------------------------------------------------------------------------------
@@ -69,12 +69,12 @@ def whole_number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1e15, such as 100000 or 3e9")
 
 
-def part(text: str) -> tuple[int, int]:
-    """(i, n) of i/n."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if match and int(match[1]) < int(match[2]):
-        return int(match[1]), int(match[2])
-    raise argparse.ArgumentTypeError(f"{text!r} is not one of n parts, from 0/n on, such as 0/8")
+def part(text: str) -> Part:
+    """Part i of n, from i/n."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
+    if match and int(match[1]) < int(match[2]) > 1:
+        return Part(int(match[1]), int(match[2]))
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of several parts, such as 0/8, the first of 8")
 
 
 def named_path(text: str) -> Path:
@@ -123,16 +123,16 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add(
         "--num_proc", type=whole_number, help=f"threads that tokenize (default: all cores, {cores}, over all --workers)"
     )
-    by_file = parser.add_mutually_exclusive_group()
-    by_file.add_argument(
-        "--workers", type=whole_number, metavar="N", help="make each source file by itself, in N processes, and merge"
+    in_parts = parser.add_mutually_exclusive_group()
+    in_parts.add_argument(
+        "--workers", type=whole_number, metavar="N", help="make N parts, each in a process of its own, and merge them"
     )
-    by_file.add_argument("--part", type=part, metavar="I/N", help="make only source files I, I + N, I + 2N ...")
-    by_file.add_argument("--merge", action="store_true", help="write meta.json once all parts are made")
-    add("--files", type=whole_number, help="of the source, the first ones, with --workers, --part or --merge")
+    in_parts.add_argument("--part", type=part, metavar="I/N", help="make only source files I, I + N, I + 2N ...")
+    in_parts.add_argument("--merge", action="store_true", help="write meta.json once all parts are made")
     here = Path(__file__).resolve().parent
     add("--out", type=named_path, default=here, metavar="FOLDER", help="(default: data/fineweb_edu)")
     args = parser.parse_args(argv)
+    args.workers = None if args.workers == 1 else args.workers  # one part is the whole
     check_options(args, {name for name, value in vars(args).items() if value != parser.get_default(name)})
     args.num_proc = args.num_proc or max(1, (cores or 1) // (args.workers or 1))
     return args
@@ -140,20 +140,17 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def check_options(args: argparse.Namespace, given: set[str]) -> None:
     """Raises ConfigError where one of the given options has no meaning beside the others, ValueError."""
-    by_file = args.workers or args.part or args.merge
     of_text = {"source", "subset", "text_column", "encoding", "vocab_size", "vocab_bytes", "shard_tokens", "val_tokens"}
     rules = [
         (args.source, {"subset"}, "with --source; leave one of them out"),
         (args.pretokenized, of_text | {"workers", "part", "merge"}, "with --pretokenized; leave one of them out"),
         (args.encoding != "bpe", {"vocab_size", "vocab_bytes"}, "without --encoding bpe; leave it out"),
-        (by_file, {"tokens"}, "where source files are made side by side; give --files, the first K"),
-        (not by_file, {"files"}, "without --workers, --part or --merge; give --tokens"),
     ]
     for applies, options, remedy in rules:
         for option in sorted(options & given):
             if applies:
                 raise ConfigError(f"--{option} has no meaning {remedy}")
-    if by_file and args.encoding == "bpe":
+    if (args.workers or args.part or args.merge) and args.encoding == "bpe":
         raise ConfigError(
             "--encoding bpe trains before any part can be made: prepare a small folder with it first (--encoding bpe "
             "--tokens 1e8 --out SMALL), then give --encoding SMALL here"
@@ -161,26 +158,7 @@ def check_options(args: argparse.Namespace, given: set[str]) -> None:
     bpe.check_size(args.vocab_size)
 
 
-def cache_of_this_run() -> tempfile.TemporaryDirectory[str] | None:
-    """A cache for `datasets` and the hub where the user's cannot be written, else None.
-
-    They make folders in it even for local files. It is deleted with the returned object.
-    """
-    try:
-        user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(os.environ.get("HF_HOME") or Path(user_cache, "huggingface"), "datasets")
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return None
-    except (OSError, RuntimeError):  # no home at all
-        pass
-    cache = tempfile.TemporaryDirectory()
-    os.environ["HF_HOME"] = cache.name
-    return cache
-
-
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT | os.environ)
-    cache = cache_of_this_run()
     with one_line_errors():
         main(arguments(sys.argv[1:]))

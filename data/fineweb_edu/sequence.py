@@ -1,4 +1,4 @@
-"""One sequence of tokens, cut into shards: val_000000.bin, then train_000001.bin and so on."""
+"""One sequence of tokens, cut into shards: val_000000.bin, then train_000001.bin and so on; or a part of the source."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import argparse
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data import bpe
 from data.documents import Source
 from data.fineweb_edu import common, pretokenized
-from data.fineweb_edu.common import PARTS, Entries, Job
-from data.shards import gigabytes, is_there, plan, write_shards
+from data.fineweb_edu.common import Entries, Job, Part
+from data.shards import gigabytes, is_there, write_shards
 from data.token_files import read_record, write_meta
 from data.tokenizer import Tokenizer, from_meta
 
@@ -22,67 +23,63 @@ from data.tokenizer import Tokenizer, from_meta
 BYTES_OF_VAL_TOKEN = 8
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Makes what args ask for and args.out lacks. Raises ValueError, OSError."""
+def prepare(args: argparse.Namespace, part: Part) -> None:
+    """Makes what args ask for and args.out lacks, of this part. Raises ValueError, OSError."""
     folder = args.out
-    common.remove_leftovers(folder, "*.bin*.tmp*", "meta.json*.tmp*")
+    common.remove_leftovers(folder, f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*")
     tokenizer = None if args.encoding == "bpe" else common.tokenizer_of(args)  # None: to be trained
     job = common.job_of(args)
 
     # ---- what earlier starts have made ----
-    meta = earlier_meta(folder, common.identity_of(job, tokenizer, args))
+    meta = earlier_meta(folder, common.identity_of(job, tokenizer, args, part), part)
     entries: Entries = meta["files"]
-    train_tokens = args.tokens
-    if args.pretokenized:
-        train_tokens = min(train_tokens, job.available - job.val_tokens)
-    # Training reads all shards that are there: those of an earlier start with more --tokens are kept whole, too.
-    made = sum(entry["tokens"] for name, entry in entries.items() if name.startswith("train"))
-    train_tokens = max(train_tokens, made)
+
+    tokens = min(args.tokens, job.available - job.val_tokens) if args.pretokenized else args.tokens
+    expected = min(job.available, job.val_tokens + tokens)
 
     def shards() -> Iterator[tuple[str, int]]:
-        return plan(job.val_tokens, train_tokens, job.shard_tokens)
+        return common.shards_of(job, part, tokens, entries)
 
-    # An earlier start may have been stopped between finishing its next shard and listing it.
-    following = next((name for name, _ in shards() if name not in entries), None)
-    common.refuse_foreign(folder, {*entries, following}.__contains__)
+    if part.of > 1:
+        common.refuse_foreign(folder, common.SHARD_OF_PART.fullmatch)
+    else:  # an earlier start may have been stopped between finishing its next shard and listing it
+        following = next((name for name, _ in shards() if name not in entries), None)
+        common.refuse_foreign(folder, {*entries, following}.__contains__)
     complete = is_complete(folder, shards(), entries)
     bad = common.damaged(folder, entries) if complete else []
     if complete and not bad:
         print(f"{folder}: already prepared")
-        common.finish(folder, meta)
-        return
-
-    # ---- what is missing ----
-    expected = min(job.available, job.val_tokens + train_tokens)
-    common.check_disk(folder, expected)
-    if args.pretokenized:
+    elif args.pretokenized:
+        common.check_disk(folder, expected)
         pretokenized.fetch(folder, meta, shards(), bad)
     else:
+        common.check_disk(folder, expected)
         source = job.local or common.hub_source(args, meta["revision"])
         meta["revision"] = source.revision
         if tokenizer is None:
             tokenizer = own_tokenizer(folder, meta, source, job, args.num_proc)
-        write_shards(folder, meta, source, tokenizer, shards(), bad, args.num_proc, expected)
-    common.finish(folder, meta)
+        mine = replace(source, files=source.files[part.number :: part.of])
+        write_shards(folder, meta, mine, tokenizer, shards(), bad, args.num_proc, expected / part.of, part.record)
+    if part.of == 1:
+        common.finish(folder, meta)
 
 
-def earlier_meta(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The meta.json of an earlier start, or one without files if there was none.
+def earlier_meta(folder: Path, identity: dict[str, Any], part: Part) -> dict[str, Any]:
+    """What an earlier start recorded, or a record without files if there was none.
 
-    Raises ValueError where that start was to make something else, or its meta.json is damaged.
+    Raises ValueError where that start, or another part, was to make something else, or a record is damaged.
     """
     try:
-        meta = read_record(folder)
+        whole = read_record(folder)
+        parts = common.records_of_parts(folder)
     except ValueError as e:
         raise ValueError(f"{e}: choose another --out, or delete the folder") from None
-    if "parts" in meta or (folder / PARTS / "meta.json").exists():
-        raise ValueError(
-            f"{folder} was prepared in parts: go on with --part, --workers or --merge, or choose another --out"
-        )
-    if not meta:
-        return identity | {"revision": None, "files": {}}
-    common.check_identity(folder, meta, identity)
-    return meta
+    for record in (whole, *parts.values()):
+        if record:
+            common.check_identity(folder, record, identity)
+    mine = whole if part.of == 1 else parts.get(part.number)
+    revision = next((record["revision"] for record in parts.values()), None)
+    return mine or identity | {"revision": revision, "files": {}}
 
 
 def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: Entries) -> bool:
