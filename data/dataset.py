@@ -10,7 +10,7 @@ import numpy as np
 
 from data.splits import Split
 from data.text_facts import TextFacts, text_facts
-from data.token_files import check_vocabulary, listed_sha256, read_meta, record_of, shard_names
+from data.token_files import check_vocabulary, listed_sha256, read_meta, read_record, token_files
 from data.tokenizer import from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt.compute.batching import Batching
@@ -30,10 +30,10 @@ class Dataset:
         self.folder = folder
         if needed:
             for split in SPLITS:
-                shard_names(folder, split)
+                token_files(folder, split)
         self.meta = read_meta(folder)
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
-        self.chat: str | None = record_of(folder).get("chat")  # the name of the template, if the data are dialogues
+        self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
         self.text: TextFacts | None = None  # of val, where it is known
 
     @property

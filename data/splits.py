@@ -11,18 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.token_files import (
-    MOST_OPEN,
-    PIECE,
-    Mask,
-    OpenFile,
-    Shard,
-    check_listed,
-    listed_files,
-    open_masks,
-    record_of,
-    token_files,
-)
+from data.token_files import PIECE, Mask, OpenFile, Shard, open_masks, open_shards, read_record
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -66,7 +55,7 @@ class Split:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.seed = seed
-        packed = record_of(folder).get("packed")
+        packed = read_record(folder).get("packed")
         if packed not in (None, block_size):
             raise ValueError(
                 f"{folder} is packed into windows of {packed:,} tokens, and block_size={block_size}; try "
@@ -175,10 +164,7 @@ class Split:
 
     def _open(self, folder: Path, split: str) -> list[Shard]:
         """The shards that hold at least one window. Raises ValueError where none does or one is damaged."""
-        paths = token_files(folder, split)
-        listed = listed_files(folder) if len(paths) > MOST_OPEN else {}  # it takes long to look into so many files
-        found = [Shard(path, listed.get(path.name, {}).get("tokens")) for path in paths]
-        check_listed(folder, split, {shard.path.name: len(shard) for shard in found})
+        found = open_shards(folder, split)
         shards = [shard for shard in found if len(shard) > self.block_size]
         if not shards:
             longest = max(len(shard) for shard in found)

@@ -11,8 +11,6 @@ where it is not to be learned as a target. Either all shards of a split have one
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import hashlib
 import json
 import os
@@ -27,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.meta_files import from_json, from_pickle, shared_from_json, with_checksum
+from data.meta_files import from_json, from_pickle, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
 from deskgpt.machine.files import file_sha256, sha256, write_atomically
 from deskgpt.run.lock import if_free
@@ -38,7 +36,7 @@ HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
 PIECE = 1 << 20  # tokens that are read at once from a file that is read whole
-MOST_OPEN = 128  # files at once, of all splits: a process may have 1,024 on most Linux systems, 256 on macOS
+MANY_FILES = 100  # a process may open 1,024 on most Linux systems, 256 on macOS, unless it asks for more
 
 
 class Facts(NamedTuple):
@@ -103,44 +101,21 @@ def place_of_tokens(path: Path) -> tuple[int, int]:
     return 0, size // TOKEN_BYTES
 
 
-class Descriptor:
-    """The system's number of an open file, which is closed when nobody holds this any more: a thread may still read."""
-
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        weakref.finalize(self, os.close, self.fd).atexit = False  # at exit a thread may still read
-
-    def facts(self) -> Facts:
-        status = os.fstat(self.fd)
-        return Facts(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-_open: weakref.WeakKeyDictionary[OpenFile, Descriptor] = weakref.WeakKeyDictionary()  # the one read last is last
-_changing = threading.Lock()  # of _open
-
-
 class OpenFile:
     """A file that is open for reading, of which nothing is held in memory.
 
     It is read, not mapped: where a mapped file is cut short under a run, the system ends the process with SIGBUS. When
     a new file takes its place by a rename, as prepare.py does it, the old content is still read here.
 
-    With more than MOST_OPEN of them, the ones that were not read for the longest time are closed, and opened again when
-    they are read. Then a new file in the place of such a one is read, and counts as written into.
-
     Several threads may read at once. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: Facts | None = None  # when somebody last asked
-        self._now: Facts | None = None  # when it was last looked at
-
-    @functools.cached_property
-    def facts(self) -> Facts:
-        """Those when it was first opened."""
-        self._seen = self.current_facts()
-        return self._seen
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._fd).atexit = False  # at exit a thread may still read
+        self.facts = self.current_facts()  # when it was opened
+        self._seen = self.facts  # when somebody last asked
 
     def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
         """The SHA-256 of the whole file, header included, in hex digits; None if cancelled before its end."""
@@ -153,44 +128,21 @@ class OpenFile:
         return digest.hexdigest()
 
     def current_facts(self) -> Facts:
-        return self._descriptor().facts()
+        status = os.fstat(self._fd)
+        return Facts(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def was_written(self) -> bool:
-        """Whether somebody has written into the file since it was first opened, or since this was last asked.
-
-        A file that is closed at the moment is asked about once it is open again.
-        """
-        descriptor = _open.get(self)
-        if descriptor:
-            self._now = descriptor.facts()
+        """Whether somebody has written into the file since it was opened, or since this was last asked."""
         before = self._seen
-        self._seen = self._now
-        if before is None or self._now is None:
-            return False
-        return (self._now.size, self._now.written_ns) != (before.size, before.written_ns)
-
-    def _descriptor(self) -> Descriptor:
-        """That of this file, which is opened if it is not open."""
-        with _changing:
-            descriptor = _open.pop(self, None)
-            if descriptor:
-                _open[self] = descriptor
-                return descriptor
-        descriptor = Descriptor(self.path)  # meanwhile others read
-        self._now = descriptor.facts()
-        with _changing:
-            _open[self] = descriptor
-            if len(_open) > MOST_OPEN:
-                del _open[next(iter(_open))]
-        return descriptor
+        self._seen = self.current_facts()
+        return (self._seen.size, self._seen.written_ns) != (before.size, before.written_ns)
 
     def _read_bytes(self, at: int, n: int) -> bytes:
         """n bytes of the file. Raises ValueError where the file has become shorter, OSError."""
         content = b""
         try:
-            descriptor = self._descriptor()
             while len(content) < n:
-                more = pread(descriptor.fd, n - len(content), at + len(content))
+                more = pread(self._fd, n - len(content), at + len(content))
                 if not more:
                     raise ValueError(
                         f"{self.path} became shorter while it was in use: it had {self.facts.size:,} bytes, now it has "
@@ -205,32 +157,21 @@ class OpenFile:
 class Shard(OpenFile):
     """A token file that is open for reading: `len(shard)` tokens, any of them at hand.
 
-    listed: its number of tokens in meta.json. Then the file is opened and checked when it is first read.
-
     Raises ValueError where the file is not a token file, OSError.
     """
 
-    def __init__(self, path: Path, listed: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
+        self._begin, self._tokens = place_of_tokens(path)
         super().__init__(path)
-        self._listed = listed
-        self._tokens = self._place[1] if listed is None else listed
+        if self.facts.size != self._begin + TOKEN_BYTES * self._tokens:
+            raise ValueError(f"{path} changed while it was opened; start again")
 
     def __len__(self) -> int:
         return self._tokens
 
-    @functools.cached_property
-    def _place(self) -> tuple[int, int]:
-        """As place_of_tokens."""
-        begin, tokens = place_of_tokens(self.path)
-        if self.facts.size != begin + TOKEN_BYTES * tokens:
-            raise ValueError(f"{self.path} changed while it was opened; start again")
-        if self._listed is not None and self._listed != tokens:
-            raise not_as_listed(self.path, tokens, self._listed)
-        return begin, tokens
-
     def read(self, first: int, n: int) -> Ids:
         """Tokens first .. first + n - 1, all of which the file had when it was opened. Raises as read_bytes."""
-        return np.frombuffer(self._read_bytes(self._place[0] + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
+        return np.frombuffer(self._read_bytes(self._begin + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
 
     def pieces(self) -> Iterator[tuple[int, Ids]]:
         """All tokens, PIECE at a time, each time with the place of the first one. Raises as read_bytes."""
@@ -282,15 +223,36 @@ def pread(fd: int, n: int, at: int) -> bytes:
 
 def token_files(folder: Path, split: str) -> list[Path]:
     """The shards of a split, in order. Raises ValueError, which says how to make them, where there are none."""
-    return [folder / name for name in shard_names(folder, split)]
-
-
-def shard_names(folder: Path, split: str) -> list[str]:
-    """The names of token_files, much faster where they are very many."""
-    found = fnmatch.filter(os.listdir(folder) if folder.is_dir() else [], f"{split}*.bin")
+    found = sorted(folder.glob(f"{split}*.bin"))
     if not found:
         raise ValueError(how_to_make(folder, split))
-    return sorted(found, key=os.path.normcase)
+    return found
+
+
+def open_shards(folder: Path, split: str) -> list[Shard]:
+    """All shards of a split, open. Raises ValueError where one is damaged or not as meta.json lists it, OSError."""
+    paths = token_files(folder, split)
+    if len(paths) > MANY_FILES:
+        allow_more_files(2 * len(paths))  # with masks
+    shards = [Shard(path) for path in paths]
+    found = {shard.path.name: len(shard) for shard in shards}
+    for name, entry in read_record(folder).get("files", {}).items():
+        if name.startswith(split) and found.get(name) != entry["tokens"]:
+            state = f"has {found[name]:,}" if name in found else "is not there"
+            listed = f"meta.json lists it with {entry['tokens']:,} tokens"
+            raise ValueError(f"{folder / name} {state}, and {listed}; prepare the data again")
+    return shards
+
+
+def allow_more_files(n: int) -> None:
+    """Lets this process have n more files open than the system allows at first, or as many as it may allow."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            most = soft + n if hard == resource.RLIM_INFINITY else min(soft + n, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def how_to_make(folder: Path, split: str) -> str:
@@ -306,37 +268,12 @@ def how_to_make(folder: Path, split: str) -> str:
     return f"dataset folder {folder} {state}; python data/{{{','.join(scripts)}}}/prepare.py makes some"
 
 
-def check_listed(folder: Path, split: str, found: dict[str, int]) -> None:
-    """Raises ValueError where a file that meta.json lists for the split is missing or has another number of tokens.
-
-    found: the number of tokens of each file, by name.
-    """
-    for name, entry in listed_files(folder).items():
-        tokens = entry["tokens"]
-        if name.startswith(split) and found.get(name) != tokens:
-            raise not_as_listed(folder / name, found.get(name), tokens)
-
-
-def not_as_listed(path: Path, found: int | None, listed: int) -> ValueError:
-    """The error to raise where a file has other than the listed number of tokens, or is not there (None)."""
-    state = "is not there" if found is None else f"has {found:,}"
-    return ValueError(f"{path} {state}, and meta.json lists it with {listed:,} tokens; prepare the data again")
-
-
 def open_masks(folder: Path, split: str, shards: list[Shard]) -> list[Mask]:
     """The loss masks of a split's shards; [] where every token is learned. Raises ValueError where one is missing."""
-    listed = [name for name in record_of(folder).get("masks", {}) if name.startswith(split)]
+    listed = [name for name in read_record(folder).get("masks", {}) if name.startswith(split)]
     there = {path.name for path in folder.glob(f"{split}*{MASK_SUFFIX}")}
     is_masked = there and any(mask_of(shard.path).name in there for shard in shards)
     return [Mask(shard) for shard in shards] if listed or is_masked else []
-
-
-def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """What meta.json says about each token file: tokens, sha256 ...; {} without a list, as in nanoGPT's folders.
-
-    Raises ValueError where meta.json is damaged.
-    """
-    return record_of(folder).get("files", {})
 
 
 def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -346,12 +283,11 @@ def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def listed_sha256(folder: Path, split: str) -> str | None:
     """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
-    files = listed_with_masks(record_of(folder))
-    names = shard_names(folder, split)
-    if any(name not in files for name in names):
+    files = listed_with_masks(read_record(folder))
+    paths = token_files(folder, split)
+    if any(path.name not in files for path in paths):
         return None
-    if record_of(folder).get("masks"):
-        names += [mask_of(Path(name)).name for name in names if mask_of(Path(name)).name in files]
+    names = [path.name for path in (*paths, *map(mask_of, paths)) if path.name in files]
     return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
 
 
@@ -375,16 +311,14 @@ def write_dataset(
     ValueError if other shards or another prepare.py are in the way, OSError if the disk is full, with the old data
     unharmed.
     """
-    files = {}
-    of_masks = {}
-    for split, ids in splits.items():
-        files[f"{split}.bin"] = {"tokens": len(ids), "sha256": sha256(ids.astype("<u2"))}
-        if masks is not None:
-            counts = masks.counts[split]
-            of_masks[f"{split}{MASK_SUFFIX}"] = {"tokens": len(counts), "sha256": sha256(counts)}
+    contents = {f"{split}.bin": ids.astype("<u2").tobytes() for split, ids in splits.items()}
+    files = {name: {"tokens": len(c) // TOKEN_BYTES, "sha256": sha256(c)} for name, c in contents.items()}
     meta = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": source, "files": files}
     if masks is not None:
-        meta |= {"end_of_text": tokenizer.end_of_text, "masks": of_masks, "packed": masks.packed, "chat": masks.chat}
+        of_masks = {f"{split}{MASK_SUFFIX}": counts.tobytes() for split, counts in masks.counts.items()}
+        contents |= of_masks
+        meta |= {"end_of_text": tokenizer.end_of_text, "packed": masks.packed, "chat": masks.chat}
+        meta["masks"] = {name: {"tokens": len(c), "sha256": sha256(c)} for name, c in of_masks.items()}
     with locked(folder):
         others = {path.name for split in splits for path in folder.glob(f"{split}*.bin")} - set(files)
         if others:
@@ -392,18 +326,17 @@ def write_dataset(
                 f"{folder} holds other shards ({', '.join(sorted(others))}), which would be read too; choose another "
                 "name"
             )
-        new = {name: folder / f"{name}.new" for name in (*files, *of_masks)}
+        new = {name: folder / f"{name}.new" for name in contents}
         try:
             # First everything that takes space, then the names.
-            for split, ids in splits.items():
-                write_tokens(new[f"{split}.bin"], ids)
-                if masks is not None:
-                    write_atomically(new[f"{split}{MASK_SUFFIX}"], masks.counts[split].tobytes())
+            for name, content in contents.items():
+                write_atomically(new[name], content)
             (folder / "val.bin").unlink(missing_ok=True)
             for split in splits:
                 (folder / f"{split}{MASK_SUFFIX}").unlink(missing_ok=True)
-            for name in (*of_masks, "train.bin"):
-                os.replace(new[name], folder / name)
+            for name in contents:
+                if name != "val.bin":
+                    os.replace(new[name], folder / name)
             write_meta(folder, meta)
             os.replace(new["val.bin"], folder / "val.bin")
         finally:
@@ -447,7 +380,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     token between documents, None if the data has no such token or it is not known; an unknown tokenizer is {}.
     Raises ValueError where the description cannot be read.
     """
-    meta = record_of(folder)
+    meta = read_record(folder)
     if not meta and os.path.lexists(folder / "meta.pkl"):
         meta = read_description(folder / "meta.pkl", from_pickle)
     if not meta:
@@ -465,15 +398,12 @@ def named_tokenizer(name: str) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Everything that a folder's meta.json records, {} without one. Raises ValueError where it is damaged, OSError."""
+    """Everything that a folder's meta.json records, {} without one. It is the same object for all: leave it as it is.
+
+    Raises ValueError where it is damaged, OSError.
+    """
     path = folder / "meta.json"
     return read_description(path, from_json) if os.path.lexists(path) else {}
-
-
-def record_of(folder: Path) -> dict[str, Any]:
-    """As read_record, for those who leave it as it is: it is the same one for all of them."""
-    path = folder / "meta.json"
-    return read_description(path, shared_from_json) if os.path.lexists(path) else {}
 
 
 def read_description(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

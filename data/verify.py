@@ -14,7 +14,7 @@ from typing import Any
 
 from data.meta_files import CHECKSUM
 from data.splits import Split
-from data.token_files import MOST_OPEN, TOKEN_BYTES, OpenFile, listed_with_masks, record_of
+from data.token_files import OpenFile, listed_with_masks, read_record
 from deskgpt.machine import remembered
 
 REMEMBERED = ".checked.json"
@@ -37,16 +37,13 @@ class Verification:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-        meta = record_of(folder)
+        meta = read_record(folder)
         listed = listed_with_masks(meta)
         files = [file for split in splits for file in split.files()]
         self._checksums = {name: entry["sha256"] for name, entry in listed.items()}
         self._known = remembered.read_file(self._memory)
-        to_do = [file for file in files if file.path.name in listed]
-        n_bytes = sum(TOKEN_BYTES * listed[file.path.name]["tokens"] for file in to_do)
-        if len(to_do) <= MOST_OPEN or n_bytes <= AT_ONCE:  # it takes long to look into very many large files
-            to_do = [file for file in to_do if not self._is_known(file)]
-            n_bytes = sum(file.facts.size for file in to_do)
+        to_do = [file for file in files if file.path.name in listed and not self._is_known(file)]
+        n_bytes = sum(file.facts.size for file in to_do)
 
         if not listed:
             there = (folder / "meta.json").exists()
@@ -88,8 +85,6 @@ class Verification:
             for file in files:
                 if self._stop.is_set():
                     break
-                if self._is_known(file):
-                    continue
                 checksum = file.sha256(cancelled=self._stop.is_set)
                 if checksum is None:
                     break

@@ -144,7 +144,7 @@ def test_names_in_meta_json_that_lead_out_of_the_folder_delete_nothing(tmp_path,
     for path in folder.glob("*.bin"):
         path.unlink()
     meta = read_record(folder)
-    entry = meta["files"].popitem()[1]
+    entry = next(iter(meta["files"].values()))
     for name in (
         "../../VICTIM.txt",
         str(victim),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import time
 from hashlib import sha256
@@ -129,6 +130,7 @@ def test_more_shards_than_a_process_may_have_files_are_read(tmp_path, listed):
     if listed:
         order = dict(reversed(files.items()))  # not that of their names
         write_meta(tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "files": order})
+    gc.collect()  # which closes the files of loaders before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:

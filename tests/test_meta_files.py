@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from data import meta_files
 from data.meta_files import from_json, from_pickle, with_checksum
-from data.token_files import listed_files, read_meta, write_meta
+from data.token_files import read_meta, read_record, write_meta
 
 ENTRY = {"tokens": 5, "sha256": "0" * 64}
 META: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_meta_json_of_older_versions_is_read_but_with_keys_that_they_had(tmp_pat
 
 def refused(folder: Path, *named: object) -> None:
     """What reads the description refuses it in one line."""
-    for read in (read_meta, listed_files) if (folder / "meta.json").exists() else (read_meta,):
+    for read in (read_meta, read_record) if (folder / "meta.json").exists() else (read_meta,):
         with pytest.raises(ValueError, match=r"meta\.(json|pkl) does not describe token files") as e:
             read(folder)
         assert_one_line(str(e.value), *named)
@@ -126,7 +126,7 @@ def test_any_value_anywhere_is_read_or_one_line(tmp_path_factory, keys, value):
     if keys:
         record[keys[-1]] = value
     write_meta(folder, meta)
-    for read in (read_meta, listed_files):
+    for read in (read_meta, read_record):
         one_line_or(read, folder)
 
 

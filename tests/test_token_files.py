@@ -5,9 +5,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -146,84 +143,15 @@ def test_writing_into_an_open_file_is_noticed_once(tmp_path):
     assert [shard.was_written(), shard.was_written()] == [True, False]
 
 
-@pytest.fixture
-def nothing_open(monkeypatch) -> None:
-    """Files that earlier tests have left to the garbage collector do not count among the open ones."""
-    gc.collect()
-    monkeypatch.setattr("data.token_files._open", weakref.WeakKeyDictionary())
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_dropped_files_are_closed(nothing_open, tmp_path):
+def test_dropped_files_are_closed(tmp_path):
     write_tokens(tmp_path / "train.bin", np.arange(100, dtype=np.uint16))
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     shards = [Shard(tmp_path / "train.bin") for _ in range(20)]
     assert len(os.listdir("/proc/self/fd")) == before + 20
     del shards
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.fixture
-def two_files(nothing_open, tmp_path, monkeypatch) -> list[Shard]:
-    """Of which one can be open at a time, the second one at first."""
-    monkeypatch.setattr("data.token_files.MOST_OPEN", 1)
-    for n in range(2):
-        write_tokens(tmp_path / f"train_{n}.bin", np.arange(n, n + 100, dtype=np.uint16))
-    return [Shard(tmp_path / f"train_{n}.bin") for n in range(2)]
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_as_many_files_are_open_as_may_be(two_files):
-    before = len(os.listdir("/proc/self/fd"))
-    for shard in [*two_files, *(Shard(file.path) for file in two_files * 3)]:
-        shard.read(5, 2)
-        assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_threads_read_the_right_files_while_others_close_them(two_files):
-    files = [*two_files, *(Shard(file.path) for file in two_files)] * 2
-
-    def read(thread: int) -> bool:
-        draw = random.Random(thread)
-        numbers = [draw.randrange(len(files)) for _ in range(400)]
-        return all(files[n].read(50, 2).tolist() == [n % 2 + 50, n % 2 + 51] for n in numbers)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(read, range(4)))
-
-
-def test_file_written_or_replaced_while_it_is_closed_is_noticed_once_it_is_read_again(two_files):
-    first, second = two_files
-    for ids in (np.arange(7, 107, dtype=np.uint16), np.arange(9, 120, dtype=np.uint16)):
-        write_tokens(first.path, ids)  # replaces it
-        os.utime(first.path, ns=(0, first.facts.written_ns + int(ids[0])))  # the clock may not have ticked meanwhile
-        assert not first.was_written()
-        assert first.read(0, 100).tolist() == ids[:100].tolist()
-        second.read(0, 1)  # closes it
-        assert [first.was_written(), first.was_written()] == [True, False]
-        first.read(0, 1)
-        second.read(0, 1)
-        assert not first.was_written()
-    os.truncate(first.path, 60)
-    with pytest.raises(ValueError, match=r"train_0\.bin became shorter"):
-        first.read(0, 100)
-    first.path.unlink()
-    second.read(0, 1)
-    with pytest.raises(FileNotFoundError, match=r"train_0\.bin"):
-        first.read(0, 1)
-
-
-def test_what_a_listed_file_holds_is_checked_when_it_is_first_read(tmp_path):
-    write_tokens(tmp_path / "train_0.bin", np.arange(100, dtype=np.uint16), header=True)
-    (tmp_path / "train_1.bin").write_bytes(b"abc")
-    right = Shard(tmp_path / "train_0.bin", listed=100)
-    assert right.read(98, 2).tolist() == [98, 99]
-    for n in range(3):
-        shard = Shard(tmp_path / f"train_{n}.bin", listed=90)
-        assert len(shard) == 90
-        for _ in range(2):
-            with pytest.raises((ValueError, OSError), match=rf"train_{n}\.bin"):
-                shard.read(0, 1)
 
 
 def dataset(folder: Path, train: list[int], val: list[int]) -> Path:

@@ -115,21 +115,6 @@ def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypa
     assert verified(tmp_path) == "checksums verified"
 
 
-def test_of_many_large_files_what_was_verified_is_looked_up_while_it_trains(tmp_path, monkeypatch):
-    dataset(tmp_path)
-    monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
-    monkeypatch.setattr(data.verify, "MOST_OPEN", 1)
-    monkeypatch.setattr(data.verify, "AT_ONCE", 0)
-    assert verified(tmp_path) == "checksums are verified while it trains"
-    assert remembered.read_file(tmp_path / REMEMBERED).keys() == {"train.bin", "val.bin"}
-    with monkeypatch.context() as patch:
-        patch.setattr(Shard, "sha256", None)
-        assert verified(tmp_path) == "checksums are verified while it trains"
-    write_tokens(tmp_path / "val.bin", np.zeros(600, np.uint16))
-    with pytest.raises(ValueError, match=r"val\.bin"):
-        verified(tmp_path)
-
-
 @pytest.mark.parametrize("content", ["", "[]", '{"train.bin": 3}', "[" * 100_000])
 def test_damaged_memory_of_what_was_verified_is_no_error(tmp_path, content):
     dataset(tmp_path)

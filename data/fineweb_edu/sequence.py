@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import os
 from collections.abc import Iterable, Iterator
@@ -79,7 +80,7 @@ def earlier_meta(folder: Path, identity: dict[str, Any], part: Part) -> dict[str
             common.check_identity(folder, record, identity)
     mine = whole if part.of == 1 else parts.get(part.number)
     revision = next((record["revision"] for record in parts.values()), None)
-    return mine or identity | {"revision": revision, "files": {}}
+    return copy.deepcopy(mine) if mine else identity | {"revision": revision, "files": {}}
 
 
 def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: Entries) -> bool:
