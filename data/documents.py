@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from data.tokenizer import pieces_of_lines
+
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
 PACKED = (".gz", ".zst")
 PACKED_RATIO = 3  # bytes of text per byte of a packed file, about
@@ -145,29 +147,6 @@ def format_of(path: str) -> str:
             f"{path} is not one of *{', *'.join(FORMATS)}; the last two may also be packed, as {' or '.join(PACKED)}"
         )
     return FORMATS[suffix]
-
-
-def pieces_of_lines(lines: Iterator[str], size: int = 1 << 20) -> Iterator[str]:
-    """As tokenizer.pieces, of a text that comes line by line: pieces of at least `size` characters.
-
-    They are cut where no encoding notices: after a newline with no white space on either side.
-    """
-    held: list[str] = []
-    n_chars = 0
-    for line in lines:
-        if n_chars >= size and not line[0].isspace() and ends_in_a_word(held[-1]):
-            yield "".join(held)
-            held = []
-            n_chars = 0
-        held.append(line)
-        n_chars += len(line)
-    if held:
-        yield "".join(held)
-
-
-def ends_in_a_word(line: str) -> bool:
-    """Whether no white space precedes the newline at the end of line."""
-    return len(line) > 1 and not line[-2].isspace()
 
 
 # ---- files on this machine ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from data.meta_files import from_json, from_pickle, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
@@ -350,10 +351,22 @@ def is_prepared(folder: Path, source: str) -> bool:
     """Whether folder holds what was prepared from `source`, unharmed: every file has the checksum of meta.json."""
     try:
         meta = read_record(folder)
-        unharmed = [file_sha256(folder / name) == e["sha256"] for name, e in listed_with_masks(meta).items()]
-        return meta["source"] == source and all(unharmed)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return False
+    return meta.get("source") == source and not damaged(folder, listed_with_masks(meta))
+
+
+def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
+    """Names of the files that are missing or whose checksum differs from their entry in meta.json."""
+    names = []
+    for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
+        try:
+            unharmed = file_sha256(folder / name) == entry["sha256"]
+        except OSError:
+            unharmed = False
+        if not unharmed:
+            names.append(name)
+    return names
 
 
 def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:

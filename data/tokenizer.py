@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
 import os
-import re
 import reprlib
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,7 +50,6 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 CHAR_OF_BYTE = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(UNPRINTABLE)}
-RAW_BYTES = re.compile("([\ud800-\udfff]+)")  # lone surrogates: bytes that were read with errors="surrogateescape"
 
 
 class Tokenizer(Protocol):
@@ -241,15 +241,7 @@ class BpeTokenizer(Tokenizer):
         return self._encode(text, {END_OF_TEXT})
 
     def _encode(self, text: str, special: set[str]) -> Ids:
-        parts = []
-        for i, part in enumerate(RAW_BYTES.split(text)):
-            if i % 2:  # of what split() returns, every other part is what the pattern found
-                raw = part.encode("utf-8", "surrogateescape")
-                parts.append(np.frombuffer(raw, np.uint8).astype(np.uint16))
-            else:
-                ids = self._encoding.encode_to_numpy(part, allowed_special=special, disallowed_special=())
-                parts.append(ids.astype(np.uint16))
-        return np.concatenate(parts)
+        return self._encoding.encode_to_numpy(text, allowed_special=special, disallowed_special=()).astype(np.uint16)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return self._encoding.decode_bytes(ids)
@@ -384,17 +376,31 @@ def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:
 
 
 def pieces(text: str, size: int = 1 << 20) -> list[str]:
-    """Cuts text into pieces of at least `size` characters whose GPT-2 encodings join to that of the whole.
+    """Cuts text into pieces of at least `size` characters whose GPT-2 encodings join to that of the whole."""
+    if len(text) <= size:
+        return [text] if text else []
+    return list(pieces_of_lines(io.StringIO(text, newline="\n"), size))
+
+
+def pieces_of_lines(lines: Iterable[str], size: int = 1 << 20) -> Iterator[str]:
+    """As pieces, of a text that comes line by line.
 
     Each cut follows a newline with no white space on either side. There GPT-2's pattern makes the newline a
     match of its own (its `\\s+(?!\\S)` needs a second white-space character), cut or not.
     """
-    out = []
-    start = 0
-    cut = re.compile(r"(?<=\S)\n(?=\S)")
-    while start < len(text):
-        at = cut.search(text, start + size)
-        end = at.end() if at else len(text)
-        out.append(text[start:end])
-        start = end
-    return out
+    held: list[str] = []
+    n_chars = 0
+    for line in lines:
+        if n_chars >= size and not line[0].isspace() and ends_in_a_word(held[-1]):
+            yield "".join(held)
+            held = []
+            n_chars = 0
+        held.append(line)
+        n_chars += len(line)
+    if held:
+        yield "".join(held)
+
+
+def ends_in_a_word(line: str) -> bool:
+    """Whether no white space precedes the newline at the end of line."""
+    return len(line) > 1 and not line[-2].isspace()

@@ -64,12 +64,6 @@ def tokenizer_config_json(tokenizer: Tokenizer, block_size: int, chat_template: 
 
 def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
     """One token per character. An unknown character is an error, as it is here, and nothing takes its place."""
-    lone = [char for char in tokenizer.chars if "\ud800" <= char <= "\udfff"]
-    if lone:
-        raise ValueError(
-            f"the vocabulary has {lone[0]!r}, which is no character: the training text was not UTF-8, and Hugging "
-            "Face's tokenizers are for UTF-8 only; convert the text, for instance with iconv, and train again"
-        )
     return {
         "version": "1.0",
         "added_tokens": [],

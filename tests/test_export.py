@@ -362,11 +362,6 @@ def test_character_that_is_unknown_is_an_error_there_too(tmp_path):
         theirs("A~B")
 
 
-def test_vocabulary_that_is_no_text_is_refused():
-    with pytest.raises(ValueError, match="training text was not UTF-8"):
-        tokenizer_json(CharTokenizer("ab\udcff"))
-
-
 def test_merges_are_found_from_the_ranks():
     ranks = {b"a": 0, b"b": 1, b"ab": 2, b"abab": 3, b"ababa": 4, b"bb": 5}
     assert merges_of(ranks) == [(b"a", b"b"), (b"ab", b"ab"), (b"abab", b"a"), (b"b", b"b")]

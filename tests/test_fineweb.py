@@ -255,7 +255,7 @@ def test_description_of_a_folder(tmp_path, prepared, capsys):
     assert f"a.parquet ({source.stat().st_size:,} bytes)" in said
     assert "tokenizer: bytes, vocabulary of 256" in said
     assert f"{len(files)} files listed in meta.json; faults: 0" in said
-    assert "val begins: '" in said
+    assert "it begins: " in said
     copied(prepared, tmp_path)
     harm(tmp_path / "train_000003.bin")
     (tmp_path / "train_000002.bin").unlink()

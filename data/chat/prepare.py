@@ -55,8 +55,6 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
     """What the command line asks for: with --like, both are those of a checkpoint. Raises ValueError."""
     meta = {"name": args.tokenizer or TOKENIZER}
     block_size = BLOCK_SIZE
-    if args.like and args.tokenizer:
-        raise ValueError("--like and --tokenizer: the checkpoint's own tokenizer is taken; leave --tokenizer out")
     if args.like:
         from deskgpt.checkpoint import store  # imports torch, which takes seconds
 
@@ -65,10 +63,8 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
             raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
         meta = saved.tokenizer
         block_size = saved.model_args.get("block_size", BLOCK_SIZE)
-    elif meta["name"] == "char":
-        raise ValueError("--tokenizer=char has no token that ends an answer; use bytes, gpt2, or --like=CHECKPOINT")
-    elif meta["name"] == "bpe":
-        raise ValueError("--tokenizer=bpe: such a vocabulary is a model's own; take --like=CHECKPOINT")
+    elif meta["name"] in ("char", "bpe"):
+        raise ValueError(f"--tokenizer={meta['name']}: take bytes, gpt2, or --like=CHECKPOINT for that of a model")
     return from_meta(meta), args.block_size or block_size
 
 
@@ -141,13 +137,7 @@ def read_dialogues(path: Path) -> Iterator[list[Message]]:
                 if not text.strip():
                     continue
                 messages = as_messages(json.loads(text))
-            except UnicodeDecodeError as e:
-                raise ValueError(f"{path}, line {number}: byte {e.start + 1:,} is not UTF-8 text") from None
-            except json.JSONDecodeError as e:
-                raise ValueError(f"{path}, line {number}: not JSON ({e.msg}, character {e.pos + 1:,})") from None
-            except RecursionError:
-                raise ValueError(f"{path}, line {number}: nested too deeply") from None
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:  # also where it is not UTF-8, or not JSON
                 raise ValueError(f"{path}, line {number}: {e}") from None
             n += 1
             yield messages
@@ -214,10 +204,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("--name", default="chat", help="folder below data/, or a path; later the value of --dataset")
-    parser.add_argument(
-        "--like", metavar="CHECKPOINT", help="tokenizer and window of a checkpoint, to finetune that one"
-    )
-    parser.add_argument("--tokenizer", help=f"bytes, gpt2 or another tiktoken encoding ({TOKENIZER})")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--like", metavar="CHECKPOINT", help="tokenizer and window of a checkpoint, to finetune that one")
+    one.add_argument("--tokenizer", help=f"bytes, gpt2 or another tiktoken encoding ({TOKENIZER})")
     parser.add_argument("--block_size", type=int, help=f"tokens of a window; also that of training ({BLOCK_SIZE})")
     return parser.parse_args()
 

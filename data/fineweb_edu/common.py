@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from data.documents import Source, local_source, retried, text_bytes
 from data.fineweb_edu import pretokenized
 from data.meta_files import from_json
 from data.shards import Entry, gigabytes, plan
 from data.token_files import TOKEN_BYTES, named_tokenizer, read_description
 from data.tokenizer import Tokenizer, from_meta, short_name
-from deskgpt.machine.files import file_sha256
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9, "default": 1.3e12}  # about
@@ -181,16 +178,6 @@ def remove_leftovers(folder: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in folder.glob(pattern):
             path.unlink()
-
-
-def damaged(folder: Path, entries: Entries) -> list[str]:
-    """Names of the shards whose checksum differs from meta.json."""
-    names = []
-    for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
-        if file_sha256(folder / name) != entry["sha256"]:
-            tqdm.write(f"{name} is damaged (its checksum does not match) and is made again")
-            names.append(name)
-    return names
 
 
 def check_disk(folder: Path, tokens: float) -> None:

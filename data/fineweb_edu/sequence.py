@@ -16,7 +16,7 @@ from data.documents import Source
 from data.fineweb_edu import common, pretokenized
 from data.fineweb_edu.common import Entries, Job, Part
 from data.shards import gigabytes, is_there, write_shards
-from data.token_files import read_record, write_meta
+from data.token_files import damaged, read_record, write_meta
 from data.tokenizer import Tokenizer, from_meta
 
 # The vocabulary is trained on what comes after this many bytes of text for each token of val. Tokens of ordinary text
@@ -47,14 +47,20 @@ def prepare(args: argparse.Namespace, part: Part) -> None:
         following = next((name for name, _ in shards() if name not in entries), None)
         common.refuse_foreign(folder, {*entries, following}.__contains__)
     complete = is_complete(folder, shards(), entries)
-    bad = common.damaged(folder, entries) if complete else []
+    bad = damaged(folder, entries) if complete else []
     if complete and not bad:
         print(f"{folder}: already prepared")
-    elif args.pretokenized:
-        common.check_disk(folder, expected)
+        if part.of == 1:
+            common.finish(folder, meta)
+        return
+
+    # ---- what is missing ----
+    for name in bad:
+        print(f"{name} is damaged (its checksum does not match) and is made again")
+    common.check_disk(folder, expected)
+    if args.pretokenized:
         pretokenized.fetch(folder, meta, shards(), bad)
     else:
-        common.check_disk(folder, expected)
         source = job.local or common.hub_source(args, meta["revision"])
         meta["revision"] = source.revision
         if tokenizer is None:
