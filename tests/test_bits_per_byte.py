@@ -8,27 +8,20 @@ import math
 import os
 import pickle
 import re
-import sys
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 from conftest import TINY, assert_one_line, events, flags, needs_bpe, tiny
 
 from bench import compare, report
 from bench.analysis.logs import read_run
 from bench.analysis.runs import complete
-from data.dataset import Dataset
 from data.splits import Split
 from data.text.prepare import prepare
 from data.text_facts import BEGINNING, text_facts
 from data.token_files import write_tokens
 from data.tokenizer import GPT2_FILES, BytesTokenizer, CharTokenizer, Tokenizer, from_meta, from_meta_offline
-from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
-from deskgpt.run.log import RunLog
 from train import main
 
 MULTI_BYTE = "Ünïcödé, 🧀 and plain text.\n日本語の文章。\n"  # of one to four bytes a character
@@ -50,14 +43,6 @@ def targets_by_hand(ids: np.ndarray, block: int, n: int) -> list[int]:
 
 
 # ---- the figure ----------------------------------------------------------------------------------------------
-
-
-def test_of_bytes_it_is_the_loss_over_ln_2(tmp_path):
-    tokenizer = BytesTokenizer()
-    split = split_of(tmp_path, tokenizer.encode(MULTI_BYTE * 40), tokenizer.vocab_size)
-    facts = text_facts(split, 7, tokenizer)
-    assert facts.targets == facts.evaluated_bytes == 7 * 16
-    assert facts.bits_per_byte(2.5) == pytest.approx(2.5 / math.log(2), rel=1e-15)
 
 
 def test_of_characters_it_counts_their_bytes(tmp_path):
@@ -94,22 +79,6 @@ def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
     assert facts.targets == len(ids) - 1  # all but the first token, which is an end_of_text
     assert facts.evaluated_bytes == facts.all_bytes == len("".join(documents).encode()) == facts.targets - 2
     assert facts.bits_per_byte(1.0) == pytest.approx(facts.targets / (facts.targets - 2) / math.log(2))
-
-
-def test_masked_targets_count_nowhere(tmp_path):
-    class Masked(Split):
-        def eval_batch(self, rows, n):
-            x, y = super().eval_batch(rows, n)
-            y[:, 5:] = -1
-            return x, y
-
-    tokenizer = CharTokenizer.of(MULTI_BYTE)
-    ids = tokenizer.encode(MULTI_BYTE * 40)
-    split_of(tmp_path, ids, tokenizer.vocab_size)
-    facts = text_facts(Masked(tmp_path, "val", 16, tokenizer.vocab_size), 7, tokenizer)
-    kept = np.array(targets_by_hand(ids, 16, 7)).reshape(7, 16)[:, :5]
-    assert facts.targets == kept.size
-    assert facts.evaluated_bytes == len("".join(tokenizer.chars[i] for i in kept.flat).encode())
 
 
 def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
@@ -160,15 +129,6 @@ def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
         from_meta_offline({"name": "gpt2"})
     assert len(list(tmp_path.iterdir())) == len(list(cache.iterdir()))
-
-
-@needs_bpe
-def test_missing_package_and_unknown_tokenizer_are_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ValueError, match="tiktoken is not installed"):
-        from_meta_offline({"name": "gpt2"})
-    with pytest.raises(ValueError, match="which tokenizer"):
-        from_meta_offline({})
 
 
 def test_run_without_a_tokenizer_says_so_and_goes_on(chars, tmp_path, capsys):
@@ -223,20 +183,6 @@ def test_log_line_and_events_have_it_and_a_printed_log_is_read_with_it(prepared_
         assert ["bits per byte there", shown] in [row for table in report.tables(run) for row in table.rows]
 
 
-def test_wandb_gets_it_and_nothing_where_it_is_unknown():
-    class Recorder:
-        id = "abc"
-        logged: ClassVar[list[dict[str, float]]] = []
-
-        def log(self, metrics, step):
-            self.logged.append(metrics)
-
-    log = RunLog(None, Recorder())
-    log.write("eval", iter=1, val_loss=2.0, val_bpb=1.5)
-    log.write("eval", iter=2, val_loss=2.0, val_bpb=None)
-    assert Recorder.logged == [{"iter": 1, "val/loss": 2.0, "val/bpb": 1.5}, {"iter": 2, "val/loss": 2.0}]
-
-
 @pytest.mark.slow
 def test_figure_is_the_same_at_any_micro_batch_in_a_resumed_run_and_in_an_evaluation_alone(
     prepared_alike, tmp_path, capsys
@@ -258,17 +204,6 @@ def test_figure_is_the_same_at_any_micro_batch_in_a_resumed_run_and_in_an_evalua
         main(tiny(prepared_alike["char"], tmp_path, **settings, **again))
         found = re.findall(r"val loss ([\d.]+), .* bits per byte ([\d.]+)", capsys.readouterr().out)
         assert found == [(f"{last['val_loss']:.4f}", f"{last['val_bpb']:.4f}")]
-
-
-def test_text_of_an_evaluation_is_the_same_on_any_number_of_ranks(prepared_alike):
-    found = []
-    for world in (1, 4):
-        dataset = Dataset(prepared_alike["char"])
-        dataset.open(16, dataset.vocab_size, None, seed=0, align_documents=False)
-        dataset.lines("", Batching(2, 4, eval_windows=9, rank=0, world=world), Ranks(torch.device("cpu")))
-        found.append(dataset.text)
-    assert found[0] is not None
-    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -23,8 +23,6 @@ from fineweb import (
     write_documents,
 )
 
-import data.documents
-from data.documents import Source
 from data.splits import Split
 from data.token_files import read_record, write_meta, write_tokens
 
@@ -190,22 +188,3 @@ def test_options_that_are_not_whole_numbers_are_usage_errors(tmp_path, script: S
 def test_options_that_have_no_meaning_with_each_other_are_refused(tmp_path, script: Script, options):
     done = script(PREPARE, *options, "--out", tmp_path / "out")
     assert_refused(done, *(option.partition("=")[0] for option in options))
-
-
-def test_rows_come_once_each_through_faults_of_the_network(monkeypatch):
-    faults = [0, 1, 1, 7, 9]  # rows before which the connection breaks
-
-    def texts(self, path, first):
-        for row in range(first, 10):
-            if faults and faults[0] == row:
-                faults.pop(0)
-                raise ConnectionResetError("gone")
-            yield f"{path} {row}"
-
-    monkeypatch.setattr(Source, "_texts", texts)
-    monkeypatch.setattr(data.documents.time, "sleep", lambda seconds: None)
-    rows = list(Source("x", ["a.parquet", "b.parquet"]).rows(0, 0))
-    assert [row.text for row in rows] == [f"{name}.parquet {i}" for name in "ab" for i in range(10)]
-    faults = [4] * 9
-    with pytest.raises(ValueError, match="failed 9 times"):
-        list(Source("x", ["a.parquet"]).rows(0, 2))

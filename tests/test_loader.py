@@ -98,26 +98,6 @@ def test_ranks_and_micro_batches_share_the_rows_of_a_step_and_of_an_evaluation(w
     assert sorted(evaluated) == list(range(math.ceil(4 / world) * world * 3))  # from 10 on they are padding
 
 
-def test_ranks_of_any_world_read_the_same_rows_in_each_step_under_the_same_numbers(split):
-    def checksums(world: int) -> dict[tuple[int, int], str]:
-        """Of the tokens of each micro-batch, by its step and its number in it."""
-        found = {}
-        for rank in range(world):
-            loader = Loader(split, Batching(2, 8, rank=rank, world=world), CPU, 70)
-            for step in range(70, 85):  # past the end of an epoch
-                for batch in loader.step():
-                    tokens = batch.x.numpy().tobytes() + batch.y.numpy().tobytes()
-                    found[step, batch.number] = sha256(tokens).hexdigest()
-            loader.close()
-        return found
-
-    alone = checksums(1)
-    assert len(alone) == len(set(alone.values())) == 15 * 8
-    assert split.n_windows < 85 * 16
-    for world in (2, 4, 8):
-        assert checksums(world) == alone
-
-
 @pytest.mark.skipif(resource is None, reason="needs POSIX")
 @pytest.mark.parametrize("listed", [True, False])
 def test_more_shards_than_a_process_may_have_files_are_read(tmp_path, listed):

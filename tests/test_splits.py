@@ -77,16 +77,6 @@ def test_same_tokens_in_a_step_however_the_global_batch_is_split(tmp_path_factor
         assert np.array_equal(np.concatenate(of_pieces), of_whole)
 
 
-@given(st.integers(0, 2**31), st.integers(0, 1000), st.integers(1, 64))
-def test_batch_is_a_function_of_its_arguments_alone(tmp_path_factory, seed, step, global_batch):
-    folder = tmp_path_factory.mktemp("s")
-    rows = np.arange(global_batch)
-    used = make(folder, [500], 4, seed)
-    used.train_batch(step + 1, rows, global_batch)  # leaves no trace
-    fresh = Split(folder, "train", 4, 500, seed)
-    assert np.array_equal(used.train_batch(step, rows, global_batch), fresh.train_batch(step, rows, global_batch))
-
-
 def test_seeds_and_epochs_have_orders_of_their_own(tmp_path):
     def order(seed: int, epoch: int) -> list[int]:
         split = Split(tmp_path, "train", 10, 2000, seed)
@@ -154,15 +144,6 @@ def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
     assert all(batch.shape == (64, 1024) for batch in batches)
 
 
-def test_fingerprint_tells_tokens_apart(tmp_path):
-    ids = np.arange(100, dtype=np.uint16)
-    for name, tokens in {"a": ids, "b": ids, "c": ids[::-1], "d": ids[:99]}.items():
-        write_tokens(tmp_path / name / "val.bin", tokens)
-    prints = {name: Split(tmp_path / name, "val", 4, 100).fingerprint() for name in "abcd"}
-    assert prints["a"] == prints["b"]
-    assert len({prints["a"], prints["c"], prints["d"]}) == 3
-
-
 def test_fingerprint_is_that_of_the_beginning_of_each_shard_and_of_some_where_there_are_very_many(
     tmp_path, monkeypatch
 ):
@@ -181,17 +162,6 @@ def test_data_of_one_token_is_named(tmp_path):
     assert_one_line(Split(tmp_path, "train", 4, 10).single_token() or "", tmp_path / "train.bin", "token 7")
     write_tokens(tmp_path / "train_2.bin", np.array([7] * 400 + [9], np.uint16))
     assert Split(tmp_path, "train", 4, 10).single_token() is None
-
-
-def test_opening_a_split_does_not_hold_its_files_in_memory(tmp_path):
-    write_tokens(tmp_path / "train.bin", np.full(30_000_000, 5, np.uint16))
-    tracemalloc.start()
-    split = Split(tmp_path, "train", 4, 100)
-    split.single_token()
-    split.fingerprint()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 20e6  # the file has 60 MB
 
 
 # ---- bad data ------------------------------------------------------------------------------------------------

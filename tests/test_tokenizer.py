@@ -8,7 +8,7 @@ from conftest import needs_bpe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size, pieces
+from data.tokenizer import CharTokenizer, from_meta, padded_vocab_size, pieces
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -19,19 +19,6 @@ def test_characters_come_back(text):
     ids = tokenizer.encode(text)
     assert ids.max() < tokenizer.vocab_size == len(set(text))
     assert tokenizer.decode_bytes(ids.tolist()).decode() == text
-
-
-@given(texts)
-def test_bytes_come_back(text):
-    tokenizer = from_meta(BytesTokenizer().meta())
-    assert tokenizer.decode_bytes(tokenizer.encode(text).tolist()).decode() == text
-
-
-@needs_bpe
-@given(texts)
-def test_gpt2_comes_back(text):
-    tokenizer = from_meta({"name": "gpt2"})
-    assert tokenizer.decode_bytes(tokenizer.encode(text).tolist()).decode() == text
 
 
 @needs_bpe
@@ -135,7 +122,3 @@ def test_only_bpe_vocabularies_are_padded():
     assert padded_vocab_size({"name": "char", "chars": "abc"}, 65) == 65
     assert padded_vocab_size({"name": "bytes"}, 256) == 256
     assert padded_vocab_size({}, 65) == 65
-
-
-def test_ids_are_uint16():
-    assert CharTokenizer("ab").encode("ab").dtype == BytesTokenizer().encode("é").dtype == np.uint16
