@@ -157,22 +157,15 @@ def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
     """The text of each token, [] without itos and stoi. Raises ValueError where these contradict each other."""
     if not itos and not stoi:
         return []
-    if not isinstance(itos, dict | list):
-        raise ValueError("its itos is not a table")
-    if len(itos) != vocab_size:
-        raise ValueError(f"vocab_size={vocab_size}, and its itos has {len(itos):,} entries")
-    pieces = []
-    for i in range(vocab_size):
-        if isinstance(itos, dict) and i not in itos:
-            raise ValueError(f"its itos has no token {i}")
-        pieces.append(itos[i])
+    table = dict(enumerate(itos)) if isinstance(itos, list) else itos
+    if not isinstance(table, dict) or set(table) != set(range(vocab_size)):
+        raise ValueError(f"vocab_size={vocab_size}, and its itos is not a table of so many tokens")
+    pieces = [table[i] for i in range(vocab_size)]
     if not all(isinstance(piece, str) and piece for piece in pieces):
         raise ValueError("its itos holds something else than text")
     back = {piece: i for i, piece in enumerate(pieces)}
-    if len(back) != vocab_size:
-        raise ValueError("its itos has a text twice")
-    if stoi is not None and stoi != back:
-        raise ValueError("its stoi and itos contradict each other")
+    if len(back) != vocab_size or stoi not in (None, back):
+        raise ValueError("its stoi and itos contradict each other, or a text is there twice")
     return pieces
 
 

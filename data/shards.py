@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
-import shutil
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -274,10 +273,7 @@ def write_shard(path: Path, size: int, stream: TokenStream, bar: tqdm, sha256: s
         ) from None
     documents = stream.documents - documents_before
     tokens_per_s = tokens / (time.perf_counter() - t0)
-    tqdm.write(
-        f"{path.name}: {tokens:,} tokens, {documents:,} documents, {tokens_per_s:,.0f} tokens/s, "
-        f"{free_space(path.parent)}"
-    )
+    tqdm.write(f"{path.name}: {tokens:,} tokens, {documents:,} documents, {tokens_per_s:,.0f} tokens/s")
     return {"tokens": tokens, "documents": documents, "sha256": checksum, "end": stream.position}
 
 
@@ -298,8 +294,3 @@ def progress_bar(total: float) -> tqdm:
 def gigabytes(size: float) -> str:
     """A number of bytes in GB, or in MB below 0.1 GB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-
-
-def free_space(folder: Path) -> str:
-    """The free space on the disk of folder."""
-    return f"{gigabytes(shutil.disk_usage(folder).free)} free"

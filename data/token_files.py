@@ -321,12 +321,7 @@ def write_dataset(
         meta |= {"end_of_text": tokenizer.end_of_text, "packed": masks.packed, "chat": masks.chat}
         meta["masks"] = {name: {"tokens": len(c), "sha256": sha256(c)} for name, c in of_masks.items()}
     with locked(folder):
-        others = {path.name for split in splits for path in folder.glob(f"{split}*.bin")} - set(files)
-        if others:
-            raise ValueError(
-                f"{folder} holds other shards ({', '.join(sorted(others))}), which would be read too; choose another "
-                "name"
-            )
+        refuse_foreign(folder, files.__contains__)
         new = {name: folder / f"{name}.new" for name in contents}
         try:
             # First everything that takes space, then the names.
@@ -345,6 +340,17 @@ def write_dataset(
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
     return meta
+
+
+def refuse_foreign(folder: Path, is_ours: Callable[[str], Any]) -> None:
+    """Raises ValueError where folder holds token files that are not ours, which training would read with them."""
+    found = {path.name for split in ("train", "val") for path in folder.glob(f"{split}*.bin")}
+    foreign = sorted(name for name in found if not is_ours(name))
+    if foreign:
+        raise ValueError(
+            f"{folder} holds other token files ({', '.join(foreign[:3])}), which would be read too; delete them, or "
+            "choose another folder"
+        )
 
 
 def is_prepared(folder: Path, source: str) -> bool:

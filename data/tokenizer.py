@@ -89,9 +89,7 @@ class CharTokenizer(Tokenizer):
             )
         self.chars = chars
         self.vocab_size = len(chars)
-        points = code_points(chars)
-        self._order = np.argsort(points)
-        self._sorted = points[self._order]
+        self._ids = {char: i for i, char in enumerate(chars)}
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
@@ -99,15 +97,14 @@ class CharTokenizer(Tokenizer):
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> Ids:
-        points = code_points(text)
-        at = np.searchsorted(self._sorted, points).clip(max=self.vocab_size - 1)
-        unknown = np.unique(points[self._sorted[at] != points])
-        if unknown.size:
-            named = ", ".join(repr(chr(p)) for p in unknown[:10])
-            if unknown.size > 10:
-                named += ", ..."
-            raise ValueError(f"the tokenizer does not know {named}; its {self.vocab_size} characters: {self.chars!r}")
-        return self._order[at].astype(np.uint16)
+        try:
+            return np.fromiter(map(self._ids.__getitem__, text), np.uint16, len(text))
+        except KeyError:
+            unknown = sorted(set(text) - set(self.chars))
+            named = ", ".join(map(repr, unknown[:10]))
+            raise ValueError(
+                f"the tokenizer does not know {named}; its {self.vocab_size} characters: {self.chars!r}"
+            ) from None
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # surrogatepass: text that was read with errors="surrogateescape" can hold lone surrogates
@@ -295,22 +292,30 @@ def fast_gpt2() -> Any:
     ids = json.loads(files["encoder.json"])
     ids.pop("<|endoftext|>")  # in a text it is ordinary characters
     merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # without the version line and the end
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    description: dict[str, Any] = {
+    return FastTokenizer.from_json_str(json.dumps(of_bytes(ids, merges)))
+
+
+def of_bytes(vocab: dict[str, Any], merges: list[Any], splits: bool = True) -> dict[str, Any]:
+    """A byte-pair encoding as tokenizer.json. splits: first by GPT-2's pattern, which tokens do not cross."""
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
+    end = {
+        "id": vocab.get(END_OF_TEXT),
+        "content": END_OF_TEXT,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return {
         "version": "1.0",
-        "added_tokens": [],
+        "added_tokens": [end] if END_OF_TEXT in vocab else [],
         "normalizer": None,
         "pre_tokenizer": by_bytes,
-        "model": {"type": "BPE", "vocab": ids, "merges": merges},
         "post_processor": None,
         "decoder": by_bytes,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
-    return FastTokenizer.from_json_str(json.dumps(description))
-
-
-def code_points(text: str) -> npt.NDArray[np.uint32]:
-    """The Unicode code points of text, lone surrogates included."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:

@@ -17,6 +17,7 @@ from data.tokenizer import (
     CharTokenizer,
     TiktokenTokenizer,
     Tokenizer,
+    of_bytes,
 )
 
 OUR_KEY = "deskgpt"  # the one of config.json, too: deskgpt/share/hugging_face.py
@@ -81,29 +82,6 @@ def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
             "vocab": {char: i for i, char in enumerate(tokenizer.chars)},
             "unk_token": NO_SUCH_TOKEN,
         },
-    }
-
-
-def of_bytes(vocab: dict[str, Any], merges: list[list[str]], splits: bool = True) -> dict[str, Any]:
-    """A byte-pair encoding. splits: first by GPT-2's pattern, which tokens do not cross."""
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
-    end = {
-        "id": vocab[END_OF_TEXT],
-        "content": END_OF_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    return {
-        "version": "1.0",
-        "added_tokens": [end],
-        "normalizer": None,
-        "pre_tokenizer": by_bytes,
-        "post_processor": None,
-        "decoder": by_bytes,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
 
 

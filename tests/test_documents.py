@@ -24,7 +24,7 @@ from fineweb import (
 )
 
 from data.splits import Split
-from data.token_files import read_record, write_meta, write_tokens
+from data.token_files import write_meta, write_tokens
 
 
 def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
@@ -117,7 +117,7 @@ def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: S
     assert contents(out) == before
     for name in ("train.bin", "train_000002.bin"):
         write_tokens(tmp_path / name, np.arange(9, dtype=np.uint16))
-        fails(script(*prepare, "--out", tmp_path), name, "--out")
+        fails(script(*prepare, "--out", tmp_path), name, "another folder")
         (tmp_path / name).unlink()
     write_meta(tmp_path, {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "source": "a text", "files": {}})
     fails(script(*prepare, "--out", tmp_path), tmp_path, "--out")
@@ -129,32 +129,6 @@ def test_damaged_meta_json_is_named(tmp_path, script: Script, prepared):
     entry = meta["files"]["train_000001.bin"]
     write_meta(tmp_path, meta | {"files": {"train_000001.bin": entry | {"tokens": None}}})
     fails(script(*prepare), "meta.json", "tokens=None", "--out")
-
-
-def test_names_in_meta_json_that_lead_out_of_the_folder_delete_nothing(tmp_path, script: Script):
-    folder = tmp_path / "a" / "b"
-    victim = tmp_path / "VICTIM.txt"
-    victim.write_text("dear")
-    (tmp_path / "one.txt").write_text("x")  # all of it goes into val: what was made is deleted again
-    prepare = (PREPARE, "--source", tmp_path / "one.txt", "--encoding=bytes", "--val_tokens=50", "--out", folder)
-    fails(script(*prepare), "val")
-    assert script(PREPARE, "--source", victim, "--encoding=bytes", "--val_tokens=1", "--out", folder).code == 0
-    for path in folder.glob("*.bin"):
-        path.unlink()
-    meta = read_record(folder)
-    entry = next(iter(meta["files"].values()))
-    for name in (
-        "../../VICTIM.txt",
-        str(victim),
-        "val/../../../VICTIM.txt",
-        "val\\..\\x.bin",
-        "val\n.bin",
-        "VICTIM.txt",
-        "",
-    ):
-        write_meta(folder, meta | {"files": {name: entry}})
-        fails(script(*prepare), "meta.json")
-    assert victim.read_text() == "dear"
 
 
 def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):
@@ -182,7 +156,6 @@ def test_options_that_are_not_whole_numbers_are_usage_errors(tmp_path, script: S
         ("--subset=sample-100BT", "--source=a.txt"),
         ("--vocab_size=300", "--pretokenized"),
         ("--vocab_size=300", "--encoding=gpt2"),
-        ("--vocab_bytes=1000", "--encoding=gpt2"),
     ],
 )
 def test_options_that_have_no_meaning_with_each_other_are_refused(tmp_path, script: Script, options):

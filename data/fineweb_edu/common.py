@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,7 +118,6 @@ def identity_of(job: Job, tokenizer: Tokenizer | None, args: argparse.Namespace,
             "tokenizer": {"name": "bpe"},
             "vocab_size": args.vocab_size,
             "end_of_text": args.vocab_size - 1,
-            "vocab_bytes": args.vocab_bytes,
         }
     else:
         described = {
@@ -160,17 +159,6 @@ def records_of_parts(folder: Path) -> dict[int, dict[str, Any]]:
     """What is recorded of each part that was begun, by number. Raises ValueError where a record is damaged."""
     paths = sorted((folder / "parts").glob("[0-9]*.json"))
     return {int(path.stem): read_description(path, from_json) for path in paths}
-
-
-def refuse_foreign(folder: Path, is_ours: Callable[[str], Any]) -> None:
-    """Raises ValueError where folder holds token files that are not ours, which training would read with them."""
-    found = {path.name for split in ("train", "val") for path in folder.glob(f"{split}*.bin")}
-    foreign = sorted(name for name in found if not is_ours(name))
-    if foreign:
-        raise ValueError(
-            f"{folder} holds token files that no meta.json lists ({', '.join(foreign[:3])}), which would be read too; "
-            "delete them, or choose another --out"
-        )
 
 
 def remove_leftovers(folder: Path, *patterns: str) -> None:

@@ -110,12 +110,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         default=bpe.USUAL_SIZE,
         help=f"ids of --encoding bpe (default: {bpe.USUAL_SIZE})",
     )
-    add(
-        *("--vocab_bytes",),
-        type=whole_number,
-        default=bpe.SAMPLE_BYTES,
-        help="of text to train --encoding bpe on, after val's (default: 1e8)",
-    )
     add("--tokens", type=whole_number, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
     add("--val_tokens", type=whole_number, help="made first (default: a shard; of --source a tenth at most)")
     add("--shard_tokens", type=whole_number, default=100_000_000, help="per file (default: 1e8)")
@@ -140,11 +134,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def check_options(args: argparse.Namespace, given: set[str]) -> None:
     """Raises ConfigError where one of the given options has no meaning beside the others, ValueError."""
-    of_text = {"source", "subset", "text_column", "encoding", "vocab_size", "vocab_bytes", "shard_tokens", "val_tokens"}
+    of_text = {"source", "subset", "text_column", "encoding", "vocab_size", "shard_tokens", "val_tokens"}
     rules = [
         (args.source, {"subset"}, "with --source; leave one of them out"),
         (args.pretokenized, of_text | {"workers", "part", "merge"}, "with --pretokenized; leave one of them out"),
-        (args.encoding != "bpe", {"vocab_size", "vocab_bytes"}, "without --encoding bpe; leave it out"),
+        (args.encoding != "bpe", {"vocab_size"}, "without --encoding bpe; leave it out"),
     ]
     for applies, options, remedy in rules:
         for option in sorted(options & given):

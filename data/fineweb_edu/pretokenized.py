@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from data.documents import retried
-from data.shards import Entry, free_space, is_there
+from data.shards import Entry, is_there
 from data.token_files import read_tokens, write_meta
 from deskgpt.machine.files import file_sha256
 
@@ -46,7 +46,7 @@ def fetch(folder: Path, meta: dict[str, Any], shards: Iterable[tuple[str, int]],
         os.replace(path, folder / name)
         meta["files"][name] = entry
         write_meta(folder, meta)
-        print(f"{name}: {entry['tokens']:,} tokens, {entry['documents']:,} documents, {free_space(folder)}", flush=True)
+        print(f"{name}: {entry['tokens']:,} tokens, {entry['documents']:,} documents", flush=True)
     shutil.rmtree(folder / ".download", ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ from data.documents import Source
 from data.fineweb_edu import common, pretokenized
 from data.fineweb_edu.common import Entries, Job, Part
 from data.shards import gigabytes, is_there, write_shards
-from data.token_files import damaged, read_record, write_meta
+from data.token_files import damaged, read_record, refuse_foreign, write_meta
 from data.tokenizer import Tokenizer, from_meta
 
 # The vocabulary is trained on what comes after this many bytes of text for each token of val. Tokens of ordinary text
@@ -42,10 +42,10 @@ def prepare(args: argparse.Namespace, part: Part) -> None:
         return common.shards_of(job, part, tokens, entries)
 
     if part.of > 1:
-        common.refuse_foreign(folder, common.SHARD_OF_PART.fullmatch)
+        refuse_foreign(folder, common.SHARD_OF_PART.fullmatch)
     else:  # an earlier start may have been stopped between finishing its next shard and listing it
         following = next((name for name, _ in shards() if name not in entries), None)
-        common.refuse_foreign(folder, {*entries, following}.__contains__)
+        refuse_foreign(folder, {*entries, following}.__contains__)
     complete = is_complete(folder, shards(), entries)
     bad = damaged(folder, entries) if complete else []
     if complete and not bad:
@@ -113,9 +113,9 @@ def own_tokenizer(folder: Path, meta: dict[str, Any], source: Source, job: Job, 
 
     os.environ["RAYON_NUM_THREADS"] = str(threads)  # which it reads when it begins to train
     begin = BYTES_OF_VAL_TOKEN * job.val_tokens
-    wanted = f"at most {gigabytes(meta['vocab_bytes'])} of text"
+    wanted = f"at most {gigabytes(bpe.SAMPLE_BYTES)} of text"
     print(f"training a vocabulary of {meta['vocab_size']:,} on {wanted} after the first {gigabytes(begin)}", flush=True)
-    texts = bpe.sample(texts_from(source, begin), meta["vocab_bytes"])
+    texts = bpe.sample(texts_from(source, begin), bpe.SAMPLE_BYTES)
     first = next(texts, None)
     if first is None:
         raise ValueError(

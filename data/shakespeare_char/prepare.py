@@ -15,8 +15,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.text.prepare import prepare, read_text
@@ -31,14 +29,9 @@ TIMEOUT_S = 20
 
 def download(url: str, path: Path, checksum: str) -> None:
     """Fetches url to path, completely or not at all. Raises ValueError for any fault of the network or the content."""
-    content = bytearray()
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # raises on a status of 400 and more
-            size = int(response.headers.get("Content-Length") or 0) or None
-            with tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None) as bar:
-                while chunk := response.read(1 << 16):
-                    content += chunk
-                    bar.update(len(chunk))
+            content = response.read()
     except (OSError, http.client.HTTPException, ValueError) as e:  # URLError, time-outs and TLS faults are OSErrors
         raise ValueError(f"cannot download {url} ({e}); save the text as {path} or give it with --input FILE") from None
     if sha256(content) != checksum:
