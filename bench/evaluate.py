@@ -183,7 +183,7 @@ def write(c: EvaluateConfig, text: str, result: dict[str, Any]) -> None:
     """Writes what c asks for. Raises OSError."""
     page = f"# Benchmarks: {c.save or result['model']['source']}\n\n{text}"
     if c.save:
-        output.save(c.save, page, result, None)
+        output.save(c.save, page, result)
     if c.md:
         write_atomically(Path(c.md), page.encode())
     if c.json:

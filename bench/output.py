@@ -1,4 +1,4 @@
-"""What benchmarks write: Markdown tables, and pages in bench/results with their raw figures and a picture."""
+"""What benchmarks write: Markdown tables, and pages in bench/results with their raw figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,12 @@ def check_name(name: str | None) -> None:
         raise ConfigError(f"--save {name!r}: a name of letters, digits, dots and dashes, such as speed-124m")
 
 
-def write_results(
-    folder: Path, name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None = None
-) -> None:
-    """Writes folder/name.md, name.json and, where `draw` draws a picture, name.png. The name may contain dots."""
-    picture = f"\n![]({name}.png)\n" if draw else ""
-    write_atomically(folder / f"{name}.md", (text + picture).encode())
+def write_results(folder: Path, name: str, text: str, result: dict[str, Any]) -> None:
+    """Writes folder/name.md and name.json. The name may contain dots."""
+    write_atomically(folder / f"{name}.md", text.encode())
     write_atomically(folder / f"{name}.json", json.dumps(result).encode())
-    if draw:
-        draw(folder / f"{name}.png")
 
 
-def save(name: str, text: str, result: dict[str, Any], draw: Callable[[Path], None] | None = None) -> None:
+def save(name: str, text: str, result: dict[str, Any]) -> None:
     """Writes the results into bench/results, with today's date before their name."""
-    write_results(RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}", text, result, draw)
+    write_results(RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}", text, result)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, flags, shell, tiny
+from conftest import ROOT, TINY, flags, shell, tiny
 
-from bench import output, speed, time_to_loss, timing
+from bench import output, speed, timing
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
 
@@ -153,30 +153,6 @@ def test_profile_shows_the_operations_of_our_steps(script):
     assert done.code == 0, done.err
     [adamw] = [line for line in done.out.splitlines() if "Optimizer.step#AdamW.step" in line]
     assert adamw.split()[-1] == "2"  # calls
-
-
-@pytest.mark.slow
-def test_time_to_loss_stops_at_the_target_or_says_that_it_was_missed(chars, tmp_path):
-    settings = flags(**TINY | {"dataset": chars, "max_iters": 40, "eval_interval": 2})
-    sure = time_to_loss.run([*settings], 1, 4.2, tmp_path / "a")
-    assert sure["reached"]
-    assert sure["val_loss"] <= 4.2
-    assert sure["steps"] < 40
-    assert sure["tokens"] == sure["steps"] * 64
-    assert sure["seconds"] == sure["steps_s"] + sure["compile_s"]
-    assert sure["process_s"] > sure["seconds"] + sure["eval_s"]
-    assert [n for _, n, _ in sure["curve"]] == list(range(0, sure["steps"] + 1, 2))
-    missed = time_to_loss.run([*settings, "--max_iters=4"], 2, 0.1, tmp_path / "b")
-    text = time_to_loss.as_markdown([sure, missed], 0.1)
-    assert (missed["reached"], text.count(", above 0.1 |")) == (False, 1)
-    assert re.search(r"\| mean \| [\d.]+ \(± [\d.]+\) \|", text)
-
-
-@pytest.mark.slow
-def test_time_to_loss_of_a_run_that_fails_tells_why(script):
-    done = script("bench/time_to_loss.py", "--dataset=/nowhere", "--target=1")
-    assert done.code == 1
-    assert_one_line(done.err, "before its first evaluation", "/nowhere")
 
 
 def test_check_of_machines_fails_what_is_wrong_and_not_refused():

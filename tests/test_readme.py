@@ -166,7 +166,7 @@ def shortened(command: str, clone: Path) -> str:
     if is_training(command):
         return f"{command} {training_flags(command, clone)}"
     if "bench/sweep.py" in command:
-        return f"{command} {SHORT} --steps=3 --rounds=1"
+        return f"{command} {SHORT} --seconds=0 --rounds=1"
     weights = f" --init_from={gpt2_weights(clone)}" if "init_from=gpt2" in command else ""
     if "bench/evaluate.py" in command:
         return f"{command} --device=cpu{weights}"
@@ -222,6 +222,7 @@ def test_commands_of_the_pages_run(clone, which, request):
             assert re.search(r"^step \d+: train loss", out, re.M), command
         elif "bench/sweep.py" in command:
             assert re.search(r"^python train.py config/.* --batch_size=[12] --gradient_accumulation_steps", out, re.M)
+            assert re.search(r"^\| 2 \| 1 \| \w+ \| no \| 32 \| .* \| [\d.]+ GB \| [\d.]+% \|$", out, re.M)
     if skipped:
         pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(commands)} commands; the others passed")
 

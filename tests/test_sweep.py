@@ -1,19 +1,16 @@
-"""bench/sweep.py: its grid, its arithmetic, cells that fail, and a sweep of real runs; what is faster is not judged."""
+"""bench/sweep.py: its grid, its arithmetic, and cells that fail; test_readme.py sweeps real runs."""
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, assert_one_line, flags, shell, tiny
+from conftest import ROOT, TINY, assert_one_line, assert_refused, flags, tiny
 
 from bench import sweep, timing
-from deskgpt.machine import hardware
 from deskgpt.machine.errors import ConfigError
 from train import TrainConfig
 
@@ -26,38 +23,16 @@ def cell(rounds: list[list[float]], memory: int = 10**9, **settings: Any) -> swe
     """A measured cell: ms of each step, by round."""
     x = timing.Contestant("", [], Path(), rounds, [2.0] * len(rounds), data_waits=[0.01], logged_bytes=[memory])
     x.start = START | {"compiled": settings.get("compile", False)}
-    return sweep.Cell({"batch_size": 8, "gradient_accumulation_steps": 1} | settings, TrainConfig(), x)
+    return sweep.Cell({"batch_size": 8, "gradient_accumulation_steps": 1} | settings, x)
 
 
-@pytest.fixture
-def sweep_with(tmp_path, monkeypatch, capsys):
-    """Runs the script on a step of 64 tokens in this process, with another function for timing.run."""
-
-    def run_with(run, *args):
-        monkeypatch.setattr(timing, "run", run)
-        command = ["sweep.py", *flags(**SMALL), "--vocab_size=65", f"--out={tmp_path / 'out'}", *args]
-        monkeypatch.setattr(sys, "argv", command)
-        sweep.main()
-        return capsys.readouterr().out, json.loads((tmp_path / "out" / "sweep.json").read_text())
-
-    return run_with
+def cell_of(code: str, **settings: Any) -> sweep.Cell:
+    """A cell whose run is this code, in a process of its own."""
+    return sweep.Cell(settings, timing.Contestant(sweep.cell_name(settings), [sys.executable, "-c", code], ROOT))
 
 
 def settings_of(x: timing.Contestant) -> dict[str, str]:
     return dict(a[2:].split("=", 1) for a in x.command if a.startswith("--"))
-
-
-def fake_run(x: timing.Contestant, steps: int, seconds: float = 0.0) -> int:
-    """Every step takes 10 ms; memory grows with the micro-batch; 4 sequences are too many."""
-    batch = int(settings_of(x)["batch_size"])
-    if batch == 4:
-        raise timing.Failed("it ended", "out of memory")
-    x.rounds_ms.append([10.0, 10.0])
-    x.first_s.append(0.5)
-    x.data_waits.append(0.0)
-    x.logged_bytes.append(batch * 10**9)
-    x.start = START | {"tokens_per_step": batch * int(settings_of(x)["gradient_accumulation_steps"]) * 16}
-    return 3
 
 
 # ---- grid ----------------------------------------------------------------------------------------------------
@@ -65,14 +40,7 @@ def fake_run(x: timing.Contestant, steps: int, seconds: float = 0.0) -> int:
 
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "sizes"),
-    [
-        (12, 40, [1, 3, 6, 12, 24, 48, 96, 480]),
-        (12, 1, [1, 3, 6, 12]),
-        (64, 1, [1, 2, 4, 8, 16, 32, 64]),
-        (32, 16, [2, 4, 8, 16, 32, 64, 128, 256]),
-        (1, 1, [1]),
-        (5, 7, [1, 5, 35]),
-    ],
+    [(12, 40, [1, 3, 6, 12, 24, 48, 96, 480]), (64, 1, [1, 2, 4, 8, 16, 32, 64]), (1, 1, [1]), (5, 7, [1, 5, 35])],
 )
 def test_micro_batches_around_the_config_divide_the_step(batch_size, accumulation, sizes):
     assert sweep.default_batches(batch_size, accumulation) == sizes
@@ -82,22 +50,14 @@ def test_cells_are_the_product_and_keep_the_tokens_of_a_step(tmp_path):
     c = tiny(tmp_path, tmp_path, batch_size=6, gradient_accumulation_steps=2)
     axes = sweep.read_grid(["batch_size=2,4", "n_embd=16,32", "block_size=16,8"], c)
     assert axes == {"batch_size": [2, 4], "n_embd": [16, 32], "block_size": [16, 8]}
-    cells = sweep.make_cells(c, ["--n_layer=1"], axes, tmp_path, None)
-    assert len(cells) == 8
-    for x in cells:
-        assert x.c.batch_size * x.c.gradient_accumulation_steps * x.c.block_size == 6 * 2 * 16
-        assert {k: str(v) for k, v in x.settings.items()}.items() <= settings_of(x.x).items()
+    cells = sweep.make_cells(c, ["--n_layer=1"], axes, tmp_path)
     assert [x.settings["gradient_accumulation_steps"] for x in cells] == [6, 12, 6, 12, 3, 6, 3, 6]
+    for x in cells:
+        assert {k: str(v) for k, v in x.settings.items()}.items() <= settings_of(x.x).items()
     assert len({settings_of(x.x)["out_dir"] for x in cells}) == 8
     assert len({x.x.env["TORCHINDUCTOR_CACHE_DIR"] for x in cells}) == 8
-
-
-def test_other_settings_leave_the_batch_alone_and_accumulation_may_lead(tmp_path):
-    c = tiny(tmp_path, tmp_path, batch_size=6, gradient_accumulation_steps=2)
-    for grid, batches in (("compile=True,False", [6, 6]), ("gradient_accumulation_steps=1,3", [12, 4])):
-        cells = sweep.make_cells(c, [], sweep.read_grid([grid], c), tmp_path, None)
-        assert [x.settings["batch_size"] for x in cells] == batches
-        assert all(x.c.batch_size * x.c.gradient_accumulation_steps == 12 for x in cells)
+    for x in sweep.make_cells(c, [], sweep.read_grid(["compile=True,False"], c), tmp_path):
+        assert (x.settings["batch_size"], x.settings["gradient_accumulation_steps"]) == (6, 2)
 
 
 @pytest.mark.parametrize(
@@ -106,31 +66,25 @@ def test_other_settings_leave_the_batch_alone_and_accumulation_may_lead(tmp_path
         (["batch_size"], ["batch_size", "batch_size=4,8,16"]),
         (["batchsize=4"], ["batchsize", "batch_size"]),
         (["batch_size=4,x"], ["batch_size", "x", "int"]),
-        (["batch_size=4,5"], ["batch_size=5", "8 sequences", "128 tokens", "try 4"]),
-        (["batch_size=0"], ["batch_size=0", "try 1"]),
+        (["batch_size=4,5"], ["batch_size=5", "128 tokens"]),
+        (["batch_size=0"], ["batch_size=0"]),
         (["block_size=24"], ["block_size=24", "128 tokens"]),
         (["n_embd=15"], ["n_embd=15", "n_head=2"]),
         (["max_iters=5"], ["max_iters=5", "leave it out"]),
-        (["batch_size=4", "gradient_accumulation_steps=2"], ["one --grid", "gradient_accumulation_steps"]),
-        (["compile=True", "compile=False"], ["one --grid", "compile"]),
+        (["gradient_accumulation_steps=2"], ["gradient_accumulation_steps=2", "leave it out"]),
+        (["compile=True", "compile=False"], ["compile=False", "leave it out"]),
     ],
 )
 def test_bad_grids_are_one_line_errors(grid, named, tmp_path):
     c = tiny(tmp_path, tmp_path, batch_size=4, gradient_accumulation_steps=2)
     with pytest.raises(ConfigError) as e:
-        sweep.make_cells(c, [], sweep.read_grid(grid, c), tmp_path, None)
+        sweep.make_cells(c, [], sweep.read_grid(grid, c), tmp_path)
     assert_one_line(str(e.value), *named)
 
 
 def test_bad_options_are_refused_on_the_command_line(script):
-    for args, code, named in (
-        (["--memory_gb", "12", "--device=cpu"], 1, ["--memory_gb 12", "cpu", "leave it out"]),
-        (["--steps=2"], 2, ["--steps 2", "3 steps"]),
-        (["--save=a/b"], 2, ["--save", "a/b", "letters"]),
-    ):
-        done = script("bench/sweep.py", *flags(**SMALL), *args)
-        assert done.code == code
-        assert_one_line(done.err, *named)
+    for args, named in ((["--seconds=-2"], ["--seconds -2"]), (["--save=a/b"], ["--save", "a/b", "letters"])):
+        assert_refused(script("bench/sweep.py", *flags(**SMALL), *args), *named)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------
@@ -153,7 +107,6 @@ def test_figures_of_a_cell_are_these():
         ([(1, 30.0, 1), (8, 10.2, 2), (16, 10.0, 5)], 8),  # 16 is not clearly faster and takes more memory
         ([(8, 10.5, 1), (16, 10.0, 2)], 16),
         ([(8, 10.0, 2), (16, 10.1, 2)], 8),
-        ([(8, 10.0, 1)], 8),
     ],
 )
 def test_least_memory_decides_between_cells_of_which_none_is_clearly_faster(cells, best):
@@ -175,71 +128,30 @@ def test_different_models_do_not_compete():
 
 # ---- runs ----------------------------------------------------------------------------------------------------
 
-
-def test_out_of_memory_is_a_cell_and_the_others_go_on(sweep_with):
-    ran = []
-
-    def run(x, steps, seconds=0.0):
-        ran.append(x.name)
-        return fake_run(x, steps, seconds)
-
-    out, result = sweep_with(run, "--rounds=3")
-    assert sorted(ran) == ["batch_size=1"] * 3 + ["batch_size=2"] * 3 + ["batch_size=4"]  # which failed once
-    assert "about 0.0s more, if the others take as long as this one" in out
-    assert re.search(r"^\| 4 \| 1 \| +\| +\| +\| out of memory \|", out, re.M)
-    assert [r["status"] for r in result["rows"]] == ["", "", "out of memory"]
-    assert [r.get("tokens_per_s") for r in result["rows"]] == [6400.0, 6400.0, None]
-    [best] = result["recommended"]
-    assert "--batch_size=1 --gradient_accumulation_steps=4" in best["command"]
-    assert best["command"] in out
+LINES = "for i in range(9): print(f'iter {i}: loss 4.2, time 10.00ms', flush=True)\n"
 
 
-def test_no_figures_at_all_is_an_error_that_says_why(sweep_with):
-    with pytest.raises(ValueError, match="no cell has figures; batch_size=4: out of memory"):
-        sweep_with(fake_run, "--grid=batch_size=4")
-
-
-@pytest.mark.parametrize(("stop", "rounds"), [(4, [1, 2]), (2, [0, 1])])  # in the second round, and in the first
-def test_ctrl_c_keeps_what_is_measured(stop, rounds, sweep_with):
-    ran = []
-
-    def run(x, steps, seconds=0.0):
-        ran.append(x)
-        if len(ran) == stop:
-            raise KeyboardInterrupt
-        return fake_run(x, steps, seconds)
-
-    _, result = sweep_with(run, "--grid=batch_size=1,2", "--rounds=3")
-    assert sorted(len(r.get("rounds_ms", [])) for r in result["rows"]) == rounds
-    assert [r["status"] for r in result["rows"]].count("interrupted") == rounds.count(0)
-
-
-def test_a_cell_predicted_beyond_the_memory_of_the_machine_is_not_started(sweep_with, monkeypatch):
-    small, large = (sweep.predicted_bytes(tiny(Path(), Path(), n_embd=n, batch_size=2), 65) for n in (16, 64))
-    assert small < 0.8 * large
-    monkeypatch.setattr(hardware, "memory_bytes", lambda device: round(large))  # 90% of it may be used
-    out, result = sweep_with(fake_run, "--rounds=1", "--grid=n_embd=16,64", "--batch_size=2")
-    assert [r["status"][:9] for r in result["rows"]] == ["", "predicted"]
-    assert "batch_size=2, n_embd=64: predicted 0.0 GiB of 0.0: not run" in out
+def test_out_of_memory_is_a_cell_and_the_others_go_on(capsys):
+    cells = [cell_of(LINES, batch_size=1), cell_of("print('error: out of memory')", batch_size=4)]
+    sweep.measure(cells, 3, 0.0)
+    assert [(x.status, len(x.x.rounds_ms)) for x in cells] == [("", 3), ("out of memory", 0)]
+    assert capsys.readouterr().out.count("batch_size=4: out of memory") == 1  # it is not tried again
+    row = sweep.figures(cells[1])
+    table = sweep.as_markdown([sweep.figures(cell([[10.0]])), row | {"settings": {"a": 4, "b": 1}}])
+    assert re.search(r"^\| 4 \| 1 \| out of memory \|( +\|)+$", table, re.M)
 
 
 @pytest.mark.slow
-def test_sweep_of_real_runs_writes_table_heat_map_and_json(tmp_path):
-    own = ["--grid=batch_size=2,4", "--steps=8", "--rounds=1", "--vocab_size=65", f"--out={tmp_path / 'sweep'}"]
-    done = shell("python", "bench/sweep.py", *flags(**SMALL), "--auto_batch=True", *own)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    figures = r"\| float32 \| no \| 64 \| [\d.]+ \([\d.]+, [\d.]+\) \| [\d,]+ \([\d,]+ to [\d,]+\) \| [\d.]+% \| "
-    assert re.match(r"\| 2 \| 2 " + figures + r"0\.\d+ GB \| [\d.]+% \|$", rows[1])
-    assert re.match(r"\| 4 \| 1 " + figures + r"0\.\d+ GB \| [\d.]+% \|$", rows[2])
-    last = done.stdout.splitlines()[-3]
-    words = shlex.split(last)
-    assert words[:2] == ["python", "train.py"]
-    assert {"--n_embd=16", "--auto_batch=True"} <= set(words)
-    assert sum(w.startswith("--batch_size=") for w in words) == 1
-    result = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert result["recommended"][0]["command"] == last
-    assert [[len(times) for times in row["rounds_ms"]] for row in result["rows"]] == [[7], [7]]
-    assert result["commit"]
-    assert (tmp_path / "sweep" / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert "![](sweep.png)" in (tmp_path / "sweep" / "sweep.md").read_text()
+def test_no_figures_at_all_is_an_error_that_says_why(script):
+    done = script("bench/sweep.py", *flags(**SMALL), "--grid=batch_size=4", "--device=cuda:99", "--rounds=1")
+    assert done.code
+    assert_one_line(done.err, "no cell has figures", "batch_size=4", "cuda:99")
+
+
+def test_ctrl_c_keeps_what_is_measured():
+    cells = [cell_of(LINES, batch_size=1)]
+    sweep.measure(cells, 1, 0.0)
+    cells.append(cell_of("import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", batch_size=2))
+    sweep.measure(cells, 9, 0.0)
+    assert [x.status for x in cells] == ["", "interrupted"]
+    assert 1 <= len(cells[0].x.rounds_ms) <= 2
