@@ -1,7 +1,7 @@
 """Step speed of train.py with given settings, and of other programs that do the same work, in turns.
 
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
-    python bench/speed.py --n_layer=4 --peer nanogpt+malloc:../nanoGPT --peer ours:--compile=False
+    python bench/speed.py --n_layer=4 --peer checkout:../before --peer ours:--compile=False
     python bench/speed.py config/train_gpt2.py --batch_size=2 --profile
 
 Settings are those of train.py. Each contestant is a real run on random tokens that is stopped after --steps steps; they
@@ -9,11 +9,8 @@ take turns for --rounds rounds. The peers:
 
     nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, on CUDA in bfloat16 and
                           compiled, as its README has it
-    nanogpt+malloc:PATH   the same after hardware.keep_freed_memory
     ours:"--key=value"    train.py with other settings
     checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
-
---memory_gb 12 makes a larger CUDA card act as one of 12 GB, for all of them.
 
 Prints a table; --save NAME writes it with every step's time to bench/results/DATE-NAME.md and .json.
 --profile shows instead where the time of our steps goes, by operation.
@@ -43,9 +40,7 @@ from bench.timing import (
     PYTHON,
     ROOT,
     Contestant,
-    memory_cap,
     run,
-    start_with,
     vocab_size_for,
     write_data,
 )
@@ -66,26 +61,16 @@ SIZES = (
     "gradient_accumulation_steps",
 )
 SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
-WITH_MALLOC = """
-import sys
-sys.path.insert(0, {path!r})
-from deskgpt.machine import hardware
-assert hardware.keep_freed_memory()
-sys.path.remove({path!r})
-"""
 NOT_PROFILED = 3  # steps at the start of a profiled run
 
 
 # ---- who takes part ------------------------------------------------------------------------------------------
 
 
-def contestants(
-    c: train.TrainConfig, given: list[str], peers: list[str], folder: Path, memory_gb: float | None = None
-) -> list[Contestant]:
+def contestants(c: train.TrainConfig, given: list[str], peers: list[str], folder: Path) -> list[Contestant]:
     """Ours and the peers, each with the command of a run of more than enough steps. Raises ValueError."""
     device = hardware.resolve_device(c.device)
-    cap = memory_cap(memory_gb, str(device))
-    ours = [*PYTHON, *start_with(cap, "train.py"), *given, *OURS, f"--dataset={folder}"]
+    ours = [*PYTHON, "train.py", *given, *OURS, f"--dataset={folder}"]
     out = [Contestant("deskGPT", [*ours, f"--out_dir={folder}/ours"], ROOT)]
     for number, peer in enumerate(peers):
         kind, _, what = peer.partition(":")
@@ -94,13 +79,11 @@ def contestants(
             out.append(Contestant(what, [*ours, *shlex.split(what), f"--out_dir={out_dir}"], ROOT))
         elif kind == "checkout":
             out.append(Contestant(peer, [*ours, f"--out_dir={out_dir}"], checkout_of(what, peer, "deskGPT")))
-        elif kind in ("nanogpt", "nanogpt+malloc"):
+        elif kind == "nanogpt":
             check_same_work(c, peer)
-            out.append(nanogpt(c, peer, str(device), folder, out_dir, cap))
+            out.append(nanogpt(c, checkout_of(what, peer, "nanoGPT"), str(device), folder, out_dir))
         else:
-            raise ValueError(
-                f"--peer {peer}: not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or checkout:PATH"
-            )
+            raise ValueError(f"--peer {peer}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
     for x in out:
         x.on_gpu = device.type != "cpu"
     return out
@@ -114,10 +97,8 @@ def checkout_of(path: str, peer: str, project: str) -> Path:
     return folder
 
 
-def nanogpt(c: train.TrainConfig, peer: str, device: str, folder: Path, out_dir: str, cap: str) -> Contestant:
-    """nanoGPT's train.py. Raises ValueError where its folder does not hold it."""
-    kind, _, checkout = peer.partition(":")
-    path = checkout_of(checkout, peer, "nanoGPT")
+def nanogpt(c: train.TrainConfig, checkout: Path, device: str, folder: Path, out_dir: str) -> Contestant:
+    """nanoGPT's train.py."""
     on_cpu = device == "cpu"
     known: dict[str, Any] = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
     settings = {name: getattr(c, name) for name in SHARED} | {
@@ -127,11 +108,7 @@ def nanogpt(c: train.TrainConfig, peer: str, device: str, folder: Path, out_dir:
     }
     flags = [f"--{name}={value}" for name, value in settings.items()]
     flags += [*ENDLESS, f"--dataset={folder}", f"--out_dir={out_dir}"]
-    code = cap
-    if kind == "nanogpt+malloc":
-        code = WITH_MALLOC.format(path=str(ROOT)) + cap
-    name = kind.replace("nanogpt", "nanoGPT")
-    return Contestant(name, [*PYTHON, *start_with(code, "train.py"), *flags], path, start=known)
+    return Contestant("nanoGPT", [*PYTHON, "train.py", *flags], checkout, start=known)
 
 
 def check_same_work(c: train.TrainConfig, peer: str) -> None:
@@ -252,7 +229,6 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else GPT-2's 50257"
     )
-    parser.add_argument("--memory_gb", type=float, help="let a CUDA card act as one with this many GB (2^30 bytes)")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json")
     parser.add_argument("--profile", action="store_true")
     a, given = parser.parse_known_args()
@@ -287,7 +263,7 @@ def main() -> None:
             averages = profiled(c, folder, a.steps or 5).key_averages()
             print(averages.table(sort_by=f"self_{device.type}_time_total", row_limit=25))
             return
-        runs = contestants(c, given, a.peer, folder, a.memory_gb)
+        runs = contestants(c, given, a.peer, folder)
         steps = measure(runs, a.rounds, a.steps)
 
     rows = table(runs, c.batch_size * c.gradient_accumulation_steps * c.block_size)
@@ -298,7 +274,6 @@ def main() -> None:
         f"MFU refers to {start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']}). "
         f"{a.rounds} rounds of {steps} steps."
     )
-    about += f" The card acts as one of {a.memory_gb:g} GB." if a.memory_gb else ""
     command = output.command_line("speed.py")
     text = f"{about}\n\n{sizes}\n\n```sh\n{command}\n```\n\n{as_markdown(rows)}\n"
     print("\n" + text)

@@ -6,7 +6,6 @@ tokens, its step times are those that it prints itself, and it is stopped after 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pickle
@@ -41,13 +40,6 @@ ENDLESS = ["--max_iters=1000000", "--eval_interval=1000000", "--eval_iters=1", "
 OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--align_documents=False", "--auto_batch=False"]
 OURS += ["--eval_only=False", "--dry_run=False", "--plan_for="]
 
-THEN_RUN = """
-import runpy, sys
-sys.argv.pop(0)
-sys.path.insert(0, "")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
 
 class Failed(ValueError):
     """A run that ended before enough of its steps were timed; `reason` says why in a few words."""
@@ -77,40 +69,6 @@ class Contestant:
         """Median, 10th and 90th percentile of the step times of all rounds, in ms."""
         times = sorted(ms for times in self.rounds_ms for ms in times)
         return {"ms": statistics.median(times), "p10": times[len(times) // 10], "p90": times[len(times) * 9 // 10]}
-
-
-# ---- commands ------------------------------------------------------------------------------------------------
-
-
-def start_with(code: str, script: str) -> list[str]:
-    """Arguments that make Python run some code and then `script`, as if it had been started with `script` alone."""
-    if not code:
-        return [script]
-    return ["-c", code + THEN_RUN, script]
-
-
-def memory_cap(memory_gb: float | None, device: str) -> str:
-    """Code for start_with that makes a CUDA card act as one with memory_gb GB (2^30 bytes); empty for None.
-
-    It limits torch's allocator: on a real card of that size CUDA's context takes some of it. Raises ValueError on other
-    devices, and where the card has less.
-    """
-    if memory_gb is None:
-        return ""
-    if not device.startswith("cuda"):
-        raise ValueError(f"--memory_gb {memory_gb:g} caps a CUDA card, the device is {device}; leave it out")
-    index = int(device.partition(":")[2] or 0)
-    total = card_bytes(index)
-    if not 0 < memory_gb * 2**30 <= total:
-        raise ValueError(f"--memory_gb {memory_gb:g}: {device} has {total / 2**30:.1f}; take less, and more than 0")
-    return f"import torch\ntorch.cuda.set_per_process_memory_fraction({memory_gb * 2**30 / total!r}, {index})"
-
-
-@functools.cache
-def card_bytes(index: int) -> int:
-    """Memory of a CUDA card. Another process asks for it, because asking takes some of that memory itself."""
-    code = f"import torch; print(torch.cuda.get_device_properties({index}).total_memory)"
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------

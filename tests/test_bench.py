@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, flags, shell, tiny
+from conftest import ROOT, TINY, assert_one_line, flags, tiny
 
 from bench import output, speed, timing
 
@@ -38,13 +38,13 @@ def test_results_name_the_machine_and_the_compilers():
 def test_speed_times_the_peers_on_the_same_work_and_saves_every_step(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(NANOGPT)
     monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
-    peers = [f"--peer=nanogpt:{tmp_path}", "--peer", f"nanogpt+malloc:{tmp_path}", "--peer=ours:--n_layer=1"]
-    own = ["--steps=4", "--rounds=2", "--vocab_size=65", *peers, "--save=speed-1.5b"]
+    peers = [f"--peer=nanogpt:{tmp_path}", "--peer=ours:--n_layer=1"]
+    own = ["--steps=4", "--rounds=1", "--vocab_size=65", *peers, "--save=speed-1.5b"]
     monkeypatch.setattr(sys, "argv", ["speed.py", *flags(**SMALL), *own])
     speed.main()
     printed = capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line for line in printed.splitlines() if line.startswith("|")}
-    assert list(rows) == ["", "---", "deskGPT", "nanoGPT", "nanoGPT+malloc", "--n_layer=1"]
+    assert list(rows) == ["", "---", "deskGPT", "nanoGPT", "--n_layer=1"]
     assert re.search(
         r"\| deskGPT \| float32 \| no \| [\d.]+ \([\d.]+, [\d.]+\) \| [\d,]+ \| [\d.]+ \| [\d.]+% \| [\d.]+ s \|",
         printed,
@@ -55,52 +55,29 @@ def test_speed_times_the_peers_on_the_same_work_and_saves_every_step(tmp_path, m
     page, figures = sorted((tmp_path / "results").iterdir(), key=lambda path: path.suffix, reverse=True)
     assert [path.name[11:] for path in (page, figures)] == ["speed-1.5b.md", "speed-1.5b.json"]  # a dot in the name
     assert rows["deskGPT"] in page.read_text()
-    assert [len(r) for r in json.loads(figures.read_text())["raw"][0]["rounds_ms"]] == [3, 3]
-    sys.argv[-1] = "--save=a/b"
-    with pytest.raises(ValueError, match="--save 'a/b': a name of letters"):
-        speed.main()
+    assert [len(r) for r in json.loads(figures.read_text())["raw"][0]["rounds_ms"]] == [3]
 
 
-def test_speed_says_what_is_wrong_with_a_peer(tmp_path, script):
-    for peer, reason in (
-        (f"nanogpt:{tmp_path}", f"{tmp_path} holds no train.py; name a checkout of nanoGPT"),
-        ("llamacpp", "not nanogpt:PATH, nanogpt+malloc:PATH, ours:'--key=value' or checkout:PATH"),
-    ):
-        done = script("bench/speed.py", *flags(**SMALL), f"--peer={peer}")
-        assert (done.code, done.err.count("\n")) == (1, 1)
-        assert reason in done.err
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("--peer=nanogpt:/nowhere", ["/nowhere", "nanoGPT"]),
+        ("--peer=llamacpp", ["llamacpp", "nanogpt:PATH", "ours:", "checkout:PATH"]),
+        ("--peer=nanogpt:. --norm=rms", ["nanogpt:.", "norm=rms", "leave out the peer"]),
+        ("--peer=nanogpt:. --optimizer=muon", ["optimizer=muon", "--optimizer=adamw"]),
+        ("--steps=2", ["--steps 2", "3 steps"]),
+        ("--save=a/b", ["a/b", "letters"]),
+    ],
+)
+def test_speed_says_what_is_wrong(option, named, script):
+    done = script("bench/speed.py", *flags(**SMALL), *option.split())
+    assert done.code in (1, 2)
+    assert_one_line(done.err, *named)
 
 
-@pytest.mark.parametrize("setting", [{"position": "rope"}, {"norm": "rms"}, {"optimizer": "muon"}])
-def test_nanogpt_is_for_the_work_it_knows(setting, tmp_path):
-    peers = [f"nanogpt:{ROOT}"]
-    with pytest.raises(ValueError, match="its work would not be the same; leave out the peer"):
-        speed.contestants(tiny(tmp_path, tmp_path, **setting), [], peers, tmp_path)
-    for gelu in ("gelu", "gelu_tanh"):  # both are the same work
-        assert len(speed.contestants(tiny(tmp_path, tmp_path, activation=gelu), [], peers, tmp_path)) == 2
-
-
-def test_memory_cap_is_for_cuda_and_for_less_than_the_card_has(monkeypatch):
-    with pytest.raises(ValueError, match="--memory_gb 12 caps a CUDA card, the device is cpu; leave it out"):
-        timing.memory_cap(12, "cpu")
-    monkeypatch.setattr(timing, "card_bytes", lambda index: (8 + 16 * index) * 2**30)
-    for too_much in (12, 0, -1):
-        with pytest.raises(ValueError, match=f"--memory_gb {too_much}: cuda:0 has 8.0; take less"):
-            timing.memory_cap(too_much, "cuda:0")
-    assert timing.memory_cap(None, "cuda:0") == ""
-    assert timing.memory_cap(12, "cuda:1").endswith("set_per_process_memory_fraction(0.5, 1)")
-
-
-def test_cap_is_set_before_the_script_runs_under_its_own_name(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text(  # stands for a machine with CUDA
-        "class cuda:\n    set_per_process_memory_fraction = lambda *a: print('fraction', *a)\n"
-    )
-    (tmp_path / "beside.py").write_text("value = 7\n")
-    (tmp_path / "script.py").write_text("import sys, beside\nprint(__name__, sys.argv, beside.value)\n")
-    monkeypatch.setattr(timing, "card_bytes", lambda index: 48 * 2**30)
-    done = shell("python", *timing.start_with(timing.memory_cap(12, "cuda:0"), "script.py"), "--a=1", cwd=tmp_path)
-    assert done.stdout == "fraction 0.25 0\n__main__ ['script.py', '--a=1'] 7\n"
-    assert timing.start_with("", "script.py") == ["script.py"]
+def test_both_gelus_are_the_same_work(tmp_path):
+    for gelu in ("gelu", "gelu_tanh"):
+        assert len(speed.contestants(tiny(tmp_path, tmp_path, activation=gelu), [], [f"nanogpt:{ROOT}"], tmp_path)) == 2
 
 
 def test_a_run_that_ends_says_why(tmp_path):
@@ -112,9 +89,10 @@ def test_a_run_that_ends_says_why(tmp_path):
     ):
         first = "print('iter 0: loss 4.2, time 20.00ms', flush=True)\n"
         x = timing.Contestant("x", [sys.executable, "-c", first + code], tmp_path)
-        with pytest.raises(timing.Failed, match="x ended after 1 steps: iter 0: loss 4.2, time 20.00ms") as e:
+        with pytest.raises(timing.Failed) as e:
             timing.run(x, 2)
         assert e.value.reason == reason
+        assert_one_line(e.value, "x ended after 1 steps")
         assert not x.rounds_ms
 
 
