@@ -2,7 +2,6 @@
 
     python bench/check_machines.py                       # or: make check-machines; about two minutes
     python bench/check_machines.py --only "AVX2"         # machines with this in their name
-    python bench/check_machines.py --save=check-machines # writes bench/results/DATE-check-machines.md as well
 
 Each machine is a process that uses only a part of the processor, by the variables of ATen, oneDNN and inductor. There,
 small models in the shapes of the fast recipe and of GPT-2 go through the check that train.py makes, in several forms
@@ -22,7 +21,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 import torch
 from torch import Tensor
 
-from bench import output
-from bench.output import markdown_row, markdown_table
+from bench.output import markdown_row
 from bench.timing import ROOT
 from deskgpt.compute import checks, compiling, forms
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine import hardware, provenance
+from deskgpt.machine import hardware
 from deskgpt.machine.errors import one_line_errors
 from model import GPT, GPTConfig
 
@@ -77,7 +74,6 @@ WITH_FLOAT32_COMPILED = ("this processor", "AVX2")
 # inductor writes for it is the same.
 NOT_COMPILED = ("oneDNN AVX512_CORE", "oneDNN AVX512_CORE_BF16")
 ONLY_COMPILED = ("inductor x86-64-v4",)
-HEAD = ["machine", "model", "form", "loss off by", "gradient off by", "verdict"]
 
 
 def machines() -> dict[str, dict[str, str]]:
@@ -172,10 +168,8 @@ def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
 
 
 def child(name: str) -> None:
-    """Prints a JSON line about the machine called `name`, on which this process runs, and one for each form there."""
+    """Prints a JSON line for each form on the machine called `name`, which this process acts as."""
     act_as(machines()[name])
-    cpu = torch.device("cpu")
-    print(json.dumps({"device": hardware.device_name(cpu), "compiler": compiling.compiler_name(cpu)}), flush=True)
     for model_name, some in FORMS.items():
         model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, bias=False, **SIZES, **MODELS[model_name]))
         wanted = [*some, FLOAT32_COMPILED] if model_name == "fast" and name in WITH_FLOAT32_COMPILED else some
@@ -223,9 +217,7 @@ def verdict(line: dict[str, Any]) -> str:
 
 
 def is_bad(line: dict[str, Any]) -> bool:
-    """Whether a line is about a form, and that form is neither right nor rightly refused."""
-    if "device" in line:
-        return False
+    """Whether the form of a line is neither right nor rightly refused."""
     return verdict(line) != "right" and not verdict(line).startswith("refused")
 
 
@@ -237,33 +229,11 @@ def row(machine: str, line: dict[str, Any]) -> list[str]:
     return [machine, line.get("model", ""), line.get("form", ""), *errors, verdict(line)]
 
 
-def save(
-    name: str, chosen: dict[str, dict[str, str]], results: dict[str, list[dict[str, Any]]], rows: list[list[str]]
-) -> None:
-    """Writes the table, and what made each process act as its machine, to bench/results."""
-    cpu = torch.device("cpu")
-    start: dict[str, Any] = {
-        "device": hardware.device_name(cpu),
-        "versions": provenance.versions(),
-        "git_commit": provenance.git_commit(),
-        "compiler": compiling.compiler_name(cpu),
-    }
-    told = "\n".join(f"- {n}: `{settings or '{}'}`, {results[n][0].get('device')}" for n, settings in chosen.items())
-    text = f"# Check of machines\n\n{output.about(start)}\n\n```sh\n{output.command_line('check_machines.py')}\n```\n\n"
-    text += (
-        f"{markdown_table(HEAD, rows, left_columns=len(HEAD))}\n\nWhat each was told, and its name then:\n\n{told}\n"
-    )
-    all_forms = [asdict(form) for of_model in FORMS.values() for form in of_model]
-    output.save(name, text, {"machines": results, "forms": all_forms})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="machines with this in their name")
-    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json as well")
     parser.add_argument("--child", metavar="MACHINE", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    output.check_name(a.save)
     if a.child:
         child(a.child)
         return 0
@@ -272,20 +242,14 @@ def main() -> int:
         raise ValueError(f"--only {a.only!r}: no machine has this in its name; there are {', '.join(machines())}")
 
     print(f"{len(chosen)} machines, {AT_ONCE} at a time", flush=True)
-    rows: list[list[str]] = []
-    results: dict[str, list[dict[str, Any]]] = {}
+    bad = 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp, ThreadPoolExecutor(AT_ONCE) as pool:
         pending = {name: pool.submit(run, name, told, Path(tmp)) for name, told in chosen.items()}
         for name, future in pending.items():
-            results[name] = future.result()
-            for line in results[name]:
-                if "device" not in line:
-                    rows.append(row(name, line))
-                    print(markdown_row(rows[-1]), flush=True)
-    bad = [line for lines in results.values() for line in lines if is_bad(line)]
-    print(f"{len(bad)} wrong" if bad else "every form that passes the check learns as plain float32 does")
-    if a.save:
-        save(a.save, chosen, results, rows)
+            for line in future.result():
+                print(markdown_row(row(name, line)), flush=True)
+                bad += is_bad(line)
+    print(f"{bad} wrong" if bad else "every form that passes the check learns as plain float32 does")
     return 1 if bad else 0
 
 

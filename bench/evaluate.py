@@ -44,10 +44,8 @@ class EvaluateConfig:
     out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
     # tasks
     tasks: str = "lambada_openai,hellaswag"  # names of lm_eval's tasks, groups and tags, or paths of YAML files
-    include_path: str = ""  # a folder with YAML files of further tasks
     limit: int = 0  # items of each task, its first ones; 0 = all, which figures to compare need
     num_fewshot: int | None = None  # examples before each question; None = the task's own number
-    seed: int | None = None  # of the choice of these examples; None = lm_eval's own
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the matmuls; the others are faster on most GPUs
@@ -59,12 +57,10 @@ class EvaluateConfig:
     json: str = ""  # a file
 
     def __post_init__(self) -> None:
-        for name, low in {"limit": 0, "num_fewshot": 0, "seed": 0, "batch_size": 1}.items():
+        for name, low in {"limit": 0, "num_fewshot": 0, "batch_size": 1}.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name}={value} must be at least {low}")
-        if self.seed is not None and self.seed >= 2**32:  # numpy's limit
-            raise ValueError(f"seed={self.seed} must be below {2**32}")
         output.check_name(self.save or None)
 
 
@@ -76,12 +72,11 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
 
     device = hardware.resolve_device(c.device)
     hardware.forbid_spilling(device)
-    tasks = harness.Tasks(c.tasks, c.include_path, c.limit, c.num_fewshot, c.seed)
+    tasks = harness.Tasks(c.tasks, c.limit, c.num_fewshot)
     trained = load(c.init_from, c.out_dir, device)
     facts = facts_of_model(c, trained)  # at once: a run that goes on would soon replace the file
     model = trained.model.eval().to(device)
-    seed = harness.SEED if c.seed is None else c.seed
-    backend = harness.Backend(model, trained.tokenizer, batch_size=c.batch_size, seed=seed)
+    backend = harness.Backend(model, trained.tokenizer, batch_size=c.batch_size)
     tasks.check(backend)
     prompt = torch.tensor([[backend.prefix_token_id]], device=device)
     backend.using = Reading(model, prompt, c.dtype, cached=c.use_cache).using

@@ -40,7 +40,7 @@ from deskgpt.compute.inference import Reading
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
 from deskgpt.run.stops import listener
-from model import GPT, sample_tokens
+from model import GPT
 
 END_OF_TEXT = "<|endoftext|>"  # the end_of_text of all tokenizers, as text
 MAX_NEW_TOKENS = 256  # of tasks that name no number, as in lm_eval's hf
@@ -88,7 +88,6 @@ class Backend(TemplateLM):
         tokenizer: Tokenizer,
         using: Callable[[], AbstractContextManager[None]] = nullcontext,
         batch_size: int = 16,
-        seed: int = SEED,
         ranks: Ranks | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -97,7 +96,6 @@ class Backend(TemplateLM):
         self.tokenizer = tokenizer
         self.using = using
         self.batch_size = batch_size
-        self.seed = seed
         self.stopped = stopped
         self.n_truncated = 0  # requests that lost the beginning of their context
         self.weights_device = next(model.parameters()).device
@@ -149,15 +147,14 @@ class Backend(TemplateLM):
         except ValueError as e:
             raise ValueError(f"task {request.task_name}: {e}") from None
 
-    def batches(self, items: list[Any], what: str) -> Iterator[list[Any]]:
-        """The items, batch_size of them at once, until stopped; a terminal shows how far they are."""
-        terminal = getattr(sys.stderr, "stream", sys.stderr)  # past WithoutBars
+    def batches(self, items: list[Any], what: str, size: int) -> Iterator[list[Any]]:
+        """The items, `size` of them at once, until stopped; a terminal shows how far they are."""
         hidden = None if self.rank == 0 else True  # None: hidden where it is no terminal
-        with tqdm(total=len(items), desc=what, leave=False, file=terminal, disable=hidden) as bar:
-            for i in range(0, len(items), self.batch_size):
+        with tqdm(total=len(items), desc=what, leave=False, file=sys.__stderr__, disable=hidden) as bar:  # past quiet()
+            for i in range(0, len(items), size):
                 if self.stopped():
                     break
-                batch = items[i : i + self.batch_size]
+                batch = items[i : i + size]
                 yield batch
                 bar.update(len(batch))
 
@@ -201,7 +198,7 @@ class Backend(TemplateLM):
 
         answers = [(0.0, False)] * len(requests)
         rows = sorted(requests_of, key=len, reverse=True)  # what memory cannot hold fails at once
-        for batch in self.batches(rows, "log-likelihoods"):
+        for batch in self.batches(rows, "log-likelihoods", self.batch_size):
             # Padding on the right is later than every token that counts: causal attention does not see it.
             padded = [row + (0,) * (len(batch[0]) - len(row)) for row in batch]
             asked = [(b, i) for b, row in enumerate(batch) for i in requests_of[row]]
@@ -235,25 +232,15 @@ class Backend(TemplateLM):
     # ---- what comes next ---------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to the first stop text, likeliest tokens only unless the task wants them drawn."""
-        prompts = []
-        of_way: dict[Generation, list[int]] = {}  # the requests that want text to be generated in the same way
-        for i, request in enumerate(requests):
-            text, options = request.args
+        """Texts up to the first stop text, likeliest tokens only unless the task wants them drawn; one at a time."""
+        texts = [""] * len(requests)
+        for [i] in self.batches(list(range(len(requests))), "texts", 1):
+            text, options = requests[i].args
             way = self.generation_of(options)
             ids = self.tok_encode(text) or [self.prefix_token_id]
             room = self.model.config.block_size - way.max_new_tokens
             self.n_truncated += len(ids) > room
-            prompts.append(ids[-room:])
-            of_way.setdefault(way, []).append(i)
-
-        texts = [""] * len(requests)
-        for way, same in of_way.items():
-            same.sort(key=lambda i: len(prompts[i]), reverse=True)
-            for batch in self.batches(same, "texts"):
-                new = self.continuations([prompts[i] for i in batch], way, [self.seed + i for i in batch])
-                for i, text in zip(batch, new, strict=True):
-                    texts[i] = text
+            texts[i] = self.continuation(ids[-room:], way, SEED + i)
         return texts
 
     def generation_of(self, options: dict[str, Any]) -> Generation:
@@ -277,44 +264,29 @@ class Backend(TemplateLM):
             raise ValueError(f"it generates up to {most} tokens; block_size={limit} leaves none for the prompt")
         return Generation(tuple(stop), most, temperature if is_drawn else 0.0, top_k, top_p)
 
-    @torch.inference_mode()
-    def continuations(self, prompts: list[list[int]], way: Generation, seeds: list[int]) -> list[str]:
-        """The texts that follow prompts, which are sorted by length, the longest first.
-
-        All rows begin at position 0: the longer prompts' last tokens are given one by one, while the others' texts
-        already grow. So there is no padding, and each row gets what it would get alone.
-        """
-        B = len(prompts)
-        idx = torch.zeros(B, len(prompts[0]) + way.max_new_tokens, dtype=torch.long, device=self.weights_device)
-        for b, prompt in enumerate(prompts):
-            idx[b, : len(prompt)] = torch.tensor(prompt)
-        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-        written: list[list[int]] = [[] for _ in prompts]
-        texts = [""] * B
-        growing = set(range(B))
-        known = len(prompts[-1])  # tokens that all rows have
+    def continuation(self, prompt: list[int], way: Generation, seed: int = SEED) -> str:
+        """The text that follows a prompt, up to a stop text, a text's end or the tokens that the task allows."""
+        tokens = self.model.generate(
+            torch.tensor([prompt], device=self.weights_device),
+            way.max_new_tokens,
+            temperature=way.temperature,
+            top_k=way.top_k,
+            top_p=way.top_p,
+            seed=seed,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+        written: list[int] = []
+        text = ""
         with self.using():
-            while growing and not self.stopped():
-                logits = self.model.next_logits(idx[:, :known])  # (B, V)
-                logits = logits.float()[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-                u = torch.stack([torch.rand(1, generator=s, dtype=torch.float64) for s in streams])  # (B, 1)
-                new = sample_tokens(logits, u, way.temperature, way.top_k, way.top_p)[:, 0]
-                for b, token in enumerate(new.tolist()):
-                    if known < len(prompts[b]):
-                        continue
-                    idx[b, known : known + 1] = token
-                    if b not in growing:
-                        continue
-                    ends = token == self.tokenizer.end_of_text
-                    if not ends:
-                        written[b].append(token)
-                        text = self.tokenizer.decode_bytes(written[b]).decode("utf-8", "replace")
-                        texts[b] = way.until_stop(text)
-                        ends = texts[b] != text or len(written[b]) == way.max_new_tokens
-                    if ends:
-                        growing.remove(b)
-                known += 1
-        return texts
+            for token in tokens:
+                if self.stopped() or int(token) == self.tokenizer.end_of_text:
+                    break
+                written.append(int(token))
+                whole = self.tokenizer.decode_bytes(written).decode("utf-8", "replace")
+                text = way.until_stop(whole)
+                if text != whole:
+                    break
+        return text
 
 
 # ---- tasks ---------------------------------------------------------------------------------------------------
@@ -323,28 +295,18 @@ class Backend(TemplateLM):
 class Tasks:
     """Tasks of lm_eval, loaded once, to be evaluated as often as wanted.
 
-    names: of tasks, groups and tags of lm_eval, with wildcards, or paths of YAML files, separated by commas.
-    include_path: a folder with further tasks. limit: items of each task, 0 = all. num_fewshot: examples before each
-    question, None = the task's own number. seed: None = lm_eval's own. Raises ValueError, naming the task, where one
-    cannot be had.
+    names: of tasks, groups and tags of lm_eval, with wildcards, or paths of YAML files, separated by commas. limit:
+    items of each task, 0 = all. num_fewshot: examples before each question, None = the task's own number. Raises
+    ValueError, naming the task, where one cannot be had.
     """
 
-    def __init__(
-        self,
-        names: str,
-        include_path: str = "",
-        limit: int = 0,
-        num_fewshot: int | None = None,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, names: str, limit: int = 0, num_fewshot: int | None = None) -> None:
         self.limit = limit or None
-        self.seed = seed
         wanted = [name.strip() for name in names.split(",") if name.strip()]
         if not wanted:
             raise ValueError("no task is named; try --tasks=lambada_openai,hellaswag")
-        if include_path and not Path(include_path).is_dir():
-            raise ValueError(f"include_path={include_path} is not a folder")
-        manager = manager_of(wanted, include_path)
+        # lm_eval's own thousands of tasks take half a minute to list.
+        manager = TaskManager(include_defaults=not all(map(is_file, wanted)))
         with random_numbers_kept():
             self.loaded = loaded(manager, found_tasks(manager, wanted))
         for name, task in self.loaded["tasks"].items():
@@ -412,10 +374,10 @@ class Tasks:
     def seeded(self) -> Iterator[None]:
         """Seeds the random numbers as lm_eval does, and restores them afterwards."""
         with random_numbers_kept():
-            random.seed(RANDOM_SEED if self.seed is None else self.seed)
-            np.random.seed(SEED if self.seed is None else self.seed)
+            random.seed(RANDOM_SEED)
+            np.random.seed(SEED)
             for task in self.loaded["tasks"].values():
-                task.set_fewshot_seed(SEED if self.seed is None else self.seed)
+                task.set_fewshot_seed(SEED)
             yield
 
 
@@ -434,29 +396,9 @@ def random_numbers_kept() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps out what lm_eval prints about its progress."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(WithoutBars()):
+    """Keeps out what lm_eval prints about its progress: its bars, which it draws in files too."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
-
-
-class WithoutBars(io.TextIOBase):
-    """stderr without lm_eval's progress bars, which it draws in files too."""
-
-    def __init__(self) -> None:
-        self.stream = sys.stderr
-
-    def write(self, text: str) -> int:
-        is_bar = text.startswith("\r") or text == "\n"  # which ends one
-        return len(text) if is_bar else self.stream.write(text)
-
-
-def manager_of(wanted: list[str], include_path: str) -> TaskManager:
-    """A TaskManager; lm_eval's own thousands of tasks, which take half a minute to list, only where they are needed."""
-    if include_path or all(is_file(name) for name in wanted):
-        manager = TaskManager(include_path=include_path or None, include_defaults=False)
-        if all(is_file(name) or manager.match_tasks([name]) for name in wanted):
-            return manager
-    return TaskManager(include_path=include_path or None)
 
 
 def is_file(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -13,5 +14,4 @@ import pytest
 def test_run_that_is_killed_in_saves_ends_as_an_undisturbed_one(ranks, script):
     done = script("bench/soak.py", f"--ranks={ranks}", "--kills=3")
     assert done.code == 0, done.out + done.err
-    row = [cell.strip() for cell in done.out.splitlines()[-1].split("|")]
-    assert (row[1], row[-2]) == ("3", "none")
+    assert re.fullmatch(r"3 kills, at most \d+ steps lost, differences: none", done.out.splitlines()[-1])
