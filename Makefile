@@ -7,7 +7,6 @@
 #   make test-all               all tests, and training on the processors that this one can emulate (check-machines)
 #   make check                  lint and types
 #   make qualify                checks and measures this card; ARGS="--stages=0-3" a part of it (docs/qualify.md)
-#   make clean                  remove the environment and caches, but neither data nor runs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,10 +14,10 @@ OUT ?= out-first
 TEXT ?=
 ARGS ?=
 
-.PHONY: train test test-all check check-machines qualify clean
+.PHONY: train test test-all check check-machines qualify
 
 train:
 	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" -- $(ARGS)
 
-test test-all check check-machines qualify clean:
+test test-all check check-machines qualify:
 	@$(PYTHON) tasks.py $@ --venv "$(VENV)" -- $(ARGS)

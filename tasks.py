@@ -8,10 +8,9 @@
     python tasks.py check                      lint and types
     python tasks.py check-machines             training on the processors that this one can emulate
     python tasks.py qualify                    checks and measures this card; with `-- --stages=0-3` a part of it
-    python tasks.py clean                      removes the environment and caches, but neither data nor runs
 
-All tasks but clean first make a virtual environment, .venv, and install what they need into it. This file uses only
-the standard library, and only syntax and modules of Python 3.6, so that an old Python can say that it is too old.
+All tasks first make a virtual environment, .venv, and install what they need into it. This file uses only the standard
+library, and only syntax and modules of Python 3.6, so that an old Python can say that it is too old.
 """
 
 import argparse
@@ -28,7 +27,6 @@ NEEDED = (3, 11)
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = "constraints.txt"
 REQUIREMENTS = {"run": "requirements.txt", "dev": "requirements-dev.txt"}  # the second includes the first
-CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
 
 
 def main(argv: list) -> None:
@@ -42,7 +40,7 @@ def main(argv: list) -> None:
         arguments = argv[:separator]
         extra = argv[separator + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["train", "test", "test-all", "check", "check-machines", "qualify", "clean"])
+    parser.add_argument("task", choices=["train", "test", "test-all", "check", "check-machines", "qualify"])
     parser.add_argument("--text", metavar="FILE", default="", help="train on this file, not on Shakespeare's plays")
     parser.add_argument(
         "--out", metavar="FOLDER", default="out-first", help="where the run is saved (default: %(default)s)"
@@ -54,9 +52,6 @@ def main(argv: list) -> None:
         sys.exit(f"error: cannot read {args.text}: there is no such file; is its name right?")
     os.chdir(ROOT)
     venv = ROOT / args.venv
-    if args.task == "clean":
-        clean(venv)
-        return
     if args.task == "train":
         python = install(venv, "run")
         train(python, text, args.out, extra)
@@ -217,7 +212,7 @@ def make_environment(venv: Path) -> None:
     python = python_of(venv)
     if python.exists() and call(python, "-m", "pip", "--version", quiet=True) == 0:
         return
-    if venv.exists() and not is_environment(venv):
+    if venv.exists() and not (venv / "pyvenv.cfg").exists():
         sys.exit(f"error: {venv} is no virtual environment; name another folder: make VENV=.venv-2")
     say(f"making the environment {venv.name}")
     options = [] if python.exists() else ["--clear"]
@@ -226,26 +221,11 @@ def make_environment(venv: Path) -> None:
         sys.exit(f"error: {sys.executable} -m venv could not make {venv}: see above")
 
 
-def is_environment(venv: Path) -> bool:
-    """Whether the folder holds a virtual environment, working or not."""
-    return (venv / "pyvenv.cfg").exists()
-
-
 def python_of(venv: Path) -> Path:
     """The environment's own Python."""
     if os.name == "nt":
         return venv / "Scripts" / "python.exe"
     return venv / "bin" / "python"
-
-
-def clean(venv: Path) -> None:
-    """Removes the environment and the caches of the checks, but neither data nor runs."""
-    if is_environment(venv):
-        shutil.rmtree(venv)
-    elif venv.exists():
-        say(f"{venv} is no virtual environment and was not removed")
-    for name in CACHES:
-        shutil.rmtree(ROOT / name, ignore_errors=True)
 
 
 # ---- commands ------------------------------------------------------------------------------------------------

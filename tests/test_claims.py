@@ -35,12 +35,3 @@ def test_settings_of_a_claims_command_make_a_run(command, monkeypatch):
         c = build(train.TrainConfig, read_settings(train.TrainConfig, [*words, *more]))
         tokens.add(c.batch_size * c.gradient_accumulation_steps * c.block_size)
     assert len(tokens) == 1, "what speed.py compares does the same work"
-
-
-def test_each_claim_has_its_figures_and_commands():
-    claims = re.split(r"^## (\d+)\. ", PAGE, flags=re.M)[1:]
-    assert claims[::2] == [str(i + 1) for i in range(12)]
-    for text in claims[1::2]:
-        assert "*Instead:*" in text
-        assert "([figures](../results/" in text
-        assert "```sh\npython " in text or "```sh\nfor " in text

@@ -107,11 +107,13 @@ def test_hack_trains_resumes_samples_and_is_exported_or_refused(name, python, ch
     for part in ("model", "optimizer", "best_val_loss", "parts"):
         assert_equal(half.get(part), whole.get(part))
 
-    here.train("compiled", "--compile=True", "--max_iters=2")
-    assert here.losses("compiled") == pytest.approx(losses[:2], rel=1e-4)
     here.train("ranks", "--compile=False", "--max_iters=2", script=RANKS)
     assert here.losses("ranks") == pytest.approx(losses[:2], rel=1e-5)
+    if "b/model.py" not in HACKS[name]:  # what follows depends on the model alone
+        return
 
+    here.train("compiled", "--compile=True", "--max_iters=2")
+    assert here.losses("compiled") == pytest.approx(losses[:2], rel=1e-4)
     done = here.run("-c", BOTH_WAYS)
     assert done.stdout == "cache True\n", done.stdout + done.stderr
     done = here.run("export.py", "--out_dir=whole", "--to=exported")

@@ -63,16 +63,6 @@ def test_no_file_imports_itself_through_others():
     assert len(order) == len(files)
 
 
-def test_every_room_says_in_three_sentences_what_it_is():
-    rooms = {path.name for path in (ROOT / "deskgpt").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert rooms == set(ORDER) - {"model"}
-    for room in rooms:
-        tree = ast.parse((ROOT / "deskgpt" / room / "__init__.py").read_text(encoding="utf-8"))
-        assert len(tree.body) == 1, f"{room}: a room's file holds its docstring only"
-        text = ast.get_docstring(tree) or ""
-        assert text.count(".\n") + text.endswith(".") == 3, text
-
-
 def test_nothing_below_names_the_settings_of_a_script():
     for path in our_files().values():
         assert "TrainConfig" not in path.read_text(encoding="utf-8"), path

@@ -143,40 +143,37 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     assert not [call for call in machine.calls() if "pip" in call]
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "constraints.txt"])
-def test_changed_requirements_are_installed_again(machine, name):
-    tasks.install(machine.venv, "run")
-    machine.calls()
-    with open(machine.folder / name, "a") as f:
-        f.write("\n# another one")
-    tasks.install(machine.venv, "run")
-    assert machine.calls() == [PING, pip("requirements.txt")]
+def test_changed_requirements_are_installed_again(machine):
+    for name in ("requirements.txt", "constraints.txt"):
+        tasks.install(machine.venv, "run")
+        machine.calls()
+        with open(machine.folder / name, "a") as f:
+            f.write("\n# another one")
+        tasks.install(machine.venv, "run")
+        assert machine.calls() == [PING, pip("requirements.txt")]
 
 
-def test_failed_installation_is_repeated(machine):
-    (machine.folder / "no-network").touch()
+@pytest.mark.parametrize(
+    ("missing", "named", "again"),
+    [
+        (["no-network"], ["requirements.txt", "network", "run this again"], []),
+        (["no-venv", "no-pip"], ["python3"], ["-m venv VENV"]),  # Debian's Python without python3-venv
+    ],
+)
+def test_what_could_not_be_installed_is_installed_by_the_next_call(missing, named, again, machine):
+    for name in missing:
+        (machine.folder / name).touch()
     with pytest.raises(SystemExit) as error:
         tasks.install(machine.venv, "run")
-    assert_one_line(error.value.code, "requirements.txt", machine.venv, "network", "run this again")
-    (machine.folder / "no-network").unlink()
+    assert_one_line(error.value.code, machine.venv, *named)
+    (machine.folder / missing[0]).unlink()
     machine.calls()
     tasks.install(machine.venv, "run")
-    assert machine.calls() == [PING, pip("requirements.txt")]
+    made = [call.replace("VENV", str(machine.venv)) for call in again]
+    assert machine.calls() == [PING, *made, pip("requirements.txt")]
 
 
-def test_environment_that_could_not_be_made_is_made_later(machine):
-    (machine.folder / "no-venv").touch()  # what Debian's `python3 -m venv` does without python3-venv
-    (machine.folder / "no-pip").touch()
-    with pytest.raises(SystemExit) as error:
-        tasks.install(machine.venv, "run")
-    assert_one_line(error.value.code, machine.python, machine.venv)
-    (machine.folder / "no-venv").unlink()
-    machine.calls()
-    tasks.install(machine.venv, "run")
-    assert machine.calls() == [PING, f"-m venv {machine.venv}", pip("requirements.txt")]
-
-
-def test_environment_without_python_is_made_again(machine):
+def test_environment_whose_python_is_gone_is_made_again(machine):
     tasks.install(machine.venv, "run")
     python = machine.venv / "bin" / "python"
     python.unlink()
@@ -186,25 +183,13 @@ def test_environment_without_python_is_made_again(machine):
     assert machine.calls() == [f"-m venv --clear {machine.venv}", pip("requirements.txt")]
 
 
-def test_folder_that_is_no_environment_is_not_touched(machine, capsys):
+def test_folder_that_is_no_environment_is_not_touched(machine):
     machine.venv.mkdir()
     (machine.venv / "thesis.tex").touch()
     with pytest.raises(SystemExit) as error:
         tasks.install(machine.venv, "run")
     assert_one_line(error.value.code, machine.venv, "VENV=")
-    tasks.main(["clean"])
-    assert_one_line(capsys.readouterr().out, machine.venv)
     assert (machine.venv / "thesis.tex").exists()
-
-
-def test_clean_removes_environment_and_caches_and_no_run(machine):
-    tasks.install(machine.venv, "run")
-    for name in (".mypy_cache", "out-first"):
-        (machine.folder / name).mkdir()
-    tasks.main(["clean"])
-    assert not machine.venv.exists()
-    assert not (machine.folder / ".mypy_cache").exists()
-    assert (machine.folder / "out-first").exists()
 
 
 @pytest.mark.parametrize(("word", "status"), [("fails", 3), ("killed", 137)])

@@ -20,9 +20,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 STUCK_S = 150  # less than the limits of the tests that wait for it
@@ -80,7 +79,6 @@ def answer(connection: socket.socket) -> list[str]:
         request += connection.recv(1 << 16)
     process = os.fork()
     if process:
-        threading.Thread(target=end_with_client, args=(connection, process), daemon=True).start()
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         connection.sendall(str(status % 256).encode())
         os._exit(0)
@@ -96,13 +94,6 @@ def answer(connection: socket.socket) -> list[str]:
     os.environ.clear()
     os.environ.update(environment)
     return arguments
-
-
-def end_with_client(connection: socket.socket, process: int) -> None:
-    """Ends the process when its client, which sends nothing more, has ended."""
-    connection.recv(1)
-    with suppress(ProcessLookupError):  # it has ended by itself
-        os.kill(process, signal.SIGTERM)
 
 
 def run(arguments: list[str]) -> None:
