@@ -1,8 +1,8 @@
 """Checks and measures everything about a card, in at most 25 minutes, and writes a page about it.
 
     python bench/qualify.py                        # or: make qualify; all stages that are not there yet
-    python bench/qualify.py --stages=0-3           # of these, the ones that are not there yet
-    python bench/qualify.py --stages=7             # a stage named by itself is measured again
+    python bench/qualify.py --stages=0-3,7         # of these, the ones that are not there yet
+    python bench/qualify.py --stages=7 --again     # a stage that is there is measured again
     python bench/qualify.py --nanogpt=../nanoGPT   # with an unmodified checkout of nanoGPT for stage 10
     python bench/qualify.py --save                 # also writes bench/results/DATE-qualify-CARD.md and .json
 
@@ -99,8 +99,8 @@ def about_machine(device: torch.device) -> dict[str, Any]:
 # ---- stages --------------------------------------------------------------------------------------------------
 
 
-def measure_stages(s: Session, report: Report, due: list[int]) -> list[int]:
-    """Measures the stages that are due, one after the other; returns those that this process can no longer measure."""
+def measure_stages(s: Session, report: Report, due: list[int]) -> None:
+    """Measures the stages that are due, one after the other, until the device no longer computes."""
     for number in due:
         stage = STAGES[number]
         s.say(f"\n## {number}. {stage.heading}\n")
@@ -117,8 +117,8 @@ def measure_stages(s: Session, report: Report, due: list[int]) -> list[int]:
         report.write()
         s.say(page.section(entry))
         if not answers:
-            return [later for later in due if later > number]
-    return []
+            s.say("\nthe device no longer computes; the same command goes on with the stages that are left")
+            return
 
 
 def remember_speed(device: str, steps: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def is_ready_again(device: torch.device) -> bool:
 # ---- script --------------------------------------------------------------------------------------------------
 
 
-def read_arguments(argv: list[str]) -> argparse.Namespace:
+def read_arguments() -> argparse.Namespace:
     """The arguments. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,17 +172,16 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nanogpt", metavar="PATH", type=Path, help="an unmodified checkout of nanoGPT")
     parser.add_argument("--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)")
     parser.add_argument("--save", metavar="NAME", nargs="?", const="", help="NAME is qualify-CARD if not given")
-    parser.add_argument("--after_failure", action="store_true", help=argparse.SUPPRESS)
-    a = parser.parse_args(argv)
+    a = parser.parse_args()
     output.check_name(a.save or None)
     if a.nanogpt is not None and not (a.nanogpt / "train.py").is_file():
         raise ConfigError(f"--nanogpt={a.nanogpt} holds no train.py; name a checkout of nanoGPT")
     return a
 
 
-def stages_due(a: argparse.Namespace, report: Report, asked: list[int], alone: set[int]) -> list[int]:
+def stages_due(a: argparse.Namespace, report: Report, asked: list[int]) -> list[int]:
     """The stages to measure; says which ones are there already."""
-    there = [n for n in asked if n in report.entries and n not in alone and not a.again]
+    there = [n for n in asked if n in report.entries and not a.again]
     if there:
         failed = [str(n) for n in there if not page.passed(report.entries[n])]
         remark = f" ({', '.join(failed)} failed)" if failed else ""
@@ -190,17 +189,9 @@ def stages_due(a: argparse.Namespace, report: Report, asked: list[int], alone: s
     return [n for n in asked if n not in there]
 
 
-def go_on(left: list[int], argv: list[str]) -> None:
-    """Replaces this process, whose device no longer computes, by one that measures the stages that are left."""
-    print(f"\nthe device refuses to go on; a new process measures stages {', '.join(map(str, left))}", flush=True)
-    kept = [*argv, f"--stages={','.join(map(str, left))}", "--after_failure"]  # the last --stages counts
-    os.execv(sys.executable, [sys.executable, str(Path(__file__).resolve()), *kept])
-
-
 def main() -> None:
-    argv = sys.argv[1:]
-    a = read_arguments(argv)
-    asked, alone = numbers_of(a.stages)
+    a = read_arguments()
+    asked = numbers_of(a.stages)
     device = hardware.resolve_device(a.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -208,16 +199,14 @@ def main() -> None:
     report = Report(Path(a.out_dir), about_machine(device), CARD if device.type == "cuda" else TOY)
     report.read()
     command = output.command_line("qualify.py")
-    if command not in report.commands and not a.after_failure:
+    if command not in report.commands:
         report.commands.append(command)
 
-    due = stages_due(a, report, asked, alone)
+    due = stages_due(a, report, asked)
     with tempfile.TemporaryDirectory() as tmp:
         results = page.results_of(report.entries)
         s = Session(device, report.sizes, Path(tmp), a.nanogpt, results)
-        left = measure_stages(s, report, due)
-    if left:
-        go_on(left, argv)
+        measure_stages(s, report, due)
 
     report.write()
     print(f"\n## What follows\n\n{page.what_follows(report.about['device'], results, report.sizes)}")
@@ -225,8 +214,7 @@ def main() -> None:
     if a.save is not None:
         name = a.save or file_name(f"qualify-{report.about['device'].partition(' (')[0]}")
         output.save(name, report.text(), report.as_json())
-    failed = [n for n in asked if not page.passed(report.entries[n])]
-    if failed or a.after_failure:
+    if not all(n in report.entries and page.passed(report.entries[n]) for n in asked):
         raise SystemExit(1)
 
 

@@ -57,9 +57,8 @@ def section(entry: dict[str, Any]) -> str:
 def what_follows(device: str, results: dict[int, dict[str, Any]], sizes: Sizes) -> str:
     """The README's row and the train.py command; what the results do not say is left out."""
     sequences = sizes.tokens_per_step // sizes.model.block_size
-    best = results.get(4, {}).get("best")
+    micro_batch = results.get(4, {}).get("best")
     steps = results.get(7, {})
-    micro_batch = steps.get("batch_size") or (largest_divisor(sequences, best) if best else None)
     parts = []
     if steps.get("rows"):
         adamw = steps["rows"][0]
@@ -72,8 +71,3 @@ def what_follows(device: str, results: dict[int, dict[str, Any]], sizes: Sizes) 
         settings = f"--batch_size={micro_batch} --gradient_accumulation_steps={sequences // micro_batch}"
         parts += ["To train:", f"```sh\npython train.py {RECIPE} {settings}\n```"]
     return "\n\n".join(parts) or "Nothing yet: stages 4 and 7 say it."
-
-
-def largest_divisor(sequences: int, largest: int) -> int:
-    """The largest micro-batch of at most `largest` sequences that divides those of a step."""
-    return max(n for n in range(1, largest + 1) if sequences % n == 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from bench import speed, timing
@@ -15,7 +14,6 @@ MICRO_BATCHES = 8  # per step: fewer than stage 7 has, for shorter steps
 TOY_MICRO_BATCHES = 2
 ROUNDS = 2
 ROUND_S = 15.0  # of a round's steps on a card
-MARGIN = 1.3  # of the longest round so far: with less time left, no other begins
 
 
 def measure(s: Session) -> dict[str, Any]:
@@ -41,16 +39,11 @@ def measure(s: Session) -> dict[str, Any]:
 
 def in_turns(s: Session, runs: list[Contestant]) -> int:
     """Takes as many rounds as there is time for; returns their number. Raises Failed."""
-    longest_s = 0.0
-    for number in range(ROUNDS):
-        if number and s.seconds_left() < MARGIN * longest_s:
-            return number
-        t0 = time.perf_counter()
+    for _ in s.while_there_is_time(range(ROUNDS)):
         for x in runs:
             timing.run(x, 0, 0.0 if s.sizes.is_toy else ROUND_S)
             s.say(f"{x.name}: {x.rounds_ms[-1][-1]:.4g} ms per step")
-        longest_s = max(longest_s, time.perf_counter() - t0)
-    return ROUNDS
+    return len(runs[0].rounds_ms)
 
 
 def describe(result: dict[str, Any]) -> str:

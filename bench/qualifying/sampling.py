@@ -1,4 +1,4 @@
-"""Stage 8: ms per token of generation, for one sample and ten, at lengths met for the first time and again.
+"""Stage 8: ms per token of generation, for one sample and ten.
 
 Each token is timed until its id is on the host, as sample.py shows it. The first one, which the prompt goes through, is
 left out. The model has random weights: only the time counts.
@@ -32,11 +32,8 @@ def measure(s: Session) -> dict[str, Any]:
     rows = []
     for samples in SAMPLES:
         token_times(model, dtype, torch.ones(samples, 1, dtype=torch.long, device=s.device), WARM_UP)
-        prompts = torch.arange(PROMPT, device=s.device).expand(samples, -1)
-        first = token_times(model, dtype, prompts, n)
-        again = token_times(model, dtype, prompts, n)
-        medians = {"first_ms": statistics.median(first), "again_ms": statistics.median(again)}
-        rows.append({"samples": samples, **medians, "first_most_ms": max(first), "again_most_ms": max(again)})
+        times = token_times(model, dtype, torch.arange(PROMPT, device=s.device).expand(samples, -1), n)
+        rows.append({"samples": samples, "ms": statistics.median(times), "most_ms": max(times)})
     hardware.release_memory(s.device)
     return {"dtype": dtype, "tokens": n, "rows": rows}
 
@@ -58,13 +55,9 @@ def token_times(model: GPT, dtype: str, prompts: torch.Tensor, n: int) -> list[f
 
 
 def describe(result: dict[str, Any]) -> str:
-    rows = []
-    for r in result["rows"]:
-        passes = [f"{r[f'{name}_ms']:.3f} ({r[f'{name}_most_ms']:.1f})" for name in ("first", "again")]
-        rows.append([str(r["samples"]), *passes])
+    rows = [[str(r["samples"]), f"{r['ms']:.3f}", f"{r['most_ms']:.1f}"] for r in result["rows"]]
     return (
-        f"ms per token over {result['tokens']} tokens after a prompt of {PROMPT}, in {result['dtype']}, not compiled: "
-        "the median and the longest token of two passes. Where the first takes much longer than the second, something "
-        "was prepared for each new length. On CUDA one token of a pass takes long, because the graph is recorded "
-        f"there.\n\n{markdown_table(['samples', 'first pass (most)', 'second (most)'], rows)}"
+        f"ms per token over {result['tokens']} tokens after a prompt of {PROMPT}, in {result['dtype']}, not compiled. "
+        f"On CUDA the longest is the one at which the graph is recorded.\n\n"
+        f"{markdown_table(['samples', 'median', 'longest'], rows)}"
     )

@@ -41,13 +41,9 @@ STAGES = {
 }
 
 
-def numbers_of(text: str) -> tuple[list[int], set[int]]:
-    """(the stages that text such as "0-3,7" names, in their order; those named by themselves, here 7).
-
-    Raises ConfigError.
-    """
+def numbers_of(text: str) -> list[int]:
+    """The stages that text such as "0-3,7" names, in their order. Raises ConfigError."""
     named: set[int] = set()
-    alone: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
@@ -56,6 +52,4 @@ def numbers_of(text: str) -> tuple[list[int], set[int]]:
         if not numbers or numbers[0] not in STAGES or numbers[-1] not in STAGES:
             raise ConfigError(f"--stages={text}: there is no {part}; the stages are {', '.join(map(str, STAGES))}")
         named.update(number for number in numbers if number in STAGES)
-        if not dash:
-            alone.update(numbers)
-    return sorted(named), alone
+    return sorted(named)

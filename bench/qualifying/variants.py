@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from bench.qualifying.session import Session
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import kernels
 from deskgpt.machine import hardware
+from deskgpt.machine.words import in_gib
 from model import GPT
 
-MARGIN = 1.3  # of the longest variant so far: with less time left, no other begins
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -50,18 +49,13 @@ def measure(s: Session) -> dict[str, Any]:
     work.update(runner, optimizer)  # from now on AdamW's state takes its memory, as in training
 
     rows: list[Row] = []
-    left_out: list[str] = []
-    longest_s = 0.0
-    for variant in variants(usual, batch[0].numel() * s.sizes.model.vocab_size):
-        if rows and s.seconds_left() < MARGIN * longest_s:
-            left_out.append(variant.name)
-            continue
-        t0 = time.perf_counter()
-        rows.append(row_of(s, model, batch, variant))
-        longest_s = max(longest_s, time.perf_counter() - t0)
-        ms = rows[-1]["ms"]
-        s.say(f"{variant.name}: {rows[-1]['problem'] or f'{ms:.2f} ms'}")
+    all_variants = variants(usual, batch[0].numel() * s.sizes.model.vocab_size)
+    for variant in s.while_there_is_time(all_variants):
+        row = row_of(s, model, batch, variant)
+        s.say(f"{variant.name}: {row['problem'] or format(row['ms'], '.2f') + ' ms'}")
+        rows.append(row)
     hardware.release_memory(s.device)
+    left_out = [variant.name for variant in all_variants[len(rows) :]]
     return {"batch_size": batch_size, "rows": rows, "left_out": left_out}
 
 
@@ -102,7 +96,7 @@ def row_of(s: Session, model: GPT, batch: tuple[torch.Tensor, torch.Tensor], var
             row["loss"] = micro_batch().item() * work.MICRO_STEPS
             micro_batch()
             work.forget_peak(s.device)
-            row["ms"] = work.median_time(s.device, micro_batch).ms
+            row["ms"] = 1e3 * work.seconds_of(micro_batch, s.device)
         row["tokens_per_s"] = batch[0].numel() / row["ms"] * 1e3
         row["peak_bytes"] = work.peak_bytes(s.device)[0]
         return row | {"problem": None}
@@ -123,7 +117,7 @@ def describe(result: dict[str, Any]) -> str:
             continue
         ratio = f"{r['ms'] / usual_ms:.3f}" if usual_ms else "n/a"
         cells = [r["name"], f"{r['ms']:.2f}", ratio, f"{r['tokens_per_s']:,.0f}"]
-        body.append([*cells, work.gib(r["peak_bytes"]), f"{r['loss']:.4f}"])
+        body.append([*cells, in_gib(r["peak_bytes"]), f"{r['loss']:.4f}"])
     text = (
         f"Forward and backward pass of {result['batch_size']} sequences; the first row is the usual form, and the peak "
         f"is with gradients and AdamW's state.\n\n{markdown_table(head, body, left_columns=1)}"

@@ -1,12 +1,11 @@
-"""What stages 4 to 10 share: the form and the micro-batch, a model and its batches, and the timing of passes."""
+"""What the stages share: the form and the micro-batch, a model and its batches, and the timing of calls."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,15 +19,12 @@ from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import is_out_of_memory
-from deskgpt.predict.fit import USABLE, largest_batch
-from deskgpt.predict.memory import Step
 from model import GPT, GPTConfig, ModelSettings
 
 MICRO_STEPS = 4  # by which a micro-batch's loss is divided
-PASSES = 3  # that follow one another without waiting; their mean is one time
-ROUNDS = 7  # such times, of which the median counts
-ROUNDS_S = 3.0  # fewer rounds, but LEAST_ROUNDS, where they would take longer
-LEAST_ROUNDS = 3
+SAMPLES = 7  # of which the median counts, after one that does not
+SAMPLE_S = 0.03  # a sample is as many calls as fill about this time, queued without waiting
+MOST_CALLS = 200
 
 # ---- what the stages agree on --------------------------------------------------------------------------------
 
@@ -39,34 +35,22 @@ def usual_form(device: torch.device) -> Form:
 
 
 def found_form(s: Session) -> Form:
-    """The form with which stage 4 measured, or the usual one before stage 4."""
-    found = s.results.get(4, {}).get("form")
-    return Form(**found) if found else usual_form(s.device)
+    """The form with which stage 4 measured. Raises ValueError before stage 4."""
+    best_batch(s)
+    return Form(**s.results[4]["form"])
+
+
+def best_batch(s: Session) -> int:
+    """The micro-batch that stage 4 has found. Raises ValueError where it has found none."""
+    best = s.results.get(4, {}).get("best")
+    if best is None:
+        raise ValueError("no micro-batch is known: --stages=4 finds it")
+    return best
 
 
 def compile_setting(s: Session) -> Literal["auto", False]:
     """train.py's `compile`. auto compiles on CUDA; on a CPU it would, in runs of no end, for longer than these last."""
     return "auto" if found_form(s).compiled else False
-
-
-def best_batch(s: Session, sequences: int = 0) -> int:
-    """The fastest micro-batch of stage 4, among those that divide a step of this number of sequences.
-
-    Where stage 4 has found none, the largest predicted to fit, of the sizes that it would double.
-    """
-    rows = [r for r in s.results.get(4, {}).get("rows", []) if r["fits"]]
-    if sequences:
-        rows = [r for r in rows if sequences % r["batch_size"] == 0]
-    if not rows:
-        limit = USABLE * (hardware.usable_memory_bytes(s.device) or math.inf)
-        form = replace(usual_form(s.device), compiled=True)
-        return max(largest_batch(predicted_step(s, form, s.sizes.last_batch), limit), s.sizes.first_batch)
-    return max(rows, key=lambda r: r["tokens_per_s"])["batch_size"]
-
-
-def predicted_step(s: Session, form: Form, batch_size: int) -> Step:
-    """What predict/memory.py predicts the memory of."""
-    return Step(s.sizes.model, batch_size, form, s.device.type)
 
 
 def problem_of(e: Exception) -> str:
@@ -112,42 +96,21 @@ def update(runner: Runner, optimizer: torch.optim.Optimizer) -> None:
 # ---- timing --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PassTime:
-    ms: float  # of one of several that follow one another
-    host_ms: float  # until the call of the first returns, with nothing queued before it
-
-
-def time_passes(device: torch.device, once: Callable[[], object], passes: int = PASSES) -> PassTime:
-    """The time of `once` by the device's own clock, on CUDA, or else by this process's."""
-    hardware.synchronize(device)
-    if device.type == "cuda":
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-    t0 = time.perf_counter()
-    once()
-    host_s = time.perf_counter() - t0
-    for _ in range(passes - 1):
-        once()
-    if device.type == "cuda":
-        end.record()
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """The median seconds of a call, of several that are queued one after the other."""
+    call()  # chooses a kernel, and loads it
+    times = []
+    calls = 1
+    for _ in range(SAMPLES + 1):
         hardware.synchronize(device)
-        return PassTime(start.elapsed_time(end) / passes, host_s * 1e3)
-    hardware.synchronize(device)
-    return PassTime((time.perf_counter() - t0) / passes * 1e3, host_s * 1e3)
-
-
-def rounds_for(pass_ms: float) -> int:
-    return max(LEAST_ROUNDS, min(ROUNDS, int(ROUNDS_S * 1e3 / (PASSES * pass_ms))))
-
-
-def median_time(device: torch.device, once: Callable[[], object]) -> PassTime:
-    """Medians over several rounds."""
-    times = [time_passes(device, once)]
-    for _ in range(rounds_for(times[0].ms) - 1):
-        times.append(time_passes(device, once))
-    return PassTime(statistics.median(t.ms for t in times), statistics.median(t.host_ms for t in times))
+        t0 = time.perf_counter()
+        for _ in range(calls):
+            call()
+        hardware.synchronize(device)
+        times.append((time.perf_counter() - t0) / calls)
+        if len(times) == 1:
+            calls = max(1, min(MOST_CALLS, round(SAMPLE_S / times[0])))
+    return statistics.median(times[1:])
 
 
 # ---- memory --------------------------------------------------------------------------------------------------
@@ -182,14 +145,3 @@ def tokens_for(s: Session) -> Path:
     if not folder.exists():
         write_data(folder, min(s.sizes.model.vocab_size, 50257))  # GPT-2's 50257 become 50304 in the model
     return folder
-
-
-# ---- words ---------------------------------------------------------------------------------------------------
-
-
-def gib(size: float | None) -> str:
-    return "n/a" if size is None else f"{size / 2**30:.2f}"
-
-
-def percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{share:.1%}"

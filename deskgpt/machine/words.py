@@ -19,6 +19,16 @@ def with_unit(n: float, units: dict[str, float]) -> str:
     return f"{n / units[smallest]:,.1f} {smallest}"
 
 
+def in_gib(size: float | None) -> str:
+    """Bytes in GiB."""
+    return "n/a" if size is None else f"{size / 2**30:.2f}"
+
+
+def in_tera(per_s: float | None) -> str:
+    """FLOP/s in TFLOP/s."""
+    return "n/a" if per_s is None else f"{per_s / 1e12:.4g}"
+
+
 def clock(seconds: float) -> str:
     """Seconds as 42.0s, 3m07s, 5h02m or, from two days on, 3.4 days."""
     if seconds < 60:
