@@ -4,14 +4,14 @@
     python bench/compare.py log.txt out-b --set A.batch_size=16 A.n_layer=12 --device "A=RTX 4070"
     python bench/compare.py out-a-seed1 out-a-seed2 out-b-seed1 out-b-seed2 --html report.html
 
-A run is an out_dir with its log.jsonl, or a text file with what nanoGPT or train.py printed. Runs are called A, B, C in
+A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed. Runs are called A, B, C in
 the order given; runs that differ only in their seed are repeats of one arm. --set adds what a log does not say: any
 setting of train.py, or one of the facts parameters, tokens_per_step, tokenizer, val_tokens, bytes_per_token, world_size
 and peak_flops (which the log's MFU refers to). Time includes training and, where the log has it, compiling, but not
 evaluation. A figure after ± is half the width of a 95% interval. Runs with different tokenizers are ranked in bits per
 byte where their validation text is the same.
 
-Prints three tables and a verdict. --html FILE, --png FILE and --json FILE write them as a page, a picture and data.
+Prints three tables and a verdict. --html FILE and --json FILE write them as a page and as data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from bench.analysis.arms import Arm, Row, arms_of, change_rows, letters, unknown
 from bench.analysis.learning import Ranking, learning_rows, ranking
 from bench.analysis.logs import read_run
-from bench.analysis.page import Figure, Headline, Table, page, picture
+from bench.analysis.page import Figure, Headline, Table, page
 from bench.analysis.runs import Run, complete, give
 from bench.analysis.speed import speed_rows
 from bench.analysis.verdict import headline, verdict
@@ -90,14 +90,12 @@ def peaks_note(arms: list[Arm]) -> str:
 
 def ranking_note(ranked: Ranking, runs: list[Run]) -> str:
     """What a reader of the ranking should know: its unit, if that is not nats, and whether the data is the same."""
-    if ranked.reasons:
-        return f"Not ranked: {'; '.join(ranked.reasons)}."
     if ranked.in_bits:
         return (
             "Ranked in bits per byte of the same text: losses in nats do not compare between tokenizers. The text "
             "trained on is the tokens times the bytes of an evaluated token."
         )
-    if len(runs) > 1 and not all(run.start.get("val_sha256") for run in runs):
+    if not ranked.reasons and len(runs) > 1 and not all(run.start.get("val_sha256") for run in runs):
         return "The logs do not say whether all were evaluated on the same data."
     return ""
 
@@ -119,19 +117,16 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or a printed log")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or what nanoGPT printed")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="[A.]NAME=VALUE")
     parser.add_argument("--device", action="append", default=[], metavar="[A=]NAME", help='such as "A=RTX 4070"')
     parser.add_argument("--loss", nargs="+", type=float, default=[], help=LOSS_HELP)
     parser.add_argument("--html", metavar="FILE")
-    parser.add_argument("--png", metavar="FILE")
     parser.add_argument("--json", metavar="FILE")
     a = parser.parse_args()
-    for file in (a.html, a.png, a.json):
+    for file in (a.html, a.json):
         if file and not Path(file).resolve().parent.is_dir():
             raise ValueError(f"{file}: its folder does not exist; make it, or choose another")
-    if a.png and not a.png.endswith(".png"):
-        raise ValueError(f"--png {a.png}: name a .png file")
     if not all(map(math.isfinite, a.loss)):
         raise ValueError(f"--loss {' '.join(map(str, a.loss))}: losses are finite numbers")
     return a
@@ -177,8 +172,6 @@ def main() -> None:
         top = Headline(first["text"], figures, title) if first["text"] else Headline(title, figures)
         content = page(title, runs, tables, lines, headlines=[top])
         Path(a.html).write_text(content, encoding="utf-8", errors="replace")
-    if a.png:
-        picture(runs, a.png)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """One run as an HTML page: what it learned, how fast it was, its curves, and text from its checkpoint.
 
     python bench/report.py out-shakespeare-char-cpu
-    python bench/report.py out-shakespeare-char-cpu --samples 0 --html report.html --png curves.png
+    python bench/report.py out-shakespeare-char-cpu --samples 0 --html report.html
     python bench/report.py out-shakespeare-char-cpu out-first --serve
 
-Reads log.jsonl in the out_dir and writes out_dir/report.html. For a file with a printed log it writes NAME-report.html
-in the current folder. The page opens in any browser and needs no network.
+Reads log.jsonl in the out_dir and writes out_dir/report.html. For nanoGPT's printed log it writes
+NAME-report.html in the current folder. The page opens in any browser and needs no network.
 
 --serve writes nothing: it serves a page on this machine that follows the runs as they train, one or several.
 """
@@ -24,7 +24,7 @@ from bench.analysis.arms import arms_of
 from bench.analysis.learning import learning_rows, overfit, ranking
 from bench.analysis.live import Described, serve
 from bench.analysis.logs import read_run
-from bench.analysis.page import Figure, Headline, Table, page, picture
+from bench.analysis.page import Figure, Headline, Table, page
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import median_ms, mfu, speed_rows, tokens_per_s
 from deskgpt.machine.errors import one_line_errors
@@ -139,9 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out_dir", nargs="+", help="of a run; or a file with its printed log")
+    parser.add_argument("out_dir", nargs="+", help="of a run; or what nanoGPT printed, in a file")
     parser.add_argument("--html", metavar="FILE", help="instead of out_dir/report.html, or NAME-report.html")
-    parser.add_argument("--png", metavar="FILE", help="loss and time of a step as a picture")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
     parser.add_argument("--serve", action="store_true", help="a page that follows the runs, until Ctrl+C")
@@ -157,8 +156,6 @@ def main() -> None:
         return
     if len(a.out_dir) > 1:
         raise ValueError("name one run; bench/compare.py compares several, and --serve follows several")
-    if a.png and not a.png.endswith(".png"):
-        raise ValueError(f"--png {a.png}: name a .png file")
 
     run = read_run(a.out_dir[0])
     complete(run)
@@ -172,9 +169,6 @@ def main() -> None:
     content = page(run.name, [run], d.tables, [], texts, about, [d.headline])
     html.write_text(content, encoding="utf-8", errors="replace")
     print(html)
-    if a.png:
-        picture([run], a.png)
-        print(a.png)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def prepared_alike(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {path.name: path for path in folder.iterdir()}
 
 
-def test_log_line_and_events_have_it_and_a_printed_log_is_read_with_it(prepared_alike, tmp_path, script):
+def test_log_line_and_events_have_it_and_what_was_printed_is_refused_with_its_remedy(prepared_alike, tmp_path, script):
     settings = TINY | {"eval_iters": 9, "dataset": prepared_alike["bytes"], "out_dir": tmp_path}
     done = script("train.py", *flags(**settings))
     assert done.code == 0, done.err
@@ -175,12 +175,13 @@ def test_log_line_and_events_have_it_and_a_printed_log_is_read_with_it(prepared_
     assert start["val_text_bytes"] == start["val_tokens"]
 
     (tmp_path / "printed.txt").write_text(done.out)
-    for path in (tmp_path, tmp_path / "printed.txt"):
-        run = read_run(str(path))
-        complete(run)
-        assert [e["val_bpb"] for e in run.evals] == pytest.approx([e["val_bpb"] for e in logged], abs=1e-4)
-        shown = f"{min(e['val_bpb'] for e in logged):.4f}"
-        assert ["bits per byte there", shown] in [row for table in report.tables(run) for row in table.rows]
+    with pytest.raises(ValueError, match="printed.txt") as refused:
+        read_run(str(tmp_path / "printed.txt"))
+    assert_one_line(refused.value, "out_dir", "log.jsonl")
+    run = read_run(str(tmp_path))
+    complete(run)
+    shown = f"{min(e['val_bpb'] for e in logged):.4f}"
+    assert ["bits per byte there", shown] in [row for table in report.tables(run) for row in table.rows]
 
 
 @pytest.mark.slow

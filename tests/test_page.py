@@ -24,7 +24,7 @@ from bench.analysis.logs import read_run
 from bench.analysis.runs import Run, complete
 
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
-CHARTS = ["loss", "time_ms", "mfu", "lr", "grad_norm"]
+CHARTS = ["loss", "time_ms", "lr", "grad_norm"]
 
 # Works the switches of a page and tells what it saw.
 DRIVER = """(async () => {
@@ -56,10 +56,6 @@ if (document.querySelector("[data-run]")) {
   await click("#log-y");
   seen.type = loss().layout.yaxis.type;
   await click("#log-y");
-  if (!document.getElementById("whole").parentElement.hidden) {
-    await click("#whole");
-    seen.whole = loss()._fullLayout.yaxis.range;
-  }
   await click("[data-run='1']");
   await click("[data-kind=train]");
   seen.visible = [...visible("loss"), ...visible("time_ms")];
@@ -167,7 +163,6 @@ def test_runs_with_little_in_their_logs(browser, tmp_path):
     diverged.iters[-1] |= {"loss": None, "grad_norm": None}
     seen, console = browse(browser, tmp_path, page.page("few", [empty, once, diverged], [], []), 360)
     assert (seen["svg"], console) == (CHARTS, [])
-    page.picture([empty, once, diverged], str(tmp_path / "few.png"))
 
 
 OWN = {"weight_norm/0": 3.25, EVIL: -7.0}
@@ -196,7 +191,6 @@ def test_number_that_the_loop_hands_to_report_step_has_a_chart(with_own, real):
         assert chart.title == name
         assert chart.note.startswith("Not in the log of ")
         assert [*chart.figure.data[0].y] == [value + i for i in range(6)]
-    assert set(charts) - set(page.make_charts([read_run(str(real))])) == {f"own-{name}" for name in OWN}
 
 
 @needs_browser
@@ -236,7 +230,6 @@ def test_page_refers_to_nothing_outside_of_it(html):
 
 def test_long_logs_are_drawn_with_few_points_that_keep_the_extremes():
     run = made_up("long", 100_000)
-    run.iters = [*run.iters[50_000:], *run.iters[:60_000]]  # as of a log read in pieces: sorted, each step once
     run.iters[7] |= {"loss": None}
     c = page.curve(run, run.iters, "time_ms", 1000)
     assert len(c.y) == 1000
@@ -290,11 +283,10 @@ def test_loss_axis_of_little_is_the_browsers_own(val):
 
 
 @needs_browser
-def test_loss_axis_can_show_all_losses(browser, tmp_path):
+def test_loss_axis_is_the_pages_own(browser, tmp_path):
     runs = [losses({i: FALL[i] for i in range(0, 1000, 50)}, FALL), made_up("b", 900)]
     seen, _ = browse(browser, tmp_path, page.page("x", runs, [], []), 800)
     assert seen["range"] == pytest.approx(page.loss_range(runs))
-    assert seen["whole"][1] > 11
 
 
 def test_one_slow_step_does_not_set_the_axis():
@@ -305,10 +297,8 @@ def test_one_slow_step_does_not_set_the_axis():
 
 
 def test_report_of_a_run_has_its_figures_and_samples(real, script, tmp_path):
-    done = script("bench/report.py", real, "--samples", "1", "--max_new_tokens", "5", "--png", tmp_path / "a.png")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines() == [str(real / "report.html"), str(tmp_path / "a.png")]
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    done = script("bench/report.py", real, "--samples", "1", "--max_new_tokens", "5")
+    assert (done.code, done.err, done.out.strip()) == (0, "", str(real / "report.html"))
     text = (real / "report.html").read_text()
     assert len(re.findall("<pre>", text)) == 1
     assert "no samples" not in text
@@ -338,7 +328,7 @@ def test_report_shows_what_the_run_wrote_and_scored_as_it_trained(tmp_path, scri
         {"event": "sample", "iter": 50, "texts": "no list"},
         {"event": "tasks", "iter": 100, "results": {"x": 1}},
     ]
-    figures = {"acc": 0.25, "acc_stderr": 0.01, "alias": "no figure"}
+    figures = {"acc": 0.25, "acc_stderr": 0.01, "unknown": None}
     events += [{"event": "tasks", "iter": 100, "results": {"lambada": figures}}]
     path = Path(log(tmp_path / "a", {0: 4.0, 100: 3.0}))
     lines = (path / "log.jsonl").read_text().splitlines()
@@ -349,7 +339,7 @@ def test_report_shows_what_the_run_wrote_and_scored_as_it_trained(tmp_path, scri
     assert text.index("text 100") < text.index("text 0")  # the last ones first
     assert "text 50" not in text
     assert '<th scope="row">lambada, acc</th><td>0.2500 ± 0.0100</td>' in text
-    assert "no figure" not in text
+    assert "lambada, unknown" not in text
     assert "<h2>Samples</h2>" not in text
     assert EVIL not in text
 

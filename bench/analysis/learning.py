@@ -19,7 +19,6 @@ from deskgpt.run.diagnosis import Evaluated
 
 Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None where that is not known
 
-NEARLY = 1.05  # the most by which evaluated texts may differ in length where no standard error says what that does
 OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has about twice the tokens of the other
 
 
@@ -218,11 +217,7 @@ def ranking(runs: list[Run]) -> Ranking:
 
 
 def not_in_bits(runs: list[Run]) -> str:
-    """Why bits per byte cannot be ranked; empty where they can.
-
-    Windows are spread evenly over the text, so that another number of them is another sample of it: its standard error
-    tells how far that can be off.
-    """
+    """Why bits per byte cannot be ranked; empty where they can."""
     named = dict(zip(letters(len(runs)), runs, strict=True))
     no_text = [letter for letter, run in named.items() if not run.start.get("val_text")]
     if no_text:
@@ -234,14 +229,6 @@ def not_in_bits(runs: list[Run]) -> str:
         facts = ((x, r.start["val_text"], r.start.get("val_text_bytes")) for x, r in named.items())
         shown = [f"{x} {begin}, {'n/a' if size is None else f'{size:,}'} bytes" for x, begin, size in facts]
         return f"nor is the text known to be the same ({'; '.join(shown)})"
-    evaluated = [run.start.get("val_bytes") or 0 for run in runs]
-    has_error = all(standard_error(run) is not None for run in runs)
-    if not has_error and max(evaluated) > NEARLY * min(evaluated):
-        shown = [f"{x} {size:,}" for x, size in zip(named, evaluated, strict=True)]
-        return (
-            f"different amounts of the text were evaluated, in bytes ({', '.join(shown)}), and no standard error says "
-            "what that changes: raise --eval_tokens"
-        )
     return ""
 
 
@@ -319,13 +306,8 @@ def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]
     points: list[list[Point]] = [[(r.best["val_loss"], error(r)) for r in arm.runs if r.val] for arm in in_unit]
     rank(bits if ranked.in_bits else lowest, in_unit, points, ranked.reasons)
     turned = [overfit(arm.runs[0]) if arm.runs[0].val else None for arm in arms]
-    # Tokens of one tokenizer hold more text than those of another: another amount of text was evaluated, and a longer
-    # context lowers the bits by itself.
-    first = [arm.runs[0] for arm in arms] if ranked.in_bits else []
-    of_text = [
-        Row("bytes of text evaluated", [run.start.get("val_bytes") for run in first], AMOUNT["steps"]),
-        Row("bytes of text in a context", [context_bytes(run) for run in first], AMOUNT["steps"]),
-    ]
+    # Tokens of one tokenizer hold more text than those of another, and a longer context lowers the bits by itself.
+    contexts = [context_bytes(arm.runs[0]) if ranked.in_bits else None for arm in arms]
     return [
         mean("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
         mean("val loss there", lambda r: r.val[-1]["val_loss"], four_places),
@@ -336,7 +318,7 @@ def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]
         bits,
         mean("val - train loss at the end", lambda r: gap_to_train(r.val[-1]), four_places),
         Row("val turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"),
-        *of_text,
+        Row("bytes of text in a context", contexts, AMOUNT["steps"]),
     ]
 
 

@@ -22,7 +22,6 @@ from bench.analysis import page
 from bench.analysis.logs import NO_END, Reading
 from bench.analysis.page import Headline, Table
 from bench.analysis.runs import Run, complete
-from bench.analysis.speed import median_ms
 from deskgpt.machine.words import clock
 from deskgpt.run.log import event_of
 from deskgpt.share import page_server
@@ -30,8 +29,6 @@ from deskgpt.share import page_server
 PORTS = range(8000, 8020)  # of which the first free one is taken
 POLL_S = 2.0  # between two requests of an open page
 SHARE = 0.03  # of a core, at most: after an answer that cost more, a page waits longer
-QUIET_S = 60.0  # without a new line, a run is called quiet
-MOST_STEPS = 4000  # kept of each run: of a longer log every second, fourth ... logged step
 LONGEST_LINE = 8 << 20  # bytes; no line of a run is as long
 HEAD = 1 << 16  # bytes of a log's first line, by which it is known again
 
@@ -51,7 +48,7 @@ class Follower:
 
     def begin(self) -> None:
         """Forgets all that was read."""
-        self.reading = Reading(Run(self.name), MOST_STEPS)
+        self.reading = Reading(Run(self.name))
         self.head = b""  # the first line
         self.offset = 0  # of the first byte that is not read yet
         self.lines = 0
@@ -114,8 +111,6 @@ def status(follower: Follower, run: Run, now: float) -> str:
     where = f"step {steps:,}" + (f" of {goal:,}" if goal else "")
     if run.end:
         return f"ended {clock(age_s)} ago, at {where}"
-    if age_s > quiet_after_s(run):
-        return f"no new line for {clock(age_s)}, since {where}; was it stopped?"
     left_s = seconds_left(run, steps)
     left = "" if left_s is None else f"{clock(left_s)} left, "
     return f"{where}, {left}last line {clock(age_s)} ago"
@@ -137,13 +132,6 @@ def seconds_left(run: Run, steps: int) -> float | None:
     every = run.settings.get("eval_interval")
     evaluations = math.ceil(goal / every) - steps // every if evals and every else 0
     return max(0, goal - steps) * sorted(last)[len(last) // 2] / 1e3 + max(0, evaluations) * (evals or [0.0])[-1]
-
-
-def quiet_after_s(run: Run) -> float:
-    """Seconds without a line after which something is wrong: far longer than an evaluation, or the steps between."""
-    step_s = (median_ms(run) or 0.0) / 1e3
-    eval_s = max((e["eval_s"] for e in run.evals if e["eval_s"]), default=0.0)
-    return max(QUIET_S, 3 * eval_s, 20 * step_s * (run.settings.get("log_interval") or 1))
 
 
 # ---- what the page shows -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Reads training runs: log.jsonl in an out_dir, or the text that nanoGPT or train.py printed.
+"""Reads training runs: log.jsonl in an out_dir, or the text that nanoGPT printed.
 
-Printed logs say less: what they leave open is None in the Run. nanoGPT times a step together with the evaluation before
-it, and averages its MFU over such times: both are taken apart again here.
+nanoGPT says less: what it leaves open is None in the Run. It times a step together with the evaluation before it, and
+averages its MFU over such times: both are taken apart again here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import math
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,10 @@ NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens
 SPEED_FACTS = ("device", "dtype", "compiled", "world_size")  # where one differs, steps take another time
 
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
-COUNT = r"(\d[\d,]{0,19})"
-STEP = re.compile(
-    rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)"
-    rf"(?:, eval time {NUMBER}s)?(?:, standard error {NUMBER})?"
-    rf"(?:, bits per byte {NUMBER})?"
-)
-ITER = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?(.*)")
+STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)")
+ITER = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?")
 DAMAGED = re.compile(r"\b(step|iter) \d+: (train )?loss")
-# Only train.py goes on like this.
-OURS = re.compile(rf"tok/s (\d[\d,]*)(?:, mfu_measured {NUMBER}%)?, lr {NUMBER}, grad_norm {NUMBER}")
+OURS = re.compile(r"\b(step|iter) \d+: .*, (eval time|tok/s) ")  # only train.py goes on like this
 ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=].*)$")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -47,65 +41,78 @@ LONGEST_NAME = 100  # characters, of a number that a run logs under a name of it
 LONGEST_LINE = 2000  # characters of a printed line that are read
 Events = dict[int, dict[str, Any]]  # by step
 
-# ---- what a value of a log must be ---------------------------------------------------------------------------
+# ---- what a line of log.jsonl must be ------------------------------------------------------------------------
 
 
-def as_count(value: Any) -> int | None:
-    """The whole number of at least 1; None for anything else."""
-    return value if type(value) is int and value >= 1 and signed(value) else None
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1 and signed(value) is not None
 
 
-def of_type(kind: type) -> Callable[[Any], Any]:
-    """Gives back values of this type, and None for any other."""
-    return lambda value: value if isinstance(value, kind) else None
+def is_number(value: Any) -> bool:
+    return signed(value) is not None
 
 
-def as_texts(value: Any) -> list[str] | None:
-    return value if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
+def is_figure(value: Any) -> bool:
+    return figure(value) is not None
 
 
-def as_results(value: Any) -> dict[str, dict[str, float]] | None:
-    """Figures by task and metric, without those that are not numbers."""
+def is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def is_results(value: Any) -> bool:
+    """Whether these are figures by task and metric, null where a metric has none."""
     if not isinstance(value, dict) or not all(isinstance(of_task, dict) for of_task in value.values()):
-        return None
-    known = {}
-    for task, of_task in value.items():
-        known[task] = {metric: v for metric, v in of_task.items() if signed(v) is not None}
-    return known
+        return False
+    return all(v is None or is_number(v) for of_task in value.values() for v in of_task.values())
 
 
-def as_versions(value: Any) -> dict[str, str] | None:
-    return {name: str(version) for name, version in value.items()} if isinstance(value, dict) else None
-
-
-# By name, a function that gives back a value that can be used, and None for any other.
-Kinds = dict[str, Callable[[Any], Any]]
-ITER_FIELDS: Kinds = {"iter": figure, "loss": signed}
-ITER_FIELDS |= dict.fromkeys(("time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s"), figure)
+# Fields by name: their type, or what tells whether a value is one.
+Kinds = dict[str, type | Callable[[Any], bool]]
+ITER_FIELDS: Kinds = {"iter": is_figure, "loss": is_number}
+ITER_FIELDS |= dict.fromkeys(("time_ms", "mfu", "tokens_per_s", "lr", "grad_norm", "tokens", "train_s"), is_figure)
 NOT_OWN = {*ITER_FIELDS, "event", "mfu_measured", "data_wait", "clip_rate", "peak_memory_bytes"}  # train.py's own
-EVAL_FIELDS: Kinds = {"iter": figure, "train_loss": signed, "val_loss": signed}
-EVAL_FIELDS |= dict.fromkeys(("val_se", "val_bpb", "tokens", "train_s", "eval_s"), figure)
-SAMPLE_FIELDS: Kinds = {"iter": figure, "texts": as_texts}
-TASKS_FIELDS: Kinds = {"iter": figure, "results": as_results}
-START_FACTS: Kinds = {"compiled": of_type(bool), "versions": as_versions}
-START_FACTS |= dict.fromkeys(("parameters", "flops_per_token", "peak_flops", "measured_flops"), figure)
-START_FACTS |= dict.fromkeys(("bytes_per_token", "warm_up_s"), figure)
-START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), as_count)
-START_FACTS |= dict.fromkeys(("val_bytes", "val_text_bytes", "vocab_size"), as_count)
-START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), of_type(str))
-START_FACTS |= dict.fromkeys(("peak_source", "val_text"), of_type(str))
-END_FACTS: Kinds = dict.fromkeys(("iter", "train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), figure)
+EVAL_FIELDS: Kinds = {"iter": is_figure, "train_loss": is_number, "val_loss": is_number}
+EVAL_FIELDS |= dict.fromkeys(("val_se", "val_bpb", "tokens", "train_s", "eval_s"), is_figure)
+START_FACTS: Kinds = {"compiled": bool, "versions": dict}
+START_FACTS |= dict.fromkeys(("parameters", "flops_per_token", "peak_flops", "measured_flops"), is_figure)
+START_FACTS |= dict.fromkeys(("bytes_per_token", "warm_up_s"), is_figure)
+START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), is_count)
+START_FACTS |= dict.fromkeys(("val_bytes", "val_text_bytes", "vocab_size"), is_count)
+START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), str)
+START_FACTS |= dict.fromkeys(("peak_source", "val_text"), str)
+END_FACTS: Kinds = dict.fromkeys(("iter", "train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), is_figure)
+RECORDS: dict[str, Kinds] = {
+    "start": START_FACTS | {"settings": dict},
+    "iter": ITER_FIELDS,
+    "eval": EVAL_FIELDS,
+    "sample": {"iter": is_figure, "texts": is_list_of_texts},
+    "tasks": {"iter": is_figure, "results": is_results},
+    "end": END_FACTS,
+}
+
+
+def is_record(event: dict[str, Any]) -> bool:
+    """Whether each field is what a run writes there, or null. Checksums cannot say it of a log that has none."""
+    step = event.get("iter", 0)
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
+        return False
+    for name, kind in RECORDS.get(str(event["event"]), {}).items():
+        value = event.get(name)
+        if value is not None and not (type(value) is kind if isinstance(kind, type) else kind(value)):
+            return False
+    return True
 
 
 def read_run(path: str, name: str = "") -> Run:
-    """The run in an out_dir, a log.jsonl or a printed log. Raises ValueError where that holds no run."""
+    """The run in an out_dir, a log.jsonl or what nanoGPT printed. Raises ValueError where that holds no run."""
     file = Path(path)
     if file.is_dir():
         file = file / "log.jsonl"
     try:
         text = read_text(file)
     except OSError as e:
-        raise ValueError(f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or a printed log") from None
+        raise ValueError(f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or what nanoGPT printed") from None
 
     run = Run(name or file.stem)
     if file.name == "log.jsonl":
@@ -116,6 +123,8 @@ def read_run(path: str, name: str = "") -> Run:
         for event in read_events(file):
             reading.add(event)
         run = reading.result(written=sum(1 for line in text.splitlines() if line.strip()))
+    elif OURS.search(text):
+        raise ValueError(f"{file}: train.py printed this; name the out_dir of the run, whose log.jsonl says more")
     else:
         add_printed(run, text)
     if not run.iters and not run.evals:
@@ -145,37 +154,31 @@ def before(events: Events, step: int) -> Events:
 class Reading:
     """A run as the events of its log.jsonl fill it, one after the other.
 
-    A resumed run computes some steps again: each counts once, with the figures of the last time. most_steps: of more
-    logged steps, every second, fourth ... is kept, and the last.
+    A resumed run computes some steps again: each counts once, with the figures of the last time.
     """
 
-    def __init__(self, run: Run, most_steps: int | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.most_steps = most_steps
-        self.kept_every = 1  # 1: all logged steps
-        self.seen_steps = 0
         self.iters: Events = {}
         self.evals: Events = {}
         self.samples: Events = {}
         self.tasks: Events = {}
-        self.last: Events = {}  # the last logged step
         self.read = 0
         self.unverified = 0  # of these, without a checksum
         self.step = 0
         self.trained_s = 0.0  # before the latest start, whose own count begins at 0
 
     def add(self, e: dict[str, Any]) -> None:
-        """Takes in the next event; one that no run has is left out."""
-        at = e.get("iter", self.step)
-        settings = e.get("settings") or {}
-        if type(at) is not int or not 0 <= at < MOST_STEPS or not isinstance(settings, dict):
+        """Takes in the next event; one that no run writes is left out."""
+        if not is_record(e):
             return
+        at = e.get("iter", self.step)
         self.step = at
         self.read += 1
         self.unverified += "crc" not in e
         kind = e["event"]
         if kind == "start":
-            begin_again(self.run, at, e, settings)
+            begin_again(self.run, at, e)
             self.trained_s = seconds_before(at, self.iters, self.evals)
             self.back_to(at)
         elif kind == "rewind":
@@ -185,11 +188,11 @@ class Reading:
         elif kind == "eval":
             self.evals[at] = self.fields(e, EVAL_FIELDS)
         elif kind == "sample":
-            self.samples[at] = usable(e, SAMPLE_FIELDS)
+            self.samples[at] = e
         elif kind == "tasks":
-            self.tasks[at] = usable(e, TASKS_FIELDS)
+            self.tasks[at] = e
         elif kind == "end":
-            self.run.end = usable(e, END_FACTS)
+            self.run.end = named(e, END_FACTS)
 
     def back_to(self, step: int) -> None:
         """Forgets what was computed from a step on: the run computes it again, an evaluation there too."""
@@ -197,23 +200,16 @@ class Reading:
         self.evals = before(self.evals, step)
         self.samples = before(self.samples, step)
         self.tasks = before(self.tasks, step)
-        self.last = before(self.last, step)
 
     def add_step(self, e: dict[str, Any]) -> None:
         fields = self.fields(e, ITER_FIELDS)
         own = {name: signed(value) for name, value in e.items() if name not in NOT_OWN and len(name) <= LONGEST_NAME}
         fields["own"] = {name: value for name, value in own.items() if value is not None}
-        self.last = {self.step: fields}
-        if self.seen_steps % self.kept_every == 0:
-            self.iters[self.step] = fields
-        self.seen_steps += 1
-        if self.most_steps and len(self.iters) > self.most_steps:
-            self.kept_every *= 2
-            self.iters = dict(list(self.iters.items())[::2])
+        self.iters[self.step] = fields
 
     def fields(self, e: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
-        """The usable fields of an event, with the seconds of training before the latest start added."""
-        out = usable(e | {"iter": self.step}, kinds)
+        """The named fields of an event, with the seconds of training before the latest start added."""
+        out = named(e | {"iter": self.step}, kinds)
         if out["train_s"] is not None:
             out["train_s"] += self.trained_s
         return out
@@ -227,23 +223,21 @@ class Reading:
             notes.append(f"{written - self.read} unreadable lines of its log are left out")
         if self.unverified:
             notes.append(f"{self.unverified} lines of its log have no checksum: their figures are unverified")
-        if self.kept_every > 1:
-            notes.append(f"one of {self.kept_every} logged steps is shown, so that the page stays quick")
         return replace(
             self.run,
             start=dict(self.run.start),
-            iters=in_order(self.iters | self.last),
+            iters=in_order(self.iters),
             evals=in_order(self.evals),
-            samples=[e for e in in_order(self.samples) if e["texts"]],
-            tasks=[e for e in in_order(self.tasks) if e["results"]],
+            samples=[e for e in in_order(self.samples) if e.get("texts")],
+            tasks=[e for e in in_order(self.tasks) if e.get("results")],
             flops_per_token=self.run.start.get("flops_per_token"),
             notes=notes,
         )
 
 
-def usable(values: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
-    """The named values, None where they are missing or not what they must be."""
-    return {name: kind(values.get(name)) for name, kind in kinds.items()}
+def named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The named values, None where they are missing."""
+    return {name: values.get(name) for name in names}
 
 
 def usable_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -260,14 +254,15 @@ def usable_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def begin_again(run: Run, step: int, event: dict[str, Any], given: dict[str, Any]) -> None:
-    """Takes over the given settings and the facts of a start event, of which a resumed run has several."""
+def begin_again(run: Run, step: int, event: dict[str, Any]) -> None:
+    """Takes over the settings and the facts of a start event, of which a resumed run has several."""
+    given = event.get("settings") or {}
     # In a run from before a setting existed, what is its default now was the only way.
     settings = {f.name: f.default for f in fields(TrainConfig) if f.name not in given} | usable_settings(given)
+    start = {name: value for name, value in named(event, START_FACTS).items() if value is not None}
     model_args = event.get("model_args")
-    sizes = {"vocab_size": model_args.get("vocab_size")} if isinstance(model_args, dict) else {}
-    facts = usable(event | sizes, START_FACTS)
-    start = {name: value for name, value in facts.items() if value is not None}
+    if isinstance(model_args, dict) and is_count(model_args.get("vocab_size")):
+        start["vocab_size"] = model_args["vocab_size"]
     if run.start and has_moved(run, settings, start):
         run.timed_from = step
         run.notes.append(f"from step {step:,} on it had another machine or batch: its speed is that of these steps")
@@ -306,7 +301,6 @@ class Printed:
     step: int = -1  # the last one; -1 before the first
     starts: int = 1
     damaged: int = 0  # lines
-    is_ours: bool = False  # train.py printed it
 
     def advance(self, step: int) -> None:
         """Goes to a step. A smaller number than the last one means that the run, or another one, started again."""
@@ -320,7 +314,7 @@ class Printed:
 
 
 def add_printed(run: Run, text: str) -> None:
-    """Fills a run from a printed log, with whatever other lines there are before, between and after its own."""
+    """Fills a run from what nanoGPT printed, with whatever other lines there are before, between and after its own."""
     seen = Printed()
     for whole_line in re.split(r"[\r\n]+", text):
         line = whole_line[:LONGEST_LINE]
@@ -331,7 +325,6 @@ def add_printed(run: Run, text: str) -> None:
         elif found := ITER.search(line):
             step = int(found[1])
             seen.iters[step] = printed_iter(found)
-            seen.is_ours = seen.is_ours or OURS.search(found[5]) is not None
             seen.advance(step)
         else:
             if DAMAGED.search(line):
@@ -347,12 +340,9 @@ def add_printed(run: Run, text: str) -> None:
         run.notes.append(f"{seen.damaged} damaged lines of its log are left out")
     run.iters = in_order(seen.iters)
     run.evals = in_order(seen.evals)
-    settings = seen.settings
-    if settings and not seen.is_ours:
-        settings = nanogpt_defaults() | settings
+    settings = nanogpt_defaults() | seen.settings if seen.settings else {}
     run.settings = {name: value for name, value in settings.items() if value is not None}
-    if not seen.is_ours:
-        undo_evaluation(run)
+    undo_evaluation(run)
 
 
 def printed_eval(found: re.Match[str]) -> dict[str, Any]:
@@ -361,9 +351,6 @@ def printed_eval(found: re.Match[str]) -> dict[str, Any]:
     out["iter"] = int(found[1])
     out["train_loss"] = number(found[2], signed)
     out["val_loss"] = number(found[3], signed)
-    out["eval_s"] = number(found[4])
-    out["val_se"] = number(found[5])
-    out["val_bpb"] = number(found[6])
     return out
 
 
@@ -375,46 +362,24 @@ def printed_iter(found: re.Match[str]) -> dict[str, Any]:
     out["time_ms"] = number(found[3])
     percent = number(found[4])  # for its first steps nanoGPT prints -100, which is no figure
     out["mfu"] = None if percent is None else percent / 100
-    if more := OURS.search(found[5]):
-        out["tokens_per_s"] = number(more[1])
-        out["lr"] = number(more[3])
-        out["grad_norm"] = number(more[4])
     return out
 
 
 def number(text: str | None, kind: Callable[[Any], float | None] = figure) -> float | None:
     """The number, where it is one that a run can have; None where there is no text."""
-    return kind(float(text.replace(",", ""))) if text else None
+    return kind(float(text)) if text else None
 
 
 def read_facts(run: Run, line: str) -> None:
-    """Adds what another line of a printed log says about the run, in nanoGPT's words or train.py's."""
-    facts: dict[str, Any] = {}
-    if found := re.search(rf"tokens per iteration will be: {COUNT}", line):
-        facts["tokens_per_step"] = counted(found[1])
-    if found := re.search(rf"number of parameters: {NUMBER}M(?:, {NUMBER} MFLOPs per token)?", line):
-        facts["parameters"] = in_units(found[1], 1e6)
-        run.flops_per_token = in_units(found[2], 1e6)
-    if found := re.search(rf"\bmfu refers to {NUMBER} TFLOP/s \((.*?)\);", line):
-        facts["peak_flops"] = in_units(found[1], 1e12)
-        facts["peak_source"] = found[2]
-    if found := re.search(rf"\bdevice: {COUNT} x (.*), (float32|bfloat16|float16), (not )?compiled", line):
-        facts["world_size"] = counted(found[1])
-        facts["device"] = found[2]
-        facts["dtype"] = found[3]
-        facts["compiled"] = not found[4]
-    if found := re.search(rf"\bdata: .*, {COUNT} train and {COUNT} val tokens", line):
-        facts["val_tokens"] = counted(found[2])
-    run.start |= {name: value for name, value in facts.items() if value is not None}
-
-
-def counted(text: str) -> int | None:
-    return as_count(int(text.replace(",", "")))
-
-
-def in_units(text: str | None, unit: float) -> float | None:
-    value = number(text)
-    return None if value is None else value * unit
+    """Adds what another line of a printed log says about the run."""
+    if found := re.search(r"tokens per iteration will be: (\d[\d,]{0,19})", line):
+        count = int(found[1].replace(",", ""))
+        if is_count(count):
+            run.start["tokens_per_step"] = count
+    if found := re.search(rf"number of parameters: {NUMBER}M", line):
+        millions = number(found[1])
+        if millions is not None:
+            run.start["parameters"] = millions * 1e6
 
 
 def setting(run: Run, name: str, text: str) -> dict[str, Any]:
@@ -457,10 +422,6 @@ def undo_evaluation(run: Run) -> None:
     Its time of a step with an evaluation before it includes the evaluation and the saving.
     """
     run.start |= {"peak_flops": NANOGPT_PEAK, "peak_source": "nanoGPT's, an A100", "random_evaluation": True}
-    printed = [e["mfu"] for e in run.iters if e["mfu"] is not None]
-    if printed:
-        run.start["printed_mfu"] = printed[-1]
-
     mfu_ms = mfu_times_time(run)
     evals = {e["iter"]: e for e in run.evals}
     plain = [e["time_ms"] for e in run.iters if e["iter"] > 0 and e["iter"] not in evals and e["time_ms"]]

@@ -47,13 +47,12 @@ function drawChart(place, {figure, note}) {
     Object.assign(ofAxis, {gridcolor: css("--line"), linecolor: css("--line")});
   if (isLoss) {
     const {axes, notes, limits} = figure.layout.meta;
-    layout.uirevision += `${ticked("log-x")} ${ticked("log-y")} ${ticked("whole")}`;
+    layout.uirevision += `${ticked("log-x")} ${ticked("log-y")}`;
     layout.xaxis.title.text = axes[axis];
     layout.xaxis.exponentformat = axis === "FLOPs" ? "power" : "B";
     if (ticked("log-x")) layout.xaxis.type = "log";
     if (ticked("log-y")) layout.yaxis.type = "log";
-    else if (limits && !ticked("whole")) layout.yaxis.range = limits;
-    byId("whole").parentElement.hidden = !limits;
+    else if (limits) layout.yaxis.range = limits;
     note = notes[axis];
   }
   byId(place.id + "-note").textContent = note;

@@ -1,4 +1,4 @@
-"""One HTML page about training runs, and a picture of their curves: what bench/report.py and bench/compare.py write.
+"""One HTML page about training runs: what bench/report.py and bench/compare.py write.
 
 The page holds all that it needs, plotly's JavaScript included, and makes no request to any network. A live page asks
 the server that it came from (bench/analysis/live.py) for the same parts again and again.
@@ -27,15 +27,13 @@ LOSS_POINTS = 400  # fewer, which smooths the noise of single batches
 LIGHT = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
 DARK = ("#56B4E9", "#F08A3C", "#1FC79A", "#DB8BBA", "#DDDDDD")
 SYMBOLS = {"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲"}  # plotly's name, and as text
-MATPLOTLIB = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^"}
 PARTS = ("head", "words", "tables", "samples", "settings", "about")  # of the page, besides the charts
 AXES = ["steps", "tokens", "time", "FLOPs"]  # of the loss chart
 KINDS = {"val": "val loss", "train": "train loss, evaluated", "step": "train loss of each step"}
-CHARTS = {  # by a step's field: title, unit, factor
-    "time_ms": ("Time of a step", "ms", 1),
-    "mfu": ("MFU", "% of the peak that the log names", 100),
-    "lr": ("Learning rate", "", 1),
-    "grad_norm": ("Gradient norm, before clipping", "", 1),
+CHARTS = {  # by a step's field: title, unit
+    "time_ms": ("Time of a step", "ms"),
+    "lr": ("Learning rate", ""),
+    "grad_norm": ("Gradient norm, before clipping", ""),
 }
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
 
@@ -104,12 +102,9 @@ def values(events: list[dict[str, Any]], key: str) -> np.ndarray:
     return np.array([e.get(key) for e in events], float)  # float makes NaN of None
 
 
-def curve(run: Run, events: list[dict[str, Any]], key: str, points: int, factor: float = 1) -> Curve:
-    """The course of a field of run.iters or run.evals, times `factor`, in at most `points` points."""
-    if (np.diff(values(events, "iter")) <= 0).any():
-        once = {e["iter"]: e for e in events}
-        events = [once[step] for step in sorted(once)]
-    y = values(events, key) * factor
+def curve(run: Run, events: list[dict[str, Any]], key: str, points: int) -> Curve:
+    """The course of a field of run.iters or run.evals, in at most `points` points."""
+    y = values(events, key)
     kept = np.isfinite(y)
     y = y[kept]
     tokens = values(events, "tokens")[kept]
@@ -263,7 +258,7 @@ def make_charts(runs: list[Run]) -> dict[str, Chart]:
     own = dict.fromkeys(name for run in runs for e in run.iters for name in e.get("own", {}))
     for name in list(own)[:MOST_NUMBERS]:
         with_own = [replace(run, iters=[e | e.get("own", {}) for e in run.iters]) for run in runs]
-        charts[f"own-{name}"] = step_chart(with_own, name, name, "", 1)
+        charts[f"own-{name}"] = step_chart(with_own, name, name, "")
     return {key: chart for key, chart in charts.items() if chart is not None}
 
 
@@ -281,7 +276,7 @@ def loss_chart(runs: list[Run]) -> Chart | None:
     if any("fill" in trace for trace in data):
         legend += "A band spans the steps that its line is the mean of. "
     if limits:
-        legend += f"Losses above {limits[1]:.2f} lie outside: tick “all losses” or “log y”. "
+        legend += f"Losses above {limits[1]:.2f} lie outside: tick “log y”. "
 
     unit, seconds = time_unit(runs)
     axes = {"steps": "steps", "tokens": "tokens trained on", "time": f"{unit} of training", "FLOPs": "FLOPs"}
@@ -298,11 +293,11 @@ def loss_chart(runs: list[Run]) -> Chart | None:
     return Chart("Loss", "", graph_objects.Figure(data, of_loss))
 
 
-def step_chart(runs: list[Run], key: str, title: str, y_title: str, factor: float) -> Chart | None:
-    """A field of the steps, times a factor, against the step."""
+def step_chart(runs: list[Run], key: str, title: str, y_title: str) -> Chart | None:
+    """A field of the steps against the step."""
     from plotly import graph_objects
 
-    curves = [curve(run, run.iters, key, POINTS, factor) for run in runs]
+    curves = [curve(run, run.iters, key, POINTS) for run in runs]
     data = []
     for number, (run, c) in enumerate(zip(runs, curves, strict=True)):
         data += traces(number, run.name, c, "", ".4g", line={"width": 1.5})
@@ -345,7 +340,6 @@ def loss_switches() -> str:
         against += f'<label><input type="radio" name="axis" value="{axis}"{checked}> {axis}</label>'
     for axis in "xy":
         against += f'<label><input type="checkbox" id="log-{axis}"> log {axis}</label>'
-    against += '<label><input type="checkbox" id="whole"> all losses</label>'
     kinds = ""
     for kind, text in KINDS.items():
         box = f'<input type="checkbox" checked data-kind="{kind}">'
@@ -448,7 +442,7 @@ def tasks_tables(runs: list[Run]) -> list[Table]:
         rows = []
         for task, figures in last["results"].items():
             for metric, value in figures.items():
-                if not metric.endswith("_stderr"):
+                if value is not None and not metric.endswith("_stderr"):
                     error = figures.get(f"{metric}_stderr")
                     rows.append([f"{task}, {metric}", f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")])
         name = f" of {run.name}" if len(runs) > 1 else ""
@@ -546,43 +540,3 @@ def document(title: str, parts: dict[str, str], charts: str, data: str, connect:
         f"<body>\n<main>\n{content}\n</main>\n<script>{plotly_js()}</script>\n"
         f'<script type="application/json" id="charts">{data}</script>\n<script>{js}</script>\n</body>\n</html>\n'
     )
-
-
-# ---- picture -------------------------------------------------------------------------------------------------
-
-
-def picture(runs: list[Run], path: str) -> None:
-    """Writes loss and time of a step against steps as an image. Raises ValueError where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install -r requirements-dev.txt") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (loss, time_ms) = pyplot.subplots(
-        2, figsize=(8, 7), height_ratios=(2, 1), layout="constrained", sharex=True
-    )
-    for number, run in enumerate(runs):
-        colour = LIGHT[number % len(LIGHT)]
-        marker = MATPLOTLIB[symbol_of(number)]
-        step = curve(run, run.iters, "loss", LOSS_POINTS)
-        train = curve(run, run.evals, "train_loss", POINTS)
-        val = curve(run, run.evals, "val_loss", POINTS)
-        ms = curve(run, run.iters, "time_ms", POINTS)
-        loss.plot(step.x["steps"], step.y, color=colour, linewidth=0.7, alpha=0.6)
-        loss.plot(train.x["steps"], train.y, color=colour, linestyle="--")
-        loss.plot(val.x["steps"], val.y, color=colour, marker=marker, markersize=4, label=f"{run.name}, val")
-        time_ms.plot(ms.x["steps"], ms.y, color=colour, linewidth=1)
-    every = np.concatenate([values(run.iters, "time_ms") for run in runs])
-    every = every[np.isfinite(every)]
-    limits = clipped(every)[0] if len(every) else None
-    loss.set_ylim(loss_range(runs))
-    loss.set(ylabel="loss (nats per token)", title="solid: val; dashed: train, evaluated; thin: train, each step")
-    time_ms.set(xlabel="steps", ylabel="ms per step", ylim=limits or (0, None))
-    for name in loss.legend().get_texts():
-        name.set_parse_math(False)  # a folder's name may hold "$"
-    try:
-        figure.savefig(path, dpi=120)
-    finally:
-        pyplot.close(figure)

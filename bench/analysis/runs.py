@@ -160,11 +160,6 @@ def complete(run: Run) -> None:
     if lost:
         run.notes.append(f"its loss is not a number at step {lost[0]:,}")
     complete_flops(run)
-    if contradicts(run):
-        run.notes.append(
-            f"{run.start['parameters'] / 1e6:,.2f}M parameters are stated, but its MFU, time and tokens imply "
-            f"{(implied_parameters(run) or 0) / 1e6:,.2f}M (without position embeddings): one of the two is wrong"
-        )
     if run.start.get("gpu"):
         refer_to_published_peak(run)
     complete_events(run)
@@ -292,13 +287,3 @@ def implied_parameters(run: Run) -> float | None:
         return None
     parameters = (run.flops_per_token - attention_flops(run)) / 6
     return parameters if parameters > 0 else None
-
-
-def contradicts(run: Run) -> bool:
-    """Whether the stated and the implied number of parameters differ by more than 5% and an MFU's printed rounding."""
-    stated = run.start.get("parameters")
-    implied = implied_parameters(run)
-    if not stated or not implied:
-        return False
-    rounding = 0.00005 / statistics.median(e["mfu"] for e in run.iters if e["mfu"])
-    return abs(stated / implied - 1) > 0.05 + 2 * rounding

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.analysis.arms import Arm, Lead, Row, lead_by_ratio, millions, over_runs
 from bench.analysis.runs import Run, implied_parameters
-from deskgpt.machine.words import clock
+from deskgpt.machine.words import clock, in_gib, in_tera
 
 SAME_SPEED = 1.05  # a ratio that two single runs cannot tell from 1: a machine's speed changes from run to run
 
@@ -56,12 +56,6 @@ def measured_mfu(run: Run) -> float | None:
     return rate / measured if rate and measured and measured != run.start.get("peak_flops") else None
 
 
-def micro_batch_ms(run: Run) -> float | None:
-    ms = median_ms(run)
-    accumulation = run.settings.get("gradient_accumulation_steps")
-    return ms / (accumulation / run.start.get("world_size", 1)) if ms and accumulation else None
-
-
 def evaluation(run: Run) -> tuple[float, float] | None:
     """(seconds of all evaluations, their share of training and evaluation); None where no time is known.
 
@@ -79,10 +73,6 @@ def trained_s(run: Run) -> float | None:
     """Seconds of training until the last step for which they are known."""
     known = [e["train_s"] for e in run.iters if e["train_s"] is not None]
     return known[-1] if known else run.end.get("train_s")
-
-
-def scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value / factor
 
 
 # ---- the table -----------------------------------------------------------------------------------------------
@@ -104,22 +94,20 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
     rows = [
         mean("ms per step, median", median_ms, four_digits),
         Row("10% to 90% of the steps", [band(arm.runs) for arm in arms], lambda b: f"{b[0]:,.4g} to {b[1]:,.4g}"),
-        mean("ms per micro-batch", micro_batch_ms, four_digits),
         tokens,
         of_first("parameters, as stated", lambda r: r.start.get("parameters"), millions),
         of_first("parameters, from MFU, time and tokens", implied_parameters, millions),
         of_first("MFLOPs per token", lambda r: r.flops_per_token, lambda v: f"{v / 1e6:,.4g}"),
-        mean("TFLOP/s", flops_per_s, lambda v: f"{v / 1e12:.4g}"),
-        of_first("MFU as printed at the end", lambda r: r.start.get("printed_mfu"), percent),
+        mean("TFLOP/s", flops_per_s, in_tera),
         mean("MFU", mfu, percent),
-        mean("the peak that it refers to, TFLOP/s", lambda r: scaled(r.start.get("peak_flops"), 1e12), four_digits),
+        mean("the peak that it refers to, TFLOP/s", lambda r: r.start.get("peak_flops"), in_tera),
         mean("MFU on the measured peak", measured_mfu, percent),
         mean("training", trained_s, clock),
         mean("of it waiting for data", lambda r: r.end.get("data_wait_s"), clock),
         of_first("evaluation: time, and share of all", evaluation, lambda v: f"{clock(v[0])}, {v[1]:.1%}"),
         mean("saving", lambda r: r.end.get("save_s"), clock),
         mean("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
-        mean("peak memory, GiB", lambda r: scaled(r.end.get("peak_memory_bytes"), 2**30), lambda v: f"{v:.2f}"),
+        mean("peak memory, GiB", lambda r: r.end.get("peak_memory_bytes"), in_gib),
     ]
     return [row for row in rows if any(value is not None for value in row.values)]
 
