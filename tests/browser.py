@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -159,11 +158,6 @@ class Tab:
         self.run("0")
         asked = [e["params"]["request"]["url"] for e in self._events() if e["method"] == "Network.requestWillBeSent"]
         return [url for url in asked if not url.startswith(("data:", "blob:"))]
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        png = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")["data"]
-        path.write_bytes(base64.b64decode(png))
 
     def close(self) -> None:
         self.browser.call("Target.closeTarget", targetId=self.target)

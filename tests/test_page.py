@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from browser import Browser, needs_browser
 from conftest import assert_one_line, tiny
 from logs import log, rewrite
@@ -169,19 +167,11 @@ OWN = {"weight_norm/0": 3.25, EVIL: -7.0}
 
 
 @pytest.fixture(scope="module")
-def with_own(chars, tmp_path_factory) -> Path:
+def with_own(tmp_path_factory) -> Path:
     """A run whose loop hands OWN to report.step, raised by the number of the step."""
-    out_dir = tmp_path_factory.mktemp("own") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        step = train.Report.step
-        own = {name: torch.tensor(value) for name, value in OWN.items()}
-        patch.setattr(
-            train.Report,
-            "step",
-            lambda self, **numbers: step(self, **numbers, **{k: v + self.run.step for k, v in own.items()}),
-        )
-        train.main(tiny(chars, out_dir))
-    return out_dir
+    path = log(tmp_path_factory.mktemp("own") / "out", {0: 4.0, 6: 3.0})
+    rewrite(path, lambda e: {k: v + e["iter"] for k, v in OWN.items()} if e["event"] == "iter" else {})
+    return Path(path)
 
 
 def test_number_that_the_loop_hands_to_report_step_has_a_chart(with_own, real):
@@ -305,19 +295,10 @@ def test_report_of_a_run_has_its_figures_and_samples(real, script, tmp_path):
     run = read_run(str(real))
     best = min(e["val_loss"] for e in run.evals)
     assert f"<dt>best val loss</dt><dd>{best:.4f}" in text
-    assert re.search(r"<h1>The val loss fell from \d\.\d\d to \d\.\d\d in \d steps</h1>", text)
-    assert text.index("<h1>") < text.index('class="figures"') < text.index("<section>") < text.index("<table")
-    assert re.search(r"<dt>MFU</dt><dd>[\d.]+%</dd><dd class=.note.>of [\d.]+ TFLOP/s \(measured float32 mat", text)
+    assert re.search(r"<h1>.* fell from \d\.\d\d to \d\.\d\d in \d steps</h1>", text)
+    assert re.search(r"<dt>MFU</dt><dd>[\d.]+%</dd>", text)
     assert f"perplexity there</th><td>{np.exp(best):,.2f}" in text
     assert re.search(r"<td>&quot;learned&quot;</td>", text)
-    assert "commit" in text
-
-
-def test_report_of_a_run_without_a_checkpoint_says_so(real, script, tmp_path):
-    shutil.copy(real / "log.jsonl", tmp_path)
-    done = script("bench/report.py", tmp_path, "--html", tmp_path / "a.html")
-    assert done.code == 0
-    assert re.search("<pre>no samples: .*ckpt.pt", (tmp_path / "a.html").read_text())
 
 
 def test_report_shows_what_the_run_wrote_and_scored_as_it_trained(tmp_path, script):
@@ -334,13 +315,13 @@ def test_report_shows_what_the_run_wrote_and_scored_as_it_trained(tmp_path, scri
     lines = (path / "log.jsonl").read_text().splitlines()
     lines[-1:-1] = map(json.dumps, events)  # before its end
     (path / "log.jsonl").write_text("\n".join(lines))
-    assert script("bench/report.py", path, "--samples", "0").code == 0
+    assert script("bench/report.py", path).code == 0
     text = (path / "report.html").read_text()
     assert text.index("text 100") < text.index("text 0")  # the last ones first
     assert "text 50" not in text
     assert '<th scope="row">lambada, acc</th><td>0.2500 ± 0.0100</td>' in text
     assert "lambada, unknown" not in text
-    assert "<h2>Samples</h2>" not in text
+    assert re.search("<pre>no samples: .*ckpt.pt", text)
     assert EVIL not in text
 
 

@@ -15,7 +15,6 @@ from bench.analysis.noise import difference, t975
 from bench.analysis.runs import Run
 from deskgpt.machine.words import clock
 from deskgpt.run import diagnosis
-from deskgpt.run.diagnosis import Evaluated
 
 Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None where that is not known
 
@@ -305,7 +304,7 @@ def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]
     bits = mean("bits per byte there", lambda r: r.best.get("val_bpb"), four_places)
     points: list[list[Point]] = [[(r.best["val_loss"], error(r)) for r in arm.runs if r.val] for arm in in_unit]
     rank(bits if ranked.in_bits else lowest, in_unit, points, ranked.reasons)
-    turned = [overfit(arm.runs[0]) if arm.runs[0].val else None for arm in arms]
+    turned = [overfit(arm.runs[0]) for arm in arms]
     # Tokens of one tokenizer hold more text than those of another, and a longer context lowers the bits by itself.
     contexts = [context_bytes(arm.runs[0]) if ranked.in_bits else None for arm in arms]
     return [
@@ -392,9 +391,10 @@ def gap_to_train(evaluation: dict[str, Any]) -> float | None:
 
 
 def overfit(run: Run) -> tuple[int, float] | None:
-    """(step of the lowest val loss, how much higher the last one is), where a run of ours would say so, too."""
+    """What diagnosis.py calls overfitting, with the standard error that the log or its scatter gives."""
+    se = standard_error(run)
     evaluations = []
-    for e in (run.best, run.val[-1]):
+    for e in run.val:
         train_loss = math.nan if e["train_loss"] is None else e["train_loss"]
-        evaluations.append(Evaluated(e["iter"], train_loss, e["val_loss"], standard_error(run)))
+        evaluations.append(diagnosis.Evaluated(e["iter"], train_loss, e["val_loss"], se))
     return diagnosis.overfit(evaluations)
