@@ -20,12 +20,12 @@ from tiny_models import make, tokens
 
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
-from data.tokenizer_json import merges_of, tokenizer_config_json, tokenizer_json
+from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.share import hugging_face
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
-from export import ExportConfig, check, main, write_weights
+from export import ExportConfig, main
 from model import GPT, GPTConfig
 from sample import load
 from train import main as train
@@ -34,9 +34,6 @@ CHARS = "".join(map(chr, range(48, 48 + 65)))
 SMALL = GPTConfig(block_size=64, vocab_size=67, n_layer=2, n_head=2, n_embd=16)  # the last two rows are padding
 OF_CLASS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {},
-    "ArceeForCausalLM": {"position": "rope", "norm": "rms", "activation": "relu2"},
-    "ApertusForCausalLM": {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2"},
-    "Starcoder2ForCausalLM": {"position": "rope", "activation": "gelu"},
     "DeskGPTForCausalLM": {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True},
 }
 CHOICES: dict[str, list[Any]] = {
@@ -44,7 +41,6 @@ CHOICES: dict[str, list[Any]] = {
     "norm": ["layer", "rms"],
     "qk_norm": [False, True],
     "activation": ["gelu_tanh", "gelu", "relu2"],
-    "tie_weights": [True, False],
     "bias": [False, True],
     "token_shift": [False, True],
 }
@@ -91,97 +87,66 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", OF_CLASS)
-@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bias", [False, True])
 def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
-    config = replace(SMALL, **OF_CLASS[name], bias=bias and name != "ApertusForCausalLM", tie_weights=bias, dropout=0.1)
+    (tmp_path / "exported").mkdir()  # an empty folder is taken
+    config = replace(SMALL, **OF_CLASS[name], bias=bias, tie_weights=bias, activation="relu2", dropout=0.1)
     model, folder = exported(tmp_path, config)
     args, weights = load_gpt2(str(folder))
     assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
     assert GPTConfig.from_args(args, "") == config
     assert_equal(weights, dict(model.state_dict()))
-    assert tokenizer_of(str(folder)) == {"name": "char", "chars": CHARS}
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
-
-
-def test_folder_that_differs_from_the_model_is_found_before_it_gets_its_name(tmp_path):
-    (tmp_path / "exported").mkdir()  # an empty folder is taken
-    _, folder = exported(tmp_path)
-    trained = load("resume", str(tmp_path / "out"), torch.device("cpu"))
-    check(folder, trained)
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[-5] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(OSError, match="check the disk"):
-        check(folder, trained)
-
-
-def test_blocks_that_share_weights_are_written_each_by_itself_and_scalars_as_they_are(tmp_path, monkeypatch):
-    model = GPT(SMALL)
-    model.transformer.h[1] = model.transformer.h[0]
-    shapes = {name: x.shape for name, x in model.state_dict().items() if name != "lm_head.weight"}
-    monkeypatch.setattr(hugging_face, "shapes_of", lambda c: shapes | {"transformer.steps": torch.Size()})
-    weights = hugging_face.to_hugging_face(SMALL, model.state_dict() | {"transformer.steps": torch.tensor(3)})
-    write_weights(tmp_path / "model.safetensors", weights)
-    _, back = hugging_face.from_hugging_face(hugging_face.config_json(SMALL, None), weights, "")
-    assert_equal(back, dict(model.state_dict()) | {"transformer.steps": torch.tensor(3)})
 
 
 def test_change_that_our_model_cannot_have_is_named(tmp_path):
     from safetensors.torch import load_file, save_file
 
     _, folder = exported(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"activation_function": "silu"}))
-    with pytest.raises(ValueError, match="activation_function='silu'.*'gelu_new'"):
-        load_gpt2(str(folder))
-    (folder / "config.json").write_text(json.dumps(config))
+    content = (folder / "config.json").read_text()
     weights = load_file(folder / "model.safetensors")
-    weights["transformer.h.0.mlp.c_fc.bias"][0] = 1
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="c_fc.bias"):
-        load_gpt2(str(folder))
+    trained = weights | {"transformer.h.0.mlp.c_fc.bias": torch.ones(64)}
+    for wanted, found, config, changed in (
+        ("gelu_new", "silu", content.replace("gelu_new", "silu"), weights),
+        ("c_fc.bias", "--bias=True", content, trained),
+        ("extra", "GPT", content, weights | {"transformer.extra": torch.ones(3)}),
+    ):
+        (folder / "config.json").write_text(config)
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=wanted) as e:
+            load(str(folder), "", torch.device("cpu"))
+        assert_one_line(e.value, folder, found)
 
 
 @pytest.mark.slow
-def test_exported_model_is_sampled_from_and_trained_on_with_its_own_tokenizer(chars, tmp_path, script):
-    train(tiny(chars, tmp_path / "out", position="rope", norm="rms", max_iters=3))
+def test_exported_run_has_its_facts_on_a_card_and_is_sampled_from_and_trained_on(
+    chars, tmp_path, script, monkeypatch, capfd
+):
+    train(tiny(chars, tmp_path / "out", position="rope", norm="rms", max_iters=3, learning_rate=0.00321, eval_iters=40))
     folder = tmp_path / "exported"
     done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}")
     assert done.code == 0, done.err
     sampling = ("--start=the", "--num_samples=1", "--max_new_tokens=20", "--device=cpu")
     ours = script("sample.py", f"--out_dir={tmp_path / 'out'}", *sampling)
     assert script("sample.py", f"--init_from={folder}", *sampling).out == ours.out
-    short = ("--max_iters=1", "--eval_iters=2", "--batch_size=4", "--gradient_accumulation_steps=1", "--compile=False")
+    short = ("--max_iters=1", "--eval_iters=40", "--batch_size=4", "--gradient_accumulation_steps=1", "--compile=False")
     flags = [f"--init_from={folder}", f"--dataset={chars}", f"--out_dir={tmp_path / 'more'}", "--device=cpu", *short]
     done = script("train.py", *flags)
     assert done.code == 0, done.err
-    more = store.load(tmp_path / "more")
-    assert more.model_args["position"] == "rope"
     before = events(tmp_path / "out", "eval")[-1]["val_loss"]
     assert events(tmp_path / "more", "eval")[0]["val_loss"] == pytest.approx(before, abs=0.01)
-    done = script("train.py", *flags, "--norm=layer")
-    assert "norm=layer, but" in done.err
+    assert "norm=layer, but" in script("train.py", *flags, "--norm=layer").err
 
-
-@pytest.mark.slow
-def test_model_card_has_the_facts_of_the_run(chars, tmp_path, monkeypatch, capsys):
-    train(tiny(chars, tmp_path / "out", max_iters=3, learning_rate=0.00321, eval_iters=40))
-    main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "exported")))
-    card = (tmp_path / "exported" / "README.md").read_text()
-    last = events(tmp_path / "out", "eval")[-1]
+    card = (folder / "README.md").read_text()
     facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.M))
     assert facts["tokens trained on"] == f"{3 * 4 * 16:,}"
-    assert facts["validation loss (nats per token)"] == f"{last['val_loss']:.4f}"
-    assert facts["its standard error"] == f"{last['val_se']:.4f}"
-    assert facts["data"] == chars.name
-    assert facts["torch"] == torch.__version__
-    assert facts["learning_rate"] == "0.00321"
+    assert facts["validation loss (nats per token)"] == f"{before:.4f}"
+    assert (facts["data"], facts["learning_rate"]) == (chars.name, "0.00321")
     assert str(tmp_path) not in card
-    code = card.split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    exec(code, {})
-    assert len(capsys.readouterr().out) > 1
+    capfd.readouterr()
+    exec(card.split("```python\n")[1].split("```")[0], {})
+    assert len(capfd.readouterr().out) > 1
 
 
 # ---- what transformers computes ------------------------------------------------------------------------------
@@ -193,8 +158,8 @@ def as_theirs(model: GPT) -> Any:
 
     from deskgpt.share import modeling_deskgpt
 
-    kind = hugging_face.class_of(model.config)
-    cls = getattr(modeling_deskgpt if kind.is_own else transformers, kind.name)
+    name = hugging_face.class_name(model.config)
+    cls: Any = getattr(modeling_deskgpt, name, transformers.GPT2LMHeadModel)
     theirs = cls(cls.config_class(**hugging_face.config_json(model.config, None))).eval()
     weights = hugging_face.to_hugging_face(model.config, model.state_dict())
     found = theirs.load_state_dict(weights, strict=False)
@@ -208,7 +173,7 @@ def test_logits_and_greedy_tokens_are_ours_for_every_combination_of_the_choices(
     prompts = tokens(2, 14, vocab=65)
     for values in itertools.product(*CHOICES.values()):
         choices = dict(zip(CHOICES, values, strict=True))
-        model = make(replace(SMALL, **choices)).eval()
+        model = make(replace(SMALL, tie_weights=choices["bias"], **choices)).eval()
         theirs = as_theirs(model)
         with torch.inference_mode():
             new, cache, texts = prompts, None, prompts
@@ -245,10 +210,8 @@ def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ApertusForCausalLM", "DeskGPTForCausalLM"])
-def test_beam_search_with_the_cache_finds_what_it_finds_without(tmp_path, name):
-    _, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name]))
-    theirs = loaded(folder)
+def test_beam_search_with_the_cache_finds_what_it_finds_without():
+    theirs = as_theirs(make(replace(SMALL, **OF_CLASS["DeskGPTForCausalLM"])))
     rows = tokens(2, 9, vocab=65)
     mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
     beams: dict[str, Any] = {"num_beams": 4, "do_sample": False, "max_new_tokens": 30}
@@ -268,12 +231,10 @@ def test_own_code_trains_takes_padding_and_refuses_what_it_does_not_have(tmp_pat
     padded = torch.cat((tokens(2, 5, vocab=65), x), 1)
     mask = torch.arange(35).expand(2, -1) >= 5
     assert (theirs(padded, attention_mask=mask.long()).logits[:, 5:] - model(x)[0]).abs().max() <= 1e-5
-    with pytest.raises(ValueError, match="65.*block_size=64"):
+    with pytest.raises(ValueError, match="block_size=64"):
         theirs(tokens(1, 65, vocab=65))
-    with pytest.raises(ValueError, match="dynamic caches only"):
+    with pytest.raises(ValueError, match="dynamic"):
         theirs.generate(x, max_new_tokens=3, cache_implementation="static")
-    theirs.save_pretrained(tmp_path / "again")
-    assert_equal(dict(loaded(tmp_path / "again").state_dict()), dict(theirs.state_dict()))
 
 
 @pytest.mark.slow
@@ -334,6 +295,9 @@ def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == tokenizer.end_of_text
     assert theirs.model_max_length == 64
     assert theirs.unk_token_id is None
+    if kind == "char":
+        with pytest.raises(Exception, match="Missing"):
+            theirs("A\U0010fffdB")
 
 
 @pytest.mark.slow
@@ -355,16 +319,6 @@ def test_model_of_dialogues_has_their_template(tmp_path):
     assert AutoTokenizer.from_pretrained(exported(tmp_path / "plain")[1]).chat_template is None
 
 
-@pytest.mark.slow
-def test_character_that_is_unknown_is_an_error_there_too(tmp_path):
-    theirs = auto_tokenizer(CharTokenizer(CHARS), tmp_path)
-    with pytest.raises(Exception, match="Missing"):
-        theirs("A~B")
-
-
-def test_merges_are_found_from_the_ranks():
-    ranks = {b"a": 0, b"b": 1, b"ab": 2, b"abab": 3, b"ababa": 4, b"bb": 5}
-    assert merges_of(ranks) == [(b"a", b"b"), (b"ab", b"ab"), (b"abab", b"a"), (b"b", b"b")]
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------
@@ -404,10 +358,9 @@ def with_gain(model: GPT, config: GPTConfig, plain: Callable[..., None] = GPT.__
 @pytest.mark.parametrize(
     ("place", "change", "named"),
     [
-        ("model.sees", lambda query, key: (key <= query) & (query - key < 8), ["model.py"]),
-        ("model.GPT.__init__", with_gain, ["transformer.gain", "docs/export.md"]),  # it changes no logits
-        # The weights of a new model are too small to tell.
-        ("model.GPT.logits", lambda model, x: 30 * torch.tanh(model.lm_head(x) / 30), ["with larger weights"]),
+        ("model.sees", lambda query, key: (key <= query) & (query - key < 8), "model.py"),
+        ("model.GPT.__init__", with_gain, "transformer.gain"),  # it changes no logits
+        ("model.GPT.logits", lambda model, x: 30 * torch.tanh(model.lm_head(x) / 30), "model.py"),
     ],
 )
 def test_model_that_its_class_does_not_compute_is_refused_and_nothing_stays(
@@ -415,24 +368,21 @@ def test_model_that_its_class_does_not_compute_is_refused_and_nothing_stays(
 ):
     pytest.importorskip("transformers")
     monkeypatch.setattr(place, change)
-    monkeypatch.setitem(globals(), "make", GPT)
-    hugging_face.shapes_of.cache_clear()
-    saved(tmp_path / "out", replace(SMALL, block_size=48))  # of no other test, which would find these shapes
+    saved(tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="GPT2LMHeadModel") as e:
         main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "new")))
-    assert_one_line(str(e.value), *named)
+    assert_one_line(str(e.value), named)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a limit to the size of files is POSIX's")
-@pytest.mark.parametrize("limit_bytes", [1500, 20_000])  # in the tokenizer; in the weights
-def test_disk_that_fails_leaves_nothing(tmp_path, script, limit_bytes):
+def test_disk_that_fails_leaves_nothing(tmp_path, script):
     import resource
 
     saved(tmp_path / "out")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # less than the weights
     try:
         done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}")
     finally:
@@ -440,28 +390,3 @@ def test_disk_that_fails_leaves_nothing(tmp_path, script, limit_bytes):
     assert done.code == 1
     assert_one_line(done.err, "cannot write", "File too large")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
-    saved(tmp_path / "out")
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("export.check", interrupted)  # all files are written by then
-    with pytest.raises(KeyboardInterrupt):
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "new")))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_class_is_named_where_there_is_one_and_the_choice_where_there_is_none():
-    for values in itertools.product(*CHOICES.values()):
-        config = replace(SMALL, **dict(zip(CHOICES, values, strict=True)))
-        if not hugging_face.class_of(config).is_own:
-            continue
-        why = hugging_face.why_own(config)
-        named = dict(part.split("=") for part in why.split(", "))
-        assert all(str(getattr(config, name)) == value for name, value in named.items()), why
-        # Any model with the choices that are named needs the code.
-        plain = replace(SMALL, **{name: getattr(config, name) for name in named})
-        assert hugging_face.class_of(plain).is_own, why

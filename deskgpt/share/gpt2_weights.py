@@ -10,10 +10,22 @@ from torch import Tensor
 
 from deskgpt.machine.files import read_small
 from deskgpt.share import hugging_face
-from deskgpt.share.hugging_face import OUR_KEY
+from deskgpt.share.hugging_face import OUR_KEY, is_conv1d
+from model import GPTConfig
 
 JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+# What our GPT cannot have otherwise. An absent key has this value.
+PLAIN_GPT2 = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+    "add_cross_attention": False,
+}
 
 
 def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -40,40 +52,49 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         weights = load_file(folder / "model.safetensors")
     except (ValueError, TypeError, RecursionError, SafetensorError) as e:
         raise ValueError(f"init_from={name}: a damaged file in {folder} ({e}); fetch it again") from None
-    if OUR_KEY in config:
-        return hugging_face.from_hugging_face(config, weights, name)
-    # What our GPT does not have. An absent key has the value that makes the model plain GPT-2.
-    plain = {
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "tie_word_embeddings": True,
-        "add_cross_attention": False,
-    }
-    odd = {k: config[k] for k, v in plain.items() if config.get(k, v) != v}
-    n_embd = config.get("n_embd")
-    four_times = 4 * n_embd if isinstance(n_embd, int) else None
-    if odd or config.get("n_inner") not in (None, four_times):
-        raise ValueError(
-            f"init_from={name}: not a plain GPT-2: {odd or {'n_inner': config['n_inner']}} in {folder / 'config.json'}"
-        )
+    exported = exported_config(config, name) if OUR_KEY in config else None
+    is_gpt2 = exported is None or hugging_face.is_gpt2(exported)
+    refuse_other_settings(config, exported, name)
+    state = {}
+    for key, w in weights.items():
+        if key.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # masks
+        ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
+        state[ours] = w.t().contiguous() if is_gpt2 and is_conv1d(key, w) else w
+    if exported is not None and not exported.bias:
+        for key in [key for key in state if key.endswith(".bias")]:
+            if state.pop(key).any():  # it was exported as zeros
+                raise ValueError(
+                    f"init_from={name}: {key} was trained since the export, and the model of these settings has no "
+                    "such parameter; keep it frozen there, or train with --bias=True before the export"
+                )
     try:
+        if exported is None or exported.tie_weights:
+            state["lm_head.weight"] = state["transformer.wte.weight"]
+        if exported is not None:
+            return exported.as_args(), state
         args = {k: config[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
-        args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
-        state = {}
-        for key, w in weights.items():
-            key = key.removeprefix("transformer.")
-            if key.endswith((".attn.bias", ".attn.masked_bias")) or key == "lm_head.weight":
-                continue  # masks, and the head that is tied to wte
-            # Hugging Face's Conv1D keeps its matrices as (in, out), nn.Linear as (out, in).
-            conv1d = key.startswith("h.") and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-            state["transformer." + key] = w.t().contiguous() if conv1d and w.dim() == 2 else w
-        state["lm_head.weight"] = state["transformer.wte.weight"]
+        return args | {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}, state
     except KeyError as e:
         raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None
-    return args, state
+
+
+def refuse_other_settings(config: dict[str, Any], exported: GPTConfig | None, name: str) -> None:
+    """Raises ValueError for a config.json of what our GPT does not have. exported: what it was written with."""
+    n_embd = config.get("n_embd")
+    wanted = PLAIN_GPT2 | {"n_inner": 4 * n_embd if isinstance(n_embd, int) else None}
+    if exported is not None:
+        of_ours = hugging_face.config_json(exported, None)
+        names = ("bos_token_id", "eos_token_id", "dtype", "architectures", "auto_map")  # which may change
+        written = {k: v for k, v in of_ours.items() if k not in names}
+        wanted = wanted | written if hugging_face.is_gpt2(exported) else written
+    # transformers leaves out what is its own default. n_inner=None is 4 * n_embd.
+    odd = {k: config[k] for k, v in wanted.items() if config.get(k, v) != v and (k, config[k]) != ("n_inner", None)}
+    if odd:
+        raise ValueError(
+            f"init_from={name}: config.json has {odd}, deskGPT's model { ({k: wanted[k] for k in odd}) }: this is "
+            "neither a plain GPT-2 nor what export.py wrote"
+        )
 
 
 def exported_model_args(name: str) -> dict[str, Any] | None:
@@ -81,7 +102,16 @@ def exported_model_args(name: str) -> dict[str, Any] | None:
     config = read_json(Path(name) / "config.json", name)
     if OUR_KEY not in config:
         return None
-    return hugging_face.exported_config(config, name).as_args()
+    return exported_config(config, name).as_args()
+
+
+def exported_config(config: dict[str, Any], name: str) -> GPTConfig:
+    """The settings of the model in an exported folder's config.json. Raises ValueError."""
+    ours = config[OUR_KEY]
+    model_args = ours.get("model_args") if isinstance(ours, dict) else None
+    if not isinstance(model_args, dict):
+        raise ValueError(f"init_from={name}: config.json has no model_args under {OUR_KEY!r}; export the model again")
+    return GPTConfig.from_args(model_args, name)
 
 
 def tokenizer_of(name: str) -> dict[str, Any]:

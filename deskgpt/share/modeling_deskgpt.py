@@ -1,4 +1,4 @@
-"""deskGPT's network for the transformers library, for the settings that no class of that library has.
+"""deskGPT's network for the transformers library, for settings other than GPT-2's.
 
 export.py copies this file into the folder that it writes; trust_remote_code=True makes transformers load it from there.
 It needs nothing else of deskGPT. The parameters have the names, order and shapes of model.py's.
@@ -21,6 +21,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 EPS = 1e-5  # of all norms
 ROPE_THETA = 10000.0
 
+# What config.json has, by the names of deskGPT's settings.
+SETTINGS: dict[str, Any] = {
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "block_size": 1024,
+    "vocab_size": 50304,
+    "dropout": 0.0,
+    "bias": False,
+    "position": "learned",
+    "norm": "layer",
+    "qk_norm": False,
+    "activation": "gelu_tanh",
+    "token_shift": False,
+}
+
 
 class DeskGPTConfig(PretrainedConfig):
     model_type = "deskgpt"
@@ -32,37 +48,8 @@ class DeskGPTConfig(PretrainedConfig):
         "num_hidden_layers": "n_layer",
     }
 
-    def __init__(
-        self,
-        n_layer: int = 12,
-        n_head: int = 12,
-        n_embd: int = 768,
-        block_size: int = 1024,
-        vocab_size: int = 50304,
-        dropout: float = 0.0,
-        bias: bool = False,
-        position: str = "learned",
-        norm: str = "layer",
-        qk_norm: bool = False,
-        activation: str = "gelu_tanh",
-        token_shift: bool = False,
-        use_cache: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.n_layer = n_layer
-        self.n_head = n_head
-        self.n_embd = n_embd
-        self.block_size = block_size
-        self.vocab_size = vocab_size
-        self.dropout = dropout
-        self.bias = bias
-        self.position = position
-        self.norm = norm
-        self.qk_norm = qk_norm
-        self.activation = activation
-        self.token_shift = token_shift
-        self.use_cache = use_cache
-        super().__init__(**kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**(SETTINGS | kwargs))
 
 
 def make_norm(config: DeskGPTConfig) -> nn.Module:
@@ -227,12 +214,6 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.transformer.wte = value
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -251,7 +232,7 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = not self.training
         if not use_cache:
             past_key_values = None
         elif past_key_values is None:
