@@ -2,7 +2,7 @@
 
     python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=3
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.7 --top_p=0.9 --stream
-    python sample.py --out_dir=out-a --serve --compare_with=out-b
+    python sample.py --out_dir=out-shakespeare-char --serve
     python sample.py --out_dir=out-chat --chat
 
 Prints each sample, prompt included, followed by a line of dashes. With --serve, a page in the browser shows them; with
@@ -68,7 +68,6 @@ class SampleConfig:
     compile: bool = False  # torch.compile: takes a while to start
     # page
     serve: bool = False  # instead of printing: a page to play with in this machine's browser, until Ctrl+C
-    compare_with: str = ""  # a second model on the page: out-b, out/ckpt_best.pt, gpt2, ... as init_from takes them
     port: int = 0  # of the page; 0 = one that is free
 
     def __post_init__(self) -> None:
@@ -82,8 +81,6 @@ class SampleConfig:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port} must be from 0 to 65535")
-        if self.compare_with and not self.serve:
-            raise ValueError(f"compare_with={self.compare_with} needs the page; add --serve")
         if self.serve and self.chat:
             raise ValueError("serve=True and chat=True are two ways to use a model; leave one of them out")
         if self.serve and self.compile:
@@ -252,17 +249,12 @@ def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) ->
 
 
 def serve(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
-    """Runs the page with one or two models until Ctrl+C. Raises ValueError and OSError."""
+    """Runs the page until Ctrl+C. Raises ValueError and OSError."""
     playground.check(wish)
-    models = [trained]
-    if c.compare_with:
-        models.append(load(c.compare_with, c.out_dir, device))
-    players = [player(c, wish, model, device) for model in models]
-    page_server.serve(playground.Playground(players, wish), [c.port])
+    page_server.serve(playground_of(c, wish, trained, device), [c.port])
 
 
-def player(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> playground.Player:
-    """A model as the page shows it."""
+def playground_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> playground.Playground:
     model = trained.model.eval().to(device)
     saved = trained.checkpoint
     known_loss = saved is not None and math.isfinite(saved.best_val_loss)
@@ -274,7 +266,7 @@ def player(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) 
     ]
     encode = functools.partial(encoded, tokenizer=trained.tokenizer, model=model)
     reading = Reading(model, encode(wish.prompt).to(device), dtype_of(c, device))
-    return playground.Player(trained.source, facts, model, trained.tokenizer, encode, reading.using)
+    return playground.Playground(trained.source, facts, model, trained.tokenizer, encode, reading.using, wish)
 
 
 # ---- during training -----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.writing import Sample, Wish
 from deskgpt.share.page_server import Server
-from deskgpt.share.playground import MOST_PROMPT_CHARS, Player, Playground
+from deskgpt.share.playground import Playground
 from sample import SampleConfig
 
 CPU = torch.device("cpu")
@@ -65,18 +65,13 @@ def run(tmp_path_factory) -> Path:
     return out_dir
 
 
-def player_of(name: str, config: Any, tokenizer: Any) -> Player:
-    """A model with random weights."""
-    trained = sample.Trained(make(config).eval(), tokenizer, name, None)
-    return sample.player(SampleConfig(), Wish(**WISH), trained, CPU)
+def page_of(trained: sample.Trained) -> Playground:
+    return sample.playground_of(SampleConfig(), Wish(**WISH), trained, CPU)
 
 
 @pytest.fixture(scope="module")
 def page(run) -> Playground:
-    """A page with a model of characters from a checkpoint, and one of bytes."""
-    of_chars = sample.player(SampleConfig(), Wish(**WISH), sample.load("resume", str(run), CPU), CPU)
-    of_bytes = player_of("bytes", replace(MODERN, vocab_size=256), BytesTokenizer())
-    return Playground([of_chars, of_bytes], Wish(**WISH))
+    return page_of(sample.load("resume", str(run), CPU))
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +80,9 @@ def server(page) -> Iterator[Server]:
         yield made
 
 
-def write(server: Server, model: int = 0, **changes: Any) -> list[dict[str, Any]]:
+def write(server: Server, **changes: Any) -> list[dict[str, Any]]:
     """The events of a text."""
-    status, _, body = ask(server, "POST", "write", {"model": model} | WISH | changes)
+    status, _, body = ask(server, "POST", "write", WISH | changes)
     assert status == 200, body
     return [json.loads(line) for line in body.splitlines()]
 
@@ -101,7 +96,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"seed": 7}, {"temperature": 0, "top_k": 0}, {"top_p": 0.5, "stop": "e"}, {"stop": "he", "temperature": 2.0}],
+    [{}, {"seed": 7, "temperature": 0, "top_k": 0}, {"top_p": 0.5, "stop": "e"}, {"stop": "he", "temperature": 2.0}],
 )
 def test_text_is_the_very_one_that_sample_prints_first(server, run, changes):
     settings = {k: v for k, v in (WISH | changes).items() if k != "prompt"}
@@ -110,8 +105,8 @@ def test_text_is_the_very_one_that_sample_prints_first(server, run, changes):
 
 
 def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(server, page):
-    model = page.players[0].model
-    ids = page.players[0].encode("the ")
+    model = page.model
+    ids = page.encode("the ")
     events = write(server, top_k=40, temperature=3.0)  # neither of which changes them
     assert any(e["rank"] > 8 for e in events[1:-1])
     assert [len(events), events[0]["prompt_tokens"]] == [42, 4]
@@ -128,16 +123,18 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(server, page):
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-def test_tokens_that_are_parts_of_characters_keep_their_bytes(server, page):
-    player = page.players[1]
-    events = write(server, 1, prompt="é", max_new_tokens=60, temperature=1.0)
+def test_tokens_that_are_parts_of_characters_keep_their_bytes():
+    model = make(replace(MODERN, vocab_size=256)).eval()
+    page = page_of(sample.Trained(model, BytesTokenizer(), "bytes", None))
+    with serving(page) as server:
+        events = write(server, prompt="é", max_new_tokens=60, temperature=1.0)
     expected = Sample(BytesTokenizer(), "é", "")
     for e in events[1:-1]:
         assert e["text"] == expected.add(e["id"])
         assert e["name"] == (repr(chr(e["id"])) if e["id"] < 128 else f"bytes {e['id']:02X}")
     rest = expected.finish()
     assert events[-1]["text"] == rest
-    drawn = player.model.generate(player.encode("é"), 60, seed=WISH["seed"], top_k=WISH["top_k"])
+    drawn = model.generate(page.encode("é"), 60, seed=WISH["seed"], top_k=WISH["top_k"])
     assert [e["id"] for e in events[1:-1]] == [int(new) for new in drawn]
     assert any(e["text"] == "" for e in events[1:-1])
 
@@ -155,24 +152,17 @@ def test_stop_text_of_several_tokens_ends_the_text_and_is_never_sent(server):
     assert events[-1]["end"] == "length"
 
 
-def test_prompt_beyond_the_context_is_cut_as_generation_cuts_it(server):
-    first, *long, _ = write(server, prompt="the " * 10, max_new_tokens=5)
-    assert first == {"prompt_tokens": 40, "block_size": 32}
-    assert long == write(server, prompt="the " * 8, max_new_tokens=5)[1:-1]
+def test_texts_that_are_asked_for_at_once_do_not_disturb_each_other(server):
+    def text(seed: int) -> str:
+        return text_of(write(server, seed=seed))
 
-
-def test_texts_that_are_written_at_once_do_not_disturb_each_other(server):
-    def text(model: int, seed: int) -> str:
-        return text_of(write(server, model, seed=seed))
-
-    models, seeds = (0, 0, 1, 1), (1, 2, 1, 2)
-    with ThreadPoolExecutor(4) as threads:
-        together = list(threads.map(text, models, seeds))
-    assert together == list(map(text, models, seeds))
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(text, range(3)))
+    assert together == list(map(text, range(3)))
 
 
 def test_weights_whose_logits_are_not_numbers_end_in_one_line(server, page):
-    weight = page.players[0].model.lm_head.weight
+    weight = page.model.lm_head.weight
     kept = weight.detach().clone()
     try:
         weight.data.fill_(float("nan"))
@@ -195,34 +185,26 @@ def test_page_has_a_token_and_may_load_nothing_from_elsewhere(server, page):
     assert ask(server, "GET", "playground.py")[0] == 404
 
 
-NO_REQUESTS = [b"", b"{", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]", b"{}", b"5"]
+NO_REQUESTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]", b"{}"]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
-    ({"prompt": "a" * (MOST_PROMPT_CHARS + 1)}, "at most 100,000"),
-    ({"prompt": "\ud800"}, "not UTF-8"),
+    ({"prompt": "a" * 100_001}, "100,000"),
+    ({"prompt": "\ud800"}, "UTF-8"),
     ({"prompt": 5}, "prompt=5"),
     ({"prompt": "the \u2603"}, "\u2603"),
-    ({"stop": "a" * 1001}, "at most 1,000"),
     ({"max_new_tokens": 2001}, "from 1 to 2,000"),
-    ({"max_new_tokens": 0}, "max_new_tokens=0"),
-    ({"max_new_tokens": True}, "max_new_tokens=True"),
-    ({"temperature": -0.1}, "temperature=-0.1"),
-    ({"temperature": 10**400}, "from 0 to 100"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+    ({"temperature": 10**400}, "temperature="),
     ({"temperature": float("nan")}, "temperature=nan"),
-    ({"temperature": "1"}, "temperature='1'"),
-    ({"top_k": -1}, "top_k=-1"),
-    ({"top_p": 0}, "top_p=0"),
-    ({"seed": 2**53}, "seed=9007199254740992"),
+    ({"top_p": "1"}, "top_p='1'"),
     ({"seed": []}, "seed=[]"),
-    ({"model": 2}, "model=2"),
-    ({"model": "0"}, "model='0'"),
-    ({"x" * 99: 1}, "prompt, stop"),
+    ({"x" * 999: 1}, "JSON"),
 ]
 
 
-@pytest.mark.parametrize(("body", "named"), [*((b, "") for b in NO_REQUESTS), *WRONG])
+@pytest.mark.parametrize(("body", "named"), [*((b, "JSON") for b in NO_REQUESTS), *WRONG])
 def test_bad_requests_get_one_line_that_names_the_value(server, body, named):
-    status, headers, reply = ask(server, "POST", "write", body if named == "" else {"model": 0} | WISH | body)
+    status, headers, reply = ask(server, "POST", "write", body if isinstance(body, bytes) else WISH | body)
     assert (status, headers["Content-Type"]) == (400, "application/json")
     error = json.loads(reply)["error"]
     assert_one_line(error, named)
@@ -235,11 +217,9 @@ def test_bad_requests_get_one_line_that_names_the_value(server, body, named):
 @pytest.mark.parametrize(
     ("flags", "code", "named"),
     [
-        (["--compare_with=out-b"], 2, "compare_with=out-b"),
         (["--serve", "--port=65536"], 2, "port=65536"),
         (["--serve", "--compile"], 2, "compile=True"),
         (["--serve", "--max_new_tokens=2001"], 1, "max_new_tokens=2001"),
-        (["--serve", "--compare_with=nowhere"], 1, "nowhere"),
         (["--serve", "--port={taken}"], 1, "{taken}"),
     ],
 )
@@ -252,32 +232,29 @@ def test_what_cannot_be_served_ends_in_one_line(run, script, server, flags, code
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_command_serves_two_models_until_ctrl_c_in_the_middle_of_a_text(run):
-    command = [sys.executable, "sample.py", f"--out_dir={run}", f"--compare_with={run / 'ckpt_best.pt'}", "--serve"]
-    command += ["--device=cpu", "--start=and", "--max_new_tokens=2000"]
+def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
+    command = [sys.executable, "sample.py", f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=2000"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/ \(Ctrl\+C ends it\)\n", line)
-        assert found, line
+        url = process.stdout.readline().split()[0]
+        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", url)
+        assert found, url
         connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
         connection.request("GET", f"/{found[2]}/page.json")
         page = json.loads(connection.getresponse().read())
-        assert [m["name"] for m in page["models"]] == [str(run), str(run / "ckpt_best.pt")]
-        for m in page["models"]:
-            assert re.fullmatch(
-                r"step 6, best val loss 4\.5000, 0\.\d\dM parameters, context of 32 tokens", ", ".join(m["facts"])
-            )
-        assert (page["settings"]["prompt"], page["settings"]["max_new_tokens"]) == ("and", 2000)
-        connection.request("POST", f"/{found[2]}/write", json.dumps({"model": 1} | page["settings"]))
+        assert page["name"] == str(run)
+        assert {"step 6", "best val loss 4.5000", "context of 32 tokens"} < set(page["facts"])
+        assert page["settings"]["max_new_tokens"] == 2000
+        connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
         response = connection.getresponse()
         response.readline()
         process.send_signal(signal.SIGINT)
         *_, last = response.read().splitlines()
         out, err = process.communicate(timeout=20)
     assert json.loads(last) == {"error": "the server was stopped"}
-    assert (process.returncode, out, err) == (0, "", "no longer served\n")
+    assert (process.returncode, out) == (0, "")
+    assert_one_line(err)
 
 
 # ---- in a browser ----
@@ -289,24 +266,21 @@ def opened(browser: Browser, server: Server, width: int = 1200, dark: bool = Fal
     return tab
 
 
-TEXTS = "[...document.querySelectorAll('.text')].map(t => t.textContent)"
+TEXT = "document.querySelector('.text').textContent"
 GENERATE = "document.getElementById('generate')"
 
 
 @needs_browser
 @pytest.mark.parametrize(("width", "dark"), [(1200, True), (390, False)])
-def test_page_shows_both_models_texts_and_the_probability_of_a_token(browser, server, width, dark):
+def test_page_shows_the_text_and_the_probability_of_a_token(browser, server, width, dark):
     tab = opened(browser, server, width=width, dark=dark)
-    assert (
-        tab.run("[...document.querySelectorAll('.facts')].map(f => f.textContent.includes('best val loss'))")
-        == [True] * 2
-    )
+    assert "best val loss" in tab.run("document.querySelector('.facts').textContent")
     assert tab.run("getComputedStyle(document.body).backgroundColor") == (
         "rgb(20, 20, 20)" if dark else "rgb(255, 255, 255)"
     )
     tab.run(f"{GENERATE}.click()")
     tab.wait(f"!{GENERATE}.disabled")
-    assert tab.run(TEXTS) == ["the " + text_of(write(server, model)) for model in (0, 1)]
+    assert tab.run(TEXT) == "the " + text_of(write(server))
     token = next(e for e in write(server)[1:-1] if e["text"].strip())
     tab.run(f"document.querySelectorAll('.token')[{write(server).index(token) - 1}].id = 'this'")
     tab.run("document.getElementById('this').scrollIntoView({block: 'center'})")
@@ -339,7 +313,7 @@ def test_keys_generate_stop_and_go_through_the_tokens(browser, server):
     tab.wait(f"!{GENERATE}.disabled")
     said = tab.run("document.querySelector('.status').textContent")
     assert re.fullmatch(r"stopped after \d+ tokens", said)
-    assert tab.run("document.querySelectorAll('.model:first-child .token').length") < 2000
+    assert tab.run("document.querySelectorAll('.token').length") < 2000
     tab.run("document.querySelector('.token').focus()")
     tab.press("ArrowRight")
     tab.press("ArrowRight")
@@ -355,29 +329,32 @@ def test_keys_generate_stop_and_go_through_the_tokens(browser, server):
 
 
 @needs_browser
-def test_errors_of_one_model_are_shown_at_its_text_and_the_other_writes(browser, server):
+def test_errors_are_shown_and_the_next_text_is_written(browser, server):
     tab = opened(browser, server, width=390)
+    status = "document.querySelector('.status').textContent"
     tab.run("form.elements.prompt.value = '\u2603'; generate()")
     tab.wait("stopper === null")
-    statuses = tab.run("[...document.querySelectorAll('.status')].map(s => s.textContent)")
-    assert statuses[0].startswith("the tokenizer does not know '\u2603'")
-    assert statuses[1].startswith("40 of 40 tokens")
+    assert "\u2603" in tab.run(status)
     assert tab.run("document.documentElement.scrollWidth") <= 390
     tab.run("form.elements.temperature.value = 101; generate()")
     assert tab.run("stopper === null")  # the browser shows the range at the field
+    tab.run("form.elements.prompt.value = 'and'; form.elements.temperature.value = 0.5; generate()")
+    tab.wait("stopper === null")
+    assert tab.run(status).startswith("40 of 40 tokens")
 
 
 @needs_browser
 def test_html_that_a_model_writes_stays_text(browser):
-    evil = player_of(EVIL, SMALL, HtmlTokenizer())
+    tokenizer: Any = HtmlTokenizer()
+    evil = page_of(sample.Trained(make(SMALL).eval(), tokenizer, EVIL, None))
     evil.facts.append(EVIL)
-    with serving(Playground([evil], Wish(**WISH))) as server:
+    with serving(evil) as server:
         tab = opened(browser, server)
         tab.run(f"form.elements.prompt.value = {json.dumps(EVIL)}; generate()")
         tab.wait("document.querySelectorAll('.token').length > 20 && stopper === null")
         tab.run("document.querySelector('.token').focus()")
         time.sleep(0.1)
-        assert tab.run(TEXTS)[0].startswith(EVIL)
+        assert tab.run(TEXT).startswith(EVIL)
         assert tab.run("document.title") == "deskGPT playground"
         assert tab.run("document.querySelectorAll('main img, main script, main b, #tip img, #tip script').length") == 0
         assert tab.console() == []

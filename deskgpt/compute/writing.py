@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,12 +81,10 @@ def write(
     samples: list[Sample],
     wish: Wish,
     watch: Callable[[Tensor], None] | None = None,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[list[str]]:
     """Continues prompts (B, T), one for each sample, until all samples have ended; yields what each can show by now.
 
-    That is a list after each token, and at the end one of what was held back. watch: as GPT.generate takes it. around:
-    entered while each token is computed.
+    That is a list after each token, and at the end one of what was held back. watch: as GPT.generate takes it.
     """
     tokens = model.generate(
         prompts,
@@ -100,8 +97,7 @@ def write(
         watch=watch,
     )
     while not all(sample.done for sample in samples):
-        with around():
-            new = next(tokens, None)  # (B,)
+        new = next(tokens, None)  # (B,)
         if new is None:
             break
         yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]

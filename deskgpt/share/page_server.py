@@ -12,9 +12,8 @@ import os
 import socketserver
 import sys
 import threading
-import webbrowser
 from collections.abc import Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -107,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal() and len(length) < 20 and int(length) <= MOST_BODY_BYTES):
+        if not (length.isdecimal() and len(length) < 20 and int(length) <= MOST_BODY_BYTES):
             self.send_error(413, f"the request must have a Content-Length of at most {MOST_BODY_BYTES}")
             return
         try:
@@ -176,13 +175,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(page: Page, ports: Sequence[int]) -> None:
-    """Serves the page until Ctrl+C, and opens it if somebody sits here. Raises OSError if no port can be had."""
+    """Serves the page until Ctrl+C. Raises OSError if no port can be had."""
     with Server(page, ports) as server:
         print(f"{server.url} (Ctrl+C ends it)", flush=True)
         try:
-            if has_browser():
-                with suppress(webbrowser.Error, OSError):
-                    webbrowser.open(server.url)
             server.serve_forever()
         except KeyboardInterrupt:
             print("no longer served", file=sys.stderr)
@@ -190,10 +186,3 @@ def serve(page: Page, ports: Sequence[int]) -> None:
             server.ending.set()
             for thread in list(server.streaming):  # each ends at its next event
                 thread.join(LAST_TOKEN_S)
-
-
-def has_browser() -> bool:
-    """Whether a person sits at this machine, in front of a graphical desktop."""
-    if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:
-        return False
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(v) for v in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -8,9 +8,13 @@ const problem = document.getElementById("problem");
 const generateButton = document.getElementById("generate");
 const stopButton = document.getElementById("stop");
 
-let page; // models, settings, ranges and limits, from the server
-let panes = [];
-let stopper = null; // an AbortController while texts are written
+const main = document.getElementById("model");
+const text = main.querySelector(".text");
+const status = main.querySelector(".status");
+
+let page; // the model, settings, ranges and limits, from the server
+let tokens = 0; // shown of the text
+let stopper = null; // an AbortController while a text is written
 
 function make(tag, className, text) {
   const made = document.createElement(tag);
@@ -32,10 +36,11 @@ function fill() {
     form.elements[name].min = low;
     form.elements[name].max = high;
   }
+  for (const [name, most] of Object.entries(page.most_chars)) form.elements[name].maxLength = most;
   document.getElementById("about-max_new_tokens").textContent = `at most ${page.ranges.max_new_tokens[1]}`;
   document.getElementById("settings").open = matchMedia("(min-width: 60rem)").matches;
-  panes = page.models.map(makePane);
-  document.getElementById("models").append(...panes.map(pane => pane.section));
+  main.querySelector("h2").textContent = page.name;
+  main.querySelector(".facts").append(...page.facts.map(fact => make("span", "", fact)));
   generateButton.disabled = false;
 }
 
@@ -48,75 +53,56 @@ function wish() {
   return values;
 }
 
-// ---- a model and its text ----
+// ---- the text ----
 
-function makePane(model) {
-  const section = make("section", "model");
-  const facts = make("p", "facts");
-  facts.append(...model.facts.map(fact => make("span", "", fact)));
-  const text = make("div", "text");
-  text.setAttribute("role", "group");
-  text.setAttribute("aria-label", `Text of ${model.name}; arrow keys go through its tokens`);
-  const status = make("p", "status");
-  status.setAttribute("role", "status");
-  section.append(make("h2", "", model.name), facts, text, status);
-  listen(text);
-  return {section, text, status};
+function say(line, isProblem = false) {
+  status.textContent = line;
+  status.classList.toggle("bad", isProblem);
 }
 
-function say(pane, line, isProblem = false) {
-  pane.status.textContent = line;
-  pane.status.classList.toggle("bad", isProblem);
-}
-
-function addToken(pane, token) {
+function addToken(token) {
   const span = make("span", token.text.startsWith("\n") ? "token line" : "token", token.text);
   span.about = token;
-  span.tabIndex = pane.tokens === 0 ? 0 : -1; // one stop of the Tab key; from there on the arrow keys
-  const box = pane.text;
-  const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-  box.append(span);
-  if (follows) box.scrollTop = box.scrollHeight;
-  pane.tokens += 1;
+  span.tabIndex = tokens === 0 ? 0 : -1; // one stop of the Tab key; from there on the arrow keys
+  const follows = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+  text.append(span);
+  if (follows) text.scrollTop = text.scrollHeight;
+  tokens += 1;
 }
 
-async function write(pane, model, values, signal) {
-  pane.tokens = 0;
-  pane.text.replaceChildren(make("span", "prompt", values.prompt));
-  pane.section.classList.add("writing");
-  say(pane, "reading the prompt …");
+async function write(values, signal) {
+  tokens = 0;
+  text.replaceChildren(make("span", "prompt", values.prompt));
+  main.classList.add("writing");
+  say("reading the prompt …");
   try {
-    const response = await fetch("write", {
-      method: "POST",
-      headers: {"Content-Type": "application/json"},
-      body: JSON.stringify({model, ...values}),
-      signal,
-    });
+    const response = await fetch("write", {method: "POST", body: JSON.stringify(values), signal});
     if (!response.ok) throw new Error((await response.json()).error);
+    let prompt = "";
     let ended = false;
     for await (const event of lines(response)) {
       if (event.error) throw new Error(event.error);
       if (event.prompt_tokens) {
         const cut = event.prompt_tokens > event.block_size ? `, of which it sees the last ${event.block_size}` : "";
-        pane.prompt = `prompt of ${event.prompt_tokens.toLocaleString("en")} tokens${cut}`;
-        say(pane, `writing … ${pane.prompt}`);
+        prompt = `prompt of ${event.prompt_tokens.toLocaleString("en")} tokens${cut}`;
+        say(`writing … ${prompt}`);
       } else if (event.end) {
         ended = true;
-        pane.text.append(event.text);
+        text.append(event.text);
         const speed = `${event.tokens_per_s.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`;
         const stopped = event.end === "stop" ? ", up to the stop text" : "";
-        say(pane, `${pane.tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${pane.prompt}`);
+        say(`${tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${prompt}`);
       } else {
-        addToken(pane, event);
+        addToken(event);
       }
     }
     if (!ended) throw new Error("the server is gone; start it again and open the URL that it prints");
   } catch (error) {
-    if (signal.aborted) say(pane, `stopped after ${pane.tokens} tokens`);
-    else if (error instanceof TypeError) say(pane, "the server cannot be reached; start it again and open its URL", true);
-    else say(pane, error.message, true);
+    if (signal.aborted) say(`stopped after ${tokens} tokens`);
+    else if (error instanceof TypeError) say("the server cannot be reached; start it again and open its URL", true);
+    else say(error.message, true);
   }
-  pane.section.classList.remove("writing");
+  main.classList.remove("writing");
 }
 
 async function* lines(response) {
@@ -133,19 +119,12 @@ async function* lines(response) {
 
 async function generate() {
   if (stopper !== null || !form.reportValidity()) return;
-  const values = wish();
-  problem.textContent = "";
-  if (values.prompt.length > 2 * page.most_prompt_chars) { // surely; the server counts the others
-    problem.textContent = `the prompt has more than ${page.most_prompt_chars.toLocaleString("en")} characters; shorten it`;
-    return;
-  }
   hideTip();
   stopper = new AbortController();
   generateButton.disabled = true;
   stopButton.disabled = false;
-  const texts = panes.map((pane, model) => write(pane, model, values, stopper.signal));
-  panes[0].section.scrollIntoView({block: "nearest"}); // on a phone the settings may fill the window
-  await Promise.all(texts);
+  main.scrollIntoView({block: "nearest"}); // on a phone the settings may fill the window
+  await write(wish(), stopper.signal);
   stopper = null;
   generateButton.disabled = false;
   stopButton.disabled = true;
@@ -157,28 +136,26 @@ function stop() {
 
 // ---- probabilities ----
 
-function listen(text) {
-  text.addEventListener("pointerover", event => {
-    if (event.target.about) showTip(event.target);
-    else hideTip();
-  });
-  text.addEventListener("pointerleave", event => {
-    if (event.pointerType === "mouse") hideTip();
-  });
-  text.addEventListener("focusin", event => showTip(event.target));
-  text.addEventListener("focusout", hideTip);
-  text.addEventListener("scroll", placeTip);
-  text.addEventListener("keydown", event => {
-    const tokens = [...text.querySelectorAll(".token")];
-    const at = tokens.indexOf(event.target);
-    const to = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: tokens.length - 1}[event.key];
-    if (at < 0 || !tokens[to]) return;
-    event.preventDefault();
-    event.target.tabIndex = -1;
-    tokens[to].tabIndex = 0;
-    tokens[to].focus();
-  });
-}
+text.addEventListener("pointerover", event => {
+  if (event.target.about) showTip(event.target);
+  else hideTip();
+});
+text.addEventListener("pointerleave", event => {
+  if (event.pointerType === "mouse") hideTip();
+});
+text.addEventListener("focusin", event => showTip(event.target));
+text.addEventListener("focusout", hideTip);
+text.addEventListener("scroll", placeTip);
+text.addEventListener("keydown", event => {
+  const all = [...text.querySelectorAll(".token")];
+  const at = all.indexOf(event.target);
+  const to = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1}[event.key];
+  if (at < 0 || !all[to]) return;
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  all[to].tabIndex = 0;
+  all[to].focus();
+});
 
 function tipRow(name, p, className) {
   const row = make("tr", className);

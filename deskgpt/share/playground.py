@@ -1,4 +1,4 @@
-"""The playground: the page of `python sample.py --serve`, which shows what models write, token by token."""
+"""The playground: the page of `python sample.py --serve`, which shows what a model writes, token by token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,21 +22,22 @@ from deskgpt.share import page_server
 from deskgpt.share.page_server import Events
 from model import GPT
 
-MOST_PROMPT_CHARS = 100_000  # which JSON may write as 12 bytes each: fewer than the server's MOST_BODY_BYTES
-MOST_STOP_CHARS = 1000
+# A whole number where the limits are whole numbers.
 RANGES: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, 2000),
-    "temperature": (0, 100),
+    "temperature": (0.0, 100.0),
     "top_k": (0, 1_000_000),
-    "top_p": (1e-6, 1),
+    "top_p": (1e-6, 1.0),
     "seed": (0, 2**53 - 1),  # the browser's numbers are exact up to here
 }
+# JSON may write a character as 12 bytes: these are fewer than the server's MOST_BODY_BYTES.
+MOST_CHARS = {"prompt": 100_000, "stop": 1000}
 ALTERNATIVES = 8  # likeliest tokens that are shown next to the drawn one
 
-FILES = {
-    "": ("playground.html", "text/html; charset=utf-8"),
-    "playground.css": ("playground.css", "text/css; charset=utf-8"),
-    "playground.js": ("playground.js", "text/javascript; charset=utf-8"),
+CONTENT_TYPES = {
+    "playground.html": "text/html; charset=utf-8",
+    "playground.css": "text/css; charset=utf-8",
+    "playground.js": "text/javascript; charset=utf-8",
 }
 
 
@@ -44,84 +45,73 @@ FILES = {
 
 
 def check(wish: Wish) -> None:
-    """Raises ValueError, one line, for what is out of range."""
+    """Raises ValueError, one line, for what is out of range, or of another type in a request."""
     for name, (low, high) in RANGES.items():
         value = getattr(wish, name)
-        if not low <= value <= high:  # nan is not
-            raise ValueError(f"{name}={shortened(value)} must be from {low:,} to {high:,}")
+        if not isinstance(value, int | type(high)) or not low <= value <= high:  # nan is not
+            raise ValueError(f"{name}={shortened(value)} must be a number from {low:,} to {high:,}")
+    for name, most in MOST_CHARS.items():
+        text = getattr(wish, name)
+        if not isinstance(text, str) or len(text) > most or any("\ud800" <= char <= "\udfff" for char in text):
+            raise ValueError(f"{name}={shortened(text)} must be UTF-8 text of at most {most:,} characters")
     if not wish.prompt:
         raise ValueError("the prompt is empty; type some text or a line break")
-    for name, most in (("prompt", MOST_PROMPT_CHARS), ("stop", MOST_STOP_CHARS)):
-        text = getattr(wish, name)
-        if len(text) > most:
-            raise ValueError(f"{name} has {len(text):,} characters, at most {most:,} are allowed; shorten it")
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            raise ValueError(f"{name} is not UTF-8 text: it holds half of a character")
 
 
-def parsed(body: bytes, n_models: int) -> tuple[int, Wish]:
-    """(which of the models, what it should write) from the JSON of a request. Raises ValueError, one line."""
+def parsed(body: bytes) -> Wish:
+    """What the JSON of a request asks for. Raises ValueError, one line."""
     try:
-        values = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ValueError("the request is not JSON") from None
-    kinds = get_type_hints(Wish) | {"model": int}
-    if not isinstance(values, dict) or values.keys() != kinds.keys():
-        raise ValueError(f"the request is not a JSON object of {', '.join(kinds)}")
-    for name, kind in kinds.items():
-        is_whole = type(values[name]) is int and kind is float
-        if type(values[name]) is not kind and not is_whole:
-            wanted = {str: "text", int: "a whole number", float: "a number"}[kind]
-            raise ValueError(f"{name}={shortened(values[name])} is not {wanted}")
-    model = values.pop("model")
-    if not 0 <= model < n_models:
-        raise ValueError(f"model={shortened(model)} must be below {n_models}")
-    wish = Wish(**values)
+        wish = Wish(**json.loads(body))
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError("the request is not a JSON object of the page's settings") from None
     check(wish)
-    return model, wish
+    return wish
 
 
-# ---- writing -------------------------------------------------------------------------------------------------
+# ---- a text and its tokens -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Player:
-    """A model on the page."""
+class Drawn(NamedTuple):
+    """A token and where its text was when it was drawn."""
 
-    name: str
-    facts: list[str]  # shown under the name
-    model: GPT
-    tokenizer: Tokenizer
-    encode: Callable[[str], Tensor]  # the prompt's token ids (1, T); raises ValueError for characters without a token
-    using: Callable[[], AbstractContextManager[None]]  # the way in which the model computes: Reading.using
+    begin: int
+    end: int
+    about: dict[str, Any]
 
-    def write(self, wish: Wish, ids: Tensor, turn: threading.Lock) -> Events:
-        """What the page shows of a text: the prompt's length, then each token once its text is final, then the end.
 
-        Models and texts take turns: `turn` is held while a token is computed. On CUDA nothing else may run while a step
-        is recorded as a graph.
-        """
+class Told(Sample):
+    """A text that describes its tokens. It holds each back while its text may become the stop text."""
 
-        @contextmanager
-        def in_turn() -> Iterator[None]:
-            with turn, self.using():
-                yield
+    def __init__(self, tokenizer: Tokenizer, wish: Wish) -> None:
+        super().__init__(tokenizer, wish.prompt, wish.stop)
+        self.p = torch.empty(0)  # of the next token (V,)
+        self.waiting: list[Drawn] = []
+        self.told = len(wish.prompt)  # characters
+        self.n_tokens = 0
 
-        yield {"prompt_tokens": ids.size(1), "block_size": self.model.config.block_size}
-        text = Told(self, wish)
-        t0 = time.perf_counter()
-        with turn:
-            ids = ids.to(next(self.model.parameters()).device)
-        for _ in write(self.model, ids, [text], wish, text.watch, in_turn):
-            yield from text.final()
-        yield {
-            "end": "stop" if text.done else "length",
-            "text": text.text[text.told :],  # a sign for bytes that are no whole character
-            "tokens_per_s": text.n_tokens / (time.perf_counter() - t0),
-        }
+    def watch(self, logits: Tensor) -> None:
+        self.p = logits[0].cpu().double().softmax(0)
 
-    def describe(self, token: int, p: Tensor) -> dict[str, Any]:
-        """A token and the likeliest ones in its place, by their probabilities p (V,)."""
+    def add(self, token: int) -> str:
+        begin = len(self.text)
+        shown = super().add(token)
+        self.waiting.append(Drawn(begin, len(self.text), self.describe(token)))
+        return shown
+
+    def final(self) -> Iterator[dict[str, Any]]:
+        """The tokens whose text is final now. The stop text is cut off with what follows it."""
+        while self.waiting:
+            begin, end, about = self.waiting[0]
+            if begin >= len(self.text) if self.done else end > self.shown:
+                return
+            del self.waiting[0]
+            self.told = end
+            self.n_tokens += 1
+            yield about | {"text": self.text[begin:end]}
+
+    def describe(self, token: int) -> dict[str, Any]:
+        """The drawn token and the likeliest ones in its place, by their probabilities."""
+        p = self.p
         if not p.isfinite().all():
             raise ValueError("the model's output is NaN, which gives no text; try --dtype=float32")
         likeliest = p.topk(min(ALTERNATIVES, len(p)))
@@ -145,77 +135,59 @@ class Player:
             return f"bytes {content.hex(' ').upper()}"
 
 
-class Drawn(NamedTuple):
-    """A token and where its text was when it was drawn."""
-
-    begin: int
-    end: int
-    about: dict[str, Any]
-
-
-class Told(Sample):
-    """A text that describes its tokens. It holds each back while its text may become the stop text."""
-
-    def __init__(self, player: Player, wish: Wish) -> None:
-        super().__init__(player.tokenizer, wish.prompt, wish.stop)
-        self.player = player
-        self.p = torch.empty(0)  # of the next token (V,)
-        self.waiting: list[Drawn] = []
-        self.told = len(wish.prompt)  # characters
-        self.n_tokens = 0
-
-    def watch(self, logits: Tensor) -> None:
-        self.p = logits[0].cpu().double().softmax(0)
-
-    def add(self, token: int) -> str:
-        begin = len(self.text)
-        shown = super().add(token)
-        self.waiting.append(Drawn(begin, len(self.text), self.player.describe(token, self.p)))
-        return shown
-
-    def final(self) -> Iterator[dict[str, Any]]:
-        """The tokens whose text is final now. The stop text is cut off with what follows it."""
-        while self.waiting:
-            begin, end, about = self.waiting[0]
-            if begin >= len(self.text) if self.done else end > self.shown:
-                return
-            del self.waiting[0]
-            self.told = end
-            self.n_tokens += 1
-            yield about | {"text": self.text[begin:end]}
-
-
 # ---- the page ------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Playground(page_server.Page):
-    """The page with its models, filled with the settings `first`."""
+    """The page with its model, filled with the settings `first`."""
 
-    def __init__(self, players: list[Player], first: Wish) -> None:
-        self.players = players
-        self.first = first
-        self.token = secrets.token_urlsafe(24)
-        self.turn = threading.Lock()
-        folder = Path(__file__).parent
-        self.files = {place: (kind, (folder / name).read_bytes()) for place, (name, kind) in FILES.items()}
+    name: str
+    facts: list[str]  # shown under the name
+    model: GPT
+    tokenizer: Tokenizer
+    encode: Callable[[str], Tensor]  # the prompt's token ids (1, T); raises ValueError for characters without a token
+    using: Callable[[], AbstractContextManager[None]]  # the way in which the model computes: Reading.using
+    first: Wish
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    turn: Any = field(default_factory=threading.Lock)  # held by the text that is being written
 
     def get(self, place: str, query: str) -> tuple[str, bytes] | None:
         if place == "page.json":
             return "application/json", json.dumps(self.description()).encode()
-        return self.files.get(place)
+        name = place or "playground.html"
+        if name not in CONTENT_TYPES:
+            return None
+        return CONTENT_TYPES[name], Path(__file__).with_name(name).read_bytes()
 
     def description(self) -> dict[str, Any]:
         """What the page is filled with."""
         return {
-            "models": [{"name": player.name, "facts": player.facts} for player in self.players],
+            "name": self.name,
+            "facts": self.facts,
             "settings": asdict(self.first),
             "ranges": RANGES,
-            "most_prompt_chars": MOST_PROMPT_CHARS,
+            "most_chars": MOST_CHARS,
         }
 
     def post(self, place: str, body: bytes) -> Events | None:
         if place != "write":
             return None
-        model, wish = parsed(body, len(self.players))
-        player = self.players[model]
-        return player.write(wish, player.encode(wish.prompt), self.turn)
+        wish = parsed(body)
+        return self.write(wish, self.encode(wish.prompt))
+
+    def write(self, wish: Wish, ids: Tensor) -> Events:
+        """What the page shows of a text: the prompt's length, then each token once its text is final, then the end."""
+        yield {"prompt_tokens": ids.size(1), "block_size": self.model.config.block_size}
+        text = Told(self.tokenizer, wish)
+        with self.turn, self.using():
+            t0 = time.perf_counter()
+            ids = ids.to(next(self.model.parameters()).device)
+            for _ in write(self.model, ids, [text], wish, text.watch):
+                yield from text.final()
+            seconds = time.perf_counter() - t0
+        yield {
+            "end": "stop" if text.done else "length",
+            "text": text.text[text.told :],  # a sign for bytes that are no whole character
+            "tokens_per_s": text.n_tokens / seconds,
+        }
