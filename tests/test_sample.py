@@ -15,7 +15,6 @@ from tiny_models import MODERN_SETTINGS
 
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt.checkpoint import store
 from deskgpt.compute.writing import Sample, write
 from model import GPT, GPTConfig
 from sample import SampleConfig, encoded, load, main, wish_of
@@ -44,10 +43,6 @@ def test_script_prints_the_samples_it_was_asked_for(run, script):
     assert all(t.startswith("the ") and len(t) == 44 for t in texts)  # 44 > block_size=16
 
 
-def test_checkpoint_may_be_named_as_what_to_begin_from(run):
-    assert samples(run, out_dir="nowhere", init_from=str(run / "ckpt.pt")) == samples(run)
-
-
 def test_stream_shows_the_very_text_that_a_batch_does(run, capsys):
     settings: dict = {"num_samples": 3, "stop": "e", "max_new_tokens": 60}
     batch, printed = samples(run, **settings), capsys.readouterr().out
@@ -56,7 +51,7 @@ def test_stream_shows_the_very_text_that_a_batch_does(run, capsys):
 
 
 def test_same_seed_same_text_whatever_the_number_of_samples(run):
-    five = samples(run, num_samples=5)
+    five = samples(run, num_samples=5, out_dir="nowhere", init_from=str(run / "ckpt.pt"))
     assert samples(run, num_samples=2) == five[:2]
     assert samples(run, num_samples=1, seed=1337 + 3) == five[3:4]
     assert samples(run, num_samples=5, seed=99) != five
@@ -67,6 +62,7 @@ def test_temperature_0_and_top_k_1_are_greedy(run):
     assert greedy[0] == greedy[1]
     assert samples(run, top_k=1) == greedy
     assert samples(run, top_p=1e-6, top_k=0) == greedy
+    assert samples(run, temperature=1e-320) == greedy
 
 
 def test_stop_text_ends_a_sample_before_it(run):
@@ -82,20 +78,9 @@ def test_prompt_from_a_file(run, tmp_path):
     (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"and\nso ")
     assert samples(run, start=f"FILE:{tmp_path / 'marked.txt'}") == samples(run, start="and\nso ")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
+    with pytest.raises(ValueError, match="UTF-8") as e:
         samples(run, start=f"FILE:{tmp_path / 'latin.txt'}")
-
-
-def test_smallest_temperature_is_greedy(run):
-    assert samples(run, temperature=1e-320) == samples(run, temperature=0.0)
-
-
-def test_weights_that_are_no_numbers_write_no_text(run, tmp_path):
-    saved = store.load(run)
-    saved.model["lm_head.weight"] = saved.model["lm_head.weight"] * float("nan")
-    torch.save(store.content_of(saved), tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match="holds weights or moments that are NaN"):
-        samples(tmp_path)
+    assert_one_line(e.value, tmp_path / "latin.txt", "byte 3")
 
 
 def small_run(chars: Path, out_dir: Path, **settings: Any) -> Path:
@@ -120,35 +105,21 @@ def test_compiled_model_writes_the_same(chars, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_sampling_that_computes_something_else_ends(chars, tmp_path, monkeypatch):
-    """Inductor has a bug to order, for tests: its ReLU adds one."""
+@pytest.mark.parametrize("fault", ["a wrong compiler", "no compiler"])
+def test_compiled_sampling_that_cannot_be_right_ends_in_one_line(chars, tmp_path, monkeypatch, fault):
     import torch._inductor.config as inductor
 
-    run = small_run(chars, tmp_path / "relu2", activation="relu2")
+    run = small_run(chars, tmp_path / "run", activation="relu2")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    with inductor.patch({"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}):
-        try:
-            samples(run, compile=True)
-        except ValueError as e:
-            assert_one_line(str(e), "compile=True", "differ from those of the full forward pass", "leave --compile out")
-            return
-    pytest.skip("no working C++ compiler here")
-
-
-@pytest.mark.slow
-def test_without_a_compiler_sampling_that_asks_for_one_ends_in_one_line(chars, tmp_path, monkeypatch):
-    import torch._inductor.config as inductor
-
-    run = small_run(chars, tmp_path / "run")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("CXX", "/nonexistent/c++")
-    with inductor.patch({"cpp.cxx": (None, "/nonexistent/c++")}), pytest.raises(ValueError, match="CXX") as e:
+    patched: dict[str, Any] = {"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}  # its ReLU adds one
+    if fault == "no compiler":
+        patched = {"cpp.cxx": (None, "/nonexistent/c++")}
+        monkeypatch.setenv("CXX", "/nonexistent/c++")
+    with inductor.patch(patched), pytest.raises(ValueError, match="leave --compile out") as e:
         samples(run, compile=True)
-    assert_one_line(str(e.value), "'/nonexistent/c++'", "no C++ compiler", "leave --compile out")
-
-
-def test_dtypes_are_honoured(run):
-    assert len(samples(run, dtype="bfloat16")[0]) == 44
+    if fault == "a wrong compiler" and "CXX" in str(e.value):
+        pytest.skip(str(e.value))  # none works here
+    assert_one_line(e.value, "/nonexistent/c++" if fault == "no compiler" else "compile=True")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +131,8 @@ def test_dtypes_are_honoured(run):
         ("--start=\udcff", "UTF-8"),
         ("--top_p=0", "top_p=0.0"),
         ("--num_samples=0", "num_samples=0"),
-        ("--temperature=-1", "temperature=-1.0"),
         ("--out_dir=/no/such", "/no/such/ckpt.pt"),
-        ("--tempratur=1", "temperature?"),
         ("--device=cuda:99", "device=cuda:99"),
-        ("--device=tpu", "tpu"),
         ("--init_from=no-such-model", "init_from=no-such-model"),
     ],
 )
@@ -228,9 +196,12 @@ def test_weights_in_hugging_faces_format_are_sampled_from_and_trained_on(tmp_pat
     folder = tmp_path / "gpt2"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {k.removeprefix("transformer."): v.contiguous() for k, v in weights.items()}, folder / "model.safetensors"
-    )
+
+    def write_weights() -> None:
+        stored = {k.removeprefix("transformer."): v.contiguous() for k, v in weights.items()}
+        save_file(stored, folder / "model.safetensors")
+
+    write_weights()
     options = ("--start=Hello 🧀", "--num_samples=2", "--max_new_tokens=50")
     done = script("sample.py", f"--init_from={folder}", *options)
     assert done.code == 0, done.err
@@ -246,6 +217,12 @@ def test_weights_in_hugging_faces_format_are_sampled_from_and_trained_on(tmp_pat
     assert "step 0: train loss 10." in done.out  # ln 50257 = 10.82
     done = script("sample.py", f"--out_dir={tmp_path / 'run'}", *options)
     assert done.code == 0, done.err
-    done = script("train.py", *flags(**(settings | {"block_size": 33})))
+    for name, value, remedy in (("block_size", 33, "--block_size=32"), ("position", "rope", "leave it out")):
+        done = script("train.py", *flags(**(settings | {name: value})))
+        assert done.code == 1
+        assert_one_line(done.err, f"{name}={value}", remedy)
+    weights["transformer.ln_f.bias"].fill_(torch.nan)
+    write_weights()
+    done = script("sample.py", f"--init_from={folder}", *options)
     assert done.code == 1
-    assert_one_line(done.err, "block_size=33", "--block_size=32")
+    assert_one_line(done.err, folder, "NaN")
