@@ -75,7 +75,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     eval_only: bool = False  # evaluate once, write nothing
     sample_interval: int = 0  # evaluations between samples: short texts in log.jsonl, which report.py shows; 0 = none
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
-    plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"; all: a table of cards
+    plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"
     log_interval: int = 1  # steps per log line
     tasks: str = ""  # benchmarks after evaluations: names of lm_eval's tasks, or YAML files (docs/benchmarks.md)
     tasks_interval: int = 1  # evaluations from one benchmark to the next; the last evaluation always has one
@@ -152,7 +152,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
             raise ValueError(f"world={self.world:,} must be at most {MOST_SEQUENCES:,}: each rank has a sequence")
         if self.plan_for or self.world:  # who asks for a plan does not want to train
             object.__setattr__(self, "dry_run", True)
-        if self.plan_for not in ("", "all"):
+        if self.plan_for:
             try:
                 find_card(self.plan_for)
             except ValueError as e:
@@ -341,10 +341,9 @@ def make_optimizer(c: TrainConfig, model: GPT, dtype: str = "float32") -> torch.
 def dry_run(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
     """Says what a run of c with this model needs."""
     world = c.world or ranks.world
-    shared = replace(c, gradient_accumulation_steps=plan.shared(c.gradient_accumulation_steps, world, ranks))
     planned = plan.Planned(
         config=replace(config, block_size=c.block_size),
-        batching=Batching.of(asdict(shared), 0, world),
+        batching=Batching.of(asdict(c), 0, world),
         max_iters=c.max_iters,
         make_optimizer=functools.partial(make_optimizer, c),
         dtype=c.dtype,

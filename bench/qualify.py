@@ -35,11 +35,10 @@ from bench.qualifying import facts, page
 from bench.qualifying.session import CARD, TOY, Session, Sizes
 from bench.qualifying.stages import STAGES, Stage, numbers_of
 from deskgpt.compute import compiling
-from deskgpt.machine import hardware, known_runs, provenance
+from deskgpt.machine import hardware, provenance
 from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
 
 UNFINISHED = "did not end: its process was killed"
-WHOLE_STEPS = 7  # the stage whose speed is the card's
 
 
 # ---- results -------------------------------------------------------------------------------------------------
@@ -112,19 +111,11 @@ def measure_stages(s: Session, report: Report, due: list[int]) -> None:
         report.entries[number] = entry
         if "result" in entry:
             s.results[number] = entry["result"]
-            if number == WHOLE_STEPS and not s.sizes.is_toy:
-                remember_speed(report.about["device"], entry["result"])
         report.write()
         s.say(page.section(entry))
         if not answers:
             s.say("\nthe device no longer computes; the same command goes on with the stages that are left")
             return
-
-
-def remember_speed(device: str, steps: dict[str, Any]) -> None:
-    """Keeps the MFU of whole steps for the plans of train.py, where the card's peak is published."""
-    if steps["is_published"]:
-        known_runs.remember_mfu(device, steps["dtype"], steps["rows"][0]["mfu"])
 
 
 def measured(s: Session, stage: Stage) -> dict[str, Any]:

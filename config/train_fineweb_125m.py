@@ -3,7 +3,7 @@
 #     python data/fineweb_edu/prepare.py                     # takes minutes with --pretokenized --tokens 1e9
 #     python train.py config/train_fineweb_125m.py           # other cards: add --auto_batch=True
 #     python train.py config/train_fineweb_125m.py --dry_run=True
-#     python train.py config/train_fineweb_125m.py --plan_for=all        # which cards it fits into, and for how long
+#     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070" # whether it fits into a card, and for how long
 #
 # What to expect: a known run with these sizes, batch and learning rate took 9.34 s per step on an RTX 4070. It reached
 # a val loss of 4.385 at step 1000, 3.596 at step 4000 and 3.358 at step 10,000. Its schedule and its validation

@@ -191,9 +191,7 @@ def test_commands_of_the_pages_run(clone):
             skipped.append(command)
             continue
         out = run(clone, short)
-        if "--plan_for=all" in command:
-            assert re.search(r"^GeForce RTX 4070 +12 ", out, re.M)
-        elif "--dry_run" in command or "--plan_for" in command:
+        if "--dry_run" in command or "--plan_for" in command:
             assert "predicted peak memory" in out
         elif is_training(command):
             assert re.search(r"^step \d+: train loss", out, re.M), command

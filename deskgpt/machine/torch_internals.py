@@ -49,24 +49,7 @@ def fake_store() -> Any:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError:
-        raise without("fake process group", "leave --dp_shard out") from None
+        raise ValueError(
+            f"torch {torch.__version__} has no fake process group: leave --dp_shard out, or install torch 2.11 to 2.13"
+        ) from None
     return FakeStore()
-
-
-def partitioner() -> tuple[Any, Any, Any, Any]:
-    """(aot_function, nop, partition_fn, decompositions), by which torch.compile chooses what a backward pass keeps.
-
-    Without: ValueError, since the memory of compiled steps cannot be predicted.
-    """
-    try:
-        from torch._functorch.aot_autograd import aot_function
-        from torch._functorch.compilers import nop
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-        from torch._inductor.decomposition import select_decomp_table
-    except ImportError:
-        raise without("partitioner of AOTAutograd", "try --compile=False") from None
-    return aot_function, nop, min_cut_rematerialization_partition, select_decomp_table()
-
-
-def without(what: str, remedy: str) -> ValueError:
-    return ValueError(f"torch {torch.__version__} has no {what}: {remedy}, or install torch 2.11 to 2.13")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import replace
 
 import torch
@@ -85,7 +86,7 @@ def smaller_batch(
     if not auto_batch and device.type == "cuda" and limit:
         compiled = replace(form, compiled=True)
         step = Step(config, smaller, compiled, device.type, make_optimizer=make)
-        smaller = largest_batch(step, USABLE * limit) or 1
+        smaller = largest_batch(step, batching.sequences // batching.world, USABLE * limit) or 1
     same = batching.with_batch_size(smaller)
     if not auto_batch:
         raise ValueError(
@@ -95,11 +96,12 @@ def smaller_batch(
     return same
 
 
-def largest_batch(step: Step, limit_bytes: float) -> int:
-    """The largest micro-batch of step's, half of it, a quarter ... predicted to fit; 0 where none does."""
-    batch_size = step.batch_size
-    while sum(memory(replace(step, batch_size=batch_size)).values()) > limit_bytes:
-        if batch_size % 2:
-            return 0
-        batch_size //= 2
-    return batch_size
+def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:
+    """The largest micro-batch up to step's that divides a rank's sequences and is predicted to fit; 0 if none is."""
+    sizes = [n for n in range(1, step.batch_size + 1) if sequences % n == 0]
+
+    def needed(batch_size: int) -> int:
+        return sum(memory(replace(step, batch_size=batch_size, accumulates=batch_size < sequences)).values())
+
+    n_fitting = bisect.bisect_right(sizes, limit_bytes, key=needed)
+    return sizes[n_fitting - 1] if n_fitting else 0
