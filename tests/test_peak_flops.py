@@ -5,6 +5,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,13 +36,11 @@ def test_measured_peak_is_one_that_a_matmul_reaches():
         ("NVIDIA H200", 132, "bfloat16", 745e12, 989e12, ["NVIDIA data sheet, bfloat16", "745 TFLOP/s (75%)"]),
         ("NVIDIA H200", 132, "bfloat16", math.nan, 989e12, ["not measured"]),
         # The published peak stays where a faster matmul was measured.
-        ("NVIDIA H200", 132, "bfloat16", 1100e12, 989e12, ["(111%: its clock", "its row in gpu_peaks.py is wrong"]),
+        ("NVIDIA H200", 132, "bfloat16", 1100e12, 989e12, ["(111%", "gpu_peaks.py"]),
         # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
         ("NVIDIA H200", 132, "float32", 400e12, 494.5e12, ["TF32"]),
-        ("Tesla T4", 40, "float32", 4e12, 8.1e12, ["float32"]),
         ("AMD Instinct MI300X", 304, "float32", 100e12, 163.4e12, ["float32"]),
         # What the table does not have is measured.
-        ("NVIDIA H200 MIG 1g.18gb", 16, "bfloat16", 1.5e12, 1.5e12, ["measured bfloat16 matmul"]),
         ("NVIDIA H200", 16, "bfloat16", 1.5e12, 1.5e12, ["measured bfloat16 matmul"]),
         ("Tesla T4", 40, "bfloat16", 1.5e12, 1.5e12, ["measured bfloat16 matmul"]),
     ],
@@ -50,7 +49,8 @@ def test_gpu_has_its_published_peak_or_the_measured_one_and_says_which(
     name, sms, dtype, measured, peak, said, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(peak_flops, "compute_units", lambda device: sms)
+    properties = SimpleNamespace(multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda device, dtype: measured)
     flops, source = peak_flops.peak_flops(torch.device("cuda"), dtype)
     assert flops == peak
@@ -93,29 +93,21 @@ def sweeps(monkeypatch, tmp_path):
     peak_flops.measured_matmul_flops.cache_clear()
 
 
-def test_measured_peak_is_kept_and_only_checked_again(sweeps):
+def test_best_measured_peak_is_kept_and_only_checked_again(sweeps):
     assert sweeps.peak(2e12) == 2e12
     assert sweeps.asked == ["full"]
     assert peak_flops.measured_matmul_flops(CPU, "float32") == 2e12  # measured in this process: no sweep
     assert sweeps.peak(1e12) == 2e12
     assert sweeps.asked == ["quick"]
-    assert [p.name for p in remembered.path_of("peaks").parent.iterdir()] == ["peaks.json"]
-
-
-def test_best_measured_peak_is_kept(sweeps):
-    sweeps.peak(2e12)
     assert sweeps.peak(2.1e12, 3e12) == 3e12  # a better quick sweep leads to a full one
     assert sweeps.asked == ["quick", "full"]
-    assert sweeps.peak(1e12) == 3e12
     assert sweeps.peak(3.1e12, 2.5e12) == 3e12
     assert sweeps.peak(math.nan) == 3e12
     assert peak_flops.keep_best(CPU, "bfloat16", 5e12) == 5e12
     assert sweeps.peak(1e12) == 3e12  # each dtype has its own
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[1]", "null", '{"KEY": "fast"}', '{"KEY": -1.0}', '{"KEY": NaN}', "\xff"]
-)
+@pytest.mark.parametrize("content", ["{", "[1]", '{"KEY": "fast"}', '{"KEY": NaN}', "\xff"])
 def test_damaged_file_of_peaks_counts_as_no_file(sweeps, content):
     path = remembered.path_of("peaks")
     path.parent.mkdir(parents=True)

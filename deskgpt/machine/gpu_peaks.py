@@ -2,20 +2,18 @@
 
     published_peak("NVIDIA H100 80GB HBM3", "bfloat16")     # (989e12, "NVIDIA data sheet, bfloat16")
     published_peak("4070 Ti", "float16")                    # names as people write them are found too
-    published_peak("h100 pcie", "tf32")
     find_card("A100 80GB").memory_gb                        # (80,)
 
 16-bit figures are with float32 accumulation and without sparsity: what a matmul in training can reach. NVIDIA's
 headline figures for GeForce cards are two or four times as high: these cards, since 2018, accumulate in float32 at
 half the rate, and sparsity doubles the figure.
 
-These GPUs are left out, so their peak is measured:
-- Laptop chips: their makers choose power and clock. Those of the 20 and 16 series that are not Max-Q have the desktop
-  cards' names and get their peak; only the measured matmul printed next to it shows the difference.
+A card that is not here gets its measured peak. These are left out for a reason:
+- Laptop chips: their makers choose power and clock. Those of the 20 series that are not Max-Q have the desktop cards'
+  names and get their peak; only the measured matmul printed next to it shows the difference.
 - MIG slices, and the export variants H20, H800 and A800.
-- GTX 1650 and RTX 3050 6GB: one name, several clocks.
-- RTX 4000 Ada, RTX PRO 5000 and RTX PRO 4500: the sources disagree.
-- GB10 and Jetson Orin: no 16-bit figure without sparsity, and several power modes.
+- Cards with several clocks under one name, or whose sources disagree: RTX 3050, RTX 4000 Ada, RTX PRO 4500 and 5000.
+- GB10, Jetson Orin and Apple's chips: no 16-bit figure without sparsity.
 """
 
 from __future__ import annotations
@@ -30,19 +28,16 @@ from dataclasses import dataclass, replace
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 # Each card below the source of its figures:
-# names | SMs, compute units or GPU cores | TFLOP/s in float32, TF32, bfloat16, float16 | GB of each size that is sold
+# names | SMs or compute units | TFLOP/s in float32, TF32, bfloat16, float16 | GB of each size that is sold
 #
 # Where a maker's page names no total, it is SMs x boost clock x FLOPs per SM and clock, all from that source. A "-" in
 # place of the SMs: torch may count other units. Of the TFLOP/s: not published, or the GPU emulates this dtype.
 TABLE = """
-NVIDIA Tesla P100 white paper, P40 data sheet
-Tesla P100-SXM2                                  |  56 |   10.6 |      - |      - |   21.2 | 16
+NVIDIA Tesla P100 white paper
 Tesla P100-PCIE                                  |  56 |   9.34 |      - |      - |  18.68 | 12 16
-Tesla P40                                        |  30 |   11.8 |      - |      - |      - | 24
 
 NVIDIA Tesla V100 white paper and data sheets
 Tesla V100-SXM2/V100                             |  80 |   15.7 |      - |      - |    125 | 16 32
-Tesla V100-SXM3                                  |  80 |  16.35 |      - |      - |  130.8 | 32
 Tesla V100-PCIE                                  |  80 |     14 |      - |      - |    112 | 16 32
 Tesla V100S-PCIE/V100S                           |  80 |   16.4 |      - |      - |    130 | 32
 
@@ -55,19 +50,10 @@ GeForce RTX 2070 SUPER                           |  40 |  9.062 |      - |      
 GeForce RTX 2070                                 |  36 |    7.5 |      - |      - |   29.9 | 8
 GeForce RTX 2060 SUPER                           |  34 |  7.181 |      - |      - |  28.72 | 8
 GeForce RTX 2060                                 |  30 |  6.451 |      - |      - |   25.8 | 6
-GeForce RTX 2060 12GB                            |  34 |  7.181 |      - |      - |  28.72 | 12
 TITAN RTX                                        |  72 |   16.3 |      - |      - |  130.5 | 24
 Quadro RTX 8000                                  |  72 |  16.31 |      - |      - |  130.5 | 48
 Quadro RTX 6000                                  |  72 |   16.3 |      - |      - |  130.5 | 24
-Quadro RTX 5000                                  |  48 |   11.2 |      - |      - |   89.2 | 16
-Quadro RTX 4000                                  |  36 |  7.119 |      - |      - |  56.95 | 8
 Tesla T4                                         |  40 |    8.1 |      - |      - |     65 | 16
-
-NVIDIA GTX 16 specifications
-GeForce GTX 1660 Ti                              |  24 |    5.4 |      - |      - |   10.9 | 6
-GeForce GTX 1660 SUPER                           |  22 |  5.027 |      - |      - |  10.05 | 6
-GeForce GTX 1660                                 |  22 |  5.027 |      - |      - |  10.05 | 6
-GeForce GTX 1650 SUPER                           |  20 |  4.416 |      - |      - |  8.832 | 4
 
 NVIDIA A100 white paper, A30 data sheet
 A100-SXM4/A100-PCIE/A100                         | 108 |   19.5 |    156 |    312 |    312 | 40 80
@@ -83,28 +69,18 @@ GeForce RTX 3070 Ti                              |  48 |  21.75 |  21.75 |   43.
 GeForce RTX 3070                                 |  46 |   20.3 |   20.3 |   40.6 |   40.6 | 8
 GeForce RTX 3060 Ti                              |  38 |   16.2 |   16.2 |  32.39 |  32.39 | 8
 GeForce RTX 3060                                 |  28 |  12.74 |  12.74 |  25.48 |  25.48 | 8 12
-GeForce RTX 3050                                 |  20 |  9.098 |  9.098 |   18.2 |   18.2 | 8
 
 NVIDIA GA102 white paper V2.0 and data sheets
 RTX A6000                                        |  84 |   38.7 |   77.4 |  154.8 |  154.8 | 48
-RTX A5500                                        |  80 |   34.1 |   68.2 |  136.4 |  136.4 | 24
 RTX A5000                                        |  64 |   27.8 |   55.5 |  111.1 |  111.1 | 24
 RTX A4500                                        |  56 |  23.65 |  47.31 |  94.62 |  94.62 | 20
 RTX A4000                                        |  48 |   19.2 |   38.4 |   76.7 |   76.7 | 16
 RTX A2000                                        |  26 |  7.987 |  15.97 |  31.95 |  31.95 | 6 12
-RTX A1000                                        |  18 |  6.737 |  13.47 |  26.95 |  26.95 | 8
-RTX A400                                         |   6 |  2.706 |  5.413 |  10.83 |  10.83 | 4
 A40                                              |  84 |   37.4 |   74.8 |  149.7 |  149.7 | 48
-# An A16 is one of the four GPUs on a board.
-A16                                              |  10 |  4.493 |  8.986 |  17.97 |  17.97 | 16
 A10                                              |  72 |   31.2 |   62.5 |    125 |    125 | 24
-A2                                               |  10 |    4.5 |      9 |     18 |     18 | 16
-# This card has several clocks under one name, so it is measured. Without this row it would pass for the RTX 3050.
-GeForce RTX 3050 6GB                             |  18 |      - |      - |      - |      - | 6
 
 NVIDIA Ada white paper V2.01 and specifications
 GeForce RTX 4090                                 | 128 |   82.6 |   82.6 |  165.2 |  165.2 | 24
-GeForce RTX 4090 D                               | 114 |  73.54 |  73.54 |  147.1 |  147.1 | 24
 GeForce RTX 4080 SUPER                           |  80 |  52.22 |  52.22 |  104.4 |  104.4 | 16
 GeForce RTX 4080                                 |  76 |   48.7 |   48.7 |   97.5 |   97.5 | 16
 GeForce RTX 4070 Ti SUPER                        |  66 |   44.1 |   44.1 |   88.2 |   88.2 | 16
@@ -118,11 +94,7 @@ L40                                              | 142 |   90.5 |   90.5 | 181.0
 
 NVIDIA Ada data sheets
 RTX 6000 Ada Generation                          | 142 |   91.1 |  182.1 |  364.2 |  364.2 | 48
-RTX 5880 Ada Generation                          | 110 |  69.27 |  138.5 |  277.1 |  277.1 | 48
 RTX 5000 Ada Generation                          | 100 |  65.28 |  130.6 |  261.1 |  261.1 | 32
-RTX 4500 Ada Generation                          |  60 |  39.63 |  79.26 |  158.5 |  158.5 | 24
-RTX 4000 SFF Ada Generation                      |  48 |   19.2 |   38.4 |   76.7 |   76.7 | 20
-RTX 2000 Ada Generation                          |  22 |     12 |  23.99 |  47.98 |  47.98 | 16
 L4                                               |  58 |   30.3 |     60 |    121 |    121 | 24
 
 NVIDIA RTX Blackwell white paper and specifications
@@ -132,27 +104,15 @@ GeForce RTX 5070 Ti                              |  70 |   43.9 |   43.9 |   87.
 GeForce RTX 5070                                 |  48 |   30.9 |   30.9 |   61.7 |   61.7 | 12
 GeForce RTX 5060 Ti                              |  36 |   23.7 |   23.7 |  47.41 |  47.41 | 8 16
 GeForce RTX 5060                                 |  30 |  19.18 |  19.18 |  38.35 |  38.35 | 8
-GeForce RTX 5050                                 |  20 |  13.17 |  13.17 |  26.34 |  26.34 | 8
 
 NVIDIA RTX PRO Blackwell data sheets
 RTX PRO 6000 Blackwell Workstation Edition       | 188 |    125 |  251.9 |  503.8 |  503.8 | 96
-RTX PRO 6000 Blackwell Max-Q Workstation Edition | 188 |  109.7 |  219.5 |  438.9 |  438.9 | 96
-RTX PRO 4000 Blackwell                           |  70 |  36.83 |  73.65 |  147.3 |  147.3 | 24
-RTX PRO 2000 Blackwell                           |  34 |  17.03 |  34.07 |  68.13 |  68.13 | 16
 
 AMD Instinct data sheets
-Instinct MI100                                   | 120 |  46.14 |      - |  92.28 |  184.6 | 32
-Instinct MI210                                   | 104 |  45.26 |      - |    181 |    181 | 64
-# torch sees the two dies of an MI250 or MI250X as two devices; these are the figures of one die.
-Instinct MI250                                   | 104 |  45.26 |      - |    181 |    181 | 64
+# torch sees the two dies of an MI250X as two devices; these are the figures of one die. ROCm's float32 is no TF32.
 Instinct MI250X                                  | 110 |  47.85 |      - |  191.5 |  191.5 | 64
-Instinct MI300X                                  | 304 |  163.4 |  653.7 | 1307.4 | 1307.4 | 192
-Instinct MI325X                                  | 304 |  163.4 |  653.7 |   1307 |   1307 | 256
-Instinct MI350X                                  | 256 |  144.2 |      - |   2307 |   2307 | 288
-Instinct MI355X                                  | 256 |  157.3 |      - | 2516.6 | 2516.6 | 288
-
-NVIDIA specifications
-TITAN V                                          |  80 |   14.9 |      - |      - |    110 | 12
+Instinct MI300X                                  | 304 |  163.4 |      - | 1307.4 | 1307.4 | 192
+Instinct MI325X                                  | 304 |  163.4 |      - |   1307 |   1307 | 256
 
 NVIDIA and AWS, A10G
 A10G                                             |   - |     35 |     35 |     70 |     70 | 24
@@ -166,28 +126,16 @@ H200/H200 SXM                                    | 132 |     67 |  494.5 |    98
 H200 NVL                                         | 132 |     60 |  417.5 |    835 |    835 | 141
 # The 480 GB in this card's name are the CPU's.
 GH200/GH200 HBM3/GH200 HBM3e                     | 132 |     67 |  494.5 |    989 |    989 | 96 144
-# An eighth of the HGX. The sources disagree about the memory of B300 and GB300: 288 GB, or an eighth of 2.1 TB.
+# An eighth of the HGX.
 B200                                             |   - |     75 |   1125 |   2250 |   2250 | 180
-B300/B300 SXM6 AC                                |   - |     75 |   1125 |   2250 |   2250 | -
 # A 72nd of the NVL72.
 GB200                                            |   - |     80 |   1250 |   2500 |   2500 | 186
-GB300                                            |   - |      - |   1250 |   2500 |   2500 | -
 
 AMD Radeon specifications
 Radeon RX 7900 XTX                               |   - |   61.4 |      - |  122.8 |  122.8 | 24
 Radeon RX 7900 XT                                |   - |   51.6 |      - |    103 |    103 | 20
 Radeon RX 9070 XT                                |   - |   48.7 |      - |    195 |    195 | 16
 Radeon RX 9070                                   |   - |   36.1 |      - |    145 |    145 | 16
-
-Apple newsroom
-# The memory is the machine's. Apple publishes figures up to the M2, for the most cores, and none for 16 bits.
-Apple M1                                         |   8 |    2.6 |      - |      - |      - | -
-Apple M1 Pro                                     |  16 |    5.2 |      - |      - |      - | -
-Apple M1 Max                                     |  32 |   10.4 |      - |      - |      - | -
-Apple M1 Ultra                                   |  64 |     21 |      - |      - |      - | -
-Apple M2                                         |  10 |    3.6 |      - |      - |      - | -
-Apple M2 Max                                     |  38 |   13.6 |      - |      - |      - | -
-Apple M2 Ultra                                   |  76 |   27.2 |      - |      - |      - | -
 """
 
 # ---- finding a card ------------------------------------------------------------------------------------------
@@ -195,7 +143,7 @@ Apple M2 Ultra                                   |  76 |   27.2 |      - |      
 MEMORY_SIZE = re.compile(r"\b(\d+) ?gb?\b")
 # Names of makers and families, which drivers and people add or leave out. No two cards differ only in these.
 MAKERS_AND_FAMILIES = re.compile(
-    r"\b(nvidia|geforce|tesla|amd|radeon|instinct|apple|graphics|generation|blackwell|workstation|edition)\b"
+    r"\b(nvidia|geforce|tesla|amd|radeon|instinct|graphics|generation|blackwell|workstation|edition)\b"
 )
 
 
@@ -204,25 +152,18 @@ class Card:
     """One row of the table."""
 
     names: tuple[str, ...]
-    sms: int | None  # SMs, compute units or GPU cores; None if torch may count other units
+    sms: int | None  # SMs or compute units; None if torch may count other units
     flops: dict[str, float]  # FLOP/s by dtype: "float32", "tf32", "bfloat16", "float16"
     source: str
-    memory_gb: tuple[int, ...]  # each size that is sold, the smallest first; empty if the table has none
+    memory_gb: tuple[int, ...]  # each size that is sold, the smallest first
 
     @property
     def name(self) -> str:
         return self.names[0]
 
-    @property
-    def maker(self) -> str:
-        """NVIDIA, AMD or Apple."""
-        return self.source.split()[0]
-
     def fast_dtype(self) -> str:
         """What train.py's dtype=auto takes on it: bfloat16, unless the card emulates it."""
-        if self.maker == "Apple":
-            return "float32"
-        return "float16" if self.flops and "bfloat16" not in self.flops else "bfloat16"
+        return "bfloat16" if "bfloat16" in self.flops else "float16"
 
     def peak(self, dtype: str) -> tuple[float, str] | None:
         """(dense peak FLOP/s, its source) in a dtype of `flops`; None if it has none."""
@@ -232,13 +173,8 @@ class Card:
         return self.flops[dtype], f"{self.source}, {shown}"
 
     def peak_in_training(self, dtype: str) -> tuple[float, str] | None:
-        """The same as train.py computes: float32 in TF32 where an NVIDIA card has it.
-
-        ROCm's float32 matmuls stay float32 unless an environment variable says otherwise.
-        """
-        if dtype == "float32" and self.maker == "NVIDIA" and "tf32" in self.flops:
-            return self.peak("tf32")
-        return self.peak(dtype)
+        """The same as train.py computes: float32 in TF32 where the card has it."""
+        return self.peak("tf32" if dtype == "float32" and "tf32" in self.flops else dtype)
 
 
 def published_peak(name: str, dtype: str, sms: int | None = None) -> tuple[float, str] | None:
@@ -273,9 +209,9 @@ def find_card(name: str) -> Card:
         similar = difflib.get_close_matches(name_key(name), by_key, n=5, cutoff=0.4)
         names = list(dict.fromkeys(by_key[key] for key in similar))
         hint = f"did you mean {', '.join(names)}? " if names else ""
-        raise ValueError(f"{name!r} is not a card of deskgpt/machine/gpu_peaks.py; {hint}'all' lists them")
+        raise ValueError(f"{name!r} is not a card of deskgpt/machine/gpu_peaks.py; {hint}it lists them")
     stated = MEMORY_SIZE.search(name.lower())
-    if stated is None or not cards[0].memory_gb:
+    if stated is None:
         return replace(cards[0], memory_gb=cards[0].memory_gb[:1])
     gb = int(stated[1])
     for card in cards:
@@ -312,7 +248,7 @@ def table() -> list[Card]:
             continue
         names, sms, *tflops, gb = (cell.strip() for cell in line.split("|"))
         flops = {dtype: float(cell) * 1e12 for dtype, cell in zip(DTYPES, tflops, strict=True) if cell != "-"}
-        memory_gb = () if gb == "-" else tuple(map(int, gb.split()))
+        memory_gb = tuple(map(int, gb.split()))
         cards.append(Card(tuple(names.split("/")), None if sms == "-" else int(sms), flops, source, memory_gb))
     return cards
 

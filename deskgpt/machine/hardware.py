@@ -76,62 +76,37 @@ def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int)
 def unseen_gpu() -> str | None:
     """Why torch does not see this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU.
 
-    Asks nvidia-smi, which works without torch, for the GPU, the driver and the newest CUDA that the driver supports.
+    Asks nvidia-smi, which works without torch.
     """
     program = shutil.which("nvidia-smi")
     if program is None or torch.cuda.is_available():
         return None
     try:
         listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-        table = subprocess.run([program], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
     if listed.returncode == DRIVER_NOT_LOADED:
         return "nvidia-smi finds no loaded NVIDIA driver: reboot if it was just updated, or install it again"
-    names = re.findall(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", listed.stdout, re.M)
-    if not names:
+    found = re.search(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", listed.stdout, re.M)
+    if found is None:
         return None
-    gpu = names[0] if len(names) == 1 else f"{len(names)} GPUs ({names[0]}, ...)"
+    gpu = found[1]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu} from torch; unset it to use the GPU"
-    return why_torch_cannot_use(gpu, table)
-
-
-def why_torch_cannot_use(gpu: str, table: str) -> str:
-    """Compares torch's build with the driver in nvidia-smi's table; if they match, gives CUDA's own reason."""
-    # The words before the versions differ between drivers: "Driver Version", "KMD Version", "CUDA UMD Version".
-    driver_version = re.search(r"(?:Driver|KMD) Version: *([\d.]+)", table)
-    newest_cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", table)
-    driver = f"driver {driver_version[1]}" if driver_version else "the driver"
-    build = "a build for CUDA"
-    if newest_cuda:
-        driver += f" supports CUDA up to {newest_cuda[1]}.{newest_cuda[2]}"
-        build += f" {newest_cuda[1]}"
-
     if torch.version.cuda is None:
         return (
-            f"nvidia-smi lists {gpu}, but torch {torch.__version__} is a build without CUDA ({driver}): "
-            f'pip uninstall torch, then install {build} as pytorch.org says under "Get Started"'
+            f"nvidia-smi lists {gpu}, but torch {torch.__version__} is a build without CUDA: "
+            'pip uninstall torch, then install a build for CUDA as pytorch.org says under "Get Started"'
         )
-
-    # Within one major version, a build for a newer CUDA runs on an older driver (CUDA's minor version compatibility).
-    torch_build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-    torch_major = int(torch.version.cuda.split(".")[0])
-    if newest_cuda and int(newest_cuda[1]) < torch_major:
-        return (
-            f"{torch_build}, but {driver}: update the driver of {gpu}, "
-            f'or install {build} of torch (pytorch.org, "Get Started")'
-        )
-
     try:
         torch.cuda.init()
         reason = "no reason given"
-    except RuntimeError as e:
-        reason = " ".join(str(e).split())[:200]
+    except RuntimeError as e:  # such as a driver that is too old for this build
+        reason = " ".join(str(e).split())[:300]
     return (
-        f"nvidia-smi lists {gpu} ({driver}), but torch does not see it ({reason}); {torch_build}: "
-        "update the driver or reboot"
+        f"nvidia-smi lists {gpu}, but torch {torch.__version__} for CUDA {torch.version.cuda} does not see it "
+        f"({reason}): update the driver or reboot"
     )
 
 
@@ -333,8 +308,8 @@ INSTRUCTION_SETS = {
     "NEON": "neon",
 }
 IMPLIED = {"AVX-512": "AVX2", "SVE": "NEON"}
-# Environment variables that make oneDNN and MKL use fewer instruction sets than the processor has.
-LIMITING_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+# Environment variables that make torch, oneDNN and MKL use fewer instruction sets than the processor has.
+LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR")
 
 
 def device_name(device: torch.device) -> str:
@@ -347,12 +322,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "mps":
         return torch.backends.mps.get_name()  # "Apple M2 Max"
     cpu = cpu_facts()
-    remarks = list(cpu["limits"])
-    if cpu["instruction_sets"]:
-        remarks.insert(0, ", ".join(cpu["instruction_sets"]))
-    name = cpu["name"]
-    if remarks:
-        name += f" ({'; '.join(remarks)})"
+    remarks = ", ".join([*cpu["instruction_sets"], *cpu["limits"]])
+    name = f"{cpu['name']} ({remarks})" if remarks else cpu["name"]
     if cpu["cores"]:
         name += f", {counted(cpu['cores'], 'core')}"
     return f"{name}, {counted(cpu['threads'], 'thread')}"
@@ -365,11 +336,11 @@ def counted(n: int, unit: str) -> str:
 
 def cpu_facts() -> dict[str, Any]:
     """What a CPU's speed depends on, as log.jsonl records it."""
-    name, sets = processor()
+    processor_name, sets = processor()
     return {
-        "name": name,
+        "name": processor_name,
         "instruction_sets": sets,
-        "limits": processor_limits(sets),
+        "limits": [f"{name}={os.environ[name]}" for name in LIMITING_VARIABLES if os.environ.get(name)],
         # that this process may use; None if the system does not say
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -402,24 +373,3 @@ def instruction_sets(capabilities: Mapping[str, Any]) -> list[str]:
         found = [name for name in found if not name.startswith("AMX")]
     implied = {IMPLIED[name] for name in found if name in IMPLIED}
     return [name for name in found if name not in implied]
-
-
-def processor_limits(sets: list[str]) -> list[str]:
-    """What keeps torch's libraries below the processor's instruction sets, such as "as AVX2, by ONEDNN_MAX_CPU_ISA"."""
-    used = torch.backends.cpu.get_cpu_capability()
-    if "AVX-512" in sets:
-        best = "AVX512"
-    elif "AVX2" in sets:
-        best = "AVX2"
-    else:
-        best = used
-
-    limits = []
-    if "ATEN_CPU_CAPABILITY" in os.environ:
-        limits.append(f"as {used}, by ATEN_CPU_CAPABILITY")
-    elif used != best:
-        limits.append(f"as {used}, by torch")
-    for name in LIMITING_VARIABLES:
-        if os.environ.get(name):
-            limits.append(f"as {os.environ[name].upper()}, by {name}")
-    return limits

@@ -76,14 +76,10 @@ def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | Non
 
 def card_of(device: torch.device) -> Card | None:
     """The device's row in gpu_peaks.py; None if the table does not have it."""
-    return None if device.type == "cpu" else card_named(device_name(device), compute_units(device))
-
-
-def compute_units(device: torch.device) -> int:
-    """The GPU's SMs, compute units or cores: they tell apart GPUs that share a name."""
-    if device.type == "mps":
-        return torch.backends.mps.get_core_count()
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type != "cuda":
+        return None
+    sms = torch.cuda.get_device_properties(device).multi_processor_count  # tells apart GPUs that share a name
+    return card_named(device_name(device), sms)
 
 
 # ---- the measured peak ---------------------------------------------------------------------------------------
