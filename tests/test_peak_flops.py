@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import json
 import math
-import os
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import shell
 from torch.utils.benchmark import Timer
 
-from deskgpt.machine import hardware, peak_flops, remembered
+from deskgpt.machine import peak_flops, remembered
 
 CPU = torch.device("cpu")
 
@@ -103,7 +99,7 @@ def test_best_measured_peak_is_kept_and_only_checked_again(sweeps):
     assert sweeps.asked == ["quick", "full"]
     assert sweeps.peak(3.1e12, 2.5e12) == 3e12
     assert sweeps.peak(math.nan) == 3e12
-    assert peak_flops.keep_best(CPU, "bfloat16", 5e12) == 5e12
+    remembered.keep("peaks", peak_flops.peak_key(CPU, "bfloat16"), 5e12)
     assert sweeps.peak(1e12) == 3e12  # each dtype has its own
 
 
@@ -161,14 +157,3 @@ def test_sweep_skips_sizes_that_are_too_slow_and_takes_no_random_numbers(monkeyp
     before = torch.get_rng_state()
     peak_flops.sweep_matmuls(CPU, "float32", peak_flops.QUICK_SIZES)
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.slow
-def test_script_prints_what_this_machine_reaches(tmp_path):
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = shell("python", "-m", "deskgpt.machine", env=env)
-    assert done.returncode == 0, done.stderr
-    for dtype in hardware.DTYPES:
-        line = rf"^{dtype}: published .*, measured now [\d.]+, best so far [\d.]+ TFLOP/s$"
-        assert re.search(line, done.stdout, re.M)
-    assert len(json.loads((tmp_path / "deskgpt" / "peaks.json").read_text())) == 3

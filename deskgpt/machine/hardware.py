@@ -11,8 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +146,6 @@ def synchronize(device: torch.device) -> None:
 
 # ---- memory --------------------------------------------------------------------------------------------------
 
-# By GPU: its peak when uncounted_memory last began. After such a block torch's own count of the peak begins anew.
-_earlier_peak_bytes: dict[torch.device, int] = {}
-
 
 def memory_bytes(device: torch.device) -> int | None:
     """Memory of the GPU, or of the machine for a CPU or an Apple GPU; None if the system does not say."""
@@ -227,10 +224,10 @@ def forbid_spilling(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory in use at once so far; None if the system does not say.
 
-    On CUDA: what torch allocated, without uncounted_memory. Elsewhere: what this process held (peak resident set).
+    On CUDA: what torch allocated since peak_flops.py measured. Elsewhere: what this process held (peak resident set).
     """
     if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(device), _earlier_peak_bytes.get(device, 0))
+        return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():  # Linux, whose getrusage would count the process that started this one
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
@@ -243,22 +240,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
 
 
-@contextmanager
-def uncounted_memory(device: torch.device) -> Iterator[None]:
-    """Keeps what the block allocates on a GPU out of peak_memory_bytes, and frees it afterwards."""
-    if device.type != "cuda":
-        yield
-        return
-    reserved_bytes = torch.cuda.memory_reserved(device)
-    _earlier_peak_bytes[device] = peak_memory_bytes(device) or 0
-    try:
-        yield
-    finally:
-        if torch.cuda.memory_reserved(device) > reserved_bytes:
-            torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def release_memory(device: torch.device) -> None:
     """After memory has run out: frees torch's reserved memory and compiled code, and forgets the peak."""
     gc.collect()
@@ -266,7 +247,6 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        _earlier_peak_bytes.pop(device, None)
 
 
 # mallopt's parameters, from glibc's malloc.h.

@@ -14,7 +14,7 @@ import torch
 
 from deskgpt.machine import remembered
 from deskgpt.machine.gpu_peaks import Card, card_named
-from deskgpt.machine.hardware import DTYPES, device_name, synchronize, uncounted_memory
+from deskgpt.machine.hardware import DTYPES, device_name, synchronize
 
 # ---- answers -------------------------------------------------------------------------------------------------
 
@@ -99,12 +99,18 @@ def measured_matmul_flops(device: torch.device, dtype: str) -> float:
     Only the first run measures all sizes. Later runs time one size, which is quick, and measure all of them again
     only if that one beats the remembered peak: machines are noisy, so the best figure is kept.
     """
-    known = read_peaks().get(peak_key(device, dtype))
+    key = peak_key(device, dtype)
+    known = remembered_peak(key)
     if known is not None:
         quick = sweep_matmuls(device, dtype, QUICK_SIZES)
         if not quick > known:  # also when quick is NaN
             return known
-    return keep_best(device, dtype, sweep_matmuls(device, dtype, MATMUL_SIZES))
+    measured = sweep_matmuls(device, dtype, MATMUL_SIZES)
+    if known is not None and not measured > known:
+        return known
+    if measured > 0:  # False for NaN
+        remembered.keep("peaks", key, measured)
+    return measured
 
 
 def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, ...]]) -> float:
@@ -117,16 +123,18 @@ def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, 
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     try:
-        with uncounted_memory(device):
-            for n in sizes["cpu" if device.type == "cpu" else "gpu"]:
-                if best is not None and (1 + REPEATS) * flops_of_matmul(n) > LONGEST_SIZE_S * best:
-                    break
-                flops = matmul_flops(device, dtype, n)
-                best = flops if best is None else max(best, flops)
+        for n in sizes["cpu" if device.type == "cpu" else "gpu"]:
+            if best is not None and (1 + REPEATS) * flops_of_matmul(n) > LONGEST_SIZE_S * best:
+                break
+            flops = matmul_flops(device, dtype, n)
+            best = flops if best is None else max(best, flops)
     except RuntimeError:  # out of memory, or the device has no matmul in this dtype: neither may end a run
         pass
     finally:
         torch.set_float32_matmul_precision(precision)
+        if device.type == "cuda":  # the matrices are not the run's memory
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
     return math.nan if best is None else best
 
 
@@ -154,23 +162,10 @@ def flops_of_matmul(n: int) -> int:
 # ---- remembered peaks ----------------------------------------------------------------------------------------
 
 
-def keep_best(device: torch.device, dtype: str, measured: float) -> float:
-    """Compares a measured peak with the remembered one, if there is one; remembers and returns the better."""
-    key = peak_key(device, dtype)
-    best = read_peaks().get(key)
-    if measured > (best or 0.0):
-        remembered.keep("peaks", key, measured)
-        return measured
-    return measured if best is None else best
-
-
-def read_peaks() -> dict[str, float]:
-    """The remembered FLOP/s, by peak_key. Entries that cannot be a peak are ignored."""
-    peaks = {}
-    for key, value in remembered.read("peaks").items():
-        if isinstance(value, float) and 0 < value < math.inf:
-            peaks[key] = value
-    return peaks
+def remembered_peak(key: str) -> float | None:
+    """The remembered FLOP/s; None if there is no entry that can be a peak."""
+    value = remembered.read("peaks").get(key)
+    return value if isinstance(value, float) and 0 < value < math.inf else None
 
 
 def peak_key(device: torch.device, dtype: str) -> str:
