@@ -5,7 +5,6 @@ import math
 import pytest
 
 from deskgpt.machine import gpu_peaks
-from deskgpt.machine.gpu_peaks import published_peak
 
 
 def test_figures_of_a_card_agree_with_each_other():
@@ -16,6 +15,8 @@ def test_figures_of_a_card_agree_with_each_other():
             factor = math.log2(total / totals[0])
             assert abs(factor - round(factor)) < 0.21, card.name  # 0.2 for the H100 NVL, whose clocks differ by dtype
         assert card.flops.get("bfloat16", card.flops["float16"]) == card.flops["float16"], card.name
+        if "tf32" in card.flops:
+            assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), card.name
         if card.sms:
             assert 0.15e12 < card.flops["float32"] / card.sms < 0.7e12, card.name
         assert list(card.memory_gb) == sorted(set(card.memory_gb))
@@ -23,9 +24,10 @@ def test_figures_of_a_card_agree_with_each_other():
 
 
 def test_peak_names_its_source():
-    assert published_peak("NVIDIA H200", "bfloat16") == (989e12, "NVIDIA data sheet, bfloat16")
-    assert published_peak("NVIDIA H200", "tf32") == (494.5e12, "NVIDIA data sheet, TF32")
-    assert published_peak("Tesla T4", "bfloat16") is None  # emulated
+    card = gpu_peaks.find_card("H200")
+    assert card.peak("bfloat16") == (989e12, "NVIDIA data sheet, bfloat16")
+    assert card.peak("tf32") == card.peak_in_training("float32") == (494.5e12, "NVIDIA data sheet, TF32")
+    assert gpu_peaks.find_card("Tesla T4").peak("bfloat16") is None  # emulated
 
 
 @pytest.mark.parametrize(

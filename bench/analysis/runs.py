@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from configurator import check, read_settings
 from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.gpu_peaks import published_peak
+from deskgpt.machine.gpu_peaks import card_named
 from train import TrainConfig
 
 # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16.
@@ -201,10 +201,12 @@ def refer_to_published_peak(run: Run) -> None:
     name = start["gpu"]
     # As train.py and nanoGPT compute: float32 in TF32 where the card has it, bfloat16 unless it is emulated.
     dtype = start.get("dtype") or run.settings.get("dtype")
-    kinds = {"float32": ("tf32", "float32"), "float16": ("float16",)}.get(str(dtype), ("bfloat16", "float16"))
-    found = next(filter(None, (published_peak(name, kind) for kind in kinds)), None)
+    card = card_named(name)
+    found = None
+    if card is not None:
+        found = card.peak_in_training(dtype if dtype in ("float32", "float16") else card.fast_dtype())
     if found is None:
-        raise ValueError(f"--device {name}: no published peak is known of it for {' or '.join(kinds)}; leave it out")
+        raise ValueError(f"--device {name}: no published peak is known of it; leave it out")
     flops_per_s, source = found
     peak = flops_per_s * start.get("world_size", 1)
     for e in run.iters:

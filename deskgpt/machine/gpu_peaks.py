@@ -1,7 +1,7 @@
 """Dense peak FLOP/s and memory of GPUs by name, as their makers publish them. Nothing is measured here.
 
-    published_peak("NVIDIA H100 80GB HBM3", "bfloat16")     # (989e12, "NVIDIA data sheet, bfloat16")
-    published_peak("4070 Ti", "float16")                    # names as people write them are found too
+    card_named("NVIDIA H100 80GB HBM3").peak("bfloat16")    # (989e12, "NVIDIA data sheet, bfloat16")
+    card_named("4070 Ti").peak("float16")                   # names as people write them are found too
     find_card("A100 80GB").memory_gb                        # (80,)
 
 16-bit figures are with float32 accumulation and without sparsity: what a matmul in training can reach. NVIDIA's
@@ -175,16 +175,6 @@ class Card:
     def peak_in_training(self, dtype: str) -> tuple[float, str] | None:
         """The same as train.py computes: float32 in TF32 where the card has it."""
         return self.peak("tf32" if dtype == "float32" and "tf32" in self.flops else dtype)
-
-
-def published_peak(name: str, dtype: str, sms: int | None = None) -> tuple[float, str] | None:
-    """(dense peak FLOP/s, its source) of a device in `dtype`.
-
-    `dtype` is "float32" (without TF32), "tf32", "bfloat16" or "float16"; `name` and `sms` as for card_named. None if
-    the table does not have this card and dtype.
-    """
-    card = card_named(name, sms)
-    return None if card is None else card.peak(dtype)
 
 
 def card_named(name: str, sms: int | None = None) -> Card | None:
