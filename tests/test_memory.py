@@ -136,6 +136,10 @@ def test_prediction_is_what_autograd_keeps_and_the_peak_of_a_real_step(
     if form.checkpoint == "none":
         assert predicted["activations"] == pytest.approx(kept_by(real), rel=0.005)
     assert [sum(predicted.values())] == pytest.approx(real.peaks_of_steps(micro_steps), rel=0.01)
+    assert predicted["weights"] == sum(p.nbytes for p in real.model.parameters())
+    if micro_steps > 1:  # else they may come after the peak
+        assert predicted["gradients"] == predicted["weights"]
+    assert predicted["optimizer"] == kept_by_optimizer(real.optimizer) > 2 * predicted["weights"]
 
 
 @pytest.mark.usefixtures("no_onednn")
