@@ -258,3 +258,16 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
     chromium = Browser(tmp_path_factory.mktemp("chromium"))
     yield chromium
     chromium.close()
+
+
+def corrupted(content: bytes, draw: random.Random) -> bytes:
+    """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or cut short there."""
+    out = content
+    while out == content:
+        at = draw.randrange(len(content))
+        piece = content[at : at + draw.choice((1, 2, 8, 512))]
+        flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
+        new = draw.choice((flipped, flipped, b"", piece * 2, bytes(len(piece)), draw.randbytes(len(piece))))
+        rest = content[at + len(piece) :] if draw.randrange(5) else b""
+        out = content[:at] + new + rest
+    return out

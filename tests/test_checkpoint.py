@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal, assert_one_line
+from conftest import assert_equal, assert_one_line, corrupted
 from safetensors.torch import save_file
-from test_meta_files import corrupted
 
 from deskgpt.checkpoint import archive, store
 from deskgpt.checkpoint.store import Checkpoint

@@ -319,8 +319,6 @@ def test_model_of_dialogues_has_their_template(tmp_path):
     assert AutoTokenizer.from_pretrained(exported(tmp_path / "plain")[1]).chat_template is None
 
 
-
-
 # ---- bad input -----------------------------------------------------------------------------------------------
 
 

@@ -16,10 +16,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, assert_equal, assert_one_line, events, files_of_at_most, flags, tiny, trajectory, weights
+from conftest import (
+    TINY,
+    assert_equal,
+    assert_one_line,
+    corrupted,
+    events,
+    files_of_at_most,
+    flags,
+    tiny,
+    trajectory,
+    weights,
+)
 from gloo import forked, resumed, run
 from safetensors.torch import save_file
-from test_meta_files import corrupted
 from tiny_models import MODERN_SETTINGS
 
 import train

@@ -10,7 +10,6 @@ from bench.qualifying import work
 from bench.qualifying.session import Session
 from deskgpt.compute.forms import clearly_fastest
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
 from deskgpt.machine import hardware
 from deskgpt.machine.words import in_gib
 from deskgpt.predict.memory import Step, memory
@@ -49,8 +48,7 @@ def measure(s: Session) -> dict[str, Any]:
 
 def case(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
     """A row: memory and time of a micro-batch of this size, next to AdamW's state and gradients; or its problem."""
-    loss_logits = kernels.logits_per_chunk(s.device)
-    predicted = memory(Step(s.sizes.model, batch_size, form, s.device.type, loss_logits=loss_logits))
+    predicted = memory(Step(s.sizes.model, batch_size, form, s.device.type))
     row: Row = {"batch_size": batch_size, "predicted_bytes": sum(predicted.values())}
     hardware.release_memory(s.device)  # with the graphs of the case before, whose shapes would become variable
     try:
