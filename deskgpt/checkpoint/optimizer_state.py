@@ -69,10 +69,12 @@ class OptimizerState:
     def _refuse_what_would_be_lost(self) -> None:
         """Raises ValueError for an attribute with a tensor, another optimizer or the like, or a counter."""
         for name, value in vars(self.optimizer).items():
+            if name in self.torchs_attributes:
+                continue
             others = [x for x in tree_leaves(value) if all(x is not p for p in self.params)]
             holds_state = any(isinstance(x, Tensor | torch.Generator | torch.optim.Optimizer) for x in others)
             has_counted = type(value) in (int, float) and value != self.first_attributes.get(name)
-            if name not in self.torchs_attributes and (holds_state or has_counted):
+            if holds_state or has_counted:
                 raise ValueError(
                     f"{type(self.optimizer).__name__} keeps state in {name}, which checkpoints would lose: keep it in "
                     "`state`, or give the class a state_dict and a load_state_dict of its own"
