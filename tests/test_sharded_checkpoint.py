@@ -208,6 +208,18 @@ def test_conversion_keeps_every_number(folder, tmp_path, script):
     assert_one_line(done.err, "error: usage: ", "SOURCE TARGET")
 
 
+def test_folder_as_it_was_until_2026_11_23_is_read(folder, tmp_path):
+    """With the steps of parameters apart, as numbers."""
+    path = tmp_path / "ckpt-00000001"
+    shutil.copytree(folder / "ckpt-00000001", path)
+    rest = json.loads((path / "checkpoint.json").read_text())
+    scalars = rest["optimizer"].pop("scalars")
+    rest["optimizer"]["steps"] = {name: values["step"]["tensor"] for name, values in scalars.items()}
+    (path / "checkpoint.json").write_text(json.dumps(rest))
+    before = store.whole(store.load(folder / "ckpt-00000001"))
+    assert_equal(store.whole(store.load(with_manifest(path))).optimizer, before.optimizer)
+
+
 # ---- damage and strangers' files -----------------------------------------------------------------------------
 
 
