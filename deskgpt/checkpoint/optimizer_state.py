@@ -104,14 +104,14 @@ class OptimizerState:
 
     def _load(self, state: dict[str, Any], folder: Path | None) -> None:
         own = self.optimizer.param_groups
+        if self.is_ours and is_muons(own) != is_muons(state["param_groups"]):
+            raise ValueError("it was trained with another optimizer: leave --optimizer out")
         if state.get("names", self.names) != self.names:
             raise ValueError("its parameters are others, or in another order")
         if [len(group["params"]) for group in state["param_groups"]] != [len(group["params"]) for group in own]:
             raise ValueError("its groups of parameters are others")
         numbers = [i for group in state["param_groups"] for i in group["params"]]
         if self.is_ours:
-            if is_muons(own) != is_muons(state["param_groups"]):
-                raise ValueError("it was trained with another optimizer: leave --optimizer out")
             check_moments(own, state["state"], numbers)
         else:
             for group, first, changed in zip(own, self.first_groups, state["changed"], strict=True):
