@@ -203,12 +203,12 @@ def main(asked: TrainConfig) -> float:
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
     log = open_log(run, start)
-    report = Report(run, log, ranks, batching, functools.partial(data.windows, batching.sequences))
+    report = Report(run, log, batching, functools.partial(data.windows, batching.sequences))
     about_data = data.lines(verification.state, batching, ranks)
     report.start(about_data, data.log_facts(), warm_up_s)
     writers = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
     saver = Saver(report.out_dir, ranks.say, run.best_val_loss, c.keep_checkpoints, c.save_async, writers, start.kept)
-    health = Health(run, report, saver, ranks, c.max_bad_steps, c.on_spike)
+    health = Health(run, report, saver)
     stops = Stops(ranks, began, c.max_hours, c.save_interval, c.save_minutes, shared=runner.sharded)
     sampler = sampler_for(0 if c.eval_only else c.sample_interval, runner, ranks, data.tokenizer)
     loader = Loader(data.train, batching, ranks.device, run.position, report.timer.waited)

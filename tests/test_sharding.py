@@ -172,7 +172,7 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
         step_unless(optimizer, torch.tensor(True))
         assert_equal(whole_weights(model), before)
         unused: Any = None
-        health = Health(run, unused, unused, ranks, 1, "go")
+        health = Health(run, unused, unused)
         found.append(health.broken_weight())
         if ranks.rank == 1:
             sharding.local(runner.parameters[3])[-1] = torch.nan

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from deskgpt.checkpoint import store
-from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.sharding import local
 from deskgpt.run.diagnosis import advice, bad_parameters
 from deskgpt.run.report import Report, Step
@@ -28,22 +26,13 @@ class Health:
     it at the same steps.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        report: Report,
-        saver: Saver,
-        ranks: Ranks,
-        max_bad_steps: int,
-        on_spike: Literal["go", "stop", "rewind"],
-    ) -> None:
-        """max_bad_steps: in a row; 0 is no limit."""
+    def __init__(self, run: Run, report: Report, saver: Saver) -> None:
         self.run = run
         self.report = report
         self.saver = saver
-        self.ranks = ranks
-        self.max_bad_steps = max_bad_steps
-        self.on_spike = on_spike
+        self.ranks = run.ranks
+        self.max_bad_steps = run.settings["max_bad_steps"]  # in a row; 0 is no limit
+        self.on_spike = run.settings["on_spike"]
         self.names = run.runner.names
         self.bad_in_a_row: list[Step] = []
         self.good_norms: deque[float] = deque(maxlen=4)  # the last ones
@@ -82,7 +71,7 @@ class Health:
         self.report.saw(now)
         if now.bad:
             self.bad_in_a_row.append(now)
-            self.report.bad_step(now, self.names)
+            self.report.bad_step(now)
             return
         if math.isfinite(now.grad_norm):
             self.bad_in_a_row.clear()

@@ -20,7 +20,6 @@ from torch import Tensor
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Evaluation
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.terminal import not_silent
@@ -50,22 +49,16 @@ class Report:
     """
 
     def __init__(
-        self,
-        run: Run,
-        log: RunLog,
-        ranks: Ranks,
-        batching: Batching,
-        places: Callable[[int], dict[str, list[int]]],
+        self, run: Run, log: RunLog, batching: Batching, places: Callable[[int], dict[str, list[int]]]
     ) -> None:
         """places: by token file, where the windows of the global batch at a position begin."""
-        settings = run.settings
         self.run = run
         self.log = log
-        self.ranks = ranks
+        self.ranks = ranks = run.ranks
         self.batching = batching
         self.places = places
         self.timer = StepTimer(ranks.device)
-        self.out_dir = store.folder_of(settings["out_dir"])
+        self.out_dir = store.folder_of(run.settings["out_dir"])
         self.last: Step | None = None
         self.n_bad = self.n_spikes = self.n_rewinds = 0
         self._norms_since_log: list[float] = []
@@ -192,10 +185,9 @@ class Report:
         between_s = self.timer.last_eval_s + self.timer.last_save_s
         return (settings["max_iters"] - step - 1) * step_s + evaluations * between_s
 
-    def bad_step(self, bad: Step, names: list[str]) -> None:
-        """names: of the parameters."""
+    def bad_step(self, bad: Step) -> None:
         self.n_bad += 1
-        which = bad_parameters(bad.norms, names)
+        which = bad_parameters(bad.norms, self.run.runner.names)
         self.ranks.say(f"step {bad.step}: gradients are not finite ({which}): no update; {self.rows(bad.position)}")
         scaler = self.run.runner.scaler
         self.log.write(

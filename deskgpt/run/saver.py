@@ -103,9 +103,7 @@ class Saver:
         """What an error says about the checkpoints."""
         if self.kept is None:
             return "no checkpoint was saved yet"
-        best = store.folder_of(self.kept.path) / store.BEST
-        also = f", the best one is {best}" if best.exists() and best != self.kept.path else ""
-        return f"the last checkpoint is {self.kept.path} of step {self.kept.step}{also}"
+        return f"the last checkpoint is {self.kept.path} of step {self.kept.step}"
 
     def save(self, state: Checkpoint, best: bool) -> Saved:
         """Begins to write a checkpoint, after the one before has been written. The state may change afterwards."""
