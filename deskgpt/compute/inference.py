@@ -91,8 +91,14 @@ class Reading:
 
     def _choose(self, dtype: str) -> None:
         self.forms = self._right_kernels()
-        self.cached = self.cached and self._take_decoder()
-        if not self.cached and self._problem("of GPT.next_logits", "float32", self.forms, strict=True):
+        with_cache = self.forms | {"GPT.next_logits": Decoder(self.model)}
+        problem = self._problem("with a cache", "float32", with_cache, strict=True) if self.cached else None
+        if problem:
+            self.say(f"{problem}: writing without a cache, which is slower")
+            self.cached = False
+        if self.cached:
+            self.forms = with_cache
+        elif self._problem("of GPT.next_logits", "float32", self.forms, strict=True):
             self.forms = self.forms | {"GPT.next_logits": last_of_forward}
         if dtype != "float32":
             problem = self._problem(f"in {dtype}", dtype, self.forms)
@@ -100,16 +106,6 @@ class Reading:
                 self.say(f"{problem}: going on in float32")
                 dtype = "float32"
         self.dtype = dtype
-
-    def _take_decoder(self) -> bool:
-        """Whether logits with a cache are right; if so, they are used."""
-        forms = self.forms | {"GPT.next_logits": Decoder(self.model)}
-        problem = self._problem("with a cache", "float32", forms, strict=True)
-        if problem:
-            self.say(f"{problem}: writing without a cache, which is slower")
-            return False
-        self.forms = forms
-        return True
 
     def _right_kernels(self) -> Forms:
         forms: Forms = kernels.forms_for(self.device.type)
