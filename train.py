@@ -303,6 +303,7 @@ def main(asked: TrainConfig) -> float:
     if not verification.close():
         ranks.say("note: the run ended before the checksums of all its data were verified")
     log.close()
+    runner.leave_ranks()
     ranks.close()
     saver.raise_if_last_failed()
     stops.leave(stop)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import assert_equal, assert_one_line, tiny
 from gloo import on_ranks
 
@@ -270,3 +271,22 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
     assert on_ranks(work, 2, tmp_path) == ["float32, not compiled"] * 2
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "NOT compiled" in line]
     assert_one_line(line, "compile=auto", "another rank")
+
+
+def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
+    def short_run(ranks: Ranks) -> None:
+        runner = Runner(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8)), Form(), True)
+        idx = torch.zeros(1, 8, dtype=torch.long)
+        runner.distribute(idx, idx)
+        ranks.gather("a tensor")
+        runner.leave_ranks()
+        ranks.close()
+
+    def work(ranks: Ranks) -> str:
+        short_run(ranks)
+        for i in range(20):
+            dist.init_process_group("gloo", f"file://{tmp_path / str(i)}", rank=ranks.rank, world_size=2)
+            short_run(ranks)
+        return "ended"
+
+    assert on_ranks(work, 2, tmp_path) == ["ended"] * 2

@@ -117,6 +117,14 @@ class Runner:
         self.forward_backward(x, y)
         self.drop_gradients()
 
+    def leave_ranks(self) -> None:
+        """Ends the averaging, before Ranks.close ends the process group.
+
+        Otherwise DDP would be the last to hold the group, which is then freed under Python's lock. There it waits for a
+        thread of gloo that may want the lock to free a tensor: the process would hang (pytorch issue 56297).
+        """
+        self.trained = None
+
     # ---- a micro-batch -----------------------------------------------------------------------------------
 
     @contextmanager
