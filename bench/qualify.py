@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 import torch
 
 from bench import output
-from bench.qualifying import facts, page
+from bench.qualifying import facts, page, work
 from bench.qualifying.session import CARD, TOY, Session, Sizes
 from bench.qualifying.stages import STAGES, Stage, numbers_of
 from deskgpt.compute import compiling
 from deskgpt.machine import hardware, provenance
-from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
+from deskgpt.machine.errors import ConfigError, one_line_errors
 
 UNFINISHED = "did not end: its process was killed"
 
@@ -132,8 +132,7 @@ def measured(s: Session, stage: Stage) -> dict[str, Any]:
         entry["text"] = stage.describe(entry["result"])
     except (Exception, SystemExit) as e:  # a failed stage is a result, and the others may pass
         traceback.print_exc()
-        words = " ".join(str(e).split())[:300]
-        entry["error"] = f"out of memory: {words}" if is_out_of_memory(e) else f"{type(e).__name__}: {words}"
+        entry["error"] = work.problem_of(e)
     return entry | {"seconds": time.perf_counter() - t0}
 
 

@@ -109,7 +109,9 @@ def about(run: Run) -> str:
     start = run.start
     facts = []
     if "device" in start:
-        parts = [f"{start.get('world_size', 1)} x {start['device']}", start.get("dtype"), how_compiled(run)]
+        compiler = f" by {start['compiler']}" if "compiler" in start else ""
+        compiled = {True: f"compiled{compiler}", False: "not compiled", None: None}[start.get("compiled")]
+        parts = [f"{start.get('world_size', 1)} x {start['device']}", start.get("dtype"), compiled]
         facts.append(", ".join(part for part in parts if part))
     if start.get("versions"):
         facts.append(", ".join(f"{name} {version}" for name, version in start["versions"].items()))
@@ -122,12 +124,6 @@ def about(run: Run) -> str:
     if run.flops_per_token:
         facts.append(f"{run.flops_per_token / 1e6:.2f} MFLOPs per token")
     return "; ".join(facts)
-
-
-def how_compiled(run: Run) -> str:
-    compiled = {True: "compiled", False: "not compiled", None: ""}[run.start.get("compiled")]
-    compiler = run.start.get("compiler")
-    return f"{compiled} by {compiler}" if compiler else compiled
 
 
 def describe(run: Run) -> Described:

@@ -54,9 +54,9 @@ def test_every_column_is_what_it_is_by_hand(tmp_path):
     assert rows["tokens/s"] == ["640", "320", "A, 2.00 x B (noise a factor of 1.05)"]
     assert rows["MFLOPs per token"][:2] == ["0.001", "0.003"]
     speed = {r["label"]: r["values"] for r in data["rows"]["Speed"]}
-    assert speed["TFLOP/s"] == pytest.approx([640e3, 960e3])
+    assert speed["FLOP/s"] == pytest.approx([640e3, 960e3])
     assert rows["MFU"][:2] == ["16.00%", "24.00%"]
-    assert rows["peak memory, GiB"][:2] == ["2.00", "2.00"]
+    assert rows["peak memory"][:2] == ["2.00 GiB", "2.00 GiB"]
     assert rows["evaluation: time, and share of all"][:2] == ["6.0s, 23.1%", "6.0s, 7.0%"]  # of 20 + 6 s, 80 + 6 s
     assert "parameters, from MFU, time and tokens" not in rows  # the log states its FLOPs
     assert rows["lowest val loss"][:2] == ["2.0000", "1.0000"]
@@ -344,7 +344,7 @@ def test_script_writes_a_page_and_figures(tmp_path, script):
     assert "| training time to val loss 3.5 | 5.0s" not in done.out  # 3.0 at step 100 was the first
     assert "Peaks: A: measured; B: RTX 4070, " in done.out
     data = json.loads(files["json"].read_text())
-    peak = {r["label"]: r["values"] for r in data["rows"]["Speed"]}["the peak that it refers to, TFLOP/s"]
+    peak = {r["label"]: r["values"] for r in data["rows"]["Speed"]}["the peak that it refers to"]
     assert peak[1] == pytest.approx(58.3e12, rel=0.02)
     assert "B: log" in files["html"].read_text()
 

@@ -77,12 +77,13 @@ def test_log_read_in_pieces_is_the_log_read_at_once(tmp_path):
     assert followed(Follower(str(growing), "whole")) == expected
 
 
-def test_rewound_run_forgets_what_it_computes_again(tmp_path):
+@pytest.mark.parametrize("kind", ["rewind", "start"])
+def test_rewound_or_resumed_run_forgets_what_it_computes_again(tmp_path, kind):
     path = tmp_path / "log.jsonl"
     follower = Follower(str(path), "x")
     write(path, start(), *map(step, range(50)), {"event": "sample", "iter": 40, "texts": ["a"]})
     assert len(followed(follower).iters) == 50
-    write(path, {"event": "rewind", "iter": 10, "spike": 30}, step(10, loss=1.0))
+    write(path, start(10) | {"event": kind}, step(10, loss=1.0))
     run = followed(follower)
     assert [e["iter"] for e in run.iters] == [*range(11)]
     assert (run.iters[-1]["loss"], run.samples) == (1.0, [])

@@ -61,14 +61,13 @@ def test_facts_on_a_cpu_are_na_where_it_has_none(s):
 @pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
 def test_nvidia_smi_answers_for_the_card(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho \"$1\" > asked\necho '570.86.10, 345 MHz, 1980 MHz, [N/A], 700.00 W, 31'\n")
+    program.write_text("#!/bin/sh\necho \"$1\" > asked\necho '570.86.10, 345 MHz, [N/A], 700.00 W'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     found = facts.query_nvidia_smi("GPU-1b9e")
     assert Path("asked").read_text() == "--id=GPU-1b9e\n"
-    assert (found["driver"], found["highest clock"], found["power limit"]) == ("570.86.10", "1980 MHz", "700.00 W")
-    assert found["highest memory clock"] is None
+    assert list(found.values()) == ["570.86.10", "345 MHz", None, "700.00 W"]
     program.write_text("#!/bin/sh\nexit 6\n")
     assert set(facts.query_nvidia_smi("GPU-1b9e").values()) == {None}
 
@@ -324,15 +323,6 @@ def one_round(fails: str, tried: list[list[str]]) -> Any:
             x.start = {"tokens_per_step": 256, "flops_per_token": 1.0, "peak_flops": 1e9, "dtype": "float32"}
 
     return run
-
-
-def test_steps_of_muon_that_fail_leave_those_of_adamw(s, monkeypatch):
-    monkeypatch.setattr(steps.timing, "run", one_round("--optimizer=muon", []))
-    result = result_of(steps, s)
-    assert [r["name"] for r in result["rows"]] == ["deskGPT"]
-    assert result["failed"] == ["--optimizer=muon ended after 0 steps: CUDA out of memory"]
-    s.deadline = 0.0
-    assert result_of(steps, s)["failed"] == []  # for want of time Muon was not tried
 
 
 def test_where_nanogpt_does_not_fit_both_take_half_the_micro_batch(s, tmp_path, monkeypatch):

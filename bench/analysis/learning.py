@@ -24,14 +24,6 @@ OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has a
 # ---- what is spent -------------------------------------------------------------------------------------------
 
 
-def steps_at(run: Run, e: dict[str, Any]) -> float | None:
-    return e["iter"]
-
-
-def tokens_at(run: Run, e: dict[str, Any]) -> float | None:
-    return e["tokens"]
-
-
 def text_at(run: Run, e: dict[str, Any]) -> float | None:
     """Bytes of text trained on, if its tokens are as long as those evaluated."""
     bytes_per_token = run.start.get("bytes_per_token")
@@ -49,8 +41,8 @@ def flops_at(run: Run, e: dict[str, Any]) -> float | None:
 
 # What an evaluation's model has cost until then, by what is counted.
 AXES: dict[str, Callable[[Run, dict[str, Any]], float | None]] = {
-    "steps": steps_at,
-    "tokens": tokens_at,
+    "steps": lambda run, e: e["iter"],
+    "tokens": lambda run, e: e["tokens"],
     "text": text_at,
     "time": seconds_at,
     "FLOPs": flops_at,

@@ -296,8 +296,7 @@ class Printed:
 
     iters: Events = field(default_factory=dict)
     evals: Events = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)  # echoed before the first steps
-    next_settings: dict[str, Any] = field(default_factory=dict)  # echoed after them, by a later start
+    settings: dict[str, Any] = field(default_factory=dict)  # that it echoes; those of the latest start count
     step: int = -1  # the last one; -1 before the first
     starts: int = 1
     damaged: int = 0  # lines
@@ -306,8 +305,6 @@ class Printed:
         """Goes to a step. A smaller number than the last one means that the run, or another one, started again."""
         if step < self.step:
             self.starts += 1
-            self.settings = self.next_settings or self.settings
-            self.next_settings = {}
             self.iters = before(self.iters, step + 1)
             self.evals = before(self.evals, step + 1)
         self.step = step
@@ -331,8 +328,7 @@ def add_printed(run: Run, text: str) -> None:
                 seen.damaged += 1
             read_facts(run, line)
             if echo := ECHO.search(line):
-                echoed = seen.settings if seen.step < 0 else seen.next_settings
-                echoed.update(setting(run, echo[1], echo[2]))
+                seen.settings.update(setting(run, echo[1], echo[2]))
 
     if seen.starts > 1:
         run.notes.append(f"its log begins {seen.starts} times; a step computed twice counts with its last figures")

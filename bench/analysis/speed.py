@@ -98,22 +98,26 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
         of_first("parameters, as stated", lambda r: r.start.get("parameters"), millions),
         of_first("parameters, from MFU, time and tokens", implied_parameters, millions),
         of_first("MFLOPs per token", lambda r: r.flops_per_token, lambda v: f"{v / 1e6:,.4g}"),
-        mean("TFLOP/s", flops_per_s, in_tera),
+        mean("FLOP/s", flops_per_s, teraflops),
         mean("MFU", mfu, percent),
-        mean("the peak that it refers to, TFLOP/s", lambda r: r.start.get("peak_flops"), in_tera),
+        mean("the peak that it refers to", lambda r: r.start.get("peak_flops"), teraflops),
         mean("MFU on the measured peak", measured_mfu, percent),
         mean("training", trained_s, clock),
         mean("of it waiting for data", lambda r: r.end.get("data_wait_s"), clock),
         of_first("evaluation: time, and share of all", evaluation, lambda v: f"{clock(v[0])}, {v[1]:.1%}"),
         mean("saving", lambda r: r.end.get("save_s"), clock),
         mean("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
-        mean("peak memory, GiB", lambda r: r.end.get("peak_memory_bytes"), in_gib),
+        mean("peak memory", lambda r: r.end.get("peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
     ]
     return [row for row in rows if any(value is not None for value in row.values)]
 
 
 def four_digits(value: float) -> str:
     return f"{value:,.4g}"
+
+
+def teraflops(per_s: float) -> str:
+    return f"{in_tera(per_s)} TFLOP/s"
 
 
 def percent(share: float) -> str:

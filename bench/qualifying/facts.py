@@ -18,9 +18,7 @@ QUERIED = {
     "driver_version": "driver",
     "clocks.sm": "clock",
     "clocks.max.sm": "highest clock",
-    "clocks.max.mem": "highest memory clock",
     "power.limit": "power limit",
-    "temperature.gpu": "temperature",
 }
 
 
@@ -28,7 +26,7 @@ def measure(s: Session) -> dict[str, Any]:
     """The facts by their names on the page, as text; None where the device has no such thing or does not say."""
     device = s.device
     facts: dict[str, str | None] = {"device": hardware.device_name(device), **card(device), **nvidia_smi(device)}
-    facts |= {"NCCL": nccl_version(), "cuDNN": text_or_none(torch.backends.cudnn.version())}
+    facts |= {"NCCL": nccl_version(), "cuDNN": str(torch.backends.cudnn.version() or "n/a")}
     facts |= {"Triton": compiling.triton_name(), "C++ compiler": compiling.cpp_compiler_name()}
     facts |= provenance.versions() | {"commit": provenance.git_commit()}
     for dtype in hardware.DTYPES:
@@ -44,13 +42,12 @@ def card(device: torch.device) -> dict[str, str | None]:
     memory_bytes = hardware.memory_bytes(device)
     facts = {"memory": f"{memory_bytes / 2**30:.5g} GiB" if memory_bytes else None}
     if device.type != "cuda":
-        return facts | dict.fromkeys(("free memory", "compute capability", "SMs", "L2 cache"))
+        return facts | dict.fromkeys(("free memory", "compute capability", "SMs"))
     properties = torch.cuda.get_device_properties(device)
     return facts | {
         "free memory": f"{torch.cuda.mem_get_info(device)[0] / 2**30:.5g} GiB",
         "compute capability": f"{properties.major}.{properties.minor}",
         "SMs": str(properties.multi_processor_count),
-        "L2 cache": f"{properties.L2_cache_size / 2**20:.4g} MiB",
     }
 
 
@@ -76,10 +73,6 @@ def nccl_version() -> str | None:
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def text_or_none(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 def attention_backend(s: Session, dtype: str) -> str:

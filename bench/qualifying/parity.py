@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.output import markdown_table
+from bench.qualifying import work
 from bench.qualifying.session import Session, float32_precision
 from bench.timing import ROOT
 from configurator import build, read_settings
@@ -67,7 +68,7 @@ def found_by(s: Session, reference: Reference, precision: str, compiled: bool) -
     try:
         return reference.compare(form, precision, s.device)
     except Exception as e:  # the other cases may be right
-        return {"wrong": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
+        return {"wrong": work.problem_of(e)}
     finally:
         hardware.release_memory(s.device)
 

@@ -89,7 +89,7 @@ def flops_per_s(
     try:
         return part.flops / work.seconds_of(call_of(part, c, sequences, way, device), device)
     except RuntimeError as e:  # no such kernel, or too little memory
-        why_not[f"{part.name} in {way}"] = " ".join(str(e).split())[:200]
+        why_not[f"{part.name} in {way}"] = work.problem_of(e)
         return None
 
 

@@ -53,11 +53,11 @@ def compile_setting(s: Session) -> Literal["auto", False]:
     return "auto" if found_form(s).compiled else False
 
 
-def problem_of(e: Exception) -> str:
-    """An error as the cell of a table."""
+def problem_of(e: Exception | SystemExit) -> str:
+    """An error in one line."""
     if is_out_of_memory(e):
         return "out of memory"
-    return " ".join(f"{type(e).__name__}: {e}".split())[:200]
+    return " ".join(f"{type(e).__name__}: {e}".split())[:300]
 
 
 # ---- micro-batches -------------------------------------------------------------------------------------------
