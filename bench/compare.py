@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 from bench.analysis.arms import Arm, Row, arms_of, change_rows, letters, unknown
 from bench.analysis.learning import Ranking, learning_rows, ranking
 from bench.analysis.logs import read_run
-from bench.analysis.page import Figure, Headline, Table, page
+from bench.analysis.page import Headline, Table, page
 from bench.analysis.runs import Run, complete, give
 from bench.analysis.speed import speed_rows
 from bench.analysis.verdict import headline, verdict
@@ -58,7 +57,7 @@ def compare(runs: list[Run], levels: list[float]) -> tuple[list[Table], list[str
         "rows": {"What changed": as_data(changes), "Speed": as_data(speeds), "Learning": as_data(losses)},
         "not_ranked": ranked.reasons,
         "ranked_in": ranked.unit,
-        "headline": asdict(headline(arms, speeds, losses)),
+        "headline": headline(arms, speeds, losses),
         "verdict": lines,
     }
     return [table for table in tables if table.rows], lines, data
@@ -160,7 +159,7 @@ def main() -> None:
     for table in tables:
         print(as_markdown(table) + "\n")
     first = data["headline"]
-    print("\n".join(f"- {line}" for line in [first["text"], *lines] if line))
+    print("\n".join(f"- {line}" for line in [first, *lines] if line))
 
     for letter, run in named.items():  # on the page as in the tables, so that no two have the same name
         run.name = f"{letter}: {run.name}"
@@ -168,8 +167,7 @@ def main() -> None:
         Path(a.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
     if a.html:
         title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-        figures = [Figure(**figure) for figure in first["figures"]]
-        top = Headline(first["text"], figures, title) if first["text"] else Headline(title, figures)
+        top = Headline(first or title, [], title if first else "")
         content = page(title, runs, tables, lines, headlines=[top])
         Path(a.html).write_text(content, encoding="utf-8", errors="replace")
 

@@ -180,10 +180,8 @@ def test_tests_in_a_child_process_are_counted_and_those_that_cannot_run_are_an_e
     with pytest.raises(ValueError, match="none.py") as ended:
         suite.measure(s)
     assert_one_line(ended.value, "status 4", "requirements-dev.txt")
-    (tmp_path / "test_long.py").write_text("import time\ndef test_long(): time.sleep(60)\n")
-    monkeypatch.setattr(suite, "TESTS", str(tmp_path / "test_long.py"))
-    s.deadline = time.perf_counter() + 2
-    with pytest.raises(ValueError, match="did not end within 2 s"):
+    s.deadline = 0
+    with pytest.raises(ValueError, match="did not end"):
         suite.measure(s)
 
 

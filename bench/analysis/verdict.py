@@ -6,7 +6,6 @@ import re
 
 from bench.analysis.arms import Arm, Row, factors, how, unknown
 from bench.analysis.learning import Ranking
-from bench.analysis.page import Figure, Headline
 
 # Settings that do not change how long a step takes.
 NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
@@ -28,16 +27,23 @@ def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranki
 # ---- the headline --------------------------------------------------------------------------------------------
 
 
-def headline(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> Headline:
-    """Who leads in loss, in speed and in time to a loss; empty of a single arm."""
+def headline(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> str:
+    """Who learns more and who is faster, as far as the noise lets one say so; empty for a single arm."""
     if len(arms) == 1:
-        return Headline("", [])
-    speed = row_of(speeds, "tokens/s")
+        return ""
     # Losses are in bits per byte where only these compare.
     loss = row_of(losses, r"(val loss|bits per byte) at equal (tokens|text)", r".* at equal")
-    time = row_of(losses[::-1], "time to")  # the lowest that all reached
-    figures = [figure("val loss", loss), figure("speed", speed), figure("time to a loss", time)]
-    return Headline(headline_text(arms, loss, speed), figures)
+    speed = row_of(speeds, "tokens/s")
+    learner = arms[loss.lead.winner].label if loss and loss.lead.winner is not None else ""
+    runner = arms[speed.lead.winner].label if speed and speed.lead.winner is not None else ""
+    loss_at = loss.label.partition(" (")[0] if loss else ""
+    if learner and learner == runner:
+        return f"{learner} has the lower {loss_at}, and is faster"
+    if learner:
+        return f"{learner} has the lower {loss_at}" + (f"; {runner} is faster" if runner else "")
+    if runner:
+        return f"{runner} is faster; the losses do not tell who learns more"
+    return "Neither speed nor loss tells the runs apart"
 
 
 def row_of(rows: list[Row], *labels: str) -> Row | None:
@@ -47,32 +53,6 @@ def row_of(rows: list[Row], *labels: str) -> Row | None:
             if re.match(label, row.label) and None not in row.values:
                 return row
     return None
-
-
-def figure(label: str, row: Row | None) -> Figure:
-    """Who leads in a row, with the row's label, values and noise below."""
-    if row is None:
-        return Figure(label, "n/a", "not known of all")
-    _, *values, lead = row.cells()
-    # A (noise ...), or: A; B higher by ... (noise ...), C ...
-    leader, *more = re.split(r"; | \(", lead, maxsplit=1)
-    note = f"{row.label}: {' and '.join(values)}"
-    leader = leader.partition(" than ")[0]
-    return Figure(label, leader, f"{note}; {more[0].removesuffix(')')}" if more else note)
-
-
-def headline_text(arms: list[Arm], loss: Row | None, speed: Row | None) -> str:
-    """Who learns more and who is faster, as far as the noise lets one say so."""
-    learner = arms[loss.lead.winner].label if loss and loss.lead.winner is not None else None
-    runner = arms[speed.lead.winner].label if speed and speed.lead.winner is not None else None
-    loss_at = loss.label.partition(" (")[0] if loss else ""
-    if learner and learner == runner:
-        return f"{learner} has the lower {loss_at}, and is faster"
-    if learner:
-        return f"{learner} has the lower {loss_at}" + (f"; {runner} is faster" if runner else "")
-    if runner:
-        return f"{runner} is faster; the losses do not tell who learns more"
-    return "Neither speed nor loss tells the runs apart"
 
 
 def not_ranked_line(arms: list[Arm], reasons: list[str]) -> str:
