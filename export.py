@@ -80,7 +80,7 @@ def main(c: ExportConfig) -> None:
 
 def class_of(config: GPTConfig) -> str:
     """Which class of transformers loads the folder, and what that takes."""
-    name = f"`{hugging_face.class_name(config)}`"
+    name = hugging_face.class_name(config)
     if hugging_face.is_gpt2(config):
         return name
     return f"{name}, in {MODELING_FILE} beside the weights; trust_remote_code=True runs it"

@@ -251,7 +251,7 @@ def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) ->
 def serve(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
     """Runs the page until Ctrl+C. Raises ValueError and OSError."""
     playground.check(wish)
-    page_server.serve(playground_of(c, wish, trained, device), [c.port])
+    page_server.serve(playground_of(c, wish, trained, device), c.port)
 
 
 def playground_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> playground.Playground:

@@ -140,14 +140,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
     parser.add_argument("--serve", action="store_true", help="a page that follows the runs, until Ctrl+C")
-    parser.add_argument("--port", type=int, help="of --serve; default: a free one from 8000 on")
+    parser.add_argument("--port", type=int, default=0, help="of --serve; default: a free one")
     a = parser.parse_args()
     if a.serve:
         for path in a.out_dir:
             if Path(path).is_file() and not path.endswith(".jsonl"):
                 raise ValueError(f"--serve {path}: name the run's out_dir; only its log.jsonl can be followed")
-        if a.port is not None and not 0 < a.port < 65536:
-            raise ValueError(f"--port {a.port}: ports are from 1 to 65535")
+        if not 0 <= a.port < 65536:
+            raise ValueError(f"--port {a.port}: ports are from 0 to 65535")
         serve(a.out_dir, a.port, describe)
         return
     if len(a.out_dir) > 1:

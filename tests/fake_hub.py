@@ -35,15 +35,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        try:
-            paths = json.loads(body)["paths"]
-        except ValueError:
-            paths = urllib.parse.parse_qs(body.decode())["paths"]
-        folder, _ = self.repo("paths-info")
-        self.send_json([self.entry(folder, folder / p) for p in paths if (folder / p).exists()])
-
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         self.server.requests.append(f"{self.command} {url.path}")
@@ -55,12 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_file(*self.repo("resolve"))
         elif "/tree/" in url.path:
             folder, inside = self.repo("tree")
-            if not (folder / inside).is_dir():
-                self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
-                return
-            found = (
-                (folder / inside).rglob("*") if "recursive=true" in url.query.lower() else (folder / inside).iterdir()
-            )
+            found = (folder / inside).glob("**/*" if "recursive=true" in url.query.lower() else "*")
             self.send_json([self.entry(folder, p) for p in sorted(found)])
         else:
             folder, _ = self.repo("revision")

@@ -176,12 +176,11 @@ def test_weights_whose_logits_are_not_numbers_end_in_one_line(server, page):
 
 def test_page_has_a_token_and_may_load_nothing_from_elsewhere(server, page):
     assert re.fullmatch(r"[\w-]{32}", page.token)
-    status, _, html = ask(server, "GET", "")
-    assert status == 200
-    assert b"default-src 'none'; script-src 'self'" in html
-    for place, kind in (("playground.css", "text/css"), ("playground.js", "text/javascript"), ("page.json", "json")):
+    kinds = {"": "text/html", "playground.css": "text/css", "playground.js": "text/javascript", "page.json": "json"}
+    for place, kind in kinds.items():
         status, headers, _ = ask(server, "GET", place)
         assert (status, kind in headers["Content-Type"]) == (200, True)
+    assert b"default-src 'none'; script-src 'self'" in ask(server, "GET", "")[2]
     assert ask(server, "GET", "playground.py")[0] == 404
 
 
@@ -260,8 +259,8 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
 # ---- in a browser ----
 
 
-def opened(browser: Browser, server: Server, width: int = 1200, dark: bool = False) -> Tab:
-    tab = browser.open(server.url, width, dark, height=800, phone=width < 500)
+def opened(browser: Browser, server: Server, width: int = 1200) -> Tab:
+    tab = browser.open(server.url, width, False, height=800, phone=width < 500)
     tab.wait("!document.getElementById('generate').disabled")
     return tab
 
@@ -271,13 +270,10 @@ GENERATE = "document.getElementById('generate')"
 
 
 @needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(1200, True), (390, False)])
-def test_page_shows_the_text_and_the_probability_of_a_token(browser, server, width, dark):
-    tab = opened(browser, server, width=width, dark=dark)
+@pytest.mark.parametrize("width", [1200, 390])
+def test_page_shows_the_text_and_the_probability_of_a_token(browser, server, width):
+    tab = opened(browser, server, width)
     assert "best val loss" in tab.run("document.querySelector('.facts').textContent")
-    assert tab.run("getComputedStyle(document.body).backgroundColor") == (
-        "rgb(20, 20, 20)" if dark else "rgb(255, 255, 255)"
-    )
     tab.run(f"{GENERATE}.click()")
     tab.wait(f"!{GENERATE}.disabled")
     assert tab.run(TEXT) == "the " + text_of(write(server))
@@ -293,12 +289,10 @@ def test_page_shows_the_text_and_the_probability_of_a_token(browser, server, wid
     said = tab.run("tip.innerText")
     assert token["name"] in said
     assert f"token {token['id']}" in said
-    assert "At temperature 1, before top-k and top-p." in said
     shares = [float(s) for s in re.findall(r"(?<!<)\b([\d.]+)%", tab.run("tip.querySelector('table').innerText"))]
     assert sum(shares) == pytest.approx(100, abs=0.6)
-    box = tab.run("(r => [r.left, r.top, r.right, r.bottom])(tip.getBoundingClientRect())")
-    assert min(box) >= 0
-    assert (box[2] <= width, box[3] <= 800) == (True, True)
+    left, top, right, bottom = tab.run("(r => [r.left, r.top, r.right, r.bottom])(tip.getBoundingClientRect())")
+    assert (left >= 0, top >= 0, right <= width, bottom <= 800) == (True, True, True, True)
     assert tab.run("document.documentElement.scrollWidth") <= width
     assert tab.console() == []
 
@@ -320,7 +314,6 @@ def test_keys_generate_stop_and_go_through_the_tokens(browser, server):
     tab.press("ArrowLeft")
     assert tab.run("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 1
     assert tab.run("tip.querySelector('h3').textContent === document.activeElement.about.name")
-    assert tab.run("document.activeElement.getAttribute('aria-describedby')") == "tip"
     tab.press("Escape")
     assert tab.run("tip.hidden")
     for thread in list(server.streaming):  # the server has stopped too
@@ -336,9 +329,7 @@ def test_errors_are_shown_and_the_next_text_is_written(browser, server):
     tab.wait("stopper === null")
     assert "\u2603" in tab.run(status)
     assert tab.run("document.documentElement.scrollWidth") <= 390
-    tab.run("form.elements.temperature.value = 101; generate()")
-    assert tab.run("stopper === null")  # the browser shows the range at the field
-    tab.run("form.elements.prompt.value = 'and'; form.elements.temperature.value = 0.5; generate()")
+    tab.run("form.elements.prompt.value = 'and'; generate()")
     tab.wait("stopper === null")
     assert tab.run(status).startswith("40 of 40 tokens")
 

@@ -26,7 +26,6 @@ from deskgpt.machine.words import clock
 from deskgpt.run.log import event_of
 from deskgpt.share import page_server
 
-PORTS = range(8000, 8020)  # of which the first free one is taken
 POLL_S = 2.0  # between two requests of an open page
 SHARE = 0.03  # of a core, at most: after an answer that cost more, a page waits longer
 LONGEST_LINE = 8 << 20  # bytes; no line of a run is as long
@@ -220,6 +219,6 @@ class Live(page_server.Page):
         return page.head_html(self.title, headlines)
 
 
-def serve(out_dirs: list[str], port: int | None, describe: Callable[[Run], Described]) -> None:
-    """Serves the page until Ctrl+C. port: None for a free one. Raises OSError if the port is taken."""
-    page_server.serve(Live(out_dirs, describe), PORTS if port is None else [port])
+def serve(out_dirs: list[str], port: int, describe: Callable[[Run], Described]) -> None:
+    """Serves the page until Ctrl+C. port: 0 for a free one. Raises OSError if the port is taken."""
+    page_server.serve(Live(out_dirs, describe), port)

@@ -47,11 +47,11 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and "
             "model.safetensors"
         )
+    config = read_json(folder / "config.json", name)
     try:
-        config = dict(json.loads((folder / "config.json").read_text()))
         weights = load_file(folder / "model.safetensors")
-    except (ValueError, TypeError, RecursionError, SafetensorError) as e:
-        raise ValueError(f"init_from={name}: a damaged file in {folder} ({e}); fetch it again") from None
+    except SafetensorError as e:
+        raise ValueError(f"init_from={name}: model.safetensors in {folder} is damaged ({e}); fetch it again") from None
     exported = exported_config(config, name) if OUR_KEY in config else None
     is_gpt2 = exported is None or hugging_face.is_gpt2(exported)
     refuse_other_settings(config, exported, name)
@@ -84,9 +84,8 @@ def refuse_other_settings(config: dict[str, Any], exported: GPTConfig | None, na
     n_embd = config.get("n_embd")
     wanted = PLAIN_GPT2 | {"n_inner": 4 * n_embd if isinstance(n_embd, int) else None}
     if exported is not None:
-        of_ours = hugging_face.config_json(exported, None)
-        names = ("bos_token_id", "eos_token_id", "dtype", "architectures", "auto_map")  # which may change
-        written = {k: v for k, v in of_ours.items() if k not in names}
+        may_change = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "architectures", "auto_map")
+        written = {k: v for k, v in hugging_face.config_json(exported, None).items() if k not in may_change}
         wanted = wanted | written if hugging_face.is_gpt2(exported) else written
     # transformers leaves out what is its own default. n_inner=None is 4 * n_embd.
     odd = {k: config[k] for k, v in wanted.items() if config.get(k, v) != v and (k, config[k]) != ("n_inner", None)}

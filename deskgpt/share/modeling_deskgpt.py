@@ -21,24 +21,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 EPS = 1e-5  # of all norms
 ROPE_THETA = 10000.0
 
-# What config.json has, by the names of deskGPT's settings.
-SETTINGS: dict[str, Any] = {
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "block_size": 1024,
-    "vocab_size": 50304,
-    "dropout": 0.0,
-    "bias": False,
-    "position": "learned",
-    "norm": "layer",
-    "qk_norm": False,
-    "activation": "gelu_tanh",
-    "token_shift": False,
-}
-
 
 class DeskGPTConfig(PretrainedConfig):
+    """config.json has all of them, by the names of deskGPT's settings."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    dropout: float
+    bias: bool
+    position: str
+    norm: str
+    qk_norm: bool
+    activation: str
+    token_shift: bool
+
     model_type = "deskgpt"
     keys_to_ignore_at_inference = ("past_key_values",)
     attribute_map = {  # noqa: RUF012 (the base class has it so)
@@ -47,9 +45,6 @@ class DeskGPTConfig(PretrainedConfig):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**(SETTINGS | kwargs))
 
 
 def make_norm(config: DeskGPTConfig) -> nn.Module:

@@ -12,7 +12,7 @@ import os
 import socketserver
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -55,31 +55,25 @@ class Page:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a page on the first of the ports that is free. Raises OSError, one line, if none is."""
+    """Serves a page on a port, 0 for a free one. Raises OSError, one line, if it is taken."""
 
     allow_reuse_address = os.name == "posix"  # on Windows it would let two servers share a port
 
-    def __init__(self, page: Page, ports: Sequence[int]) -> None:
+    def __init__(self, page: Page, port: int) -> None:
         self.page = page
-        self.ports = ports
         self.root = f"/{page.token}/" if page.token else "/"
         self.ending = threading.Event()
         self.streaming: set[threading.Thread] = set()
-        super().__init__((HOST, ports[0]), Handler)
+        super().__init__((HOST, port), Handler)
         self.url = f"http://{HOST}:{self.server_port}{self.root}"
 
     def server_bind(self) -> None:
-        for port in self.ports:
-            self.server_address = (HOST, port)
-            try:
-                socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the network for this machine's name
-            except OSError as e:
-                reason = e.strerror
-            else:
-                self.server_name, self.server_port = self.server_address[:2]
-                return
-        tried = f"port {self.ports[0]}" if len(self.ports) == 1 else f"ports {self.ports[0]} to {self.ports[-1]}"
-        raise OSError(f"cannot listen on {HOST}, {tried}: {reason}; choose another --port")
+        port = self.server_address[1]
+        try:
+            socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the network for this machine's name
+        except OSError as e:
+            raise OSError(f"cannot listen on {HOST}, port {port}: {e.strerror}; choose another --port") from None
+        self.server_name, self.server_port = HOST, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # the browser may go at any time
@@ -174,9 +168,9 @@ class Handler(BaseHTTPRequestHandler):
         pass  # the terminal stays quiet
 
 
-def serve(page: Page, ports: Sequence[int]) -> None:
-    """Serves the page until Ctrl+C. Raises OSError if no port can be had."""
-    with Server(page, ports) as server:
+def serve(page: Page, port: int) -> None:
+    """Serves the page until Ctrl+C. Raises OSError if the port is taken."""
+    with Server(page, port) as server:
         print(f"{server.url} (Ctrl+C ends it)", flush=True)
         try:
             server.serve_forever()

@@ -2,9 +2,10 @@
 // What a model writes can be HTML: it is only ever set as textContent.
 "use strict";
 
+const GONE = "the server cannot be reached; start it again and open the URL that it prints";
+
 const form = document.getElementById("wish");
 const tip = document.getElementById("tip");
-const problem = document.getElementById("problem");
 const generateButton = document.getElementById("generate");
 const stopButton = document.getElementById("stop");
 
@@ -96,10 +97,10 @@ async function write(values, signal) {
         addToken(event);
       }
     }
-    if (!ended) throw new Error("the server is gone; start it again and open the URL that it prints");
+    if (!ended) throw new Error(GONE);
   } catch (error) {
     if (signal.aborted) say(`stopped after ${tokens} tokens`);
-    else if (error instanceof TypeError) say("the server cannot be reached; start it again and open its URL", true);
+    else if (error instanceof TypeError) say(GONE, true);
     else say(error.message, true);
   }
   main.classList.remove("writing");
@@ -233,4 +234,4 @@ fetch("page.json")
     page = found;
     fill();
   })
-  .catch(() => { problem.textContent = "the server cannot be reached; start it again and open its URL"; });
+  .catch(() => say(GONE, true));
