@@ -67,12 +67,7 @@ def sample(texts: Iterable[str], most_bytes: int) -> Iterator[str]:
     for text in texts:
         start = 0
         while start < len(text):
-            if left <= 0:
-                return
-            if word_bytes > MOST_WORD_BYTES:
-                print(
-                    f"{most_bytes - left:,} bytes of it hold {word_bytes:,} bytes of different words, which is enough"
-                )
+            if left <= 0 or word_bytes > MOST_WORD_BYTES:
                 return
             block = text[start : start + min(left, BLOCK)]
             start += len(block)

@@ -102,24 +102,13 @@ def encoded_rows(
     # writing. Nothing is copied between processes, and no process is left when this one is killed.
     pool = ThreadPoolExecutor(threads)
     waiting = deque[Future[list[Encoded]]]()
-    reading = tasks(source.rows(position.file, position.row))
-    fault: ValueError | None = None
     try:
-        while True:
-            try:
-                task = next(reading, None)
-            except ValueError as e:  # first finish what was read before it
-                fault = e
-                break
-            if task is None:
-                break
+        for task in tasks(source.rows(position.file, position.row)):
             waiting.append(pool.submit(encode_rows, tokenizer, task))
             if len(waiting) > 2 * threads:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
-        if fault:
-            raise fault
     finally:
         pool.shutdown(cancel_futures=True)
 

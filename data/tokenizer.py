@@ -197,13 +197,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def token_bytes(self) -> Lengths:
         lengths = np.zeros(self.vocab_size, np.int64)
-        for token, i in self.ranks().items():
-            lengths[i] = len(token)
+        for token in self._encoding.token_byte_values():  # without the special ones
+            lengths[self._encoding.encode_single_token(token)] = len(token)
         return lengths
-
-    def ranks(self) -> dict[bytes, int]:
-        """The ids of all tokens but the special ones."""
-        return {token: self._encoding.encode_single_token(token) for token in self._encoding.token_byte_values()}
 
     def meta(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -286,13 +282,18 @@ def fast_gpt2() -> Any:
         from fastokens import Tokenizer as FastTokenizer
     except ImportError:
         return None
+    ids, merges = gpt2_vocabulary()
+    ids.pop(END_OF_TEXT)  # in a text it is ordinary characters
+    return FastTokenizer.from_json_str(json.dumps(of_bytes(ids, merges)))
+
+
+def gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
+    """GPT-2's ids, by their spelling, and its merges, from the files of tiktoken's cache."""
     from tiktoken.load import read_file_cached
 
     files = {name: read_file_cached(GPT2_FILES + name, checksum) for name, checksum in GPT2_SHA256.items()}
-    ids = json.loads(files["encoder.json"])
-    ids.pop("<|endoftext|>")  # in a text it is ordinary characters
     merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # without the version line and the end
-    return FastTokenizer.from_json_str(json.dumps(of_bytes(ids, merges)))
+    return json.loads(files["encoder.json"]), merges
 
 
 def of_bytes(vocab: dict[str, Any], merges: list[Any], splits: bool = True) -> dict[str, Any]:

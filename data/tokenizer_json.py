@@ -6,7 +6,6 @@ The files are written as plain JSON, without the tokenizers package. tokenizer_c
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from data.tokenizer import (
@@ -17,6 +16,7 @@ from data.tokenizer import (
     CharTokenizer,
     TiktokenTokenizer,
     Tokenizer,
+    gpt2_vocabulary,
     of_bytes,
 )
 
@@ -31,11 +31,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     if isinstance(tokenizer, BytesTokenizer):
         vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(255)}
         return of_bytes(vocab | {END_OF_TEXT: 255}, [], splits=False)
-    if isinstance(tokenizer, TiktokenTokenizer):
-        ranks = tokenizer.ranks()
-        vocab = {letters(token): rank for token, rank in ranks.items()}
-        merges = [[letters(left), letters(right)] for left, right in merges_of(ranks)]
-        return of_bytes(vocab | {END_OF_TEXT: tokenizer.end_of_text}, merges)
+    if isinstance(tokenizer, TiktokenTokenizer) and tokenizer.name == "gpt2":
+        ids, lines = gpt2_vocabulary()
+        return of_bytes(ids, [line.split(" ") for line in lines])
     if isinstance(tokenizer, BpeTokenizer):
         merges = [line.split(" ") for line in tokenizer.merges.split("\n") if line]
         vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(256)}
@@ -83,36 +81,3 @@ def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
             "unk_token": NO_SUCH_TOKEN,
         },
     }
-
-
-# ---- byte pairs ----------------------------------------------------------------------------------------------
-
-
-def letters(token: bytes) -> str:
-    """A token in GPT-2's printable letters, one for each byte."""
-    return "".join(CHAR_OF_BYTE[byte] for byte in token)
-
-
-def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pairs that make up tiktoken's tokens, in the order of their ranks, which tiktoken itself does not keep.
-
-    They are what the tokens of lower ranks make of each token's bytes.
-    """
-    merges = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        if len(token) > 1:
-            left, right = parts_below(ranks, token)
-            merges.append((left, right))
-    return merges
-
-
-def parts_below(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
-    """The token's bytes merged by all pairs that have a lower rank than it."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while True:
-        pairs = [ranks.get(a + b, ranks[token]) for a, b in itertools.pairwise(parts)]
-        least = min(pairs)
-        if least >= ranks[token]:
-            return parts
-        at = pairs.index(least)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]

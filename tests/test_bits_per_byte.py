@@ -45,16 +45,6 @@ def targets_by_hand(ids: np.ndarray, block: int, n: int) -> list[int]:
 # ---- the figure ----------------------------------------------------------------------------------------------
 
 
-def test_of_characters_it_counts_their_bytes(tmp_path):
-    text = MULTI_BYTE * 40
-    tokenizer = CharTokenizer.of(text)
-    ids = tokenizer.encode(text)
-    facts = text_facts(split_of(tmp_path, ids, tokenizer.vocab_size), 7, tokenizer)
-    n_bytes = len("".join(tokenizer.chars[i] for i in targets_by_hand(ids, 16, 7)).encode())
-    assert n_bytes > facts.targets == 7 * 16
-    assert facts.bits_per_byte(2.5) == pytest.approx(2.5 * 7 * 16 / n_bytes / math.log(2))
-
-
 @needs_bpe
 def test_of_gpt2_it_counts_the_bytes_that_its_own_vocabulary_file_names(tmp_path, text):
     tokenizer = from_meta_offline({"name": "gpt2"})
@@ -117,13 +107,8 @@ def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
         raise AssertionError("a download")
 
     monkeypatch.setattr("tiktoken.load.read_file", download)
-    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
-    assert from_meta_offline({"name": "gpt2"}).vocab_size == 50257
     cache = Path(os.environ["TIKTOKEN_CACHE_DIR"])
-    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
-        from_meta_offline({"name": "gpt2"})
     for file in cache.iterdir():  # damaged, which tiktoken would delete and download
         (tmp_path / file.name).write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):

@@ -95,16 +95,16 @@ def test_source_that_all_goes_into_val_names_a_smaller_val(tmp_path, script: Scr
 
 @pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz"])
 def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, documents, name):
-    write_documents(tmp_path / "in" / "a.parquet", documents)
+    write_documents(tmp_path / "in" / "a.parquet", documents * 4)  # more than is read ahead
     path = write_documents(tmp_path / "in" / name, documents)
     whole = path.read_bytes()
-    prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
+    prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--num_proc=1", "--out", tmp_path / "out")
     path.write_bytes(whole[:-9])
     fails(script(*prepare), name)
     if name == "b.parquet":  # seen at the start: its length is in its last bytes
         assert not list((tmp_path / "out").glob("*.bin"))
     else:
-        assert len(list((tmp_path / "out").glob("*.bin"))) > 3
+        assert len(list((tmp_path / "out").glob("*.bin"))) > 1
 
 
 def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: Script, prepared):

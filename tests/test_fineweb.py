@@ -103,15 +103,6 @@ def test_tokens_stop_early_and_can_be_raised_later(tmp_path, script: Script, doc
 # ---- stopped and started again -------------------------------------------------------------------------------
 
 
-def test_second_run_verifies_and_changes_nothing(tmp_path, script: Script, prepared):
-    source, out = prepared
-    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.suffix}
-    done = script(PREPARE, "--source", source, *SMALL, "--out", out)
-    assert done.code == 0
-    assert "already prepared" in done.out
-    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.suffix} == before
-
-
 @pytest.mark.parametrize("harm", ["byte", "cut", "header", "gone"])
 def test_harmed_shard_is_made_again_and_no_other(tmp_path, script: Script, prepared, harm):
     prepare = copied(prepared, tmp_path)

@@ -51,13 +51,6 @@ def test_shakespeare_with_gpt2s_tokens(tmp_path, script):
     assert decoded(tmp_path / "s", "val") == SHAKESPEARE.read_text()[int(1_115_394 * 0.9) :]
 
 
-def test_other_text_than_shakespeares_is_noted(tmp_path, script):
-    (tmp_path / "own.txt").write_text("to be or not to be\n" * 20)
-    done = script("data/shakespeare_char/prepare.py", "--input", tmp_path / "own.txt", "--out", tmp_path / "s")
-    assert done.code == 0, done.err
-    assert "own.txt" in done.out
-
-
 def test_standard_library_is_a_corpus_on_every_machine(tmp_path, script):
     done = script("data/python_char/prepare.py", "--out", tmp_path / "p")
     assert (done.code, done.err) == (0, "")

@@ -173,17 +173,6 @@ def test_prepared_data_is_recognised_and_damage_noticed(tmp_path):
     assert not is_prepared(tmp_path, "test")
 
 
-def test_failed_write_leaves_the_old_data_set_whole(tmp_path):
-    dataset(tmp_path, [1, 2, 3], [4, 5])
-    (tmp_path / "val.bin.new").mkdir()  # which no file can replace
-    with pytest.raises(OSError, match="cannot write") as e:
-        dataset(tmp_path, [7, 8, 9], [7, 7])
-    assert_one_line(str(e.value), tmp_path / "val.bin")
-    assert is_prepared(tmp_path, "test")
-    assert read_tokens(tmp_path / "train.bin").tolist() == [1, 2, 3]
-    assert not (tmp_path / "train.bin.new").exists()
-
-
 def test_two_at_once_do_not_write_into_one_folder(tmp_path):
     dataset(tmp_path, [1, 2, 3], [4, 5])
     with locked(tmp_path), pytest.raises(ValueError, match="wait") as e:

@@ -86,14 +86,6 @@ def test_fast_encoder_that_strays_from_tiktoken_is_found_out(monkeypatch):
         [tokenizer.encode_batch(["some text", "another"]) for _ in range(40)]
 
 
-@needs_bpe
-def test_without_the_fast_encoder_the_ids_are_the_same(monkeypatch):
-    tokenizer = from_meta({"name": "gpt2"})
-    fast = tokenizer.encode_batch(HARD)
-    monkeypatch.setattr("data.tokenizer.fast_gpt2", lambda: None)
-    assert [ids.tolist() for ids in tokenizer.encode_batch(HARD)] == [ids.tolist() for ids in fast]
-
-
 def test_unknown_characters_are_named():
     with pytest.raises(ValueError, match="'x', 'é'.*'abc'"):
         CharTokenizer("abc").encode("aéxb")

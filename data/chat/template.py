@@ -102,13 +102,8 @@ def as_messages(value: Any) -> list[Message]:
 
 def as_message(value: Any, n: int) -> Message:
     """The message number n. Raises ValueError as as_messages."""
-    if not isinstance(value, dict):
-        raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content")
-    for key in ("role", "content"):
-        if key not in value:
-            raise ValueError(f"message {n} has no {key}")
-        if not isinstance(value[key], str):
-            raise ValueError(f"message {n} has a {key} that is {reprlib.repr(value[key])}, not text")
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("role", "content")):
+        raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content, which are text")
     if value["role"] not in ROLES:
         raise ValueError(f"message {n} has the role {value['role'][:40]!r}, which is not one of {', '.join(ROLES)}")
     if any("\ud800" <= char <= "\udfff" for char in value["content"]):

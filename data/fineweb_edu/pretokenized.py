@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from data.documents import retried
-from data.shards import Entry, is_there
+from data.shards import is_there
 from data.token_files import read_tokens, write_meta
 from deskgpt.machine.files import file_sha256
 
@@ -39,30 +39,16 @@ def fetch(folder: Path, meta: dict[str, Any], shards: Iterable[tuple[str, int]],
         if remote not in checksums:
             raise ValueError(f"{REPO} has no {remote}; leave --pretokenized out, or ask for fewer --tokens")
         path = Path(retried(functools.partial(hf_hub_download, REPO, remote, **options)))
-        entry = entry_of_download(path, size, checksums[remote], meta)
-        if entry is None:
+        checksum = file_sha256(path)
+        if checksums[remote] not in (None, checksum):
             path.unlink()
             raise ValueError(f"{remote} arrived damaged; finished shards are kept: run the same command again")
+        ids = read_tokens(path)  # mapped until it is freed: Windows neither renames nor deletes the file before
+        documents = int(np.count_nonzero(ids == meta["end_of_text"]))
+        entry = {"tokens": len(ids), "documents": documents, "sha256": checksum}
+        del ids
         os.replace(path, folder / name)
         meta["files"][name] = entry
         write_meta(folder, meta)
         print(f"{name}: {entry['tokens']:,} tokens, {entry['documents']:,} documents", flush=True)
     shutil.rmtree(folder / ".download", ignore_errors=True)
-
-
-def entry_of_download(path: Path, size: int, sha256: str | None, meta: dict[str, Any]) -> Entry | None:
-    """The entry for meta.json of a token file with `size` tokens or more; None if the file is damaged.
-
-    sha256 is the checksum on the hub, None if it has none.
-    """
-    checksum = file_sha256(path)
-    if sha256 not in (None, checksum):
-        return None
-    try:
-        ids = read_tokens(path)  # mapped until it is freed: Windows neither renames nor deletes the file before
-    except ValueError:  # a header that does not fit the file
-        return None
-    if len(ids) < size or ids.max() >= meta["vocab_size"]:
-        return None
-    documents = int(np.count_nonzero(ids == meta["end_of_text"]))
-    return {"tokens": len(ids), "documents": documents, "sha256": checksum}
