@@ -27,13 +27,6 @@ for i in range(1000):
 """
 
 
-def test_results_name_the_machine_and_the_compilers():
-    plain: dict[str, Any] = {"device": "a CPU (AVX2), 2 cores", "versions": {}, "git_commit": "abc", "compiler": None}
-    compiled = plain | {"compiler": "g++ 12.2.0"}
-    assert output.about(plain).endswith(", a CPU (AVX2), 2 cores; {}, commit abc")
-    assert output.about(plain, compiled, compiled, {}).endswith(", a CPU (AVX2), 2 cores; {}, g++ 12.2.0, commit abc")
-
-
 @pytest.mark.slow
 def test_speed_times_the_peers_on_the_same_work_and_saves_every_step(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(NANOGPT)
