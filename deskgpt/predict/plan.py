@@ -6,7 +6,7 @@
 
 Memory is rehearsed (memory.py), peaks and sizes of cards are published ones (gpu_peaks.py), and the share of the peak
 that a run reaches is assumed. So a plan for a card needs no GPU, and measures nothing here; one for many ranks does not
-need them either.
+need them either: what they send each other follows from the sizes (traffic.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from deskgpt.compute.runner import Form
 from deskgpt.faster import held, kernels
 from deskgpt.machine import gpu_peaks, hardware, peak_flops
 from deskgpt.machine.gpu_peaks import Card
-from deskgpt.machine.words import clock
+from deskgpt.machine.words import BYTES, clock, with_unit
+from deskgpt.predict import traffic
 from deskgpt.predict.fit import USABLE, largest_batch
 from deskgpt.predict.memory import MakeOptimizer, Step, memory
 from model import GPT, GPTConfig
@@ -174,6 +175,10 @@ def say_size(run: Planned, ranks: Ranks) -> None:
     if split.world > 1:
         shards = sharding.describe_shards(run.dp_shard, split.world)
         ranks.say(f"{split.world:,} ranks{shards}; micro-batches of each rank and step: {split.micro_steps}")
+        n = sharding.shards_of(run.dp_shard, split.world)
+        sent = traffic.sent_in_step(run.config, split, n, run.reshard_after_forward, run.make_optimizer)
+        in_words = [f"{kind} {with_unit(size, BYTES)}" for kind, size in sent.items()]
+        ranks.say(f"each rank sends per step: {', '.join(in_words)}")
 
 
 def say_memory(run: Planned, machine: Machine, ranks: Ranks) -> bool:
