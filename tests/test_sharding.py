@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -290,3 +291,20 @@ def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
         return "ended"
 
     assert on_ranks(work, 2, tmp_path) == ["ended"] * 2
+
+
+def test_no_group_of_ranks_waits_longer_than_the_runs_timeout(tmp_path):
+    """With torch's own groups of a mesh, the first rank would wait until the one that hangs has ended."""
+
+    def work(ranks: Ranks) -> float:
+        shards = sharding.make_mesh("cpu", 2, 4, timeout_s=1.0).get_group("dp_shard")
+        dist.barrier()
+        t0 = time.monotonic()
+        if ranks.rank == 1:
+            time.sleep(6)
+        with suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=shards)
+        return time.monotonic() - t0
+
+    waited = on_ranks(work, 4, tmp_path)
+    assert 0.9 < waited[0] < 4

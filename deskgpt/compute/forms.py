@@ -150,7 +150,7 @@ class Search:
     @functools.cached_property
     def rehearsal_mesh(self) -> Any:
         """Ranks that are not there, for a copy of a sharded model that is tried without the others."""
-        return sharding.make_mesh(self.device.type, self.wanted.dp_shard, self.ranks.world, True)
+        return sharding.make_mesh(self.device.type, self.wanted.dp_shard, self.ranks.world, rehearsed=True)
 
     def micro_batch(self) -> Batch:
         return self.batch_of(self.batching.batch_size)

@@ -62,20 +62,31 @@ def describe_shards(dp_shard: int, world: int) -> str:
     return f"; weights sharded among {n}{copies}" if n > 1 else ""
 
 
-def make_mesh(device_type: str, dp_shard: int, world: int, rehearsed: bool = False) -> DeviceMesh:
+def make_mesh(
+    device_type: str, dp_shard: int, world: int, timeout_s: float = 600.0, rehearsed: bool = False
+) -> DeviceMesh:
     """The ranks as (replicas, shards), or as (shards) where there is one replica. Neighbours share a copy.
 
-    rehearsed: nothing is sent; each rank goes on alone with whatever it then computes.
+    timeout_s: the longest that ranks wait for each other. rehearsed: nothing is sent; each rank goes on alone with
+    whatever it then computes.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     n = shards_of(dp_shard, world)
     sizes = {"dp_shard": n} if n == world else {"dp_replicate": world // n, "dp_shard": n}
-    backends: dict[int | str, Any] | None = None
     if rehearsed:
         torch_internals.fake_store()  # makes the backend known
-        backends = dict.fromkeys(sizes, "fake")
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backends)
+        backends: dict[int | str, Any] = dict.fromkeys(sizes, "fake")
+        names = tuple(sizes)
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, backend_override=backends)
+    if n == world:
+        return init_device_mesh(device_type, (n,), mesh_dim_names=tuple(sizes))
+    # Groups that init_device_mesh makes would wait for torch's own 10 or 30 minutes.
+    ranks = torch.arange(world).view(-1, n)
+    timeout = timedelta(seconds=timeout_s)
+    replicas, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    return DeviceMesh.from_group([replicas, shards], device_type, ranks, mesh_dim_names=tuple(sizes))
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class StartingPoint:
         builds = ranks.is_first and not each_reads
         with nullcontext() if builds else torch.device("meta"):
             built = self._built(reads=builds)
-        mesh = sharding.make_mesh(ranks.device.type, shards, ranks.world)
+        mesh = sharding.make_mesh(ranks.device.type, shards, ranks.world, settings["dist_timeout_s"])
         reshard = settings["reshard_after_forward"]
         if self.saved is None or not each_reads:
             return sharding.sharded_copy(built, mesh, reshard, ranks.device)
