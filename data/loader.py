@@ -42,9 +42,8 @@ def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
     x = torch.from_numpy(batch[0])
     y = torch.from_numpy(batch[1])
     if device.type == "cuda":
-        x = x.pin_memory()
-        y = y.pin_memory()
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+    return x.to(device), y.to(device)  # on MPS, a copy in the background may read memory that is already freed
 
 
 def first_micro_batch(split: Split, batching: Batching, device: torch.device, rows: int) -> Batch:
