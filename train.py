@@ -51,7 +51,7 @@ from deskgpt.run.health import Health
 from deskgpt.run.lock import RESTART_S, only_run_in
 from deskgpt.run.minutes import PLANNED, steps_within
 from deskgpt.run.report import Report
-from deskgpt.run.resuming import refuse_differences
+from deskgpt.run.resuming import refuse_differences, said_again, say_left_out
 from deskgpt.run.run import Run
 from deskgpt.run.saver import Saver
 from deskgpt.run.start import RESUMED_SETTINGS, facts_of_code, open_log, prepare_machine, starting_point
@@ -408,7 +408,10 @@ def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
     # The checkpoint's max_iters may come from its max_minutes. A user who names new minutes wants more steps.
     known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
     known["resume_changed"] = False  # is meant for one time
+    left_out = said_again(known)
+    known |= {name: False if name == "wandb_log" else "" for name in left_out}
     settings = read_settings(TrainConfig, [*of_model, *argv], known)
+    say_left_out(left_out, settings, out_dir)
     if settings["init_from"] == "auto":  # the same command as before: max_minutes has made its plan already
         settings["init_from"] = "resume"
         if settings["max_minutes"]:

@@ -26,6 +26,7 @@ from deskgpt.machine.terminal import not_silent
 from deskgpt.machine.words import clock
 from deskgpt.run.diagnosis import bad_parameters, clip_rate, lowest, overfit, without_improvement
 from deskgpt.run.log import RunLog
+from deskgpt.run.resuming import said_again
 from deskgpt.run.run import Run
 from deskgpt.run.timer import StepTimer
 
@@ -353,8 +354,9 @@ class Report:
         say("compare: " + command("python", "bench/compare.py", str(self.out_dir), "OTHER_OUT_DIR"))
 
     def _resume_command(self, *more: str) -> str:
-        """What to type to go on with this run; the checkpoint knows its settings. more: further settings."""
-        script = command("train.py", "--init_from=resume", f"--out_dir={self.out_dir}", *more)
+        """What to type to go on with this run; the checkpoint knows most of its settings. more: further settings."""
+        again = [f"--{name}={value}" for name, value in said_again(self.run.settings).items()]
+        script = command("train.py", "--init_from=resume", f"--out_dir={self.out_dir}", *again, *more)
         if not self.ranks.distributed:
             return f"python {script}"
         if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines: torchrun's options have their addresses

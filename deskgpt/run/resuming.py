@@ -6,15 +6,19 @@ differs is said, a line each. What changes the experiment or the meaning of its 
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PureWindowsPath
 from typing import Any
 
 from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA, Checkpoint
 from deskgpt.compute.batching import eval_windows
-from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.ranks import Ranks, place_of
+from deskgpt.machine.errors import ConfigError
 from deskgpt.machine.provenance import git_commit, versions
+from deskgpt.machine.words import shortened
 
 Facts = dict[str, Any]
 Settings = Mapping[str, Any]  # of a run, by name
@@ -120,6 +124,30 @@ def remedy(before: Settings | None, now: Settings, learning_rate: LearningRate, 
     if rate_change(before, {**now, "lr_decay_iters": end}, learning_rate, steps):
         return ""
     return f"--lr_decay_iters={end} keeps the schedule. "
+
+
+def said_again(settings: Settings) -> dict[str, Any]:
+    """Those of a run that no checkpoint, which may be a stranger's, brings into another one by itself.
+
+    Tasks may be files with code, wandb_log sends data away, and Windows logs in to the host that a path names.
+    """
+    found = {name: settings[name] for name in ("tasks", "wandb_log") if settings.get(name)}
+    dataset = settings.get("dataset")
+    if PureWindowsPath(str(dataset)).drive.startswith("\\\\"):
+        found["dataset"] = dataset
+    return found
+
+
+def say_left_out(left_out: Settings, settings: Settings, out_dir: str) -> None:
+    """Says which of said_again's settings this run goes without. Raises ConfigError if it has no dataset then."""
+    for name, value in left_out.items():
+        if settings[name]:
+            continue
+        text = shortened(value)
+        if name == "dataset":
+            raise ConfigError(f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}")
+        if place_of(os.environ).rank == 0:
+            print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
 
 
 # ---- the ranks of a run --------------------------------------------------------------------------------------
