@@ -45,6 +45,7 @@ class Kept:
     step: int
 
 
+@dataclass(eq=False)
 class Saver:
     """Writes the checkpoints of a run into out_dir, one after the other.
 
@@ -55,25 +56,16 @@ class Saver:
     Their threads wait for each other, the training loops do not. A save succeeds or fails for all.
     """
 
-    def __init__(
-        self,
-        out_dir: Path,
-        say: Callable[[str], None],
-        best_val_loss: float,
-        keep: int = 1,
-        in_background: bool = True,
-        group: dist.ProcessGroup | None = None,
-        kept: Kept | None = None,
-    ) -> None:
-        """kept: the checkpoint that the run goes on from."""
-        self.kept = kept
+    out_dir: Path
+    say: Callable[[str], None]
+    best_val_loss: float
+    keep: int = 1
+    in_background: bool = True
+    group: dist.ProcessGroup | None = None
+    kept: Kept | None = None  # the latest checkpoint; at first the one that the run goes on from
+
+    def __post_init__(self) -> None:
         self.is_stale = False  # whether the run went back before the latest checkpoint, which it must replace
-        self.out_dir = out_dir
-        self.say = say
-        self.best_val_loss = best_val_loss
-        self.keep = keep
-        self.in_background = in_background
-        self.group = group
         self.snapshot = Snapshot()
         self.thread: threading.Thread | None = None
         self.last: Saved | None = None
