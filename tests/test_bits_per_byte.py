@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_one_line, events, flags, needs_bpe, tiny
+from conftest import TINY, events, flags, needs_bpe, tiny
 
 from bench import compare, report
 from bench.analysis.logs import read_run
@@ -210,19 +210,3 @@ def test_two_tokenizers_on_the_same_text_are_ranked_and_on_another_text_not(prep
         complete(run)
     reasons = compare.compare(runs, [])[2]["not_ranked"]
     assert "nor is the text known to be the same" in reasons[-1]
-
-
-@needs_bpe
-@pytest.mark.slow
-def test_run_on_gpt2s_tokens_goes_on_without_its_files(text, tmp_path, monkeypatch, capsys):
-    prepare(text[:50_000], tmp_path / "data", "gpt2", "test text")
-    once = {"eval_only": True, "eval_iters": 1}
-    main(tiny(tmp_path / "data", tmp_path / "out", **once))
-    assert re.search(r"^step 0: .*, bits per byte \d\.\d{4}$", capsys.readouterr().out, re.M)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(empty))
-    main(tiny(tmp_path / "data", tmp_path / "out", **once))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "bits per byte" in line]
-    assert_one_line(line, "gpt2", "TIKTOKEN_CACHE_DIR")
-    assert not list(empty.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +120,6 @@ def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: S
         (tmp_path / name).unlink()
     write_meta(tmp_path, {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "source": "a text", "files": {}})
     fails(script(*prepare, "--out", tmp_path), tmp_path, "--out")
-
-
-def test_damaged_meta_json_is_named(tmp_path, script: Script, prepared):
-    prepare = copied(prepared, tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    entry = meta["files"]["train_000001.bin"]
-    write_meta(tmp_path, meta | {"files": {"train_000001.bin": entry | {"tokens": None}}})
-    fails(script(*prepare), "meta.json", "tokens=None", "--out")
 
 
 def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):

@@ -31,6 +31,7 @@ from fineweb import (
 )
 
 from data.describe import describe
+from data.token_files import write_meta
 
 # ---- what is written -----------------------------------------------------------------------------------------
 
@@ -76,16 +77,6 @@ def test_gpt2_tokens_are_tiktokens_and_special_strings_are_text(tmp_path, script
     encoding = tiktoken.get_encoding("gpt2")
     expected = [[encoding.eot_token, *encoding.encode_ordinary(text)] for text in documents]
     assert tokens(tmp_path / "out").tolist() == [token for ids in expected for token in ids]
-
-
-def test_number_of_threads_changes_nothing(tmp_path, script: Script, documents):
-    write_documents(tmp_path / "a.parquet", documents)
-    for n in (1, 5):
-        done = script(
-            PREPARE, "--source", tmp_path / "a.parquet", *SMALL, f"--num_proc={n}", "--out", tmp_path / str(n)
-        )
-        assert done.code == 0, done.err
-    assert contents(tmp_path / "1") == contents(tmp_path / "5")
 
 
 def test_tokens_stop_early_and_can_be_raised_later(tmp_path, script: Script, documents):
@@ -145,6 +136,14 @@ def test_fewer_tokens_than_before_leave_the_shards_that_are_there_whole(tmp_path
     done = script(*prepare, "--tokens=300_000")
     assert done.code == 0, done.err
     assert contents(tmp_path) == contents(prepared[1])
+
+
+def test_folder_of_an_older_version_is_taken_on(tmp_path, script: Script, prepared):
+    prepare = copied(prepared, tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    del meta["parts"]
+    write_meta(tmp_path, meta)
+    assert "already prepared" in script(*prepare).out
 
 
 @pytest.mark.slow
