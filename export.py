@@ -64,8 +64,7 @@ def main(c: ExportConfig) -> None:
         write_json(folder / "config.json", hugging_face.config_json(config, tokenizer.end_of_text))
         write_json(folder / "generation_config.json", hugging_face.generation_config_json(config, *ids))
         write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        of_chat = trained.checkpoint is not None and trained.checkpoint.chat == template.NAME
-        chat_template = template.JINJA if of_chat else None
+        chat_template = template.JINJA if trained.saw_chat else None
         write_json(folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size, chat_template))
         if not hugging_face.is_gpt2(config):
             shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
@@ -74,7 +73,7 @@ def main(c: ExportConfig) -> None:
         write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, weights))
         shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
         compared = compare(folder, trained.model.eval())
-    print(f"{to}: {class_of(config)}; {millions(trained.model)} parameters, tokenizer {tokenizer.meta()['name']}")
+    print(f"{to}: {millions(trained.model)} parameters, tokenizer {tokenizer.meta()['name']}, {class_of(config)}")
     print(compared)
 
 

@@ -138,6 +138,11 @@ class Trained:
     source: str  # what the user called it
     checkpoint: Checkpoint | None  # None for GPT-2's weights and other folders in Hugging Face's format
 
+    @property
+    def saw_chat(self) -> bool:
+        """Whether it was trained on dialogues, in our template."""
+        return self.checkpoint is not None and self.checkpoint.chat == template.NAME
+
 
 def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
     """What init_from and out_dir of SampleConfig name. Raises ValueError, also where it does not fit into the device.
@@ -225,8 +230,7 @@ def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) ->
     """Answers on the terminal until the input ends. Raises ValueError if the model cannot talk."""
     model = trained.model.eval().to(device)
     of_chat = template.Template(trained.tokenizer)
-    saw_chat = trained.checkpoint is not None and trained.checkpoint.chat == template.NAME
-    if not saw_chat:
+    if not trained.saw_chat:
         print(f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/chat.md", file=sys.stderr)
     dialogue = talk.Dialogue(of_chat, model.config.block_size, c.system)
 

@@ -54,9 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
                 return
             files = [self.entry(folder, p) for p in sorted(folder.rglob("*")) if p.is_file()]
-            siblings = [{"rfilename": f["path"], "size": f["size"], "lfs": f["lfs"]} for f in files]
-            for file in siblings:
-                file["lfs"] = {"sha256": file["lfs"]["oid"], "size": file["size"], "pointerSize": 130}
+            siblings = [f | {"rfilename": f["path"]} for f in files]
             self.send_json({"id": "/".join(folder.parts[-2:]), "sha": SHA, "siblings": siblings, "private": False})
 
     def repo(self, verb: str) -> tuple[Path, str]:
@@ -71,7 +69,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if path.is_dir():
             return {"type": "directory", "path": name, "oid": "0" * 40}
         content = path.read_bytes()
-        lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        sha256 = hashlib.sha256(content).hexdigest()
+        lfs = {"oid": sha256, "sha256": sha256, "size": len(content), "pointerSize": 130}
         return {"type": "file", "path": name, "oid": "0" * 40, "size": len(content), "lfs": lfs}
 
     def send_file(self, folder: Path, inside: str) -> None:

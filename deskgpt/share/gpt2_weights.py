@@ -92,7 +92,7 @@ def refuse_other_settings(config: dict[str, Any], exported: GPTConfig | None, na
     if odd:
         raise ValueError(
             f"init_from={name}: config.json has {odd}, deskGPT's model { ({k: wanted[k] for k in odd}) }: this is "
-            "neither a plain GPT-2 nor what export.py wrote"
+            "neither a plain GPT-2 nor what this export.py writes"
         )
 
 
