@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, assert_one_line, needs_bpe
 from fake_hub import SHA, Hub, serve
-from fineweb import (
-    SMALL,
-    as_bytes,
-    harm,
-    tokens,
-    write_documents,
-)
+from fineweb import SMALL, as_bytes, harm, tokens, write_documents
 
 from data.token_files import write_tokens
 from data.tokenizer import from_meta

@@ -56,8 +56,9 @@ class Sample:
 
     def finish(self) -> str:
         """Ends the text; returns what was held back."""
+        shown = self.shown
         self._append(self._decoder.decode(b"", final=True))
-        shown, self.shown = self.shown, len(self.text)
+        self.shown = len(self.text)
         return self.text[shown:]
 
     def _append(self, new: str) -> str:
