@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, events, flags, needs_bpe, tiny
+from conftest import TINY, assert_one_line, events, flags, needs_bpe, tiny
 
 from bench import compare, report
 from bench.analysis.logs import read_run

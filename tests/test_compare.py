@@ -16,6 +16,7 @@ from bench import compare
 from bench.analysis.learning import at, spent_until, standard_error
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run, complete, give
+from bench.analysis.verdict import following
 from deskgpt.machine.words import clock
 
 NO_CAUSE = "No cause can be named"
@@ -286,6 +287,18 @@ def test_a_cause_needs_every_setting_and_the_device_known(tmp_path):
         give(run, "dtype", "bfloat16")
     text = "\n".join(compare.compare(runs, [])[1])
     assert "batch_size 16 -> 8, device RTX 4070 -> RTX 3090" in text
+
+
+def test_the_run_that_would_settle_it_changes_one_thing_and_what_follows_from_it(tmp_path):
+    ends = {"min_lr": 1e-4, "lr_decay_iters": 400}
+    a = log(tmp_path / "a", {0: 4.0, 200: 2.5}, settings=ends)
+    b = log(tmp_path / "b", {0: 4.0, 200: 2.5}, learning_rate=3e-4, n_layer=3, settings=ends | {"min_lr": 3e-5})
+    (line,) = [line for line in compared(a, b)[1].splitlines() if "train.py" in line]
+    assert "--n_layer=3" in line
+    assert "--learning_rate=0.0003" not in line
+    settings = read_run(a).settings
+    assert "min_lr" not in following(settings, {"learning_rate": 3e-4})  # a tenth of it again
+    assert "lr_decay_iters" not in following(settings, {"max_iters": 800})
 
 
 def test_of_three_runs_each_is_told_from_the_best_with_its_own_figures(tmp_path):

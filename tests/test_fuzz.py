@@ -52,7 +52,7 @@ from bench.analysis.logs import read_run
 from bench.analysis.runs import FACTS, complete
 from configurator import build, configure
 from data.splits import Split
-from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_tokens
+from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
 from data.verify import Verification
 from deskgpt.checkpoint import store
@@ -63,6 +63,7 @@ from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine import hardware
 from deskgpt.machine.errors import is_out_of_memory, one_line_errors
+from deskgpt.machine.files import file_sha256
 from deskgpt.run.run import Run
 from model import GPT, GPTConfig
 from sample import SampleConfig
@@ -438,6 +439,38 @@ odd_heads = st.builds(
 @given(content=odd_heads | st.binary(max_size=100))
 def test_token_files(folder, content):
     use_data(folder, "train.bin", content)
+
+
+@pytest.fixture(scope="module")
+def prepared(folder) -> dict[Path, bytes]:
+    """Files of two data folders and their contents: token files as nanoGPT has them, and with llm.c's header."""
+    ids = {"train": np.arange(300, dtype=np.uint16) % 256, "val": np.arange(100, dtype=np.uint16) % 251}
+    bare = folder / "bare"
+    headed = folder / "headed"
+    meta = write_dataset(bare, ids, BytesTokenizer(), "fuzz")
+    headed.mkdir()
+    files = {}
+    for split, of_split in ids.items():
+        path = headed / f"{split}_000000.bin"
+        write_tokens(path, of_split, header=True)
+        files[path.name] = {"tokens": len(of_split), "sha256": file_sha256(path)}
+    write_meta(headed, meta | {"files": files})
+    return {path: path.read_bytes() for path in sorted([*bare.iterdir(), *headed.iterdir()])}
+
+
+@fuzzed
+@given(which=st.integers(0, 5), edits=damage)
+def test_no_damage_to_prepared_data_is_silent(prepared, which, edits):
+    path, content = list(prepared.items())[which]
+    undamaged = read_meta(path.parent)
+    path.write_bytes(damaged(content, edits))
+    try:
+        with ends_as_documented():
+            read_data(path.parent)
+            is_same = read_meta(path.parent) == undamaged and (path.suffix == ".json" or path.read_bytes() == content)
+            assert is_same, "nobody noticed the damage"
+    finally:
+        path.write_bytes(content)
 
 
 PLAIN = {"tokenizer": CHARS.meta(), "vocab_size": CHARS.vocab_size, "source": "x", "end_of_text": None, "files": {}}

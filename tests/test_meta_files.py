@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import random
 import time
 import tracemalloc
 from pathlib import Path
@@ -108,19 +107,6 @@ def test_what_is_no_file_or_far_too_large_is_not_read(tmp_path):
         file.truncate(meta_files.JSON_BYTES + 1)
     with pytest.raises(ValueError, match="meta.json has more than"):
         read_meta(tmp_path)
-
-
-def corrupted(content: bytes, draw: random.Random) -> bytes:
-    """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or cut short there."""
-    out = content
-    while out == content:
-        at = draw.randrange(len(content))
-        piece = content[at : at + draw.choice((1, 2, 8, 512))]
-        flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
-        new = draw.choice((flipped, flipped, b"", piece * 2, bytes(len(piece)), draw.randbytes(len(piece))))
-        rest = content[at + len(piece) :] if draw.randrange(5) else b""
-        out = content[:at] + new + rest
-    return out
 
 
 # ---- meta.pkl ------------------------------------------------------------------------------------------------

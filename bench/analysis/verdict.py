@@ -1,11 +1,14 @@
-"""The headline: who leads. The verdict: what may be called the cause."""
+"""The headline: who leads. The verdict: what may be called the cause, or the run that would settle it."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from typing import Any
 
 from bench.analysis.arms import Arm, Row, factors, how, unknown
 from bench.analysis.learning import Ranking
+from train import TrainConfig
 
 # Settings that do not change how long a step takes.
 NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
@@ -14,7 +17,7 @@ SAME_WORK = re.compile(r" at equal (steps|tokens|text) ")  # spent by the same t
 
 
 def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranking) -> list[str]:
-    """What may be called the cause; before it, why losses are not ranked.
+    """What may be called the cause, or the run that would settle it; before it, why losses are not ranked.
 
     Empty for a single arm. speeds and losses are the rows of the tables, which have the rest.
     """
@@ -70,7 +73,7 @@ def not_ranked_line(arms: list[Arm], reasons: list[str]) -> str:
 
 
 def cause_lines(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> list[str]:
-    """What may be called the cause; where several things changed, these."""
+    """What may be called the cause; where several things changed, the run that would settle it."""
     missing = unknown(arms)
     if missing:
         return [
@@ -82,7 +85,7 @@ def cause_lines(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> list[s
         return ["Nothing that is known changed."]
     if len(changes) > 1:
         named = ", ".join(how(change, arms) for change in changes[:5]) + (", ..." if len(changes) > 5 else "")
-        return [f"No cause can be named: {len(changes)} things changed at once ({named})."]
+        return [f"No cause can be named: {len(changes)} things changed at once ({named}).", *settling_lines(arms)]
 
     same_work = [row for row in losses if SAME_WORK.search(row.label)]
     on_speed = effect_line(arms, changes[0], "speed", [row for row in speeds if row.label == "tokens/s"])
@@ -106,3 +109,39 @@ def effect_line(arms: list[Arm], change: list[str], name: str, rows: list[Row]) 
     if any(row.lead.noise_unknown for row in rows):
         return f"{only}: an effect on {name} is open, as the noise is not known; repeat both."
     return ""
+
+
+def settling_lines(arms: list[Arm]) -> list[str]:
+    """The command of a run that changes one thing alone, the first that can be changed by itself."""
+    for change in factors(arms[:2]):
+        values = {"compile" if name == "compiled" else name: arms[1].values[name] for name in change}
+        if "device" in values or not TrainConfig.__dataclass_fields__.keys() >= values.keys():
+            continue
+        settings = following(arms[0].runs[0].settings, values)
+        try:
+            TrainConfig(**settings)
+        except (ValueError, TypeError):  # not possible together
+            continue
+        alone = f"{arms[0].label} with {how(change, arms[:2])} alone"
+        return [f"To settle it, change one at a time. {alone}: {command(settings)}"]
+    return []
+
+
+def following(settings: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """train.py's settings among these, some of them changed; what followed from the old values follows the new ones."""
+    out = {name: value for name, value in settings.items() if name in TrainConfig.__dataclass_fields__} | changed
+    min_lr = out.get("min_lr")
+    if "learning_rate" in changed and min_lr and min_lr * 10 == settings["learning_rate"]:
+        del out["min_lr"]
+    if "max_iters" in changed and out.get("lr_decay_iters") == settings["max_iters"]:
+        del out["lr_decay_iters"]
+    return out
+
+
+def command(settings: dict[str, Any]) -> str:
+    """train.py's command line with those of these settings that are not the defaults."""
+    given = []
+    for name, f in TrainConfig.__dataclass_fields__.items():
+        if name in settings and settings[name] != f.default and name not in ("out_dir", "init_from"):
+            given.append(f"--{name}={settings[name]}")
+    return shlex.join(["python", "train.py", *given])
