@@ -30,6 +30,7 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.faster.held import SAME_LOGITS, distance
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import check_unused, new_folder
+from deskgpt.machine.words import millions
 from deskgpt.share import hugging_face
 from deskgpt.share.hugging_face import MODELING_FILE
 from model import GPT, GPTConfig
@@ -73,7 +74,7 @@ def main(c: ExportConfig) -> None:
         write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, weights))
         shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
         compared = compare(folder, trained.model.eval())
-    print(f"{to}: {millions(trained.model)} parameters, tokenizer {tokenizer.meta()['name']}, {class_of(config)}")
+    print(f"{to}: {size_of(trained.model)} parameters, tokenizer {tokenizer.meta()['name']}, {class_of(config)}")
     print(compared)
 
 
@@ -170,11 +171,15 @@ The context is {context} tokens.
 """
 
 
+def size_of(model: GPT) -> str:
+    return millions(sum(p.numel() for p in model.parameters()))
+
+
 def model_card(trained: Trained, name: str) -> str:
     """README.md of the folder `name`: what the model is, how it was trained, how it is loaded."""
     config = trained.model.config
     settings = asdict(config)
-    facts = {"parameters": millions(trained.model)}
+    facts = {"parameters": size_of(trained.model)}
     if trained.checkpoint is not None:
         facts |= training_facts(trained.checkpoint)
         settings |= {k: trained.checkpoint.config[k] for k in CARD_SETTINGS if k in trained.checkpoint.config}
@@ -212,10 +217,6 @@ def training_facts(saved: Checkpoint) -> dict[str, Any]:
 def table(heading: str, rows: dict[str, Any]) -> str:
     cells = {name: "n/a" if value is None else str(value).replace("|", "\\|") for name, value in rows.items()}
     return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())])
-
-
-def millions(model: GPT) -> str:
-    return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M"
 
 
 if __name__ == "__main__":

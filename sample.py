@@ -35,6 +35,7 @@ from deskgpt.compute.runner import Runner
 from deskgpt.compute.writing import Sample, Wish, write
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import message_for_user, one_line_errors
+from deskgpt.machine.words import millions
 from deskgpt.predict import fit
 from deskgpt.share import page_server, playground
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
@@ -265,7 +266,7 @@ def playground_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.d
     facts = [
         f"step {saved.iter_num:,}" if saved else "step n/a",
         f"best val loss {saved.best_val_loss:.4f}" if saved and known_loss else "best val loss n/a",
-        f"{model.num_params() / 1e6:,.2f}M parameters",
+        f"{millions(model.num_params())} parameters",
         f"context of {model.config.block_size:,} tokens",
     ]
     encode = functools.partial(encoded, tokenizer=trained.tokenizer, model=model)

@@ -278,8 +278,3 @@ def progress_bar(total: float) -> tqdm:
     """A bar of tokens, on a terminal only and not in one of several processes, whose bars would mix."""
     hidden = True if multiprocessing.parent_process() else None
     return tqdm(total=total if total < math.inf else None, unit="tok", unit_scale=True, disable=hidden, smoothing=0.05)
-
-
-def gigabytes(size: float) -> str:
-    """A number of bytes in GB, or in MB below 0.1 GB."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

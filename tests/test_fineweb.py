@@ -186,7 +186,7 @@ def test_full_disk_keeps_finished_shards_and_the_run_goes_on_later(tmp_path, scr
 
 def test_disk_is_looked_at_before_anything_is_written(tmp_path, script: Script):
     done = script(PREPARE, "--encoding=bytes", "--subset=default", "--out", tmp_path / "out")
-    fails(done, "2600.0 GB", "free", "--tokens", "--out")  # which no disk here has
+    fails(done, "2.6 TB", "free", "--tokens", "--out")  # which no disk here has
     assert not list((tmp_path / "out").glob("[!.]*"))
 
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from data.documents import Source, local_source, retried, text_bytes
 from data.fineweb_edu import pretokenized
 from data.meta_files import from_json
-from data.shards import Entry, gigabytes, plan
+from data.shards import Entry, plan
 from data.token_files import TOKEN_BYTES, named_tokenizer, read_description
 from data.tokenizer import Tokenizer, from_meta, short_name
+from deskgpt.machine.words import BYTES, with_unit
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9, "default": 1.3e12}  # about
@@ -175,8 +176,8 @@ def check_disk(folder: Path, tokens: float) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes < math.inf:
         raise ValueError(
-            f"{folder} needs about {gigabytes(needed_bytes)} more, and {gigabytes(free_bytes)} are free; choose "
-            "another --out, or make less of it with --tokens"
+            f"{folder} needs about {with_unit(needed_bytes, BYTES)} more, and {with_unit(free_bytes, BYTES)} are free; "
+            "choose another --out, or make less of it with --tokens"
         )
 
 

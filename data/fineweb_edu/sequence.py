@@ -15,9 +15,10 @@ from data import bpe
 from data.documents import Source
 from data.fineweb_edu import common, pretokenized
 from data.fineweb_edu.common import Entries, Job, Part
-from data.shards import gigabytes, is_there, write_shards
+from data.shards import is_there, write_shards
 from data.token_files import damaged, read_record, refuse_foreign, write_meta
 from data.tokenizer import Tokenizer, from_meta
+from deskgpt.machine.words import BYTES, with_unit
 
 # The vocabulary is trained on what comes after this many bytes of text for each token of val. Tokens of ordinary text
 # have four to five bytes, so none of it is val's.
@@ -113,8 +114,11 @@ def own_tokenizer(folder: Path, meta: dict[str, Any], source: Source, job: Job, 
 
     os.environ["RAYON_NUM_THREADS"] = str(threads)  # which it reads when it begins to train
     begin = BYTES_OF_VAL_TOKEN * job.val_tokens
-    wanted = f"at most {gigabytes(bpe.SAMPLE_BYTES)} of text"
-    print(f"training a vocabulary of {meta['vocab_size']:,} on {wanted} after the first {gigabytes(begin)}", flush=True)
+    wanted = f"at most {with_unit(bpe.SAMPLE_BYTES, BYTES)} of text after the first {with_unit(begin, BYTES)}"
+    print(
+        f"training a vocabulary of {meta['vocab_size']:,} on {wanted}",
+        flush=True,
+    )
     texts = bpe.sample(texts_from(source, begin), bpe.SAMPLE_BYTES)
     first = next(texts, None)
     if first is None:

@@ -1,6 +1,6 @@
 """Standard output that outlives its terminal, pipe or disk, and that is not silent for long.
 
-The standard library is all that this needs, as in stopping.py.
+The standard library is all that this needs, as in stops.py.
 """
 
 from __future__ import annotations

@@ -19,6 +19,11 @@ def with_unit(n: float, units: dict[str, float]) -> str:
     return f"{n / units[smallest]:,.1f} {smallest}"
 
 
+def millions(parameters: int) -> str:
+    """A model's size as nanoGPT prints it, such as 123.59M."""
+    return f"{parameters / 1e6:.2f}M"
+
+
 def in_gib(size: float | None) -> str:
     """Bytes in GiB."""
     return "n/a" if size is None else f"{size / 2**30:.2f}"

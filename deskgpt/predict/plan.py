@@ -25,7 +25,7 @@ from deskgpt.compute.runner import Form
 from deskgpt.faster import held, kernels
 from deskgpt.machine import gpu_peaks, hardware, peak_flops
 from deskgpt.machine.gpu_peaks import Card
-from deskgpt.machine.words import BYTES, clock, with_unit
+from deskgpt.machine.words import BYTES, clock, millions, with_unit
 from deskgpt.predict import traffic
 from deskgpt.predict.fit import USABLE, largest_batch
 from deskgpt.predict.memory import MakeOptimizer, Step, memory
@@ -164,7 +164,7 @@ def say_size(run: Planned, ranks: Ranks) -> None:
     model = GPT.without_storage(run.config)
     positions = sum(p.numel() for p in model.parameters()) - model.num_params()
     ranks.say(
-        f"number of parameters: {model.num_params() / 1e6:.2f}M, and {positions / 1e6:.2f}M of position embeddings; "
+        f"number of parameters: {millions(model.num_params())}, and {millions(positions)} of position embeddings; "
         f"vocabulary of {run.config.vocab_size:,}"
     )
     split = run.batching

@@ -23,7 +23,7 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Evaluation
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.terminal import not_silent
-from deskgpt.machine.words import clock
+from deskgpt.machine.words import clock, millions
 from deskgpt.run.diagnosis import bad_parameters, clip_rate, lowest, overfit, without_improvement
 from deskgpt.run.log import RunLog
 from deskgpt.run.resuming import said_again
@@ -87,7 +87,7 @@ class Report:
         self.warm_up_s = warm_up_s
         for line in about_data:
             say(line)
-        say(f"number of parameters: {model.num_params() / 1e6:.2f}M, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
+        say(f"number of parameters: {millions(model.num_params())}, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
         shards = sharding.describe_shards(settings["dp_shard"], self.ranks.world)
         say(f"device: {self.ranks.world} x {name}, {form}{by}{shards}")
         say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
