@@ -164,8 +164,9 @@ def take_over(out_dir: Path, say: Callable[[str], None], step: int | None = None
             shutil.rmtree(leftover)
         else:
             leftover.unlink()
+    best = best_of(out_dir)  # which the run will name at its end
     for path in (*numbered(out_dir), out_dir / NAME, out_dir / BEST):
-        damage = damage_of(path, NO_CHECKSUMS)
+        damage = damage_of(path) if path == best else damage_of(path, NO_CHECKSUMS)
         if damage == MISSING_FILE:
             continue
         if damage or (step is not None and order_of(path)[0] > step):
@@ -308,10 +309,15 @@ def resume(out_dir: str | Path, say: Callable[[str], None] = silent, ranks: Rank
     """
     saved = load(out_dir, say, ranks)
     path = best_of(folder_of(out_dir))
-    if path is not None and damage_of(path, NO_CHECKSUMS) is None:
+    if path is None:
+        return saved
+    damage = damage_for(path, ranks, checksums=True)
+    if damage is None:
         best = load_checked(path)
         if evaluated_on(best) == evaluated_on(saved):
             saved.best_val_loss = min(saved.best_val_loss, best.best_val_loss)
+    else:
+        say(f"{path} {damage}: its loss, the best so far, does not count")
     return saved
 
 
