@@ -351,6 +351,8 @@ class Report:
             if settings["decay_lr"] and not settings["lr_decay_iters"]:  # the schedule gets another end
                 more.append("--resume_changed=True")
         say("resume:  " + self._resume_command(*more))
+        if "--resume_changed=True" in more:
+            say("         with another schedule of the learning rate than so far, which --resume_changed=True allows")
         say("compare: " + command("python", "bench/compare.py", str(self.out_dir), "OTHER_OUT_DIR"))
 
     def _resume_command(self, *more: str) -> str:
