@@ -73,6 +73,11 @@ def test_settings(chars, run, assert_fails, argument):
     assert_fails(SETTINGS[argument], *settings, "--dry_run=True", code=2)
 
 
+@pytest.mark.parametrize("name", ["x.pt", "ckpt-00000001"])
+def test_new_run_in_what_would_be_a_checkpoint(chars, tmp_path, assert_fails, name):
+    assert_fails([str(tmp_path / name), "--out_dir="], *flags(**TINY, dataset=chars, out_dir=tmp_path / name))
+
+
 def test_mistyped_setting_in_a_config_file(tmp_path, assert_fails):
     (tmp_path / "mine.py").write_text("batch_size = 3\nlearning_rat = 1\n")
     assert_fails(["mine.py:2", "learning_rat ", "learning_rate"], tmp_path / "mine.py", code=2)

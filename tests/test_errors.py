@@ -30,6 +30,7 @@ def test_running_out_of_memory_is_one_line_with_the_remedy(error, capsys):
     ("error", "status", "named"),
     [
         (ConfigError("x=1 must be 2"), 2, "x=1 must be 2"),
+        (ConfigError("of a stranger: \x1b[31mred"), 2, r"\x1b[31mred"),
         (ValueError("no such model"), 1, "no such model"),
         (FileNotFoundError(2, "No such file or directory", "a.bin"), 1, "a.bin"),
         (ModuleNotFoundError("no", name="wandb"), 1, "wandb"),

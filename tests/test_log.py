@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -38,6 +39,16 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     assert len(runs) == 2
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
     assert all(f"-{run_id}" in run.name and list(run.glob("*.wandb")) for run in runs)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs O_NOFOLLOW")
+def test_log_of_a_stranger_that_is_a_link_writes_nowhere_else(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "log.jsonl").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="link") as e:
+        RunLog(tmp_path / "log.jsonl")
+    assert_one_line(e.value, tmp_path / "log.jsonl", "--out_dir")
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 def test_wandb_gets_benchmarks_under_their_tasks_and_a_run_goes_on_where_it_fails(tmp_path, capsys):

@@ -214,6 +214,11 @@ def folder_of(out_dir: str | Path) -> Path:
     return path.parent if path.suffix == ".pt" or is_folder(path) else path
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint can have this name, a file's or a folder's."""
+    return name.endswith(".pt") or folders.NAME.fullmatch(name) is not None
+
+
 def is_one(path: str | Path) -> bool:
     """Whether path names a checkpoint as `load` takes it."""
     path = Path(path)

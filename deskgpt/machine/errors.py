@@ -61,7 +61,8 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
         message = message_for_user(e, if_out_of_memory)
         if message is None or os.environ.get("DESKGPT_TRACEBACK"):
             raise
-        line = " ".join(message.split())  # a path or a value in it may hold line ends
+        line = " ".join(message.split())  # a path or a value in it may hold line ends, or escape sequences
+        line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
         print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 

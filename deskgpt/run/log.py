@@ -100,9 +100,17 @@ class RunLog:
                 self.wandb_run = None
 
 
+def without_following(path: str, flags: int) -> int:
+    """Opens a file that is no symbolic link. Windows needs a privilege to make those, and has no such flag."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def open_to_append(path: Path) -> FileIO:
-    """The log at path, unbuffered, with its last line ended. Raises OSError."""
-    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (it stays open as long as the run)
+    """The log at path, unbuffered, with its last line ended. Raises OSError, also where it is a symbolic link.
+
+    In a stranger's out_dir a link could name any file of the user.
+    """
+    file = open(path, "a+b", buffering=0, opener=without_following)  # noqa: SIM115 (it stays open as long as the run)
     size = file.tell()
     if size:
         file.seek(size - 1)

@@ -182,6 +182,8 @@ def starting_point(
     out_dir = settings["out_dir"]
     dropout = {"dropout": settings["dropout"]}
     writes = not settings["eval_only"] and not settings["dry_run"]
+    if init_from != "resume" and writes and store.is_name(Path(out_dir).name):
+        raise ValueError(f"out_dir={out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out")
     if init_from == "scratch":
         return StartingPoint(settings, ranks, "scratch", scratch)
 
