@@ -248,6 +248,7 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
         connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
         response = connection.getresponse()
         response.readline()
+        response.readline()  # of a token: the main thread no longer starts the one that writes, and only waits
         process.send_signal(signal.SIGINT)
         *_, last = response.read().splitlines()
         out, err = process.communicate(timeout=20)

@@ -395,7 +395,7 @@ def test_without_a_compiler_a_run_that_asks_for_one_ends_in_one_line(chars, tmp_
     done = shell("python", "train.py", *flags(**settings), env=env)
     assert done.returncode == 1
     assert_one_line(done.stderr, "error: compile=True: CXX='/nonexistent/c++'", "--compile=auto", "--compile=False")
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
 # ---- data ---------------------------------------------------------------------------------------------------
