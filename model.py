@@ -118,7 +118,7 @@ class GPTConfig(ModelSettings):
             return cls(**model_args)
         except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
             found = str(model_args)[:300]
-            raise ValueError(f"{source}: model_args={found} are not those of a GPT-2 ({str(e)[:300]})") from None
+            raise ValueError(f"{source}: model_args={found} do not describe a GPT-2 ({str(e)[:300]})") from None
 
     def as_args(self) -> dict[str, Any]:
         """What `from_args` reads. Modern choices are left out where they are GPT-2's: so nanoGPT reads a GPT-2."""

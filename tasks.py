@@ -173,7 +173,7 @@ def install(venv: Path, kind: str) -> Path:
     make_environment(venv)
     packages = "torch and the other packages"
     if kind == "dev":
-        packages += ", also those of the tests,"
+        packages += ", also the ones that tests need,"
     say(f"installing {packages} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
     if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
         say("no NVIDIA card was found: docs/install.md explains how to get a much smaller torch")

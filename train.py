@@ -87,8 +87,8 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     save_async: bool = True  # False: training waits until a checkpoint is on the disk
     keep_checkpoints: int = 1  # the latest ones that are kept, beside the best
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
-    patience: int = 0  # end after so many evaluations without an improvement beyond the standard error; 0 = never
-    resume_changed: bool = False  # True: resume although data, batch or schedule are not those of the run before
+    patience: int = 0  # end after this many evaluations without an improvement beyond the standard error; 0 = never
+    resume_changed: bool = False  # True: resume although data, batch or schedule have changed
     max_bad_steps: int = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run; 0 = never
     on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: back to the last checkpoint, past the batches since then
     # batch
@@ -124,7 +124,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dp_shard: int = 1  # ranks that share one copy of weights and moments (FSDP); -1 = all; 1 = each has its own (DDP)
     reshard_after_forward: bool = True  # sharded: gather weights again for the backward pass; False: keep them
     dist_timeout_s: float = 600.0  # the longest that ranks wait for each other; then the run ends
-    world: int = 0  # a dry run for so many ranks, which need not be here; 0 = those that torchrun started
+    world: int = 0  # a dry run for this many ranks, which need not exist; 0 = the ranks that torchrun started
     # Weights & Biases
     wandb_log: bool = False
     wandb_project: str = "owt"
@@ -385,7 +385,7 @@ def settings_of_earlier_run(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def settings_of_start(argv: list[str], settings: dict[str, Any]) -> dict[str, Any]:
-    """What init_from makes of settings, those of the config files and the command line in argv."""
+    """The settings after init_from is followed. settings: from the config files and the command line in argv."""
     if settings["init_from"] == "auto" and not store.is_one(settings["out_dir"]):
         # As the config files say, so that one command serves every start of a finetuning run, too.
         argv = [arg for arg in argv if arg != "--init_from=auto"]

@@ -211,7 +211,7 @@ def verdict(line: dict[str, Any]) -> str:
     if "failed" in line:
         return f"FAILED: {line['failed']}"
     if "refused" in line:
-        expected = line["compiled"] and ("those of plain float32" in line["refused"] or not line["compiler"])
+        expected = line["compiled"] and ("disagree with plain float32" in line["refused"] or not line["compiler"])
         return f"{'refused' if expected else 'REFUSED, which it should not be'}: {line['refused']}"
     return "right" if line["right"] else "WRONG, and not refused"
 

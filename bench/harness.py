@@ -437,7 +437,7 @@ def loaded(manager: TaskManager, names: list[str]) -> dict[str, Any]:
 
 
 def figures(results: dict[str, Any]) -> Figures:
-    """By task and group: each metric and its standard error, as `acc` and `acc_stderr`; None where it is not known.
+    """By task and group: each metric and its standard error, as `acc` and `acc_stderr`; None if it is not known.
 
     A metric of one of several filters has its name after a comma: `exact_match,strict-match`.
     """

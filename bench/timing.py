@@ -204,7 +204,7 @@ def read_own_log(x: Contestant) -> None:
 
 
 def peak_memory(pid: int, on_gpu: bool) -> int | None:
-    """Bytes of a process: what it has on the GPU now, or its peak in RAM; None where the system does not say."""
+    """Bytes of a process: what it has on the GPU now, or its peak in RAM; None if the system does not say."""
     if on_gpu:
         return gpu_memory(pid)
     status = Path(f"/proc/{pid}/status")

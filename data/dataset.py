@@ -83,7 +83,7 @@ class Dataset:
         return self.train.changes() + self.val.changes()
 
     def windows(self, sequences: int, position: int) -> dict[str, list[int]]:
-        """Where the windows of a global batch of so many sequences begin, by token file."""
+        """Where the windows of a global batch of this many sequences begin, by token file."""
         begins: dict[str, list[int]] = {}
         places = self.train.places(position, np.arange(sequences), sequences)
         for shard, first in zip(*places, strict=True):
@@ -106,7 +106,7 @@ class Dataset:
         return found
 
     def bits_per_byte(self, val_loss: float) -> float | None:
-        """A val loss (nats per token) in bits per byte of text; None where the text is not known."""
+        """A val loss (nats per token) in bits per byte of text; None if the text is not known."""
         return self.text.bits_per_byte(val_loss) if self.text else None
 
     def log_facts(self) -> dict[str, Any]:

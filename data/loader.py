@@ -30,7 +30,7 @@ class MicroBatch(NamedTuple):
     x: Tensor  # inputs (batch_size, block_size) int64
     y: Tensor  # targets, the same
     weight: float | None  # what its mean loss counts in the step's, if that is not 1 / micro_steps; see Loader.step
-    number: int  # its own among those of the step, over all ranks
+    number: int  # of this micro-batch in its step, counted over all ranks
     is_last: bool  # of the step
 
 
@@ -107,7 +107,7 @@ class Loader:
     def step(self) -> Iterator[MicroBatch]:
         """The micro-batches of the next step.
 
-        Their weight is None where every target is learned. With a loss mask, it is what the micro-batch's mean loss
+        Their weight is None if every target is learned. With a loss mask, it is what the micro-batch's mean loss
         counts in the step's: its share of the targets that are learned in the whole global batch, times the ranks over
         which gradients are averaged. So the step's loss is the mean over these targets, however the batch is split.
         """

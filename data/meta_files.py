@@ -159,7 +159,7 @@ def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
         return []
     table = dict(enumerate(itos)) if isinstance(itos, list) else itos
     if not isinstance(table, dict) or set(table) != set(range(vocab_size)):
-        raise ValueError(f"vocab_size={vocab_size}, and its itos is not a table of so many tokens")
+        raise ValueError(f"vocab_size={vocab_size}, and its itos does not have this many tokens")
     pieces = [table[i] for i in range(vocab_size)]
     if not all(isinstance(piece, str) and piece for piece in pieces):
         raise ValueError("its itos holds something else than text")

@@ -283,7 +283,7 @@ def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def listed_sha256(folder: Path, split: str) -> str | None:
-    """One checksum for those that meta.json lists for the split's files; None where one is not listed."""
+    """One checksum for those that meta.json lists for the split's files; None if one is not listed."""
     files = listed_with_masks(read_record(folder))
     paths = token_files(folder, split)
     if any(path.name not in files for path in paths):
@@ -438,7 +438,7 @@ def check_vocabulary(
 ) -> None:
     """Raises ValueError where the data was not made with the tokenizer that the model was trained with.
 
-    model_tokenizer is None where it is not known; then the sizes must match, padded or not.
+    model_tokenizer is None if it is not known; then the sizes must match, padded or not.
     """
     data_tokenizer = meta["tokenizer"]
     data_vocab = meta["vocab_size"]

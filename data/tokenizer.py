@@ -54,7 +54,7 @@ CHAR_OF_BYTE = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for
 
 class Tokenizer(Protocol):
     vocab_size: int
-    end_of_text: int | None  # the token that documents begin with; None where the tokenizer has none
+    end_of_text: int | None  # the token that documents begin with; None if the tokenizer has none
 
     def encode(self, text: str) -> Ids:
         """Token ids (n,) of plain text. Raises ValueError for characters that have no token."""

@@ -59,7 +59,7 @@ class Verification:
             self._thread.start()
             self.state = "checksums are verified while it trains"
         if listed and CHECKSUM not in meta:
-            self.state += "; meta.json is of an older version and has none of its own"
+            self.state += "; meta.json is of an older version and has no checksum itself"
         unlisted = [file.path.name for file in files if listed and file.path.name not in listed]
         if unlisted:
             more = f" and {len(unlisted) - 1} more" if unlisted[1:] else ""

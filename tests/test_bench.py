@@ -130,7 +130,7 @@ def test_check_of_machines_fails_what_is_wrong_and_not_refused():
     from bench.check_machines import is_bad, verdict
 
     compiled: dict[str, Any] = {"compiled": True, "compiler": "g++ 12"}
-    wrong, no_compiler = "gradients are not those of plain float32", "compile=auto: NOT compiled, so steps are slower"
+    wrong, no_compiler = "gradients disagree with plain float32", "compile=auto: NOT compiled, so steps are slower"
     assert not is_bad(compiled | {"right": True})
     assert not is_bad(compiled | {"refused": wrong})
     assert not is_bad(compiled | {"refused": no_compiler, "compiler": None})

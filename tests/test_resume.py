@@ -210,7 +210,7 @@ def test_change_of_what_is_learned_or_compared_is_refused_and_changes_no_file(ha
         value = str(write_bytes(tmp_path / "other", SHIFTED))
     out = half / "out"
     before = {path: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(ValueError, match="is of another experiment") as e:
+    with pytest.raises(ValueError, match="another experiment") as e:
         main(second_half(half, out, **{name: value}))
     assert_one_line(e.value, out, *said, "--resume_changed=True", f"--init_from={out}")
     assert {path: path.read_bytes() for path in out.iterdir()} == before

@@ -48,7 +48,7 @@ NOT_RANKED = Lead("not ranked")
 
 @dataclass
 class Row:
-    """A figure of each arm, None where it is not known, and who leads in it."""
+    """A figure of each arm, None if it is not known, and who leads in it."""
 
     label: str
     values: list[Any]

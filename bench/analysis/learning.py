@@ -16,7 +16,7 @@ from bench.analysis.runs import Run
 from deskgpt.machine.words import clock
 from deskgpt.run import diagnosis
 
-Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None where that is not known
+Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None if that is not known
 
 OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has about twice the tokens of the other
 
@@ -83,7 +83,7 @@ def at(run: Run, axis: str, amount: float) -> Point | None:
 def spent_until(run: Run, axis: str, loss: float) -> float | None:
     """What it took until the val loss first was this low; log(amount) is linear in the loss between evaluations.
 
-    None where the loss never was, or already at the first evaluation after the start.
+    None if the loss never was, or already at the first evaluation after the start.
     """
     points = curve(run, axis)
     if not points or points[0][1] <= loss:
@@ -224,7 +224,7 @@ def not_in_bits(runs: list[Run]) -> str:
 
 
 def in_bits(run: Run) -> Run:
-    """The run with its losses and their standard errors in bits per byte; None where these are not known."""
+    """The run with its losses and their standard errors in bits per byte; None if these are not known."""
     evals = []
     for e in run.evals:
         bits = e.get("val_bpb")
@@ -377,7 +377,7 @@ def perplexity(loss: float) -> float:
 
 
 def gap_to_train(evaluation: dict[str, Any]) -> float | None:
-    """The val loss less the train loss; None where the log has no train loss."""
+    """The val loss less the train loss; None if the log has no train loss."""
     train_loss = evaluation.get("train_loss")
     return None if train_loss is None else evaluation["val_loss"] - train_loss
 

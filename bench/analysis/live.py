@@ -51,7 +51,7 @@ class Follower:
         self.head = b""  # the first line
         self.offset = 0  # of the first byte that is not read yet
         self.lines = 0
-        self.written_at: float | None = None  # seconds since the epoch; None where there is no log
+        self.written_at: float | None = None  # seconds since the epoch; None if there is no log
         self.problem = ""
 
     def read(self) -> None:
@@ -122,7 +122,7 @@ def steps_done(run: Run) -> int:
 
 
 def seconds_left(run: Run, steps: int) -> float | None:
-    """Until max_iters, evaluations included, at the pace of the last logged steps; None where it is not known."""
+    """Until max_iters, evaluations included, at the pace of the last logged steps; None if it is not known."""
     goal = run.settings.get("max_iters")
     last = [e["time_ms"] for e in run.iters[-20:] if e["time_ms"]]
     if not goal or not last:

@@ -236,7 +236,7 @@ class Reading:
 
 
 def named(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The named values, None where they are missing."""
+    """The named values, None if they are missing."""
     return {name: values.get(name) for name in names}
 
 
@@ -362,7 +362,7 @@ def printed_iter(found: re.Match[str]) -> dict[str, Any]:
 
 
 def number(text: str | None, kind: Callable[[Any], float | None] = figure) -> float | None:
-    """The number, where it is one that a run can have; None where there is no text."""
+    """The number, where it is one that a run can have; None if there is no text."""
     return kind(float(text)) if text else None
 
 
@@ -379,7 +379,7 @@ def read_facts(run: Run, line: str) -> None:
 
 
 def setting(run: Run, name: str, text: str) -> dict[str, Any]:
-    """{name: value} of a setting as a config file writes it; the value is None where it cannot be read.
+    """{name: value} of a setting as a config file writes it; the value is None if it cannot be read.
 
     Empty where `name` is not a setting.
     """

@@ -30,7 +30,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None]:
     """(mean of b - mean of a, half the width of its 95% interval), by Welch's test.
 
-    The half width is None where a or b is a single value. Welch, Biometrika 34 (1947): the variances may differ.
+    The half width is None if a or b is a single value. Welch, Biometrika 34 (1947): the variances may differ.
     """
     gap = statistics.fmean(b) - statistics.fmean(a)
     if len(a) < 2 or len(b) < 2:

@@ -149,7 +149,7 @@ def clipped(all_values: np.ndarray) -> tuple[list[float] | None, str]:
 
 
 def loss_range(runs: list[Run]) -> tuple[float, float] | None:
-    """(lowest, highest) loss of an axis that shows what the runs did after their first fall; None where all losses fit.
+    """(lowest, highest) loss of an axis that shows what the runs did after their first fall; None if all losses fit.
 
     The top is the highest evaluation after the first tenth of a run's steps, or the highest loss of a step there but
     for a hundredth of them. A run that diverged counts up to GUESSING, or its start.

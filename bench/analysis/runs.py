@@ -86,7 +86,7 @@ class Run:
         """Standard deviation of the evaluations around their smooth curve, from second differences.
 
         The second difference of independent errors has 1 + 4 + 1 times their variance. Only the later half of the
-        evaluations counts, where the curve itself hardly bends. None where that half has fewer than eight, and where
+        evaluations counts, where the curve itself hardly bends. None if that half has fewer than eight, and if
         every evaluation read the same tokens: then all have the same error, and their scatter does not show it.
         """
         losses = [e["val_loss"] for e in self.val]
@@ -281,7 +281,7 @@ def elapsed(run: Run) -> Callable[[int], float | None]:
 def implied_parameters(run: Run) -> float | None:
     """Parameters without position embeddings that MFU, time and tokens imply (PaLM, appendix B, solved for N).
 
-    None where the log states its FLOPs, where sizes are not known, and where they contradict the MFU.
+    None if the log states its FLOPs, if sizes are not known, and if they contradict the MFU.
     """
     if run.flops_per_token is None or not run.start.get("flops_inferred"):
         return None

@@ -57,7 +57,7 @@ def measured_mfu(run: Run) -> float | None:
 
 
 def evaluation(run: Run) -> tuple[float, float] | None:
-    """(seconds of all evaluations, their share of training and evaluation); None where no time is known.
+    """(seconds of all evaluations, their share of training and evaluation); None if no time is known.
 
     Evaluations whose time is not known are taken to be as long as the others.
     """
@@ -138,7 +138,7 @@ def fastest(arms: list[Arm]) -> Lead:
 
 
 def drift_between(runs: list[Run]) -> float | None:
-    """The noise of a ratio of single runs, as a logarithm; None where a run's drift is not known."""
+    """The noise of a ratio of single runs, as a logarithm; None if a run's drift is not known."""
     drifts = [drift(run) for run in runs]
     known = [d for d in drifts if d is not None]
     if len(known) < len(drifts):

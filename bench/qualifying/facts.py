@@ -23,7 +23,7 @@ QUERIED = {
 
 
 def measure(s: Session) -> dict[str, Any]:
-    """The facts by their names on the page, as text; None where the device has no such thing or does not say."""
+    """The facts by their names on the page, as text; None if the device has no such thing or does not say."""
     device = s.device
     facts: dict[str, str | None] = {"device": hardware.device_name(device), **card(device), **nvidia_smi(device)}
     facts |= {"NCCL": nccl_version(), "cuDNN": str(torch.backends.cudnn.version() or "n/a")}
@@ -52,7 +52,7 @@ def card(device: torch.device) -> dict[str, str | None]:
 
 
 def nvidia_smi(device: torch.device) -> dict[str, str | None]:
-    """What only the driver knows; None where there is no nvidia-smi, or where it has no answer."""
+    """What only the driver knows; None if there is no nvidia-smi, or where it has no answer."""
     if device.type != "cuda":
         return dict.fromkeys(QUERIED.values())
     # nvidia-smi and torch may number the cards differently.

@@ -61,7 +61,7 @@ def precisions_of(s: Session, compiled: bool) -> list[str]:
 
 
 def found_by(s: Session, reference: Reference, precision: str, compiled: bool) -> dict[str, Any]:
-    """What a comparison found; "wrong" says in one line what is wrong, and is None where nothing is."""
+    """What a comparison found; "wrong" says in one line what is wrong, and is None if nothing is."""
     if not s.seconds_left():
         return {}
     form = Form("float32" if precision == "tf32" else precision, compiled)

@@ -36,7 +36,7 @@ from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import file_sha256, sha256
 
 DATA = Path(__file__).resolve().parents[1]
-VAL_PART = 10  # one dialogue of so many is val
+VAL_PART = 10  # the last dialogues, one of this many, are val
 NAMED_FILES = 10  # in the source that meta.json names
 TOKENIZER = "gpt2"
 BLOCK_SIZE = 1024

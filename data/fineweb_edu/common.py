@@ -170,7 +170,7 @@ def remove_leftovers(folder: Path, *patterns: str) -> None:
 
 
 def check_disk(folder: Path, tokens: float) -> None:
-    """Raises ValueError where the disk lacks room for a folder of so many tokens; they may be inf, not known."""
+    """Raises ValueError where the disk lacks room for a folder of this many tokens; inf: their number is not known."""
     present_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
     needed_bytes = TOKEN_BYTES * tokens - present_bytes
     free_bytes = shutil.disk_usage(folder).free

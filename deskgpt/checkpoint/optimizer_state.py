@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of an optimizer, whichever it is, and how a run takes it back.
+"""What a checkpoint keeps of any optimizer, and how a run takes it back.
 
 AdamW and Muon of compute/optimizer.py are kept as torch's state_dict, as nanoGPT does. Of any other optimizer the dict
 also has its class and what it changed in its groups by itself. An optimizer with a state_dict of its own is asked for

@@ -247,7 +247,7 @@ def candidates(out_dir: Path) -> list[Path]:
 def best_of(out_dir: Path) -> Path | None:
     """The checkpoint with the lowest validation loss: ckpt_best.pt, or the latest folder that was saved as the best.
 
-    The later one, where a run has changed from one form to the other. None where there is none.
+    The later one, where a run has changed from one form to the other. None if there is none.
     """
     best = out_dir / BEST if (out_dir / BEST).exists() else None
     for path in numbered(out_dir):

@@ -115,7 +115,7 @@ def compare(
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= limit:
         raise Wrong(
-            f"gradients in {form} are not those of plain float32: those of {worst} {how} "
+            f"gradients in {form} disagree with plain float32: {worst}'s {how} "
             f"{errors[worst]:.3g}, at most {limit:g} is rounding"
         )
 
@@ -154,7 +154,7 @@ def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -
 
 
 def plain_float32(model: GPT, batch: Batch, form: Form) -> tuple[float, list[Tensor]] | None:
-    """Loss and gradients of the model in full float32; None where memory runs out. Leaves no gradients.
+    """Loss and gradients of the model in full float32; None if memory runs out. Leaves no gradients.
 
     form: that of the run, whose kernels and activation checkpoints it has.
     """

@@ -112,7 +112,7 @@ class Wanted:
         return cls(**own, earlier=earlier, trains=not settings["eval_only"], steps=steps, seconds=seconds)
 
     def compiled(self, device: torch.device) -> bool | None:
-        """Whether to compile; None where that depends on whether it pays."""
+        """Whether to compile; None if that depends on whether it pays."""
         if isinstance(self.compile, bool):
             return self.compile
         if device.type == "cpu" and self.trains:
@@ -254,7 +254,7 @@ def in_ms(times: Mapping[Any, float]) -> str:
 
 
 def chosen_before(s: Search, key: str, choices: Sequence[str]) -> str | None:
-    """The choice that all ranks remember under this key; None where they remember none or different ones."""
+    """The choice that all ranks remember under this key; None if they remember none or different ones."""
     found = remembered.read(held.FILE).get(key)
     place = float(choices.index(found)) if found in choices else -1.0
     is_same = s.ranks.max(place) == -s.ranks.max(-place)

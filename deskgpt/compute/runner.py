@@ -54,7 +54,7 @@ class Form:
 @dataclass(frozen=True)
 class Evaluation:
     loss: float  # mean, in nats per token
-    standard_error: float | None  # what other text of this length would change; None where too few batches tell
+    standard_error: float | None  # what other text of this length would change; None if too few batches tell
 
 
 class Runner:

@@ -150,7 +150,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event of a line of log.jsonl; None where it is no whole event, or differs from what was written.
+    """The event of a line of log.jsonl; None if it is no whole event, or differs from what was written.
 
     An event with a "crc" is verified. Logs from before 2026-11-23 have none.
     """

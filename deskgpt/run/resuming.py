@@ -72,7 +72,7 @@ def changes(
 ) -> list[Change]:
     """How a run of the settings `now` that resumes `saved` differs from the run before, but for facts of its code.
 
-    before: the settings of the run before, None where the checkpoint has none. n_eval_windows: of val data, as
+    before: the settings of the run before, None if the checkpoint has none. n_eval_windows: of val data, as
     Split.n_eval_windows. What a checkpoint does not know (nanoGPT's does not know its data) is not compared.
     """
     found = compare(saved.facts or {}, data)

@@ -153,7 +153,7 @@ class StartingPoint:
         if refused and not now["resume_changed"] and not now["eval_only"]:
             remedy = resuming.remedy(self.earlier, now, learning_rate, self.resumed.iter_num)
             raise ValueError(
-                f"{self.source} is of another experiment: {'; '.join(refused)}. {remedy}Go on all the same with "
+                f"{self.source} belongs to another experiment: {'; '.join(refused)}. {remedy}Go on all the same with "
                 f"--resume_changed=True, or begin a new run with its weights: --init_from={self.source}"
             )
         for change in changes:
