@@ -56,8 +56,5 @@ def token_times(model: GPT, dtype: str, prompts: torch.Tensor, n: int) -> list[f
 
 def describe(result: dict[str, Any]) -> str:
     rows = [[str(r["samples"]), f"{r['ms']:.3f}", f"{r['most_ms']:.1f}"] for r in result["rows"]]
-    return (
-        f"ms per token over {result['tokens']} tokens after a prompt of {PROMPT}, in {result['dtype']}, not compiled. "
-        f"On CUDA the longest is the one at which the graph is recorded.\n\n"
-        f"{markdown_table(['samples', 'median', 'longest'], rows)}"
-    )
+    table = markdown_table(["samples", "median", "longest"], rows)
+    return f"ms per token over {result['tokens']} tokens after a prompt of {PROMPT}, in {result['dtype']}.\n\n{table}"
