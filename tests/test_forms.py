@@ -521,7 +521,8 @@ def batch_found(said: list[str], **settings: Any) -> tuple[int, int, int]:
     c = TrainConfig(**SIZES | {"batch_size": 2, "gradient_accumulation_steps": 12, "auto_batch": True} | settings)
     kept = EarlierForm(None if c.init_from == "scratch" else "float32", compiled=False, explicit=False)
     model = a_model()
-    _, batching = fastest_right_form(search_of(model, None, kept, said, **asdict(replace(c, compile=False))))
+    search = search_of(model, None, kept, said, **asdict(replace(c, compile=False)))
+    _, batching = fastest_right_form(search)
     assert all(p.grad is None for p in model.parameters())
     c = TrainConfig(**asdict(c) | batching.changed(asdict(c)))
     return c.batch_size, c.gradient_accumulation_steps, c.eval_tokens

@@ -53,7 +53,8 @@ def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(
 ):
     if chunked:
         monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1000)
-    plain, compiled = make(bfloat16, **settings), make(bfloat16, compiled=True, checkpoint=checkpoint, **settings)
+    plain = make(bfloat16, **settings)
+    compiled = make(bfloat16, compiled=True, checkpoint=checkpoint, **settings)
     # One graph of both passes would compute no activations again.
     assert (compiled.graph is None) == (checkpoint != "none")
     for micro_steps in (1, 2):

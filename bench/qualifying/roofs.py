@@ -103,7 +103,9 @@ def call_of(part: Part, c: GPTConfig, sequences: int, way: str, device: torch.de
 
     if part.name == ATTENTION:
         shape = (sequences, c.n_head, c.block_size, c.n_embd // c.n_head)  # (B, H, T, D)
-        q, k, v = operand(*shape), operand(*shape), operand(*shape)
+        q = operand(*shape)
+        k = operand(*shape)
+        v = operand(*shape)
         return both_passes(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
     x = operand(sequences * c.block_size, part.inputs)
     weight = operand(part.outputs, part.inputs)
