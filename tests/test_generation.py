@@ -43,6 +43,19 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
             assert torch.equal(model(context)[0][:, -1].argmax(1), whole[:, t])
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+def test_attention_on_mps_is_none_of_torchs_fused_ones(config, grad, monkeypatch):
+    """They are wrong there without gradients (pytorch's issues 181133 and 195910), frozen weights in training too."""
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", lambda *args, **kwargs: pytest.fail("fused"))
+    model, text = make(config).eval(), tokens(2, 30)
+    for explicit in (False, True):
+        forms = kernels.forms_for("mps", explicit)
+        with torch.set_grad_enabled(grad), using(forms):
+            model(text, text)
+        assert torch.equal(drawn(model, forms | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))
+
+
 def by_shape(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
     """Attention that does not ask where its keys are: as many as there are, up to the query's own, the last ones."""
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)

@@ -26,10 +26,12 @@ def forms_for(device_type: str, explicit: bool = False, compiled: bool = False) 
 
     explicit: explicit_attention in training passes. compiled: whether torch.compile comes over it.
     """
-    forms: dict[str, Callable[..., Any]] = {
-        "attention": explicit_attention if explicit else flash_attention,
-        "GPT.loss": chunked_loss,
-    }
+    forms: dict[str, Callable[..., Any]] = {"GPT.loss": chunked_loss}
+    # On MPS, torch's fused attention lets tokens see later ones in 16 bits (pytorch's issue 195910) and is wrong for
+    # few queries that are transposed (181133, in 2.11). It is for passes without gradients only, so that model.py's
+    # matmuls are as fast in training.
+    if device_type != "mps":
+        forms["attention"] = explicit_attention if explicit else flash_attention
     if compiled and device_type == "cpu":
         register_operators()
         forms |= {"activation": opaque_gelu, "Linear.forward": transposed_linear}

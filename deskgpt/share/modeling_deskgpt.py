@@ -20,6 +20,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 EPS = 1e-5  # of all norms
 ROPE_THETA = 10000.0
+# Where torch's attention lets tokens see later ones in 16 bits unless it gets a mask (pytorch's issue 195910), and is
+# wrong for few queries that are transposed (181133).
+NEEDS_MASK = ("mps",)
 
 
 class DeskGPTConfig(PretrainedConfig):
@@ -85,10 +88,10 @@ class Step:
         self.rotary = rotary(position_ids, config.n_embd // config.n_head) if config.position == "rope" else None
         self.real: Tensor | None = None  # (B, T, 1): 0 for padding
         self.mask: Tensor | None = None  # (B, 1, T, S): what a query sees, where is_causal does not say it
-        self.is_causal = past == 0 and T > 1
+        self.is_causal = past == 0 and T > 1 and position_ids.device.type not in NEEDS_MASK
         if attention_mask is not None:
             self.real = attention_mask[:, -T:, None]
-        if attention_mask is not None or (past and T > 1):
+        if attention_mask is not None or (T > 1 and not self.is_causal):
             at = torch.arange(past, S, device=position_ids.device)[:, None]  # (T, 1)
             to = torch.arange(S, device=position_ids.device)  # (S,)
             self.mask = (to <= at)[None, None]
@@ -145,6 +148,8 @@ class Attention(nn.Module):
             k = rotate(k, *step.rotary)
         if step.cache is not None:
             k, v = step.cache.update(k, v, self.layer)
+        if x.device.type in NEEDS_MASK:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         dropout = self.config.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, step.mask, dropout_p=dropout, is_causal=step.is_causal)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
