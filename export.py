@@ -45,7 +45,7 @@ CARD_SETTINGS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig:
     init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
-    out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
+    out_dir: str = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
     to: str = ""  # the new folder
 
     def __post_init__(self) -> None:

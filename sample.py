@@ -48,7 +48,7 @@ DATA = Path(__file__).parent / "data"
 class SampleConfig:
     # model
     init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
-    out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
+    out_dir: str = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
     # text
     start: str = "\n"  # the prompt; FILE:prompt.txt reads it from a file
     num_samples: int = 10  # generated side by side
@@ -83,9 +83,9 @@ class SampleConfig:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port} must be from 0 to 65535")
         if self.serve and self.chat:
-            raise ValueError("serve=True and chat=True are two ways to use a model; leave one of them out")
+            raise ValueError("serve=True and chat=True are two ways to use a model; take --serve=False or --chat=False")
         if self.serve and self.compile:
-            raise ValueError("compile=True is not for --serve; leave one of them out")
+            raise ValueError("compile=True is not for --serve; take --compile=False")
 
 
 def main(c: SampleConfig) -> list[str]:

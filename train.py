@@ -5,7 +5,8 @@
     python train.py --init_from=resume --out_dir=out-shakespeare-char
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
 
-Writes out_dir/ckpt.pt (and ckpt_best.pt) and out_dir/log.jsonl, which holds what the terminal shows.
+Writes into out_dir ckpt.pt, the last model (to resume), ckpt_best.pt, the best (to use), and log.jsonl, which holds
+what the terminal shows.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ HERE = Path(__file__).resolve().parent
 class EvaluateConfig:
     # model
     init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
-    out_dir: str = "out"  # holds ckpt.pt; or the path of a .pt file, such as out/ckpt_best.pt
+    out_dir: str = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
     # tasks
     tasks: str = "lambada_openai,hellaswag"  # names of lm_eval's tasks, groups and tags, or paths of YAML files
     limit: int = 0  # items of each task, its first ones; 0 = all, which figures to compare need

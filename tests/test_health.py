@@ -301,6 +301,8 @@ def test_end_of_a_run_gives_commands_that_work(chars, tmp_path, script):
     assert f"best model of step 6: {out_dir / 'ckpt_best.pt'}\n" in done.out
     commands = {name: shlex.split(line) for name, line in re.findall(r"^(\w[\w ]+): +python (.*)$", done.out, re.M)}
     assert list(commands) == ["sample", "resume", "compare"]
+    why = r"^resume: .* --resume_changed=True\n +.*--resume_changed=True turns off the check"
+    assert re.search(why, done.out, re.M)
     commands["sample"] += ["--num_samples=1", "--max_new_tokens=3", "--device=cpu"]
     commands["compare"][-1] = out_dir
     for command in commands.values():

@@ -241,6 +241,18 @@ def test_files_in_the_first_column_of_a_table_exist(page):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS += [ROOT / name for name in ("train.py", "sample.py", "export.py", "bench/evaluate.py")]
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)
+def test_what_each_checkpoint_is_for_is_said_where_both_are_named(file):
+    words = " ".join(file.read_text(encoding="utf-8").replace("`", "").split())
+    if re.search(r"\bckpt\.pt", words) and "ckpt_best.pt" in words:
+        assert "ckpt.pt, the last model (to resume)" in words
+        assert "ckpt_best.pt, the best (to use)" in words
+
+
 def test_tests_that_the_pages_name_exist():
     names = re.findall(r"`(test_\w+\.py)(?:::(\w+))?", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8"))
     assert len(names) > 50

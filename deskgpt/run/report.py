@@ -352,7 +352,7 @@ class Report:
                 more.append("--resume_changed=True")
         say("resume:  " + self._resume_command(*more))
         if "--resume_changed=True" in more:
-            say("         with another schedule of the learning rate than so far, which --resume_changed=True allows")
+            say("         a longer run changes the learning rate; --resume_changed=True turns off the check for that")
         say("compare: " + command("python", "bench/compare.py", str(self.out_dir), "OTHER_OUT_DIR"))
 
     def _resume_command(self, *more: str) -> str:
