@@ -69,7 +69,7 @@ def test_plan_says_what_is_needed_and_does_nothing(where, gib, tmp_path, script)
     parts = re.search(r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB", done.out)
     assert parts
     assert sum(map(float, parts.groups())) == pytest.approx(total_gib(done.out), abs=0.03)
-    assert re.search(r"at 40% \(assumed\) of 1 x .*: \S+ per step, .* for 18,750 steps", done.out)
+    assert re.search(r"at 40% \(assumed\) of 1 x .*: [^,]+ per step, .* for 18,750 steps", done.out)
     if where:
         assert 4 < total_gib(done.out) < 8
         fits = re.search(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)$", done.out, re.M)
