@@ -117,6 +117,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
+    attention: Literal["auto", "flash", "explicit"] = "auto"  # explicit: by matmuls, on a CPU only; auto: the faster
     compile: Literal["auto", True, False] = "auto"  # a slow start, faster steps; auto: on CUDA, and on a CPU if it pays
     activation_checkpoint: Literal["none", "full", "selective"] = "none"  # compute activations again: less memory
     seed: int = 1337  # of initial weights, batch order and dropout
@@ -349,6 +350,7 @@ def dry_run(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
         max_iters=c.max_iters,
         make_optimizer=functools.partial(make_optimizer, c),
         dtype=c.dtype,
+        attention=c.attention,
         compiled=c.compile is not False,
         activation_checkpoint=c.activation_checkpoint,
         dp_shard=c.dp_shard,

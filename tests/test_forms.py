@@ -457,21 +457,44 @@ def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monke
     assert asked == [FOUR[2:], [Form(), Form("bfloat16")]]
 
 
+def test_attention_that_a_user_chooses_is_not_timed_and_refused_where_it_is_not_possible(monkeypatch):
+    asked = times_of(monkeypatch, 1.0, 0.5)
+    assert settled([], dtype="float32", compile=False, attention="explicit").form == EXPLICIT
+    assert settled([], {"explicit": True}, dtype="float32", compile=False, attention="flash").form == Form()
+    assert not asked
+    with pytest.raises(ValueError, match="attention=explicit") as e:
+        settled([], attention="explicit", dropout=0.1)
+    assert_one_line(e.value, "dropout=0.1", "--attention=flash")
+    plant(monkeypatch, [torch.float32, torch.bfloat16])
+    with pytest.raises(ValueError, match="attention=explicit"):
+        settled([], attention="explicit", activation="relu2")  # another model: nothing is remembered of its kernels
+
+
+def test_explicit_attention_that_a_user_chooses_ends_the_run_where_its_gradients_are_wrong(wrong_attention):
+    with pytest.raises(ValueError, match="attention=explicit") as e:
+        settled([], dtype="bfloat16", compile=False, attention="explicit")
+    assert_names_the_worst_gradient(str(e.value), "--attention=flash")
+
+
+def test_fresh_runs_are_equal_bit_for_bit_where_no_setting_leaves_the_form_to_timing(chars, tmp_path, monkeypatch):
+    for name, settings, is_same in (("chosen", {"attention": "explicit"}, True), ("timed", {}, False)):
+        run = tiny(chars, tmp_path / name, **settings)
+        for times in ((2.0, 1.0), (1.0, 2.0)):  # of another moment
+            times_of(monkeypatch, *times)
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"{name}-{times[0]}"))
+            main(run)
+        files = [folder / "ckpt.pt" for folder in (tmp_path / name, tmp_path / name / "previous-1")]
+        assert (files[0].read_bytes() == files[1].read_bytes()) == is_same
+
+
 def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path, compile="auto", dtype="auto"))
     assert not events(tmp_path, "start")[0]["compiled"]
     assert "compile=auto: not compiling, which takes about" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("max_iters", "times", "best", "tried"),
-    [
-        (50, (), Form(), 0),  # 50 s of steps: compiling with an empty cache takes longer than it saves
-        (100, (1.0, 0.9), Form(compiled=True), 1),
-        (10**6, (1.0, 0.98), Form(), 1),  # the plainer form stays: the other is not clearly faster
-    ],
-)
-def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tried, monkeypatch):
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Form]:
+    """Passes take a second and nothing is compiled; returns the forms that would have been."""
     asked = []
 
     def attempt(s: Search, form: Form) -> Runner:
@@ -483,6 +506,27 @@ def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tr
 
     monkeypatch.setattr(forms, "attempt", attempt)
     monkeypatch.setattr(forms, "seconds", lambda *_: 1.0)
+    return asked
+
+
+@pytest.mark.parametrize(("attention", "explicit"), [("auto", True), ("flash", False), ("explicit", True)])
+def test_compiled_form_has_the_attention_that_a_user_chooses(attention, explicit, monkeypatch):
+    asked = compilations(monkeypatch)
+    times_of(monkeypatch, 1.0, 0.9)
+    settled([], dtype="bfloat16", attention=attention, max_iters=100)
+    assert asked == [Form("bfloat16", compiled=True, explicit=explicit)]
+
+
+@pytest.mark.parametrize(
+    ("max_iters", "times", "best", "tried"),
+    [
+        (50, (), Form(), 0),  # 50 s of steps: compiling with an empty cache takes longer than it saves
+        (100, (1.0, 0.9), Form(compiled=True), 1),
+        (10**6, (1.0, 0.98), Form(), 1),  # the plainer form stays: the other is not clearly faster
+    ],
+)
+def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tried, monkeypatch):
+    asked = compilations(monkeypatch)
     times_of(monkeypatch, *times)
     for again in (False, True):
         said: list[str] = []

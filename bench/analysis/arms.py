@@ -16,8 +16,10 @@ from train import TrainConfig
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "log_interval", "auto_batch"}
 SILENT |= {"dry_run", "plan_for", "always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name"}
 SILENT |= {"seed", "dataset", "init_from", "sample_interval"}
+SILENT |= {"attention"}  # what ran is a fact of the form
 TOKENIZER = ("tokenizer", "vocab_size")
-FACTS = ("device", "world_size", "dtype", "compiled", "compiler", "versions", "git_commit", *TOKENIZER)
+OF_FORM = ("dtype", "explicit_attention", "compiled", "compiler")
+FACTS = ("device", "world_size", *OF_FORM, "versions", "git_commit", *TOKENIZER)
 DATA_FACTS = ("train_tokens", "val_sha256")  # which on the same text follow from the tokenizer
 # A cause can be named only where all of these are known.
 NEEDED = {*TrainConfig.__dataclass_fields__} - SILENT - {"backend", "device", "compile", "min_lr", "lr_decay_iters"}

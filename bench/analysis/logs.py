@@ -25,7 +25,7 @@ NANOGPT_DEFAULTS: dict[str, Any] = {"lr_decay_iters": 600000, "min_lr": 6e-5, "a
 # Settings that nanoGPT lacks or has other defaults for: where its log does not echo them, they are unknown.
 NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens", "dry_run", "plan_for")
 
-SPEED_FACTS = ("device", "dtype", "compiled", "world_size")  # where one differs, steps take another time
+SPEED_FACTS = ("device", "dtype", "explicit_attention", "compiled", "world_size")  # where one differs, so does the time
 
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
 STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)")
@@ -74,7 +74,7 @@ ITER_FIELDS |= dict.fromkeys(("time_ms", "mfu", "tokens_per_s", "lr", "grad_norm
 NOT_OWN = {*ITER_FIELDS, "event", "mfu_measured", "data_wait", "clip_rate", "peak_memory_bytes"}  # train.py's own
 EVAL_FIELDS: Kinds = {"iter": is_figure, "train_loss": is_number, "val_loss": is_number}
 EVAL_FIELDS |= dict.fromkeys(("val_se", "val_bpb", "tokens", "train_s", "eval_s"), is_figure)
-START_FACTS: Kinds = {"compiled": bool, "versions": dict}
+START_FACTS: Kinds = {"compiled": bool, "explicit_attention": bool, "versions": dict}
 START_FACTS |= dict.fromkeys(("parameters", "flops_per_token", "peak_flops", "measured_flops"), is_figure)
 START_FACTS |= dict.fromkeys(("bytes_per_token", "warm_up_s"), is_figure)
 START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), is_count)

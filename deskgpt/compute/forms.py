@@ -95,6 +95,7 @@ class Wanted:
     """What a run wants of its form: settings of train.py, the form before a resume, and how long it will be."""
 
     dtype: str = "auto"
+    attention: str = "auto"
     compile: str | bool = "auto"
     auto_batch: bool = False
     activation_checkpoint: str = "none"
@@ -217,6 +218,22 @@ def may_be_explicit(s: Search) -> bool:
     return is_right and kernels.may_be_explicit(s.device.type, s.batching.block_size, s.model.config.dropout)
 
 
+def wanted_explicit(s: Search) -> bool | None:
+    """Whether attention is to be explicit, by the settings or the run before; None: the faster kind.
+
+    Raises ValueError where the settings want it and it is not possible.
+    """
+    if s.wanted.attention == "auto":
+        return s.wanted.earlier.explicit
+    if s.wanted.attention == "explicit" and not may_be_explicit(s):
+        raise ValueError(
+            f"attention=explicit is not possible with device={s.device.type}, block_size={s.batching.block_size}, "
+            f"dropout={s.model.config.dropout:g}: it needs a CPU, 2 to {kernels.LONGEST_EXPLICIT:,} tokens, no dropout "
+            "and the attention of an unchanged model.py; try --attention=flash"
+        )
+    return s.wanted.attention == "explicit"
+
+
 def compiled(s: Search, form: Form) -> Form:
     """The form, compiled, with the kernels that are right then."""
     return replace(form, compiled=True, as_written=(*s.as_written, *wrong_kernels(s, compiled=True)))
@@ -298,7 +315,7 @@ def fastest_plain(s: Search, measured: bool) -> Form:
         dtype = peak_flops.fast_dtype(s.device)
     if s.sharded:  # whose gradients no loss scale of float16 follows
         dtype = "bfloat16" if s.ranks.all(dtype == "bfloat16") else "float32"
-    explicit = earlier.explicit
+    explicit = wanted_explicit(s)
     if explicit is None and not (measured and may_be_explicit(s)):
         explicit = False
 
@@ -505,6 +522,8 @@ def leave_out(s: Search, form: Form, problem: str) -> None:
         return
     if form == plain(form):  # TF32, on CUDA
         raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
+    if form.explicit and s.wanted.attention == "explicit":
+        raise ValueError(f"attention=explicit: {problem}; leave --attention out, or try --attention=flash")
     if s.wanted.dtype != "auto":
         raise ValueError(f"dtype={form.dtype}: {problem}; leave --dtype out, or try --dtype=float32")
     s.ranks.say(f"{problem}; going on in float32")
@@ -527,8 +546,9 @@ def compiled_where_it_pays(s: Search, plain: Runner) -> Runner:
 
     # In graphs explicit attention was the faster in bfloat16 with AMX (LOG.md, 2026-11-21), flash attention in float32
     # without it (2026-11-22).
-    explicit = plain.form.dtype == "bfloat16" and may_be_explicit(s)
-    form = replace(compiled(s, plain.form), explicit=explicit)
+    form = compiled(s, plain.form)
+    if s.wanted.attention == "auto":
+        form = replace(form, explicit=form.dtype == "bfloat16" and may_be_explicit(s))
     choices = [str(plain.form), str(form)]
     key = f"{key_of(s, form, batch)}: fastest of {'; '.join(choices)}"
     known = chosen_before(s, key, choices)

@@ -87,6 +87,7 @@ class Planned:
     max_iters: int
     make_optimizer: MakeOptimizer
     dtype: str = "auto"
+    attention: str = "auto"
     compiled: bool = True
     activation_checkpoint: str = "none"
     dp_shard: int = 1
@@ -100,7 +101,8 @@ class Planned:
     def step(self, machine: Machine) -> Step:
         """A step of this run on that machine. Where weights are shared: to be called within sharding.fake_ranks."""
         # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
-        explicit = kernels.may_be_explicit(machine.device_type, self.config.block_size, self.config.dropout)
+        possible = kernels.may_be_explicit(machine.device_type, self.config.block_size, self.config.dropout)
+        explicit = possible and self.attention != "flash"
         as_written = functions_as_written(self.config)
         shard = None
         shards = sharding.shards_of(self.dp_shard, self.batching.world)
