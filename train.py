@@ -95,7 +95,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # batch
     batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: bool = False  # same tokens per step: halve batch_size until it fits; on CUDA first double it, if faster
+    auto_batch: Literal["auto", True, False] = "auto"  # same training, batch_size that fits and is fast; auto: on CUDA
     align_documents: bool = False  # move training windows to the first document that begins within them
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
@@ -459,7 +459,8 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 if __name__ == "__main__":
     if_out_of_memory = (
-        "halve --batch_size and double --gradient_accumulation_steps, the same training, or take a smaller model"
+        "with --auto_batch=False, halve --batch_size and double --gradient_accumulation_steps, the same training; or "
+        "take a smaller model"
     )
     with lasting_output(), one_line_errors(if_out_of_memory):
         settings = read_settings(TrainConfig, sys.argv[1:])

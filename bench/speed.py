@@ -205,7 +205,7 @@ def profiled(c: train.TrainConfig, folder: Path, steps: int) -> Any:
             profiler.stop()
 
     own: dict[str, Any] = {"dataset": str(folder), "out_dir": str(folder / "ours"), "compile": c.compile is not False}
-    own |= {"max_iters": NOT_PROFILED + steps, "max_minutes": 0.0, "log_interval": 1}
+    own |= {"max_iters": NOT_PROFILED + steps, "max_minutes": 0.0, "log_interval": 1, "auto_batch": False}
     own |= {"eval_interval": 1_000_000, "eval_iters": 1, "eval_tokens": 0, "always_save_checkpoint": False}
     hook = register_optimizer_step_post_hook(after_step)
     try:

@@ -2,7 +2,7 @@
 # activations, queries and keys, squared ReLU, a separate output head, zero-initialised projections, token shift.
 #
 #     python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9
-#     python train.py config/train_fineweb_125m_fast.py        # other cards: add --auto_batch=True
+#     python train.py config/train_fineweb_125m_fast.py      # larger cards take a larger micro-batch by themselves
 #
 # It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token takes as many FLOPs
 # as with the 124M of config/train_fineweb_125m.py. On CUDA it is predicted to keep 3.2 GiB of activations at this

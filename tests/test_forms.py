@@ -76,9 +76,8 @@ def search_of(
     """What a run of this model with these settings searches. Its lines go to said."""
     c = TrainConfig(**SIZES | settings)
     wanted = Wanted.of(asdict(c), earlier or EarlierForm(), c.max_iters, None)
-    smaller = functools.partial(
-        fit.smaller_batch, model.config, functools.partial(make_optimizer, c), CPU, c.auto_batch
-    )
+    make = functools.partial(make_optimizer, c)
+    smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, wanted.may_split_anew(CPU))
     ranks = ranks or Listening(CPU, said=[] if said is None else said)
     return Search(model, Batching.of(asdict(c), ranks.rank, ranks.world), wanted, ranks, batch_of, smaller)
 
@@ -560,11 +559,14 @@ def searched(monkeypatch):
     return SimpleNamespace(seconds=seconds, asked=asked)
 
 
-def batch_found(said: list[str], **settings: Any) -> tuple[int, int, int]:
-    """(micro-batch, accumulation, tokens of an evaluation) of a run that begins with 2 x 12 sequences."""
-    c = TrainConfig(**SIZES | {"batch_size": 2, "gradient_accumulation_steps": 12, "auto_batch": True} | settings)
-    kept = EarlierForm(None if c.init_from == "scratch" else "float32", compiled=False, explicit=False)
-    model = a_model()
+def batch_found(said: list[str], before: int | None = None, **settings: Any) -> tuple[int, int, int]:
+    """(micro-batch, accumulation, tokens of an evaluation) of a run that begins with 2 x 12 sequences.
+
+    before: the micro-batch of the run that it resumes, if it does.
+    """
+    c = TrainConfig(**SIZES | {"batch_size": 2, "gradient_accumulation_steps": 12} | settings)
+    kept = EarlierForm(None if c.init_from == "scratch" else "float32", False, False, before)
+    model = a_model(dropout=c.dropout)
     search = search_of(model, None, kept, said, **asdict(replace(c, compile=False)))
     _, batching = fastest_right_form(search)
     assert all(p.grad is None for p in model.parameters())
@@ -582,7 +584,11 @@ def batch_found(said: list[str], **settings: Any) -> tuple[int, int, int]:
         ({}, {}, (2, 12)),  # it may fit compiled, and else it is halved
         ({2: 1.0, 4: 0.9, 8: 0.8}, {"dtype": "float16"}, (8, 3)),
         ({2: 1.0, 4: 0.9, 8: 0.8}, {"auto_batch": False}, (2, 12)),
+        ({2: 1.0, 4: 0.9, 8: 0.8}, {"dropout": 0.1}, (2, 12)),  # with another size it would have other masks
+        ({2: 1.0, 4: 0.9, 8: 0.8}, {"dropout": 0.1, "auto_batch": True}, (8, 3)),
         ({2: 1.0, 4: 0.9, 8: 0.8}, {"init_from": "resume"}, (2, 12)),
+        ({2: 1.0, 4: 0.9, 8: 0.8}, {"init_from": "resume", "before": 2}, (2, 12)),
+        ({2: 1.0, 4: 0.9, 8: 0.8}, {"init_from": "resume", "before": 8}, (8, 3)),  # the command names 2 once more
         ({2: 1.0, 4: 0.9, 8: 0.8}, {"eval_only": True}, (2, 12)),
     ],
 )
@@ -591,6 +597,41 @@ def test_micro_batch_doubles_while_that_is_clearly_faster_and_fits(seconds, sett
     batch, accumulation, eval_tokens = batch_found([], **{"dtype": "float32"} | settings)
     assert (batch, accumulation) == found
     assert eval_tokens == (0 if batch == 2 else 200 * 2 * 32)
+
+
+def test_micro_batch_is_kept_without_timing_where_there_is_nothing_to_double_and_without_cuda(searched, monkeypatch):
+    assert batch_found([], gradient_accumulation_steps=3, dtype="float32")[:2] == (2, 3)
+    monkeypatch.setattr(forms, "BATCH_IS_SEARCHED_ON", ())
+    assert batch_found([], dtype="float32", auto_batch=True)[:2] == (2, 12)
+    assert searched.asked == []
+
+
+def test_identical_runs_take_the_same_micro_batch_though_timing_differs(searched):
+    said: list[str] = []
+    searched.seconds |= {2: 1.0, 4: 0.9}
+    assert batch_found(said, dtype="float32")[0] == 4
+    searched.seconds |= {4: 1.1}
+    searched.asked.clear()
+    assert batch_found(said, dtype="float32")[0] == 4
+    assert searched.asked == []
+    assert_one_line(said[-1], "auto_batch", "batch_size=4", str(remembered.path_of(held.FILE)))
+    assert batch_found(said, dtype="float32", gradient_accumulation_steps=6)[0] == 2  # another run
+
+
+def test_larger_micro_batch_leaves_some_memory_free_and_the_given_one_need_not(searched, monkeypatch):
+    taken: list[int] = []
+    empty = torch.empty
+
+    def limited(*size: Any, **options: Any) -> Tensor:
+        if options.get("dtype") == torch.uint8:
+            taken.append(size[0])
+        return empty(*size, **options)
+
+    monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(torch, "empty", limited)
+    searched.seconds |= {2: 1.0, 4: 0.9}
+    assert batch_found([], dtype="float32")[0] == 4
+    assert taken == [0, 100, 100]
 
 
 def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):

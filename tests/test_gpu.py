@@ -47,7 +47,7 @@ pytestmark = [] if ON_CUDA else [pytest.mark.slow]
 cuda_only = pytest.mark.skipif(not ON_CUDA, reason="about CUDA itself")
 
 # Settings of a run, and the model alone.
-RUN = TINY | {"n_embd": 128, "block_size": 64, "device": str(DEVICE), "learning_rate": 1e-3}
+RUN = TINY | {"n_embd": 128, "block_size": 64, "device": str(DEVICE), "learning_rate": 1e-3, "auto_batch": False}
 GPT2 = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512)
 MODERN = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512, **MODERN_SETTINGS)
 PRECISION = {"float32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
@@ -308,7 +308,7 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
     try:
         with pytest.raises(ValueError, match="--batch_size=.* --gradient_accumulation_steps=.* the same training"):
             main(run_of(chars, tmp_path / "a", batch_size=1024, **settings))
-        main(run_of(chars, tmp_path / "a", batch_size=1024, auto_batch=True, **settings))
+        main(run_of(chars, tmp_path / "a", batch_size=1024, auto_batch="auto", **settings))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     taken = events(tmp_path / "a", "start")[0]["settings"]

@@ -29,7 +29,7 @@ from deskgpt.machine import hardware
 from deskgpt.predict import fit
 from deskgpt.predict.memory import Step, fake_tensors, memory
 from model import GPT, GPTConfig
-from train import TrainConfig, main, resumed_settings
+from train import TrainConfig, main, resumed_settings, settings_of_earlier_run
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64, bias=False)
@@ -385,6 +385,33 @@ def test_batch_that_does_not_fit_is_halved_also_when_it_resumes_and_the_training
     taken = events(tmp_path / "auto", "start")[0]["settings"]
     assert (taken["batch_size"], taken["gradient_accumulation_steps"], taken["eval_tokens"]) == (4, 4, 8 * 4 * 16)
     assert trajectory(tmp_path / "auto") == trajectory(tmp_path / "by_hand")
+
+
+def test_on_cuda_a_run_takes_the_micro_batch_that_fits_and_so_does_the_same_command_later(
+    chars, tmp_path, script, monkeypatch, memory_for_five_sequences
+):
+    """On this CPU as on CUDA, where a sequence costs the less, the more go through together."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "remembered"))
+    monkeypatch.setattr("deskgpt.compute.forms.BATCH_IS_SEARCHED_ON", ("cpu",))
+    monkeypatch.setattr("deskgpt.compute.forms.seconds", lambda *_: 1.0)
+    own = {"gradient_accumulation_steps": 8, "batch_size": 1, "lr_decay_iters": 6, "init_from": "auto"}
+    command = flags(**TINY | own, dataset=chars, out_dir=tmp_path / "out")
+    for steps in (3, 6):  # the second one resumes, and names the batch of its first start
+        done = script("train.py", *command, f"--max_iters={steps}")
+        assert "auto_batch: batch_size=4 and gradient_accumulation_steps=2" in done.out
+    for start in events(tmp_path / "out", "start"):
+        taken = start["settings"]
+        assert (taken["batch_size"], taken["gradient_accumulation_steps"], taken["eval_tokens"]) == (4, 2, 2 * 16)
+    done = script("train.py", *flags(**TINY | own | {"batch_size": 8}, dataset=chars, out_dir=tmp_path / "large"))
+    assert "out of memory: going on with --batch_size=4 --gradient_accumulation_steps=16" in done.out
+
+
+def test_checkpoints_of_runs_before_auto_keep_their_choice(chars, tmp_path):
+    main(tiny(chars, tmp_path, auto_batch=False))
+    assert resumed_settings([], str(tmp_path))["auto_batch"] is False
+    before = settings_of_earlier_run(TINY | {"learning_rate": 1e-3, "auto_batch": True})
+    assert before is not None
+    assert before["auto_batch"] is True
 
 
 @pytest.mark.slow

@@ -122,8 +122,8 @@ def found_form(
     """The Runner of a run of c, and its micro-batches."""
     settings = asdict(c)
     make = functools.partial(train.make_optimizer, c)
-    smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, c.auto_batch)
     wanted = Wanted.of(settings, earlier or EarlierForm(), 5, None)
+    smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, wanted.may_split_anew(CPU))
     batching = Batching.of(settings, ranks.rank, ranks.world)
     return fastest_right_form(Search(model, batching, wanted, ranks, batch_of, smaller))
 

@@ -23,7 +23,7 @@ import torch
 
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.checks import Batch, check, nothing_is_zero, plain, weights_are_finite
+from deskgpt.compute.checks import Batch, check, draws_random_numbers, nothing_is_zero, plain, weights_are_finite
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import held, kernels
@@ -44,6 +44,7 @@ CLEARLY_FASTER = 0.97  # of the time of what comes first: a plainer form, or a s
 
 # The kinds of devices on which auto_batch looks for a faster micro-batch. On others bench/sweep.py does.
 BATCH_IS_SEARCHED_ON = ("cuda",)
+SPARE = 0.1  # of the memory stays free with a micro-batch that the user has not chosen: the run's needs may grow
 
 # ---- compiling ----
 # What compiling takes and the share of a step that it saves: round figures of 2 to 6 layers on two cores with AMX
@@ -69,9 +70,10 @@ class EarlierForm:
     dtype: str | None = None
     compiled: bool | None = None
     explicit: bool | None = None
+    batch_size: int | None = None
 
     @classmethod
-    def of(cls, saved: dict[str, Any] | None, device: torch.device) -> EarlierForm:
+    def of(cls, saved: dict[str, Any] | None, device: torch.device, batch_size: int | None = None) -> EarlierForm:
         """From a checkpoint's `form`. What is fast on another kind of device says nothing about this one."""
         if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
             return cls()
@@ -82,6 +84,7 @@ class EarlierForm:
             dtype if isinstance(dtype, str) and dtype in hardware.DTYPES else None,
             compiled if isinstance(compiled, bool) else None,
             explicit if isinstance(explicit, bool) else None,
+            batch_size,
         )
 
 
@@ -97,7 +100,7 @@ class Wanted:
     dtype: str = "auto"
     attention: str = "auto"
     compile: str | bool = "auto"
-    auto_batch: bool = False
+    auto_batch: str | bool = "auto"
     activation_checkpoint: str = "none"
     dp_shard: int = 1
     reshard_after_forward: bool = True
@@ -119,6 +122,12 @@ class Wanted:
         if device.type == "cpu" and self.trains:
             return self.earlier.compiled
         return device.type == "cuda"
+
+    def may_split_anew(self, device: torch.device) -> bool:
+        """Whether the run may take another micro-batch than the given one, at least where that does not fit."""
+        if isinstance(self.auto_batch, bool):
+            return self.auto_batch
+        return device.type in BATCH_IS_SEARCHED_ON
 
 
 @dataclass
@@ -169,8 +178,7 @@ def fastest_right_form(s: Search) -> tuple[Runner, Batching]:
         timed = not s.sharded and s.wanted.trains
         form = fastest_plain(s, timed and s.device.type == "cpu")
 
-        is_resumed = s.wanted.earlier.dtype is not None  # on this kind of device: it keeps its micro-batch
-        if s.wanted.auto_batch and timed and not is_resumed and s.device.type in BATCH_IS_SEARCHED_ON:
+        if timed and may_double(s):
             search_batch(s, form)
 
         is_compiled = s.wanted.compiled(s.device)
@@ -357,6 +365,19 @@ def times_of(s: Search, forms: Mapping[str, Form]) -> dict[str, float]:
 # ---- the fastest micro-batch ---------------------------------------------------------------------------------
 
 
+def may_double(s: Search) -> bool:
+    """Whether to look for a faster micro-batch.
+
+    A run that resumes on this kind of device keeps its own, unless the command names another one. Random numbers belong
+    to a micro-batch, so with dropout another size draws other masks: that is done only for a user who asks for it.
+    """
+    wanted = s.wanted
+    is_kept = wanted.earlier.dtype is not None and wanted.earlier.batch_size in (None, s.batching.batch_size)
+    if is_kept or s.device.type not in BATCH_IS_SEARCHED_ON or not wanted.may_split_anew(s.device):
+        return False
+    return wanted.auto_batch is True or not draws_random_numbers(s.model, s.batch_of(1), s.plain)
+
+
 def search_batch(s: Search, form: Form) -> None:
     """Doubles the micro-batch, at the same tokens per step, while that makes a token clearly cheaper and fits.
 
@@ -364,31 +385,51 @@ def search_batch(s: Search, form: Form) -> None:
     compiled pass keeps as much for the backward pass or less. Should it not fit, `attempt` halves the batch.
     """
     given = s.batching
-    runner = Runner(s.model, form)
-    times: dict[int, float] = {}
-    size = given.batch_size
-    while True:
-        times[size] = seconds_of_sequence(s, runner)
-        is_last = s.batching.micro_steps % 2 == 1 or times[size] == math.inf
-        if is_last or clearly_fastest(times) != size:
-            break
-        size *= 2
-        s.batching = given.with_batch_size(size)
-    hardware.release_memory(s.device)  # what the largest took is not this run's peak
-    best = clearly_fastest(times)
-    s.batching = given.with_batch_size(best)
+    doublings = [2**n for n in range(given.micro_steps.bit_length()) if given.micro_steps % 2**n == 0]
+    if len(doublings) == 1:
+        return
+    sizes = [str(given.batch_size * factor) for factor in doublings]
+    usable_gib = (hardware.usable_memory_bytes(s.device) or 0) >> 30
+    key = f"{key_of(s, form, s.batch_of(1))}: fastest micro-batch of {', '.join(sizes)} in {usable_gib} GiB"
+    best = chosen_before(s, key, sizes)
+    how = f"measured before: {remembered.path_of(held.FILE)}"
+    if best is None:
+        best, times = choose(s, key, sizes, functools.partial(times_by_size, s, form, sizes))
+        how = f"time of a sequence by batch_size: {in_ms(times)}"
+    s.batching = given.with_batch_size(int(best))
     s.ranks.say(
         f"auto_batch: batch_size={best} and gradient_accumulation_steps={s.batching.accumulation}, the same training "
-        f"(time of a sequence by batch_size: {in_ms(times)})"
+        f"({how})"
     )
 
 
-def seconds_of_sequence(s: Search, runner: Runner) -> float:
-    """A pass over a micro-batch, by its sequences, on the slowest rank; infinite if one runs out of memory."""
+def times_by_size(s: Search, form: Form, sizes: Sequence[str]) -> dict[str, float]:
+    """Seconds of a sequence by the size of its micro-batch: the sizes up to the first that is not clearly faster."""
+    given = s.batching
+    runner = Runner(s.model, form)
+    times: dict[str, float] = {}
+    for size in sizes:
+        s.batching = given.with_batch_size(int(size))
+        spare = SPARE * (hardware.usable_memory_bytes(s.device) or 0) if times else 0.0
+        times[size] = seconds_of_sequence(s, runner, int(spare))
+        if times[size] == math.inf or clearly_fastest(times) != size:
+            break
+    s.batching = given
+    hardware.release_memory(s.device)  # what the largest took is not this run's peak
+    return times
+
+
+def seconds_of_sequence(s: Search, runner: Runner, spare: int) -> float:
+    """A pass over a micro-batch, by its sequences, on the slowest rank.
+
+    Infinite if memory runs out on one, while so many spare bytes stay free.
+    """
     sequence_s = math.inf
     try:
         batch = s.micro_batch()
+        unused = torch.empty(spare, dtype=torch.uint8, device=s.device)
         training_pass(s, runner, batch, is_checked=True)  # with room for all that a step holds
+        del unused
         (pass_s,) = in_turns(s, [runner], batch)
         sequence_s = pass_s / s.batching.batch_size
     except (RuntimeError, MemoryError) as e:

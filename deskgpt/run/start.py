@@ -116,10 +116,12 @@ class StartingPoint:
         """As fastest_right_form, with ranks connected. split: as the settings say. began: the instant of the start."""
         settings = self.settings
         ranks = self.ranks
-        earlier = EarlierForm.of(self.resumed.form if self.resumed else None, ranks.device)
+        batch_before = (self.earlier or {}).get("batch_size")
+        earlier = EarlierForm.of(self.resumed.form if self.resumed else None, ranks.device, batch_before)
         steps = 0 if settings["eval_only"] else settings["max_iters"] - self.step
         wanted = Wanted.of(settings, earlier, steps, seconds_left(settings, began))
-        smaller = functools.partial(smaller_batch, model.config, make, ranks.device, settings["auto_batch"])
+        may_halve = wanted.may_split_anew(ranks.device)
+        smaller = functools.partial(smaller_batch, model.config, make, ranks.device, may_halve)
         runner, batching = fastest_right_form(Search(model, split, wanted, ranks, batch_of, smaller))
         if ranks.distributed and not settings["eval_only"]:
             runner.distribute(*batch_of(batching.batch_size))
