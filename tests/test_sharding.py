@@ -14,7 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal, assert_one_line, tiny
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from gloo import on_ranks
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import model as model_file
 import train
@@ -272,6 +275,40 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
     assert on_ranks(work, 2, tmp_path) == ["float32, not compiled"] * 2
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "NOT compiled" in line]
     assert_one_line(line, "compile=auto", "another rank")
+
+
+def test_ddp_sends_gradients_while_earlier_blocks_of_a_compiled_model_still_go_backward(tmp_path, monkeypatch):
+    compile = torch.compile
+    config = replace(CONFIG, n_layer=4, n_embd=128)  # more than the megabyte of DDP's first bucket
+    order: list[str] = []
+
+    def backward_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            order.append("backward")
+            return graph(*args)
+
+        return make_boxed_func(noted)
+
+    def noted_hook(state, bucket):  # DDP refuses annotations that are strings
+        order.append("sends")
+        return allreduce_hook(state, bucket)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=backward_graph)
+
+    def work(ranks: Ranks) -> list[str]:
+        monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend=backend))
+        runner = Runner(build(ranks, 1, config), Form(compiled=True), ranks.distributed)
+        x, y = batch_of(2)
+        runner.forward_backward(x, y)  # compiles, as in a run: before there is a DDP
+        runner.distribute(x, y)
+        assert runner.trained is not None
+        runner.trained.register_comm_hook(None, noted_hook)  # type: ignore[operator]
+        order.clear()
+        runner.forward_backward(x, y)
+        return order
+
+    for found in on_ranks(work, 2, tmp_path):
+        assert "backward" in found[found.index("sends") :]
 
 
 def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):

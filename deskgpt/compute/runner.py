@@ -2,8 +2,8 @@
 
 On a CPU without DDP, a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
 as a whole. Elsewhere, and where activations are checkpointed, it is `torch.compile(model)`, whose two graphs keep
-autograd's hooks. Where ranks share weights (sharding.py), blocks are compiled one by one, within the hooks that gather
-their weights.
+autograd's hooks. On several ranks blocks and the loss are compiled one by one: their gradients are there, and DDP sends
+them, while earlier blocks still go backward; and they stay within the hooks that gather sharded weights.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ class Runner:
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            is_one_graph = self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled()
-            if self.sharded:
-                self.forms["Block.forward"] = compiled_blocks(self.forms.get("Block.forward"))
+            is_one_graph = self.device.type == "cpu" and keeps_all and not self.scaler.is_enabled()
+            if distributed:
+                for name in ("Block.forward", "GPT.loss"):
+                    self.forms[name] = compiled_alone(self.forms.get(name))
             # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
             elif is_one_graph and torch_internals.traces_autograd():
                 self.graph = torch.compile(self._losses_and_gradients, fullgraph=True)
@@ -251,8 +252,8 @@ def forms_of(form: Form, device: torch.device, dropout: float) -> dict[str, Call
     return {name: stand_in for name, stand_in in forms.items() if name not in form.as_written}
 
 
-def compiled_blocks(stand_in: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What stands in for Block.forward and is compiled: all blocks share the graph. stand_in: within it."""
+def compiled_alone(stand_in: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What stands in for a function of model.py and is a graph of its own, which all blocks share. stand_in: in it."""
     compiled: dict[Any, Callable[..., Any]] = {}
 
     def forward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
