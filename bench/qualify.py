@@ -9,7 +9,7 @@
 Needs no data and no network. docs/qualify.md says what each stage measures. After each stage the results so far are
 written to out-qualify/ as .json and .md; a later call for the same device, torch and commit continues from them. A
 stage that fails is a result too. Without a GPU everything runs on the CPU at toy sizes. Ends with exit status 1 where
-one of the stages asked for has failed.
+one of the stages asked for has failed, and with 3 where none has, but one ran out of time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from deskgpt.compute import compiling
 from deskgpt.machine import hardware, provenance
 from deskgpt.machine.errors import ConfigError, one_line_errors
 
-UNFINISHED = "did not end: its process was killed"
+KILLED = "did not end: its process was killed"
+STATUS_IF_NOT_FINISHED = 3
 
 
 # ---- results -------------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Report:
             entries = {int(number): entry for number, entry in earlier["stages"].items()}
         except (ValueError, KeyError, AttributeError):
             raise ValueError(f"{path} is damaged: remove it, and the stages are measured again") from None
-        self.entries = {number: entry for number, entry in entries.items() if entry.get("error") != UNFINISHED}
+        self.entries = {number: entry for number, entry in entries.items() if entry.get("error") != KILLED}
 
     def text(self) -> str:
         return page.as_markdown(self.about, self.commands, self.entries, self.sizes)
@@ -103,7 +104,7 @@ def measure_stages(s: Session, report: Report, due: list[int]) -> None:
     for number in due:
         stage = STAGES[number]
         s.say(f"\n## {number}. {stage.heading}\n")
-        report.entries[number] = {"error": UNFINISHED}  # unless this process lives to replace it
+        report.entries[number] = {"error": KILLED}  # unless this process lives to replace it
         s.results.pop(number, None)
         report.write()
         entry = measured(s, stage)
@@ -173,9 +174,8 @@ def stages_due(a: argparse.Namespace, report: Report, asked: list[int]) -> list[
     """The stages to measure; says which ones are there already."""
     there = [n for n in asked if n in report.entries and not a.again]
     if there:
-        failed = [str(n) for n in there if not page.passed(report.entries[n])]
-        remark = f" ({', '.join(failed)} failed)" if failed else ""
-        print(f"there already: stages {', '.join(map(str, there))}{remark}; --again measures them again")
+        outcomes = [f"{n} {page.outcome(report.entries[n])}" for n in there]
+        print(f"there already: stages {', '.join(outcomes)}; --again measures them again")
     return [n for n in asked if n not in there]
 
 
@@ -204,8 +204,9 @@ def main() -> None:
     if a.save is not None:
         name = a.save or file_name(f"qualify-{report.about['device'].partition(' (')[0]}")
         output.save(name, report.text(), report.as_json())
-    if not all(n in report.entries and page.passed(report.entries[n]) for n in asked):
-        raise SystemExit(1)
+    outcomes = {page.outcome(report.entries[n]) if n in report.entries else "failed" for n in asked}
+    if outcomes != {"passed"}:
+        raise SystemExit(1 if "failed" in outcomes else STATUS_IF_NOT_FINISHED)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,23 @@ def test_failed_stage_is_a_result_and_the_others_go_on(qualify, fake):
     assert [stage.calls for stage in stages] == [1, 1, 1, 1]
 
 
+def test_stage_that_runs_out_of_time_has_not_failed(qualify, fake):
+    fake(4, {"best": 8})
+    fake(5, {"unfinished": ["flash attention", "math attention"]})
+    done, text, _ = qualify("--stages=4-5")
+    assert done.code == 3
+    assert "**Not finished**, for want of time: flash attention; math attention" in text
+    assert "**Failed**" not in text
+    done, _, _ = qualify("--stages=4-5")
+    assert done.code == 3
+    assert "5 not finished" in done.out
+    assert qualify("--stages=4")[0].code == 0
+    fake(5, {"unfinished": ["the rest"], "failed": ["the loss is wrong"]})
+    done, text, _ = qualify("--stages=4-5", "--again")
+    assert done.code == 1
+    assert "**Failed**: the loss is wrong\n- **Not finished**" in text
+
+
 def test_later_call_of_the_same_commit_measures_only_what_is_missing(qualify, fake, monkeypatch, tmp_path):
     stages = [fake(number, {}) for number in (4, 5, 6)]
     assert qualify("--stages=4-5")[0].code == 0

@@ -1,7 +1,8 @@
-"""Stage 4: memory and speed by micro-batch, up to out of memory."""
+"""Stage 4: memory and speed by micro-batch, from the largest that is predicted to fit downwards."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from deskgpt.compute.forms import clearly_fastest
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.machine import hardware
 from deskgpt.machine.words import in_gib
+from deskgpt.predict.fit import USABLE, largest_batch
 from deskgpt.predict.memory import Step, memory
 from model import GPT
 
@@ -21,29 +23,43 @@ Row = dict[str, Any]
 def measure(s: Session) -> dict[str, Any]:
     form = work.usual_form(s.device)
     model = work.new_model(s)
-    sizes = [s.sizes.first_batch]
-    while 2 * sizes[-1] <= s.sizes.last_batch:
-        sizes.append(2 * sizes[-1])
+    sizes = sizes_of(s, form)
     not_compiled = None
     rows: list[Row] = []
+    times: dict[int, float] = {}  # of a token
     for batch_size in s.while_there_is_time(sizes):
         row = case(s, model, form, batch_size)
-        if not rows and form.compiled and row["problem"] not in (None, "out of memory"):
+        if form.compiled and not times and row["problem"] not in (None, work.OUT_OF_MEMORY):
             not_compiled = row["problem"]
             form = replace(form, compiled=False)
             row = case(s, model, form, batch_size)
         rows.append(row)
-        if row["problem"]:
+        if row["problem"] == work.OUT_OF_MEMORY:
+            continue
+        if not row["problem"]:
+            times = {batch_size: 1 / row["tokens_per_s"]} | times
+        if row["problem"] or clearly_fastest(times) != batch_size:
+            sizes = sizes[: len(rows)]  # smaller ones fail alike, or are slower still
             break
     hardware.release_memory(s.device)
-    times = {r["batch_size"]: 1 / r["tokens_per_s"] for r in rows if not r["problem"]}
     return {
         "form": form.facts(),
         "not_compiled": not_compiled,
         "rows": rows,
         "best": clearly_fastest(times) if times else None,  # as train.py's auto_batch chooses
-        "out_of_time": not rows[-1]["problem"] and len(rows) < len(sizes),
+        "unfinished": [f"micro-batch {size}" for size in sizes[len(rows) :]],
     }
+
+
+def sizes_of(s: Session, form: Form) -> list[int]:
+    """The largest micro-batch that is predicted to fit, and then one half of it after the other."""
+    usable = hardware.usable_memory_bytes(s.device) or math.inf
+    step = Step(s.sizes.model, s.sizes.last_batch, form, s.device.type)
+    size = largest_batch(step, s.sizes.last_batch, USABLE * usable)
+    sizes = [max(size, s.sizes.first_batch)]
+    while sizes[-1] // 2 >= s.sizes.first_batch:
+        sizes.append(sizes[-1] // 2)
+    return sizes
 
 
 def case(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
@@ -96,6 +112,4 @@ def describe(result: dict[str, Any]) -> str:
     ]
     if result["not_compiled"]:
         lines.append(f"Compiling failed: {result['not_compiled']}.")
-    if result["out_of_time"]:
-        lines.append("Larger ones were not tried, for want of time.")
     return "\n\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from bench import output
 from bench.output import markdown_table
@@ -14,9 +14,11 @@ RECIPE = "config/train_fineweb_125m.py"  # which has the model and the tokens pe
 TOY_REMARK = "**Toy sizes: without a card, these figures only show that the code runs.**"
 
 
-def passed(entry: dict[str, Any]) -> bool:
-    """Whether a stage ended and found nothing wrong."""
-    return "error" not in entry and not entry["result"].get("failed")
+def outcome(entry: dict[str, Any]) -> Literal["failed", "not finished", "passed"]:
+    """What became of a stage. One that ran out of time, and found nothing wrong until then, has not failed."""
+    if "error" in entry or entry["result"].get("failed"):
+        return "failed"
+    return "not finished" if entry["result"].get("unfinished") else "passed"
 
 
 def results_of(entries: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -47,8 +49,12 @@ def section(entry: dict[str, Any]) -> str:
     parts = [entry["text"]] if "text" in entry else []
     if "error" in entry:
         parts.append(f"**Failed**: {entry['error']}")
-    elif not passed(entry):
-        parts.append("\n".join(f"- **Failed**: {line}" for line in entry["result"]["failed"]))
+    else:
+        lines = [f"- **Failed**: {line}" for line in entry["result"].get("failed", [])]
+        unfinished = entry["result"].get("unfinished")
+        if unfinished:
+            lines.append(f"- **Not finished**, for want of time: {'; '.join(unfinished)}")
+        parts += ["\n".join(lines)] if lines else []
     if "seconds" in entry:
         parts.append(f"This stage took {entry['seconds']:.0f} s.")
     return "\n\n".join(parts)

