@@ -5,14 +5,15 @@
     python sample.py --out_dir=out-shakespeare-char --serve
     python sample.py --out_dir=out-chat --chat
 
-Prints each sample, prompt included, followed by a line of dashes. With --serve, a page in the browser shows them; with
---chat, you talk with the model. Writes no files.
+Prints each sample, prompt included, followed by a line of dashes. With --chat, you talk with the model. With --serve,
+both happen on a page in the browser, and programs can ask as they ask OpenAI's API. Writes no files.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import message_for_user, one_line_errors
 from deskgpt.machine.words import millions
 from deskgpt.predict import fit
-from deskgpt.share import page_server, playground
+from deskgpt.share import openai_api, page_server, playground
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
 from model import GPT, GPTConfig
 
@@ -82,8 +83,6 @@ class SampleConfig:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port} must be from 0 to 65535")
-        if self.serve and self.chat:
-            raise ValueError("serve=True and chat=True are two ways to use a model; take --serve=False or --chat=False")
         if self.serve and self.compile:
             raise ValueError("compile=True is not for --serve; take --compile=False")
 
@@ -143,6 +142,12 @@ class Trained:
     def saw_chat(self) -> bool:
         """Whether it was trained on dialogues, in our template."""
         return self.checkpoint is not None and self.checkpoint.chat == template.NAME
+
+    @property
+    def name(self) -> str:
+        """The source without the folders that lead to it."""
+        path = Path(os.path.abspath(self.source))
+        return f"{path.parent.name}/{path.name}" if path.suffix == ".pt" else path.name
 
 
 def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
@@ -230,9 +235,7 @@ def encoded(prompt: str, tokenizer: Tokenizer, model: GPT) -> Tensor:
 def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
     """Answers on the terminal until the input ends. Raises ValueError if the model cannot talk."""
     model = trained.model.eval().to(device)
-    of_chat = template.Template(trained.tokenizer)
-    if not trained.saw_chat:
-        print(f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/chat.md", file=sys.stderr)
+    of_chat = template_for(trained)
     dialogue = talk.Dialogue(of_chat, model.config.block_size, c.system)
 
     def as_prompts(ids: Ids) -> Tensor:
@@ -242,12 +245,19 @@ def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) ->
 
     def answer(ids: Ids, n: int) -> Iterator[str]:
         """The n-th answer, in pieces as they come."""
-        sample = Sample(trained.tokenizer, "", c.stop or template.FORGED_TURN, of_chat.end_of_text)
+        sample = Sample(trained.tokenizer, "", c.stop, template.FORGED_TURN, last_token=of_chat.end_of_text)
         with reading.using():
             for shown in write(model, as_prompts(ids), [sample], replace(wish, seed=c.seed + n)):
                 yield shown[0]
 
     talk.talk(dialogue, answer)
+
+
+def template_for(trained: Trained) -> template.Template:
+    """Raises ValueError if the model cannot talk."""
+    if not trained.saw_chat:
+        print(f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/chat.md", file=sys.stderr)
+    return template.Template(trained.tokenizer)
 
 
 # ---- page ----------------------------------------------------------------------------------------------------
@@ -256,22 +266,32 @@ def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) ->
 def serve(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
     """Runs the page until Ctrl+C. Raises ValueError and OSError."""
     playground.check(wish)
-    page_server.serve(playground_of(c, wish, trained, device), c.port)
+    page_server.serve(page_of(c, wish, trained, device), c.port)
 
 
-def playground_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> playground.Playground:
+def page_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> openai_api.Api:
+    """The page, and OpenAI's API: a chat with a model that saw chat data, or with --chat."""
     model = trained.model.eval().to(device)
     saved = trained.checkpoint
-    known_loss = saved is not None and math.isfinite(saved.best_val_loss)
-    facts = [
-        f"step {saved.iter_num:,}" if saved else "step n/a",
-        f"best val loss {saved.best_val_loss:.4f}" if saved and known_loss else "best val loss n/a",
-        f"{millions(model.num_params())} parameters",
-        f"context of {model.config.block_size:,} tokens",
-    ]
+    facts = [f"step {saved.iter_num:,}"] if saved else []
+    if saved and math.isfinite(saved.best_val_loss):
+        facts.append(f"best val loss {saved.best_val_loss:.4f}")
+    facts += [f"{millions(model.num_params())} parameters", f"context of {model.config.block_size:,} tokens"]
     encode = functools.partial(encoded, tokenizer=trained.tokenizer, model=model)
     reading = Reading(model, encode(wish.prompt).to(device), dtype_of(c, device))
-    return playground.Playground(trained.source, facts, model, trained.tokenizer, encode, reading.using, wish)
+    chat = chat_of(c, trained) if c.chat or trained.saw_chat else None
+    return openai_api.Api(trained.name, facts, model, trained.tokenizer, encode, reading.using, wish, chat)
+
+
+def chat_of(c: SampleConfig, trained: Trained) -> playground.Chat:
+    """How the model answers a dialogue that the page or a program sends. Raises ValueError if it cannot talk."""
+    of_chat = template_for(trained)
+
+    def encode(messages: list[Any]) -> Tensor:
+        dialogue = talk.Dialogue.of(of_chat, trained.model.config.block_size, messages)
+        return torch.from_numpy(dialogue.prompt().astype("int64"))[None]
+
+    return playground.Chat(encode, of_chat.end_of_text, template.FORGED_TURN, c.system)
 
 
 # ---- during training -----------------------------------------------------------------------------------------
@@ -303,7 +323,7 @@ class Sampler:
         """Texts of the model as it is now, if this evaluation has any; [] if break_off says so meanwhile."""
         if not is_last and evaluation % self.every:
             return []
-        samples = [Sample(self.tokenizer, self.wish.prompt, stop="") for _ in range(self.TEXTS)]
+        samples = [Sample(self.tokenizer, self.wish.prompt) for _ in range(self.TEXTS)]
         # Beyond its context a model has no cache to write with, and each token costs a whole forward pass.
         n_tokens = min(self.TOKENS, max(1, self.model.config.block_size - self.prompt.size(1)))
         prompts = self.prompt.to(next(self.model.parameters()).device).repeat(self.TEXTS, 1)

@@ -401,20 +401,70 @@ def test_fingerprint_tells_masks_apart(tmp_path):
 
 
 def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
-    dialogue = Dialogue(Template(BytesTokenizer()), 160, "Be kind.")
+    template = Template(BytesTokenizer())
+    dialogue = Dialogue(template, 160, "Be kind.")
     for n in range(9):
+        before = dialogue.turns
         dialogue.ask(f"question {n}")
         prompt = bytes(dialogue.prompt().astype(np.uint8).tolist())
         assert len(prompt) <= 120  # a quarter is left for the answer
         assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
+        forgotten = before[: len(before) + 1 - len(dialogue.turns)]
+        if forgotten:  # the last of them would not have fitted
+            longer = [*forgotten[-1], *(message for turn in dialogue.turns for message in turn)]
+            assert len(template.prompt([*dialogue.system, *longer])) > 120
         dialogue.answered(f"answer {n}")
     assert 2 <= len(dialogue.turns) < 9
     with pytest.raises(ValueError, match="room for 120"):
         dialogue.ask("x" * 200)
     assert dialogue.turns[-1][0].content == "question 8"
-    with pytest.raises(ValueError, match="shorter --system"):
-        Dialogue(Template(BytesTokenizer()), 160, "x" * 200)
+    with pytest.raises(ValueError, match="system's message takes 221 tokens"):
+        Dialogue(template, 160, "x" * 200)
+
+
+def said(roles: str) -> list[dict[str, str]]:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": names[role], "content": f"{n}{role}"} for n, role in enumerate(roles)]
+
+
+def test_dialogue_of_another_program_is_the_one_that_was_talked():
+    template = Template(BytesTokenizer())
+    for length in (1000, 80):
+        talked = Dialogue(template, length, "0s")
+        for n in range(1, 12, 2):
+            talked.ask(f"{n}u")
+            sent = Dialogue.of(template, length, said("s" + "ua" * (n // 2) + "u"))
+            assert (sent.system, sent.turns) == (talked.system, talked.turns)
+            talked.answered(f"{n + 1}a")
+    assert (
+        Dialogue.of(template, 1000, said("uuaau")).prompt().tolist()
+        == template.prompt([Message(**message) for message in said("uuaau")]).tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (None, "None"),
+        ("hi", "'hi'"),
+        ([], "user's"),
+        (said("s"), "user's"),
+        (said("au"), "user's"),
+        (said("ua"), "user's"),
+        (said("usu"), "system's"),
+        (said("ssu"), "system's"),
+        ([{"role": "user"}], "message 1"),
+        ([{"role": "tool", "content": "x"}], "'tool'"),
+        ([{"role": "user", "content": "\ud800"}], "message 1"),
+        ([{"role": "user", "content": "x" * 200}], "room for 120"),
+        ([{"role": "system", "content": "x" * 200}, *said("u")], "system's message"),
+    ],
+)
+def test_what_is_no_dialogue_is_refused_in_one_line(value, named):
+    with pytest.raises(ValueError, match=r".") as e:
+        Dialogue.of(Template(BytesTokenizer()), 160, value)
+    assert_one_line(e.value, named)
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ class Counting(Page):
     def get(self, place: str, query: str) -> tuple[str, bytes] | None:
         return {"": ("text/html", b"page"), "data": ("text/plain", query.encode())}.get(place)
 
-    def post(self, place: str, body: bytes) -> Events | None:
-        return self.count(int(body)) if place == "count" else None
+    def post(self, place: str, body: bytes) -> tuple[str, Events] | None:
+        return ("application/x-ndjson", self.count(int(body))) if place == "count" else None
 
     def count(self, n: int) -> Events:
         try:
@@ -61,6 +61,10 @@ def ask(server: Server, method: str, place: str, body: Any = None, **headers: st
         return response.status, response.headers, response.read()
 
 
+def error_in(body: bytes) -> str:
+    return json.loads(body)["error"]["message"]
+
+
 @pytest.fixture(scope="module", params=["", "a-token"])
 def server(request) -> Iterator[Server]:
     with serving(Counting(request.param)) as made:
@@ -83,7 +87,7 @@ def test_nothing_is_served_without_the_token():
         for path in ("/", "/data", "/a-tokeN/", "/a-token", "/a-toke/", "/a-tokenx/", "//", "/x/a-token/", "/%C3%A9/"):
             for method in ("GET", "POST"):
                 status, _, body = ask(server, method, path)
-                assert (status, json.loads(body)) == (404, {"error": "there is nothing here"}), path
+                assert (status, error_in(body)) == (404, "there is nothing here"), path
 
 
 @pytest.mark.parametrize(("method", "place"), [("GET", ""), ("GET", "nothing"), ("POST", "count"), ("PUT", "")])
@@ -146,10 +150,12 @@ def test_malformed_requests_are_refused(server, capfd):
 def test_events_are_lines_of_json_and_a_mistake_is_one_too(server):
     status, _, body = ask(server, "POST", "count", 3)
     assert status == 200
-    assert [json.loads(line) for line in body.splitlines()] == [{"i": 0}, {"i": 1}, {"i": 2}, {"error": "that is all"}]
+    *counted, last = body.splitlines()
+    assert [json.loads(line) for line in counted] == [{"i": 0}, {"i": 1}, {"i": 2}]
+    assert error_in(last) == "that is all"
     status, _, body = ask(server, "POST", "count", b"x")
     assert status == 400
-    assert_one_line(json.loads(body)["error"], "'x'")
+    assert_one_line(error_in(body), "'x'")
 
 
 def test_stream_ends_at_its_next_event_once_its_reader_has_gone_or_the_server_ends():
@@ -161,7 +167,7 @@ def test_stream_ends_at_its_next_event_once_its_reader_has_gone_or_the_server_en
             assert json.loads(response.readline()) == {"i": 0}
             if ends_first == "server":
                 server.ending.set()
-                assert json.loads(response.read().splitlines()[-1]) == {"error": "the server was stopped"}
+                assert error_in(response.read().splitlines()[-1]) == "the server was stopped"
             else:
                 response.close()
                 connection.close()

@@ -22,7 +22,7 @@ import pytest
 import torch
 from browser import Browser, Tab, needs_browser
 from conftest import ROOT, assert_one_line
-from test_page_server import ask, serving
+from test_page_server import ask, error_in, serving
 from tiny_models import MODERN, SMALL, make
 
 import sample
@@ -66,7 +66,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def page_of(trained: sample.Trained) -> Playground:
-    return sample.playground_of(SampleConfig(), Wish(**WISH), trained, CPU)
+    return sample.page_of(SampleConfig(), Wish(**WISH), trained, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_weights_whose_logits_are_not_numbers_end_in_one_line(server, page):
     kept = weight.detach().clone()
     try:
         weight.data.fill_(float("nan"))
-        assert_one_line(write(server)[-1]["error"], "NaN", "--dtype=float32")
+        assert_one_line(write(server)[-1]["error"]["message"], "NaN", "--dtype=float32")
     finally:
         weight.data.copy_(kept)
 
@@ -205,7 +205,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_bad_requests_get_one_line_that_names_the_value(server, body, named):
     status, headers, reply = ask(server, "POST", "write", body if isinstance(body, bytes) else WISH | body)
     assert (status, headers["Content-Type"]) == (400, "application/json")
-    error = json.loads(reply)["error"]
+    error = error_in(reply)
     assert_one_line(error, named)
     assert len(error) < 300
 
@@ -239,10 +239,12 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
         url = process.stdout.readline().split()[0]
         found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", url)
         assert found, url
+        of_api = process.stdout.readline()
+        assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in of_api
         connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
         connection.request("GET", f"/{found[2]}/page.json")
         page = json.loads(connection.getresponse().read())
-        assert page["name"] == str(run)
+        assert page["name"] == run.name
         assert {"step 6", "best val loss 4.5000", "context of 32 tokens"} < set(page["facts"])
         assert page["settings"]["max_new_tokens"] == 2000
         connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
@@ -252,7 +254,7 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
         process.send_signal(signal.SIGINT)
         *_, last = response.read().splitlines()
         out, err = process.communicate(timeout=20)
-    assert json.loads(last) == {"error": "the server was stopped"}
+    assert error_in(last) == "the server was stopped"
     assert (process.returncode, out) == (0, "")
     assert_one_line(err)
 

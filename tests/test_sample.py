@@ -174,6 +174,12 @@ def test_nothing_is_shown_that_would_have_to_be_taken_back():
     assert sample.finish() == ""
 
 
+def test_text_ends_at_the_first_of_several_stop_texts():
+    sample = Sample(BytesTokenizer(), "b", "abcd", "", "bc", "x")
+    assert [sample.add(b) for b in b"bab.abcd"] == ["", "b", "", "ab.", "", "", "a", ""]
+    assert (sample.text, sample.done) == ("bbab.a", True)
+
+
 # ---- GPT-2 ---------------------------------------------------------------------------------------------------
 
 

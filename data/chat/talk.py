@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
-from data.chat.template import Message, Template
+from data.chat.template import Message, Template, as_message
 from data.tokenizer import Ids
+from deskgpt.machine.words import shortened
 
 LEAST_ROOM = 4  # for an answer, at least this part of the context is left free
 
@@ -28,8 +30,30 @@ class Dialogue:
         if len(self.prompt()) > self.most_tokens:
             raise ValueError(
                 f"the system's message takes {len(self.prompt()):,} tokens with its header, and {self.most_tokens:,} "
-                f"of the model's context of {block_size:,} are for what was said; take a shorter --system"
+                f"of the model's context of {block_size:,} are for what was said; take a shorter one"
             )
+
+    @classmethod
+    def of(cls, template: Template, block_size: int, value: Any) -> Dialogue:
+        """The dialogue that the user of another program sends, as a list in JSON, with what they say last.
+
+        Raises ValueError, one line, for what is no such list, or does not fit.
+        """
+        if not isinstance(value, list):
+            raise ValueError(f"messages={shortened(value)} must be a list")
+        messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
+        system = messages.pop(0).content if messages and messages[0].role == "system" else ""
+        if any(message.role == "system" for message in messages):
+            raise ValueError("only the first message can be the system's; put all of it there")
+        if not messages or messages[0].role != "user" or messages[-1].role != "user":
+            raise ValueError("the first message after the system's and the last one must be the user's")
+        dialogue = cls(template, block_size, system)
+        for message in messages[:-1]:
+            if message.role == "user":
+                dialogue.turns.append([])
+            dialogue.turns[-1].append(message)
+        dialogue.ask(messages[-1].content)
+        return dialogue
 
     def ask(self, text: str) -> None:
         """The user says something. Raises ValueError, and forgets it, where it does not fit by itself."""
@@ -39,9 +63,14 @@ class Dialogue:
             raise ValueError(
                 f"this takes {alone:,} tokens, and the model's context has room for {self.most_tokens:,}; say less"
             )
-        self.turns.append(turn)
-        while len(self.prompt()) > self.most_tokens:
-            del self.turns[0]
+        room = self.most_tokens - alone
+        n_kept = 0
+        for earlier in reversed(self.turns):
+            room -= len(self.template.encode(earlier).ids) - 1  # without the token that begins a dialogue
+            if room < 0:
+                break
+            n_kept += 1
+        self.turns = [*self.turns[len(self.turns) - n_kept :], turn]
 
     def answered(self, text: str) -> None:
         self.turns[-1].append(Message("assistant", text))

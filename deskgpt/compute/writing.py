@@ -34,20 +34,23 @@ class Wish:
 
 
 class Sample:
-    """One text as it grows: decodes tokens that are parts of characters, and ends at the stop text or last_token."""
+    """One text as it grows: decodes tokens that are parts of characters, and ends at a stop text or last_token."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: str, last_token: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: str, *stops: str, last_token: int | None = None) -> None:
+        """stops: where one of them occurs after the prompt, the text ends before it; empty ones do not count."""
         self.tokenizer = tokenizer
-        self.stop = stop
+        self.stops = [stop for stop in stops if stop]
         self.last_token = last_token
         self.text = prompt
         self.prompt_end = len(prompt)
-        self.shown = len(prompt)  # characters that cannot become the stop text any more
+        self.shown = len(prompt)  # characters that cannot become a stop text any more
         self.done = False
+        self.n_tokens = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Appends a token; returns the text that can be shown now: all but what may become the stop text."""
+        """Appends a token; returns the text that can be shown now: all but what may become a stop text."""
+        self.n_tokens += 1
         if token == self.last_token:
             rest = self.finish()
             self.done = True
@@ -65,15 +68,19 @@ class Sample:
         if self.done:
             return ""
         self.text += new
-        at = self.text.find(self.stop, self.prompt_end) if self.stop else -1
-        if at >= 0:
+        places = [self.text.find(stop, self.prompt_end) for stop in self.stops]
+        at = min((place for place in places if place >= 0), default=None)
+        if at is not None:
             self.text, self.done = self.text[:at], True
         tail = len(self.text)
-        if self.stop and not self.done:
-            # The longest end of the text with which the stop text begins.
-            tail -= next((n for n in range(len(self.stop) - 1, 0, -1) if self.text.endswith(self.stop[:n])), 0)
+        if not self.done:
+            tail -= max((self._begun(stop) for stop in self.stops), default=0)
         shown, self.shown = self.shown, max(self.shown, tail)
         return self.text[shown : self.shown]
+
+    def _begun(self, stop: str) -> int:
+        """Characters of the longest end of the text with which the stop text begins."""
+        return next((n for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n])), 0)
 
 
 def write(

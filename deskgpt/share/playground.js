@@ -1,4 +1,5 @@
-// Fills the playground's page, asks its server for texts and shows them token by token.
+// Fills the playground's page, asks its server for texts and shows them token by token. With a model that answers, the
+// page is a chat: what is asked for is then the answer to all messages so far.
 // What a model writes can be HTML: it is only ever set as textContent.
 "use strict";
 
@@ -8,13 +9,16 @@ const form = document.getElementById("wish");
 const tip = document.getElementById("tip");
 const generateButton = document.getElementById("generate");
 const stopButton = document.getElementById("stop");
+const againButton = document.getElementById("again");
 
 const main = document.getElementById("model");
 const text = main.querySelector(".text");
 const status = main.querySelector(".status");
 
 let page; // the model, settings, ranges and limits, from the server
-let tokens = 0; // shown of the text
+let messages = []; // of the dialogue
+let answers = 0; // drawn so far: each has a seed of its own
+let tokens = 0; // shown of the text that is being written
 let stopper = null; // an AbortController while a text is written
 
 function make(tag, className, text) {
@@ -43,6 +47,24 @@ function fill() {
   main.querySelector("h2").textContent = page.name;
   main.querySelector(".facts").append(...page.facts.map(fact => make("span", "", fact)));
   generateButton.disabled = false;
+  if (page.system !== null) becomeChat();
+}
+
+function becomeChat() {
+  const ask = document.getElementById("ask");
+  const field = form.elements.prompt;
+  document.body.classList.add("chat");
+  form.querySelector("h1 span").textContent = "chat";
+  form.elements.system.value = page.system;
+  document.getElementById("of-system").hidden = false;
+  againButton.hidden = false;
+  generateButton.textContent = "Send";
+  main.append(ask);
+  ask.querySelector("span").textContent = "Message";
+  document.getElementById("keys").textContent = "Enter sends, Shift+Enter begins a line, Esc stops.";
+  field.rows = 2;
+  field.value = field.value.trim();
+  field.focus();
 }
 
 function wish() {
@@ -61,40 +83,47 @@ function say(line, isProblem = false) {
   status.classList.toggle("bad", isProblem);
 }
 
-function addToken(token) {
+function show(className, content) {
+  const made = make("div", className, content);
+  text.append(made);
+  text.scrollTop = text.scrollHeight;
+  return made;
+}
+
+function addToken(token, place) {
   const span = make("span", token.text.startsWith("\n") ? "token line" : "token", token.text);
   span.about = token;
   span.tabIndex = tokens === 0 ? 0 : -1; // one stop of the Tab key; from there on the arrow keys
   const follows = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
-  text.append(span);
+  place.append(span);
   if (follows) text.scrollTop = text.scrollHeight;
   tokens += 1;
 }
 
-async function write(values, signal) {
+// Writes what the values ask for into an element; returns whether the text came to its end.
+async function write(values, place, signal) {
+  let ended = false;
   tokens = 0;
-  text.replaceChildren(make("span", "prompt", values.prompt));
   main.classList.add("writing");
   say("reading the prompt …");
   try {
     const response = await fetch("write", {method: "POST", body: JSON.stringify(values), signal});
-    if (!response.ok) throw new Error((await response.json()).error);
+    if (!response.ok) throw new Error((await response.json()).error.message);
     let prompt = "";
-    let ended = false;
     for await (const event of lines(response)) {
-      if (event.error) throw new Error(event.error);
+      if (event.error) throw new Error(event.error.message);
       if (event.prompt_tokens) {
         const cut = event.prompt_tokens > event.block_size ? `, of which it sees the last ${event.block_size}` : "";
         prompt = `prompt of ${event.prompt_tokens.toLocaleString("en")} tokens${cut}`;
         say(`writing … ${prompt}`);
       } else if (event.end) {
         ended = true;
-        text.append(event.text);
+        place.append(event.text);
         const speed = `${event.tokens_per_s.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`;
-        const stopped = event.end === "stop" ? ", up to the stop text" : "";
+        const stopped = event.end === "stop" && page.system === null ? ", up to the stop text" : "";
         say(`${tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${prompt}`);
       } else {
-        addToken(event);
+        addToken(event, place);
       }
     }
     if (!ended) throw new Error(GONE);
@@ -104,6 +133,7 @@ async function write(values, signal) {
     else say(error.message, true);
   }
   main.classList.remove("writing");
+  return ended;
 }
 
 async function* lines(response) {
@@ -120,15 +150,64 @@ async function* lines(response) {
 
 async function generate() {
   if (stopper !== null || !form.reportValidity()) return;
+  const values = wish();
+  if (page.system === null) {
+    text.replaceChildren();
+    const place = show("");
+    place.append(make("span", "prompt", values.prompt));
+    await run(values, place);
+    return;
+  }
+  const field = form.elements.prompt;
+  if (!values.prompt.trim()) return;
+  const said = show("user", values.prompt);
+  messages.push({role: "user", content: values.prompt});
+  field.value = "";
+  if (await answer(values)) return;
+  field.value = messages.pop().content;
+  said.remove();
+  againButton.disabled = messages.length === 0;
+}
+
+// Writes the answer to the messages so far; returns whether there is one.
+async function answer(values) {
+  const system = form.elements.system.value;
+  const before = system ? [{role: "system", content: system}] : [];
+  const place = show("assistant");
+  const ended = await run({...values, seed: values.seed + answers, messages: [...before, ...messages]}, place);
+  const isAnswer = ended || tokens > 0;
+  if (isAnswer) {
+    messages.push({role: "assistant", content: place.textContent});
+    answers += 1;
+  } else {
+    place.remove();
+  }
+  return isAnswer;
+}
+
+async function again() {
+  if (!form.reportValidity()) return;
+  if (messages.at(-1).role === "assistant") {
+    messages.pop();
+    text.lastChild.remove();
+  }
+  await answer(wish());
+}
+
+async function run(values, place) {
   hideTip();
-  stopper = new AbortController();
-  generateButton.disabled = true;
-  stopButton.disabled = false;
+  setStopper(new AbortController());
   main.scrollIntoView({block: "nearest"}); // on a phone the settings may fill the window
-  await write(wish(), stopper.signal);
-  stopper = null;
-  generateButton.disabled = false;
-  stopButton.disabled = true;
+  const ended = await write(values, place, stopper.signal);
+  setStopper(null);
+  return ended;
+}
+
+function setStopper(controller) {
+  stopper = controller;
+  generateButton.disabled = controller !== null;
+  stopButton.disabled = controller === null;
+  againButton.disabled = controller !== null || messages.length === 0;
 }
 
 function stop() {
@@ -215,6 +294,12 @@ form.addEventListener("submit", event => {
   generate();
 });
 stopButton.addEventListener("click", stop);
+againButton.addEventListener("click", again);
+form.elements.prompt.addEventListener("keydown", event => {
+  if (page.system === null || event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  generate();
+});
 document.getElementById("new-seed").addEventListener("click", () => {
   form.elements.seed.value = Math.floor(Math.random() * 1_000_000);
 });

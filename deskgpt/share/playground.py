@@ -1,4 +1,7 @@
-"""The playground: the page of `python sample.py --serve`, which shows what a model writes, token by token."""
+"""The playground: the page of `python sample.py --serve`, which shows what a model writes, token by token.
+
+With a model that answers, the page is a chat.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from deskgpt.machine.words import shortened
 from deskgpt.share import page_server
 from deskgpt.share.page_server import Events
 from model import GPT
+
+Text = TypeVar("Text", bound=Sample)
 
 # A whole number where the limits are whole numbers.
 RANGES: dict[str, tuple[float, float]] = {
@@ -47,25 +52,20 @@ CONTENT_TYPES = {
 def check(wish: Wish) -> None:
     """Raises ValueError, one line, for what is out of range, or of another type in a request."""
     for name, (low, high) in RANGES.items():
-        value = getattr(wish, name)
-        if not isinstance(value, int | type(high)) or not low <= value <= high:  # nan is not
-            raise ValueError(f"{name}={shortened(value)} must be a number from {low:,} to {high:,}")
-    for name, most in MOST_CHARS.items():
-        text = getattr(wish, name)
-        if not isinstance(text, str) or len(text) > most or any("\ud800" <= char <= "\udfff" for char in text):
-            raise ValueError(f"{name}={shortened(text)} must be UTF-8 text of at most {most:,} characters")
-    if not wish.prompt:
-        raise ValueError("the prompt is empty; type some text or a line break")
+        check_number(name, getattr(wish, name), low, high)
+    for name in MOST_CHARS:
+        check_text(name, getattr(wish, name))
 
 
-def parsed(body: bytes) -> Wish:
-    """What the JSON of a request asks for. Raises ValueError, one line."""
-    try:
-        wish = Wish(**json.loads(body))
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError("the request is not a JSON object of the page's settings") from None
-    check(wish)
-    return wish
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    if type(value) not in (int, type(high)) or not low <= value <= high:  # nan is not
+        raise ValueError(f"{name}={shortened(value)} must be a number from {low:,} to {high:,}")
+
+
+def check_text(name: str, text: Any) -> None:
+    most = MOST_CHARS[name]
+    if not isinstance(text, str) or len(text) > most or any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"{name}={shortened(text)} must be UTF-8 text of at most {most:,} characters")
 
 
 # ---- a text and its tokens -----------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ class Drawn(NamedTuple):
 
 
 class Told(Sample):
-    """A text that describes its tokens. It holds each back while its text may become the stop text."""
+    """A text that describes its tokens. It holds each back while its text may become a stop text."""
 
-    def __init__(self, tokenizer: Tokenizer, wish: Wish) -> None:
-        super().__init__(tokenizer, wish.prompt, wish.stop)
+    def __init__(self, tokenizer: Tokenizer, prompt: str, *stops: str, last_token: int | None = None) -> None:
+        super().__init__(tokenizer, prompt, *stops, last_token=last_token)
         self.p = torch.empty(0)  # of the next token (V,)
         self.waiting: list[Drawn] = []
-        self.told = len(wish.prompt)  # characters
-        self.n_tokens = 0
+        self.told = len(prompt)  # characters
+        self.n_told = 0  # tokens
 
     def watch(self, logits: Tensor) -> None:
         self.p = logits[0].cpu().double().softmax(0)
@@ -106,7 +106,7 @@ class Told(Sample):
                 return
             del self.waiting[0]
             self.told = end
-            self.n_tokens += 1
+            self.n_told += 1
             yield about | {"text": self.text[begin:end]}
 
     def describe(self, token: int) -> dict[str, Any]:
@@ -138,6 +138,16 @@ class Told(Sample):
 # ---- the page ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Chat:
+    """How a model answers."""
+
+    encode: Callable[[Any], Tensor]  # of messages in JSON, the tokens (1, T) that the answer continues; or ValueError
+    end_of_text: int  # the token with which an answer ends
+    next_turn: str  # with which the model would begin the user's next turn
+    system: str  # with what the page's dialogue begins
+
+
 @dataclass
 class Playground(page_server.Page):
     """The page with its model, filled with the settings `first`."""
@@ -149,6 +159,7 @@ class Playground(page_server.Page):
     encode: Callable[[str], Tensor]  # the prompt's token ids (1, T); raises ValueError for characters without a token
     using: Callable[[], AbstractContextManager[None]]  # the way in which the model computes: Reading.using
     first: Wish
+    chat: Chat | None = None  # of a model that answers
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     turn: Any = field(default_factory=threading.Lock)  # held by the text that is being written
 
@@ -168,26 +179,49 @@ class Playground(page_server.Page):
             "settings": asdict(self.first),
             "ranges": RANGES,
             "most_chars": MOST_CHARS,
+            "system": self.chat.system if self.chat else None,
         }
 
-    def post(self, place: str, body: bytes) -> Events | None:
+    def post(self, place: str, body: bytes) -> tuple[str, Events] | None:
         if place != "write":
             return None
-        wish = parsed(body)
-        return self.write(wish, self.encode(wish.prompt))
+        asked = page_server.json_object(body)
+        messages = asked.pop("messages", None)
+        try:
+            wish = Wish(**asked)
+        except TypeError:
+            raise ValueError("the request is not a JSON object of the page's settings") from None
+        check(wish)
+        text, ids = self.begin(Told, wish.prompt, messages, wish.stop)
+        return "application/x-ndjson", self.told(wish, text, ids)
 
-    def write(self, wish: Wish, ids: Tensor) -> Events:
+    def begin(self, kind: type[Text], prompt: str, messages: Any, *stops: str) -> tuple[Text, Tensor]:
+        """A text that answers messages in JSON, or continues the prompt if there are none; the tokens (1, T) before it.
+
+        Raises ValueError, one line.
+        """
+        if messages is None:
+            if not prompt:
+                raise ValueError("the prompt is empty; send some text or a line break")
+            ids = self.encode(prompt)
+            text = kind(self.tokenizer, prompt, *stops)
+        elif self.chat is not None:
+            ids = self.chat.encode(messages)
+            text = kind(self.tokenizer, "", *stops, self.chat.next_turn, last_token=self.chat.end_of_text)
+        else:
+            raise ValueError(f"{self.name} saw no chat data (docs/chat.md); send a prompt, or serve it with --chat")
+        return text, ids.to(next(self.model.parameters()).device)
+
+    def told(self, wish: Wish, text: Told, ids: Tensor) -> Events:
         """What the page shows of a text: the prompt's length, then each token once its text is final, then the end."""
         yield {"prompt_tokens": ids.size(1), "block_size": self.model.config.block_size}
-        text = Told(self.tokenizer, wish)
         with self.turn, self.using():
             t0 = time.perf_counter()
-            ids = ids.to(next(self.model.parameters()).device)
             for _ in write(self.model, ids, [text], wish, text.watch):
                 yield from text.final()
             seconds = time.perf_counter() - t0
         yield {
             "end": "stop" if text.done else "length",
             "text": text.text[text.told :],  # a sign for bytes that are no whole character
-            "tokens_per_s": text.n_tokens / seconds,
+            "tokens_per_s": text.n_told / seconds,
         }
