@@ -52,7 +52,8 @@ class Dataset:
         document_start = self.meta["end_of_text"] if align_documents else None
         if align_documents and document_start is None:
             raise ValueError(
-                f"align_documents=True: {self.folder} does not say which token documents begin with; leave it out"
+                f"align_documents=True: {self.folder} does not say which token documents begin with; "
+                "take --align_documents=False"
             )
         self.train = Split(self.folder, "train", block_size, vocab_size, seed, document_start)
         self.val = Split(self.folder, "val", block_size, vocab_size, seed, document_start)

@@ -176,8 +176,16 @@ def test_checkpoints(run, assert_fails, path):
 
 @pytest.mark.parametrize(("name", "value"), [("block_size", 64), ("n_layer", 5)])
 def test_resumed_run_refuses_another_size(run, assert_fails, name, value):
-    named = [f"{name}={value}", f"{name}={TINY[name]}", "leave it out"]
+    named = [f"{name}={value}", f"--{name}={TINY[name]}"]
     assert_fails(named, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
+
+
+def test_remedy_for_a_size_that_a_config_file_sets_is_one(chars, run, assert_fails, script, tmp_path):
+    (tmp_path / "larger.py").write_text("n_layer = 5\n")
+    command = [tmp_path / "larger.py", f"--init_from={run}", f"--out_dir={tmp_path / 'new'}", f"--dataset={chars}"]
+    remedy = f"--n_layer={TINY['n_layer']}"
+    assert_fails(["n_layer=5", remedy], *command)
+    assert script("train.py", *command, remedy, "--eval_only=True", "--eval_iters=1").code == 0
 
 
 WRONG: list[tuple[str, Any, str]] = [  # what a checkpoint holds instead, and what the error names

@@ -330,7 +330,7 @@ def test_run_begins_with_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_
     ("settings", "said"),
     [
         ({"out_dir": "{half}/out/../out"}, ("--out_dir", "--init_from=resume")),
-        ({"n_layer": 3}, ("n_layer=3", "n_layer=2: leave it out")),
+        ({"n_layer": 3}, ("n_layer=3", "n_layer=2: take --n_layer=2")),
         ({"block_size": 32}, ("block_size=32", "16")),
         ({"dataset": "{tmp}/bytes"}, ("256", "tokenizer bytes", "64")),
     ],

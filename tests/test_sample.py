@@ -115,7 +115,7 @@ def test_compiled_sampling_that_cannot_be_right_ends_in_one_line(chars, tmp_path
     if fault == "no compiler":
         patched = {"cpp.cxx": (None, "/nonexistent/c++")}
         monkeypatch.setenv("CXX", "/nonexistent/c++")
-    with inductor.patch(patched), pytest.raises(ValueError, match="leave --compile out") as e:
+    with inductor.patch(patched), pytest.raises(ValueError, match="take --compile=False") as e:
         samples(run, compile=True)
     if fault == "a wrong compiler" and "CXX" in str(e.value):
         pytest.skip(str(e.value))  # none works here
@@ -214,7 +214,7 @@ def test_weights_in_hugging_faces_format_are_sampled_from_and_trained_on(tmp_pat
     assert "step 0: train loss 10." in done.out  # ln 50257 = 10.82
     done = script("sample.py", f"--out_dir={tmp_path / 'run'}", *options)
     assert done.code == 0, done.err
-    for name, value, remedy in (("block_size", 33, "--block_size=32"), ("position", "rope", "leave it out")):
+    for name, value, remedy in (("block_size", 33, "--block_size=32"), ("position", "rope", "--position=learned")):
         done = script("train.py", *flags(**(settings | {name: value})))
         assert done.code == 1
         assert_one_line(done.err, f"{name}={value}", remedy)

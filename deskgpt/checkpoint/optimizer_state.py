@@ -64,7 +64,7 @@ class OptimizerState:
     def _refuse_if_sharded(self, what: str) -> None:
         if any(is_dtensor(p) for p in self.params):
             name = type(self.optimizer).__name__
-            raise ValueError(f"{name} {what}, which checkpoints of sharded runs do not keep: leave --dp_shard out")
+            raise ValueError(f"{name} {what}, which checkpoints of sharded runs do not keep: take --dp_shard=1")
 
     def _refuse_what_would_be_lost(self) -> None:
         """Raises ValueError for an attribute with a tensor, another optimizer or the like, or a counter."""
@@ -105,7 +105,8 @@ class OptimizerState:
     def _load(self, state: dict[str, Any], folder: Path | None) -> None:
         own = self.optimizer.param_groups
         if self.is_ours and is_muons(own) != is_muons(state["param_groups"]):
-            raise ValueError("it was trained with another optimizer: leave --optimizer out")
+            theirs = "muon" if is_muons(state["param_groups"]) else "adamw"
+            raise ValueError(f"it was trained with another optimizer: take --optimizer={theirs}")
         if state.get("names", self.names) != self.names:
             raise ValueError("its parameters are others, or in another order")
         if [len(group["params"]) for group in state["param_groups"]] != [len(group["params"]) for group in own]:

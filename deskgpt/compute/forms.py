@@ -566,7 +566,7 @@ def leave_out(s: Search, form: Form, problem: str) -> None:
     if form.explicit and s.wanted.attention == "explicit":
         raise ValueError(f"attention=explicit: {problem}; leave --attention out, or try --attention=flash")
     if s.wanted.dtype != "auto":
-        raise ValueError(f"dtype={form.dtype}: {problem}; leave --dtype out, or try --dtype=float32")
+        raise ValueError(f"dtype={form.dtype}: {problem}; try --dtype=auto, or --dtype=float32")
     s.ranks.say(f"{problem}; going on in float32")
 
 

@@ -192,11 +192,11 @@ class Reading:
         except Exception as e:
             if is_out_of_memory(e):
                 raise
-            raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or leave --compile out") from None
+            raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or take --compile=False") from None
         self.compiler = compiling.compiler_name(self.device)
         problem = self._problem(f"compiled, in {self.dtype}", self.dtype, self.forms)
         if problem:
-            raise ValueError(f"compile=True: {problem}; leave --compile out")
+            raise ValueError(f"compile=True: {problem}; take --compile=False")
 
 
 def last_of_forward(plain: Any, model: GPT, idx: Tensor) -> Tensor:

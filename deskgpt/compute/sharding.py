@@ -38,8 +38,8 @@ def shards_of(dp_shard: int, world: int) -> int:
 # Settings that do not work with sharded weights: why, and what to do instead.
 REFUSED = {
     "dtype=float16": "its loss scale is not for sharded weights; try --dtype=bfloat16",
-    "sample_interval": "one rank alone has no whole weights to write samples with; leave it out, and run sample.py",
-    "tasks": "ranks have no whole weights to answer tasks with; leave it out, and run bench/evaluate.py",
+    "sample_interval": "one rank has no whole weights for samples; take --sample_interval=0, and run sample.py",
+    "tasks": "ranks have no whole weights to answer tasks with; take --tasks=, and run bench/evaluate.py",
 }
 
 
@@ -120,7 +120,7 @@ def refuse_shared(model: GPT) -> None:
     for first, *others in names_of_shared(model):
         for other in others:
             if unit_of(first) != unit_of(other):
-                raise ValueError(f"dp_shard: {first} is also {other}, and torch shards each block alone; leave it out")
+                raise ValueError(f"dp_shard: {first} is also {other}, but blocks are sharded apart; take --dp_shard=1")
 
 
 def unit_of(name: str) -> str:

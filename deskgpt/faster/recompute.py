@@ -36,7 +36,7 @@ def block_form(which: str, dropout: float) -> Callable[..., Any]:
         if kept_between_passes(block) != before:
             raise ValueError(
                 f"activation_checkpoint={which}: blocks that change buffers, or draw from Python's random numbers, "
-                "would compute something else the second time; leave it out"
+                "would compute something else the second time; take --activation_checkpoint=none"
             )
         return out
 

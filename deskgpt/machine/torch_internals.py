@@ -50,6 +50,6 @@ def fake_store() -> Any:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError:
         raise ValueError(
-            f"torch {torch.__version__} has no fake process group: leave --dp_shard out, or install torch 2.11 to 2.13"
+            f"torch {torch.__version__} has no fake process group: take --dp_shard=1, or install torch 2.11 to 2.13"
         ) from None
     return FakeStore()

@@ -235,7 +235,7 @@ def starting_point(
         if name == "block_size" and (settings["eval_only"] or start.resumed is None):
             continue
         if wanted != there:
-            raise ValueError(f"{name}={wanted}, but {start.source} has {name}={there}: leave it out")
+            raise ValueError(f"{name}={wanted}, but {start.source} has {name}={there}: take --{name}={there}")
     return start
 
 
