@@ -33,7 +33,7 @@ from bench.analysis.runs import Run, complete, give
 from bench.analysis.speed import speed_rows
 from bench.analysis.verdict import headline, verdict
 from bench.output import markdown_table
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.errors import OneLineParser, one_line_errors
 
 LOSS_HELP = "val losses to be reached, in nats per token; in bits per byte where these are ranked"
 
@@ -113,9 +113,7 @@ def as_markdown(table: Table) -> str:
 
 def read_arguments() -> argparse.Namespace:
     """The command line. Raises ValueError for files that cannot be written and losses that are not finite."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(str(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or what nanoGPT printed")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="[A.]NAME=VALUE")
     parser.add_argument("--device", action="append", default=[], metavar="[A=]NAME", help='such as "A=RTX 4070"')

@@ -12,7 +12,6 @@ NAME-report.html in the current folder. The page opens in any browser and needs 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from bench.analysis.logs import read_run
 from bench.analysis.page import Figure, Headline, Table, page
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import median_ms, mfu, speed_rows, tokens_per_s
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.errors import OneLineParser, one_line_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -132,9 +131,7 @@ def describe(run: Run) -> Described:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(str(__doc__))
     parser.add_argument("out_dir", nargs="+", help="of a run; or what nanoGPT printed, in a file")
     parser.add_argument("--html", metavar="FILE", help="instead of out_dir/report.html, or NAME-report.html")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")

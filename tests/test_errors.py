@@ -44,6 +44,21 @@ def test_error_of_a_user_is_one_line_and_an_exit_status(error, status, named, ca
     assert_one_line(capsys.readouterr().err, named)
 
 
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("data/chat/prepare.py", ["FILE", "python data/chat/prepare.py dialogues.jsonl"]),
+        ("data/text/prepare.py novel.txt", ["--name", "python data/text/prepare.py novel.txt"]),
+        ("bench/compare.py", ["RUN", "python bench/compare.py out-a out-b"]),
+        ("bench/report.py out --port=x", ["--port", "'x'", "python bench/report.py"]),
+    ],
+)
+def test_command_line_that_lacks_something_is_one_line_with_an_example(script, command, named):
+    done = script(*command.split())
+    assert done.code == 2
+    assert_one_line(done.err, *named)
+
+
 def test_shared_memory_too_small_for_a_kernel_is_not_out_of_memory():
     words = "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes may help."
     assert not is_out_of_memory(RuntimeError(f"OutOfResources: {words}"))

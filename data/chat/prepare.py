@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
 from data.token_files import Masks, is_prepared, write_dataset
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.machine.errors import OneLineParser, one_line_errors
 from deskgpt.machine.files import file_sha256, sha256
 
 DATA = Path(__file__).resolve().parents[1]
@@ -201,7 +201,7 @@ def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(str(__doc__))
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("--name", default="chat", help="folder below data/, or a path; later the value of --dataset")
     one = parser.add_mutually_exclusive_group()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; 
 from data import bpe
 from data.token_files import is_prepared, named_tokenizer, write_dataset
 from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
-from deskgpt.machine.errors import ConfigError, one_line_errors
+from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.machine.files import sha256
 
 DATA = Path(__file__).resolve().parents[1]
@@ -100,7 +100,7 @@ def read_text(paths: list[Path]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(str(__doc__))
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path)
     add("--name", required=True, help="folder below data/, or a path; later the value of --dataset")

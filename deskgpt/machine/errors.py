@@ -5,6 +5,7 @@ A script runs its main function in one_line_errors. With DESKGPT_TRACEBACK=1 eve
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
@@ -36,6 +38,19 @@ LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 class ConfigError(ValueError):
     """A mistake in the settings, which the user can correct. Scripts end with exit status 2."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser of a script's arguments. What is wrong with them becomes a ConfigError, one line with an example."""
+
+    def __init__(self, doc: str) -> None:
+        """doc: of the script; its first indented line is the example."""
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, description=doc, formatter_class=formatter)
+        self.example = next(line.strip() for line in doc.splitlines() if line.startswith("    "))
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; for example: {self.example}")
 
 
 @contextmanager
