@@ -8,10 +8,12 @@ A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed
 the order given; runs that differ only in their seed are repeats of one arm. --set adds what a log does not say: any
 setting of train.py, or one of the facts parameters, tokens_per_step, tokenizer, val_tokens, bytes_per_token, world_size
 and peak_flops (which the log's MFU refers to). Time includes training and, where the log has it, compiling, but not
-evaluation. A figure after ± is half the width of a 95% interval. Runs with different tokenizers are ranked in bits per
-byte where their validation text is the same.
+evaluation. A figure after ± is half the width of a 95% interval; of two repeats, and where that would be wider than
+the figure itself, the range is shown. Runs with different tokenizers are ranked in bits per byte where their
+validation text is the same.
 
-Prints three tables and a verdict. --html FILE and --json FILE write them as a page and as data.
+Prints three tables, one of repeats run by run where there are any, and a verdict. --html FILE and --json FILE write
+them as a page and as data.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from bench.analysis.verdict import headline, verdict
 from bench.output import markdown_table
 from deskgpt.machine.errors import OneLineParser, one_line_errors
 
+OF_REPEATS = ("tokens/s", "training", "lowest val loss", "at step", "bits per byte there")  # run by run
 LOSS_HELP = "val losses to be reached, in nats per token; in bits per byte where these are ranked"
 
 
@@ -51,13 +54,14 @@ def compare(runs: list[Run], levels: list[float]) -> tuple[list[Table], list[str
         arms_table("What changed", arms, changes, "", known_note(arms, runs)),
         arms_table("Speed", arms, speeds, "leads", peaks_note(arms)),
         arms_table("Learning", arms, losses, "leads", ranking_note(ranked, runs)),
+        repeats_table(arms, [*speeds, *losses]),
     ]
     data = {
         "arms": [{"label": a.label, "runs": [r.name for r in a.runs], "settings": a.runs[0].settings} for a in arms],
         "rows": {"What changed": as_data(changes), "Speed": as_data(speeds), "Learning": as_data(losses)},
         "not_ranked": ranked.reasons,
         "ranked_in": ranked.unit,
-        "headline": headline(arms, speeds, losses),
+        "headline": headline(arms, speeds, losses, ranked),
         "verdict": lines,
     }
     return [table for table in tables if table.rows], lines, data
@@ -65,11 +69,22 @@ def compare(runs: list[Run], levels: list[float]) -> tuple[list[Table], list[str
 
 def arms_table(title: str, arms: list[Arm], rows: list[Row], last_column: str, note: str) -> Table:
     """A table with a column for each arm."""
-    heads = []
-    for arm in arms:
-        more = f" and {len(arm.runs) - 1} more" if len(arm.runs) > 1 else ""
-        heads.append(f"{arm.label}: {arm.runs[0].name}{more}")
+    heads = [f"{arm.label}: {arm.name}" for arm in arms]
     return Table(title, ["", *heads, last_column], [row.cells() for row in rows], note)
+
+
+def repeats_table(arms: list[Arm], rows: list[Row]) -> Table:
+    """Each repeat by itself, and the repeats of an arm together; without rows where there are none."""
+    shown = [row for row in rows if row.label in OF_REPEATS]
+    lines = []
+    for i, arm in enumerate(arms):
+        if len(arm.runs) == 1:
+            continue
+        for j, (letter, run) in enumerate(zip(arm.label.split("+"), arm.runs, strict=True)):
+            figures = [row.cell(row.of_runs[i][j]) for row in shown if row.of_runs]
+            lines.append([f"{letter}: {run.name}", str(run.settings["seed"]), *figures])
+        lines.append([f"{arm.label} together", "", *(row.cells()[1 + i] for row in shown)])
+    return Table("Repeats", ["", "seed", *(row.label for row in shown)], lines, "They differ only in their seed.")
 
 
 def known_note(arms: list[Arm], runs: list[Run]) -> str:
@@ -100,7 +115,7 @@ def ranking_note(ranked: Ranking, runs: list[Run]) -> str:
 
 
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
-    return [{"label": row.label, "values": row.values, "lead": row.lead.text} for row in rows]
+    return [{"label": r.label, "values": r.values, "of_runs": r.of_runs, "lead": r.lead.text} for r in rows]
 
 
 def as_markdown(table: Table) -> str:

@@ -13,6 +13,7 @@ from conftest import assert_one_line, flags
 from logs import TIMES, log, nanogpt, rewrite
 
 from bench import compare
+from bench.analysis.arms import Arm, over_runs
 from bench.analysis.learning import at, spent_until, standard_error
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run, complete, give
@@ -108,9 +109,9 @@ def other_tokens(tmp_path: Path, changed: dict[str, Any]) -> list[str]:
 
 
 def test_other_tokens_of_the_same_text_are_ranked_in_bits_per_byte(tmp_path):
-    rows, _, data = compared(*other_tokens(tmp_path, {"block_size": 4, "gradient_accumulation_steps": 4}))
+    rows, text, data = compared(*other_tokens(tmp_path, {"block_size": 4, "gradient_accumulation_steps": 4}))
     assert (data["not_ranked"], data["ranked_in"]) == ([], "bits per byte")
-    assert rows["bytes of text in a context"][:2] == ["8", "8"]  # of 8 tokens, and of 4 of two bytes
+    assert "contexts differ" not in text  # 8 bytes are 8 tokens, or 4 of two bytes
     a, b = 2 / math.log(2), 1.5 / math.log(2)
     noise = 1.96 * math.hypot(0.01, 0.005) / math.log(2)
     lead = f"B by {a - b:.4f} (noise ±{noise:.4f})"
@@ -229,7 +230,6 @@ def test_cause_of_repeated_runs_is_named_without_a_doubt(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"block_size": 16}, ["context", "A 8", "B 16"]),
         ({"val_sha256": "bad"}, ["data", "A f00", "B bad"]),
         ({"tokenizer": "gpt2"}, ["tokenizers", "A char", "B gpt2"]),
         ({"start": 10.8}, ["step 0", "A 4.00", "B 10.80"]),
@@ -244,6 +244,50 @@ def test_losses_of_different_evaluations_are_not_ranked(tmp_path, changed, named
     assert reason in text
     for part in named:
         assert part in reason
+
+
+def test_other_contexts_are_ranked_with_a_caveat_in_tokens_as_in_bytes(tmp_path):
+    a = log(tmp_path / "short", {0: 4.0, 100: 3.0, 200: 2.5})
+    b = log(tmp_path / "long", {0: 4.0, 100: 3.0, 200: 2.0}, block_size=16, batch_size=2)
+    in_bytes = other_tokens(tmp_path, {})  # 8 tokens of a byte, and 8 of two
+    for paths, shown, remedy in (((a, b), "A 8, B 16 tokens", 8), (in_bytes, "A 8, B 16 bytes", 4)):
+        rows, text, data = compared(*paths)
+        assert data["not_ranked"] == []
+        assert rows["bits per byte there" if paths is in_bytes else "lowest val loss"][2].startswith("B by ")
+        assert shown in text.splitlines()[0]
+        assert f"--block_size={remedy} " in text.splitlines()[0]
+        assert data["headline"].startswith("B has the lower")
+        assert "other contexts" in data["headline"]
+
+
+def test_repeats_are_called_so_and_shown_one_by_one_and_together(tmp_path):
+    repeats = [log(tmp_path / f"a{i}", {0: 4.0, 100: 3.0, 200: 2.5 + i / 100}, 90 + 10 * i, seed=i) for i in range(3)]
+    other = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.5}, n_layer=3)
+    rows, _, data = compared(*repeats)
+    assert data["headline"].startswith("A+B+C are repeats, seeds 0, 1, 2; lowest val loss 2.5100 ± ")
+    assert [rows[name][0] for name in ("A: a0", "B: a1", "C: a2")] == ["0", "1", "2"]
+    assert [rows[name][3] for name in ("A: a0", "B: a1", "C: a2")] == ["2.5000", "2.5100", "2.5200"]
+    assert rows["A+B+C together"][3] == rows["lowest val loss"][0] == f"2.5100 ± {4.303 * 0.01 / math.sqrt(3):.4f}"
+    assert rows["peak memory"][0] == "2.00 GiB"  # of all three
+    assert {"A: a0", "B: a1", "A+B together"} <= compared(*repeats[:2], other)[0].keys()
+    assert not any("together" in label for label in compared(repeats[0], other)[0])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([8.0, 15.0], "8.0s to 15.0s"),  # of two values the interval would be 11.5 ± 44.5
+        ([1.0, 8.0, 26.0], "1.0s to 26.0s"),  # 11.7 ± 31.9
+        ([10.0, 11.0, 12.0], "11.0s ± 2.5s"),
+        ([10.0, 10.0], "10.0s"),
+        ([10.0], "10.0s"),
+        ([10.0, None], "n/a"),
+    ],
+)
+def test_figure_of_repeats_whose_spread_exceeds_it_is_a_range(seconds, shown):
+    runs = [Run(str(i), {"seed": i}, end={"train_s": s}) for i, s in enumerate(seconds)]
+    row = over_runs("training", [Arm("A", runs)], lambda run: run.end["train_s"], clock)
+    assert row.cells() == ["training", shown, ""]
 
 
 def test_noise_without_any_measure_is_unknown(tmp_path):

@@ -34,6 +34,13 @@ class Arm:
     runs: list[Run]
     values: dict[str, Any] = field(default_factory=dict)  # settings and facts that may be a cause
 
+    @property
+    def name(self) -> str:
+        """The run's, or what its runs are."""
+        if len(self.runs) == 1:
+            return self.runs[0].name
+        return f"repeats, seeds {', '.join(str(run.settings['seed']) for run in self.runs)}"
+
 
 @dataclass(frozen=True)
 class Lead:
@@ -56,26 +63,35 @@ class Row:
     values: list[Any]
     text: Callable[[Any], str]
     lead: Lead = field(default_factory=Lead)
-    half_widths: list[float | None] | None = None  # of each arm's 95% interval, where it has several runs
+    of_runs: list[list[Any]] | None = None  # of each arm's runs, where a value is their mean
 
     def cells(self) -> list[str]:
-        shown = ["n/a" if value is None else self.text(value) for value in self.values]
-        for i, half in enumerate(self.half_widths or []):
-            if half is not None:
-                shown[i] += f" ± {self.text(half)}"
+        shown = [self.cell(value) for value in self.values]
+        for i, values in enumerate(self.of_runs or []):
+            if len(values) > 1 and None not in values:
+                shown[i] = self.together(values)
         return [self.label, *shown, self.lead.text]
+
+    def cell(self, value: Any) -> str:
+        return "n/a" if value is None else self.text(value)
+
+    def together(self, values: list[float]) -> str:
+        """The mean of repeats ± half its 95% interval; their range, where that says no more than the range does."""
+        lowest = self.text(min(values))
+        highest = self.text(max(values))
+        if lowest == highest:
+            return lowest
+        mean, half = interval(values)
+        if half is None or len(values) < 3 or half >= abs(mean):
+            return f"{lowest} to {highest}"
+        return f"{self.text(mean)} ± {self.text(half)}"
 
 
 def over_runs(label: str, arms: list[Arm], figure: Callable[[Run], Any], text: Callable[[Any], str]) -> Row:
-    """The mean of a figure over each arm's runs, with its interval; None for an arm where a run lacks it."""
-    means: list[float | None] = []
-    half_widths: list[float | None] = []
-    for arm in arms:
-        values = [figure(run) for run in arm.runs]
-        mean, half = (None, None) if None in values else interval(values)
-        means.append(mean)
-        half_widths.append(half)
-    return Row(label, means, text, half_widths=half_widths if any(half_widths) else None)
+    """The mean of a figure over each arm's runs; None for an arm where a run lacks it."""
+    of_runs = [[figure(run) for run in arm.runs] for arm in arms]
+    means = [None if None in values else statistics.fmean(values) for values in of_runs]
+    return Row(label, means, text, of_runs=of_runs)
 
 
 def lead_by_ratio(

@@ -182,6 +182,7 @@ class Ranking:
 
     reasons: list[str]
     in_bits: bool = False  # bits per byte of text, not nats per token
+    caveat: str = ""  # what differs between evaluations that are ranked all the same
 
     @property
     def unit(self) -> str:
@@ -196,15 +197,35 @@ class Ranking:
 def ranking(runs: list[Run]) -> Ranking:
     """How the losses of runs can be ranked: in nats on the same tokens, in bits per byte on the same text.
 
-    Different context lengths bar only the former: between tokenizers, equal numbers of tokens are not equal contexts.
+    Different contexts bar neither: between tokenizers they are never quite equal. They are said beside the verdict.
     """
     reasons = not_comparable(runs)
     same_tokens = len({run.start.get("val_sha256") for run in runs}) == 1
     some_text_known = any(run.start.get("val_text") for run in runs)
     if not reasons or same_tokens or not some_text_known:
-        return Ranking(reasons)
+        return Ranking(reasons, caveat=of_contexts(runs, "tokens"))
     why_not = not_in_bits(runs)
-    return Ranking([*reasons, why_not]) if why_not else Ranking([], in_bits=True)
+    if why_not:
+        return Ranking([*reasons, why_not])
+    return Ranking([], in_bits=True, caveat=of_contexts(runs, "bytes"))
+
+
+def of_contexts(runs: list[Run], unit: str) -> str:
+    """How much longer the contexts of some evaluations are, and how to compare alike; empty where all are equal."""
+    contexts = {}
+    for letter, run in zip(letters(len(runs)), runs, strict=True):
+        size = run.start.get("bytes_per_token") if unit == "bytes" else 1
+        if size and run.settings.get("block_size"):
+            contexts[letter] = (run.settings["block_size"] * size, size)
+    if not contexts or max(contexts.values())[0] <= 1.01 * min(contexts.values())[0]:
+        return ""
+    shown = ", ".join(f"{letter} {length:,.0f}" for letter, (length, _) in contexts.items())
+    longest = max(contexts, key=lambda letter: contexts[letter])
+    block_size = max(1, round(min(contexts.values())[0] / contexts[longest][1]))
+    return (
+        f"The contexts differ ({shown} {unit}), and a longer one lowers the loss by itself. To evaluate {longest} with "
+        f"the shortest: python train.py --init_from=resume --eval_only=True --block_size={block_size} --out_dir=..."
+    )
 
 
 def not_in_bits(runs: list[Run]) -> str:
@@ -235,14 +256,13 @@ def in_bits(run: Run) -> Run:
 
 
 def not_comparable(runs: list[Run]) -> list[str]:
-    """Why losses in nats per token cannot be ranked: known differences in data, tokens or context of evaluations."""
+    """Why losses in nats per token cannot be ranked: known differences in the data or tokens of evaluations."""
     facts: dict[str, Callable[[Run], Any]] = {
         "validation data": lambda r: r.start.get("val_sha256"),
         "numbers of validation tokens": lambda r: r.start.get("val_tokens"),
         "data sets": lambda r: Path(str(r.settings["dataset"])).name if r.settings.get("dataset") else None,
         "tokenizers": lambda r: r.start.get("tokenizer"),
         "vocabularies": lambda r: r.start.get("vocab_size"),
-        "context lengths": lambda r: r.settings.get("block_size"),
     }
     untrained = [run.evals[0]["val_loss"] for run in runs if run.evals and run.evals[0]["iter"] == 0]
     losses = [loss for loss in untrained if loss is not None]
@@ -297,8 +317,6 @@ def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]
     points: list[list[Point]] = [[(r.best["val_loss"], error(r)) for r in arm.runs if r.val] for arm in in_unit]
     rank(bits if ranked.in_bits else lowest, in_unit, points, ranked.reasons)
     turned = [overfit(arm.runs[0]) for arm in arms]
-    # Tokens of one tokenizer hold more text than those of another, and a longer context lowers the bits by itself.
-    contexts = [context_bytes(arm.runs[0]) if ranked.in_bits else None for arm in arms]
     return [
         mean("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
         mean("val loss there", lambda r: r.val[-1]["val_loss"], four_places),
@@ -309,7 +327,6 @@ def loss_rows(arms: list[Arm], in_unit: list[Arm], ranked: Ranking) -> list[Row]
         bits,
         mean("val - train loss at the end", lambda r: gap_to_train(r.val[-1]), four_places),
         Row("val turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"),
-        Row("bytes of text in a context", contexts, AMOUNT["steps"]),
     ]
 
 
@@ -364,12 +381,6 @@ def four_places(loss: float) -> str:
 
 def lowest_loss(run: Run) -> float | None:
     return run.best["val_loss"] if run.val else None
-
-
-def context_bytes(run: Run) -> float | None:
-    block_size = run.settings.get("block_size")
-    bytes_per_token = run.start.get("bytes_per_token")
-    return block_size * bytes_per_token if block_size and bytes_per_token else None
 
 
 def perplexity(loss: float) -> float:

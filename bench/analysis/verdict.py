@@ -17,29 +17,38 @@ SAME_WORK = re.compile(r" at equal (steps|tokens|text) ")  # spent by the same t
 
 
 def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranking) -> list[str]:
-    """What may be called the cause, or the run that would settle it; before it, why losses are not ranked.
+    """What may be called the cause, or the run that would settle it; before it, why losses are not ranked, or a caveat.
 
     Empty for a single arm. speeds and losses are the rows of the tables, which have the rest.
     """
     if len(arms) == 1:
         return []
-    not_ranked = [not_ranked_line(arms, ranked.reasons)] if ranked.reasons else []
-    return not_ranked + cause_lines(arms, speeds, losses)
+    not_ranked = [not_ranked_line(ranked.reasons)] if ranked.reasons else []
+    caveat = [ranked.caveat] if ranked.caveat else []
+    return [*not_ranked, *caveat, *cause_lines(arms, speeds, losses)]
 
 
 # ---- the headline --------------------------------------------------------------------------------------------
 
 
-def headline(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> str:
-    """Who learns more and who is faster, as far as the noise lets one say so; empty for a single arm."""
-    if len(arms) == 1:
+def headline(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranking) -> str:
+    """Who learns more and who is faster, as far as the noise lets one say so; of repeats what they are.
+
+    Empty for a single run.
+    """
+    if len(arms) == 1 and len(arms[0].runs) == 1:
         return ""
+    if len(arms) == 1:
+        found = (row_of(losses, "lowest val loss"), row_of(speeds, "tokens/s"))
+        figures = [f"; {row.label} {row.cells()[1]}" for row in found if row]
+        return f"{arms[0].label} are {arms[0].name}{''.join(figures)}"
     # Losses are in bits per byte where only these compare.
     loss = row_of(losses, r"(val loss|bits per byte) at equal (tokens|text)", r".* at equal")
     speed = row_of(speeds, "tokens/s")
     learner = arms[loss.lead.winner].label if loss and loss.lead.winner is not None else ""
     runner = arms[speed.lead.winner].label if speed and speed.lead.winner is not None else ""
     loss_at = loss.label.partition(" (")[0] if loss else ""
+    loss_at += " (in other contexts, see below)" if ranked.caveat else ""
     if learner and learner == runner:
         return f"{learner} has the lower {loss_at}, and is faster"
     if learner:
@@ -58,14 +67,11 @@ def row_of(rows: list[Row], *labels: str) -> Row | None:
     return None
 
 
-def not_ranked_line(arms: list[Arm], reasons: list[str]) -> str:
+def not_ranked_line(reasons: list[str]) -> str:
     """Why the losses are not ranked, and how to evaluate the models alike."""
-    known = [arm.runs[0].settings.get("block_size") for arm in arms]
-    contexts = {block_size for block_size in known if block_size is not None}
-    shortest = f" --block_size={min(contexts)}" if len(contexts) > 1 else ""
     return (
         f"The losses are not ranked: {'; '.join(reasons)}. Where the models allow it, evaluate them alike: "
-        f"python train.py --init_from=resume --eval_only=True{shortest} --out_dir=..."
+        "python train.py --init_from=resume --eval_only=True --dataset=... --out_dir=..."
     )
 
 
