@@ -143,7 +143,7 @@ def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
     torch.compiler.reset()
     cpu = torch.device("cpu")
     batching = Batching(BATCH_SIZE, block_size=SIZES["block_size"])
-    search = forms.Search(model, batching, forms.Wanted(), Ranks(cpu), batch_of, lambda batching, form: batching)
+    search = forms.Search(model, batching, forms.Wanted(), Ranks(cpu), batch_of, lambda batching, *_: batching)
     t0 = time.perf_counter()
     with redirect_stdout(io.StringIO()) as said:
         runner = forms.attempt(search, form)

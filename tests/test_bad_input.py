@@ -18,6 +18,8 @@ from conftest import TINY, assert_one_line, contents, files_of_at_most, flags
 from data.token_files import write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
+from deskgpt.compute import forms
+from deskgpt.machine import hardware
 from train import TrainConfig, main
 
 
@@ -218,6 +220,23 @@ def test_model_larger_than_the_memory(chars, run, assert_fails):
     settings = TINY | {"dataset": chars, "out_dir": run}
     named = ["billion", "GB", "GiB", "take a smaller"]
     assert_fails(named, *flags(**settings | {"n_embd": 1 << 15, "n_layer": 1}))
+
+
+@pytest.mark.parametrize("settings", [{"init_from": "resume"}, {"init_from": "resume", "eval_only": True}, {}])
+def test_micro_batch_larger_than_the_memory_is_refused_before_any_is_taken(
+    chars, run, assert_fails, monkeypatch, settings
+):
+    """Of a stranger's checkpoint, or of the command line."""
+    monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(forms, "try_out", lambda *_: pytest.fail("it was tried"))
+    if not settings:
+        settings = TINY | {"dataset": chars, "batch_size": 1 << 20}
+    else:
+        found = torch.load(run / "ckpt.pt")
+        found["config"]["batch_size"] = 1 << 20
+        del found["format"]  # or its checksum would be missed
+        torch.save(found, run / "ckpt.pt")
+    assert_fails(["batch_size=1048576", "1.0 GiB", "--batch_size="], *flags(**settings, out_dir=run))
 
 
 def test_block_larger_than_the_data(chars, run, assert_fails):

@@ -133,6 +133,27 @@ def test_usable_memory_is_what_is_free_and_what_this_process_holds_within_its_ca
     assert usable_gib() == 2
 
 
+@pytest.mark.parametrize(
+    ("groups", "limits", "usable"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max"}, 3000),
+        ("0::/not/seen/here\n", {"memory.max": "2000"}, 2000),  # a container's
+        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000"}, 1000),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, 5000),  # no limit
+        ("0::/a\n", {}, 5000),
+    ],
+)
+def test_memory_that_control_groups_forbid_is_not_usable(groups, limits, usable, tmp_path, monkeypatch):
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(limit)
+    (tmp_path / "own").write_text(groups)
+    monkeypatch.setattr(hardware, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: 5000)
+    assert hardware.usable_memory_bytes(CPU) == usable
+
+
 def test_memory_in_words_names_what_is_free_and_all_where_they_differ():
     gib = 2**30
     assert hardware.memory_in_words(10.94 * gib, 12 * gib) == "10.9 GiB free (12.0 in all)"

@@ -27,7 +27,7 @@ from deskgpt.faster import kernels
 from deskgpt.faster.definition import using
 from deskgpt.machine import hardware
 from deskgpt.predict import fit
-from deskgpt.predict.memory import Step, fake_tensors, memory
+from deskgpt.predict.memory import MakeOptimizer, Step, fake_tensors, memory
 from model import GPT, GPTConfig
 from train import TrainConfig, main, resumed_settings, settings_of_earlier_run
 
@@ -279,6 +279,22 @@ def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
     with pytest.raises(ValueError, match="out of memory") as refused:
         smaller(1, 64, auto_batch=True)
     assert_one_line(refused.value, "batch_size=1", "--block_size=32")
+
+
+def test_micro_batch_is_refused_untried_only_where_it_surely_takes_more_than_there_is(monkeypatch):
+    batching = Batching(32, 16, SMALL.block_size)
+    needed = sum(memory(Step(SMALL, 32, Form(), "cpu", make_optimizer=adamw)).values())
+
+    def times(share: float, make: MakeOptimizer | None = adamw, device: str = "cpu") -> float:
+        monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: share * needed)
+        return fit.times_memory(SMALL, make, torch.device(device), 1, batching, Form())
+
+    assert times(0.9) == pytest.approx(fit.SURELY / 0.9)  # it is tried, as is what the prediction is too high for
+    assert times(0.1) == pytest.approx(fit.SURELY / 0.1)
+    assert 0 < times(0.1, None) < times(0.1)  # evaluation alone
+    assert times(10.0) == times(0.1, device="cuda") == 0
+    batching = fit.smaller_batch(SMALL, adamw, CPU, True, batching, Form(), times(0.1))
+    assert (batching.batch_size, batching.accumulation) == (4, 128)
 
 
 def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):

@@ -140,7 +140,9 @@ class Search:
     ranks: Ranks
     batch_of: Callable[[int], Batch]  # the first micro-batch of a number of sequences
     # The batching to go on with where memory runs out; raises ValueError where there is none.
-    smaller: Callable[[Batching, Form], Batching]
+    smaller: Callable[[Batching, Form, float], Batching]
+    # How many times the memory a micro-batch surely takes, 0 if that is not known.
+    times_memory: Callable[[Batching, Form], float] = lambda batching, form: 0.0
     as_written: tuple[str, ...] = ()  # functions of model.py whose faster forms are wrong here
     began: float = field(default_factory=time.time)
     sharded: bool = field(init=False)  # whether ranks share the weights, which are whole for a while in a pass
@@ -449,16 +451,20 @@ def attempt(s: Search, form: Form) -> Runner | None:
     leave_out.
     """
     while True:
-        with not_silent(f"still {'compiling' if form.compiled else 'trying the first micro-batch'}", s.ranks.say):
-            runner, outcome, problem = try_out(s, form, s.micro_batch())
-        outcome = worst(s, outcome)
+        times = s.ranks.max(s.times_memory(s.batching, form))
+        if times <= 1:
+            with not_silent(f"still {'compiling' if form.compiled else 'trying the first micro-batch'}", s.ranks.say):
+                runner, outcome, problem = try_out(s, form, s.micro_batch())
+            outcome = worst(s, outcome)
+        else:
+            outcome = "out of memory"
         if outcome == "fits":
             return runner
         if outcome == "left out":
             leave_out(s, form, problem or "it fails, or differs, on another rank")
             return None
         if outcome == "out of memory":
-            s.batching = s.smaller(s.batching, form)
+            s.batching = s.smaller(s.batching, form, max(2.0, times))
             s.ranks.say(f"out of memory: going on with {s.batching.flags()}, which is the same training")
             hardware.release_memory(s.device)
         # "again": a library that a killed run had left unfinished is deleted

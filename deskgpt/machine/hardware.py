@@ -167,13 +167,36 @@ def usable_memory_bytes(device: torch.device) -> int | None:
     """The memory that this process can get; None if the system does not say.
 
     On a GPU a desktop and other processes have their part, and torch.cuda.set_per_process_memory_fraction may allow
-    less still. For a CPU and an Apple GPU it is all of the machine's memory.
+    less still. For a CPU and an Apple GPU it is all of the machine's memory, or what a control group allows of it.
     """
     if device.type != "cuda":
-        return memory_bytes(device)
+        return min(filter(None, (memory_bytes(device), group_limit_bytes())), default=None)
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
     return min(reachable_memory_bytes(device), int(cap_bytes))
+
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def group_limit_bytes() -> int | None:
+    """The memory that this process's control groups allow (a container's, a batch job's); None without a limit.
+
+    Of the second version of these groups, and of the first, which has a folder for memory.
+    """
+    limits = []
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            own = Path(path.lstrip("/"))
+            for group in (own, *own.parents):  # in a container, a path of the host may stand here
+                with suppress(OSError, ValueError):  # no such group, or its limit is "max"
+                    limits.append(int((CONTROL_GROUPS / controllers / group / name).read_text()))
+    return min(limits, default=None)
 
 
 def free_memory_bytes() -> int | None:

@@ -14,6 +14,8 @@ from deskgpt.machine.words import BYTES, COUNTS, with_unit
 from deskgpt.predict.memory import Live, MakeOptimizer, Step, fake_tensors, memory, update_bytes, with_gradients
 from model import GPT, GPTConfig
 
+# Of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%.
+SURELY = 0.7
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 
 # ---- the model -----------------------------------------------------------------------------------------------
@@ -67,13 +69,47 @@ def refuse_beyond_memory(
 # ---- the micro-batch -----------------------------------------------------------------------------------------
 
 
+def times_memory(
+    config: GPTConfig, make: MakeOptimizer | None, device: torch.device, shards: int, batching: Batching, form: Form
+) -> float:
+    """How many times the memory a micro-batch surely takes; 0 where that is not known, or clearly less than there is.
+
+    Only on a CPU, where the system ends a process that takes too much; GPUs say that memory runs out. make: the
+    optimizer of a run that trains; None: it evaluates. shards: how many ranks share one copy.
+    """
+    limit = hardware.usable_memory_bytes(device)
+    # About twice what the parts of a layer keep of a token in float32; rehearsing the step takes seconds.
+    of_token = config.n_layer * (160 * config.n_embd + 16 * config.n_head * batching.block_size)
+    tokens = batching.batch_size * batching.block_size
+    if device.type != "cpu" or limit is None or tokens * of_token < limit:
+        return 0.0
+    step = Step(config, batching.batch_size, form, "cpu", batching.micro_steps > 1, make)
+    try:
+        parts = memory(step)
+    except ValueError:  # this model cannot be rehearsed
+        return 0.0
+    of_batch = parts["activations"] + parts["logits"]
+    if make is None:  # one layer after the other, and less of each than a backward pass needs
+        needed = parts["activations"] / config.n_layer / 4
+    else:
+        needed = of_batch + (sum(parts.values()) - of_batch) / shards
+    return SURELY * needed / limit
+
+
 def smaller_batch(
-    config: GPTConfig, make: MakeOptimizer, device: torch.device, auto_batch: bool, batching: Batching, form: Form
+    config: GPTConfig,
+    make: MakeOptimizer,
+    device: torch.device,
+    auto_batch: bool,
+    batching: Batching,
+    form: Form,
+    times: float = 2.0,
 ) -> Batching:
     """A split of the same training with a smaller micro-batch, after `batching` did not fit: half, with auto_batch.
 
-    make: the run's optimizer. Raises ValueError without auto_batch, naming the settings of the largest micro-batch
-    predicted to fit, and where there is no smaller one.
+    make: the run's optimizer. times: how much too large it is, at least; it is halved until then. Raises ValueError
+    without auto_batch, naming the settings of the largest micro-batch predicted to fit, and where there is no smaller
+    one.
     """
     limit = hardware.usable_memory_bytes(device)
     where = f"{hardware.device_name(device)}, {hardware.memory_in_words(limit, hardware.memory_bytes(device))}"
@@ -82,7 +118,10 @@ def smaller_batch(
         raise ValueError(
             f"out of memory: not even batch_size=1 fits into {where}; try --block_size={half} or a smaller model"
         )
-    smaller = 1 if batching.batch_size % 2 else batching.batch_size // 2
+    smaller = batching.batch_size
+    while times > 1 and smaller > 1:
+        smaller = 1 if smaller % 2 else smaller // 2
+        times /= 2
     if not auto_batch and device.type == "cuda" and limit:
         compiled = replace(form, compiled=True)
         step = Step(config, smaller, compiled, device.type, make_optimizer=make)

@@ -23,7 +23,7 @@ from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
 from deskgpt.machine import hardware
 from deskgpt.machine.provenance import git_commit, versions
-from deskgpt.predict.fit import refuse_beyond_memory, smaller_batch
+from deskgpt.predict.fit import refuse_beyond_memory, smaller_batch, times_memory
 from deskgpt.predict.memory import MakeOptimizer
 from deskgpt.run import resuming
 from deskgpt.run.lock import check_shared
@@ -122,7 +122,10 @@ class StartingPoint:
         wanted = Wanted.of(settings, earlier, steps, seconds_left(settings, began))
         may_halve = wanted.may_split_anew(ranks.device)
         smaller = functools.partial(smaller_batch, model.config, make, ranks.device, may_halve)
-        runner, batching = fastest_right_form(Search(model, split, wanted, ranks, batch_of, smaller))
+        trained_with = None if settings["eval_only"] else make
+        shards = sharding.shards_of(settings["dp_shard"], ranks.world)
+        times = functools.partial(times_memory, model.config, trained_with, ranks.device, shards)
+        runner, batching = fastest_right_form(Search(model, split, wanted, ranks, batch_of, smaller, times))
         if ranks.distributed and not settings["eval_only"]:
             runner.distribute(*batch_of(batching.batch_size))
         return runner, batching
