@@ -354,18 +354,81 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_wrong_form(dropout):
     assert settled([], {"explicit": False}, **settings).form == Form("bfloat16")
 
 
-def test_where_float32_does_not_fit_one_sequence_is_compared(monkeypatch, wrong_attention):
+def test_float32_takes_few_sequences_and_none_of_the_memory_that_a_run_reports(monkeypatch, wrong_attention):
     plain = checks.plain_float32
+    seen: list[Any] = []
 
-    def limited(model: GPT, batch: tuple[Tensor, Tensor], form: Form) -> Any:
-        return None if batch[0].size(0) > 1 else plain(model, batch, form)
+    def watched(model: GPT, batch: tuple[Tensor, Tensor], form: Form) -> Any:
+        seen.append(batch[0].size(0))
+        return plain(model, batch, form)
 
-    monkeypatch.setattr(checks, "plain_float32", limited)
+    monkeypatch.setattr(checks, "COMPARED_TOKENS", 40)  # of contexts of 32
+    monkeypatch.setattr(checks, "plain_float32", watched)
+    monkeypatch.setattr(hardware, "forget_peak", lambda device: seen.append("forgotten"))
     earlier = {"dtype": "bfloat16", "compiled": False}
-    assert settled([], earlier | {"explicit": False}, compile=False).form.dtype == "bfloat16"
+    settings: dict[str, Any] = {"compile": False, "batch_size": 12}
+    assert settled([], earlier | {"explicit": False}, **settings).form.dtype == "bfloat16"
     said: list[str] = []
-    assert settled(said, earlier | {"explicit": True}, compile=False).form == Form()
+    assert settled(said, earlier | {"explicit": True}, **settings).form == Form()
     assert_names_the_worst_gradient(said[-1])
+    assert seen == [2, "forgotten"] * 2
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "rows"),
+    [(16, 1024, 2), (16, 4096, 2), (12, 64, 12), (64, 64, 16), (13, 1024, 1), (9, 1024, 3), (1, 8, 1), (3, 512, 3)],
+)
+def test_batch_of_repeated_sequences_has_their_loss_and_gradients(B, T, rows):
+    assert checks.compared_rows(B, T) == rows
+    ids = torch.randint(0, 100, (B, T + 1), generator=torch.Generator().manual_seed(1))
+    x, y = ids[:, :-1], ids[:, 1:]
+    runner = Runner(GPT(GPTConfig(block_size=T, vocab_size=100, n_layer=1, n_head=1, n_embd=16)), Form())
+    found = []
+    for batch in (checks.repeating((x, y)), (x[:rows], y[:rows])):
+        loss = runner.forward_backward(*batch).item()
+        found.append((loss, checks.taken_gradients(runner, 1)))
+    assert checks.repeating((x, y))[0].shape == x.shape
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert max(gradient_errors(runner.names, found[0][1], found[1][1], "float32").values()) < 1e-4
+
+
+@pytest.mark.parametrize("micro_steps", [1, 64, 4096])
+def test_float16_is_compared_in_full_however_small_a_part_of_the_step_a_micro_batch_is(micro_steps, monkeypatch):
+    compare = checks.compare
+    errors: list[float] = []
+
+    def watched(form: Form, precision: str, names: list[str], *found: Any) -> None:
+        compare(form, precision, names, *found)
+        errors.append(max(gradient_errors(names, found[1], found[3], precision).values()))
+
+    monkeypatch.setattr(checks, "compare", watched)
+    said: list[str] = []
+    settings: dict[str, Any] = {"dtype": "float16", "compile": False, "gradient_accumulation_steps": micro_steps}
+    assert settled(said, {"explicit": False}, **settings).form == Form("float16"), said
+    assert errors[0] < 0.01  # what float16 rounds, as with one micro-batch; underflow loses far more
+
+
+def test_float32_of_mps_is_compared_once_with_a_cpu_and_refused_where_it_differs(monkeypatch):
+    """Here the CPU counts as MPS, and its layers are wrong for one model."""
+    monkeypatch.setattr(checks, "REFERENCES", ())
+    settings: dict[str, Any] = {"dtype": "float32", "compile": False}
+    for n_lines in (1, 0):  # the second time it is remembered
+        said: list[str] = []
+        assert settled(said, {"explicit": False}, **settings).form == Form()
+        assert len(said) == n_lines
+    remembered.path_of(held.FILE).unlink()
+
+    model = a_model()
+    block: Any = model.transformer.h[0]
+    matrix = block.mlp.c_fc.weight
+    linear = F.linear
+    monkeypatch.setattr(
+        F, "linear", lambda x, weight, bias=None: linear(x, weight, bias) * (1.01 if weight is matrix else 1.0)
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="plain float32") as e:
+            fastest_right_form(search_of(model, None, EarlierForm(explicit=False), **settings))
+        assert_one_line(str(e.value), "float32", "try --device=cpu")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")

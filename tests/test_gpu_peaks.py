@@ -87,3 +87,8 @@ def test_cards_that_share_a_name_are_told_apart_by_their_sms():
 )
 def test_name_that_only_looks_like_a_card_is_none(name):
     assert gpu_peaks.card_named(name) is None
+
+
+def test_cards_without_bfloat16_train_in_float16_where_they_have_tensor_cores():
+    found = {name: gpu_peaks.find_card(name).fast_dtype() for name in ("P100-PCIE", "V100", "T4", "RTX 4070")}
+    assert found == {"P100-PCIE": "float32", "V100": "float16", "T4": "float16", "RTX 4070": "bfloat16"}

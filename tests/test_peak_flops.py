@@ -60,6 +60,15 @@ def test_fast_dtype_of_a_cpu_is_the_one_with_the_faster_matmuls(monkeypatch):
         assert peak_flops.fast_dtype(CPU) == expected
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((6, 1), "float32"), ((7, 0), "float16"), ((7, 5), "float16"), ((8, 9), "bfloat16")]
+)
+def test_float16_is_for_cards_with_tensor_cores_that_lack_bfloat16(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert peak_flops.fast_dtype(torch.device("cuda")) == dtype
+
+
 # ---- measuring and remembering -------------------------------------------------------------------------------
 
 

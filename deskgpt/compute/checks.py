@@ -1,11 +1,12 @@
 """The proof that a form of a model trains as the plain form does: float32, not compiled.
 
-What is compiled or in low precision is compared on the run's own first micro-batch: its loss, and each parameter's
+What is compiled or in low precision is compared on the run's own first sequences: their loss, and each parameter's
 gradient. The kernels of the plain form are compared with model.py itself (faster/held.py).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,14 +17,21 @@ from torch import Tensor
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.compute.sharding import drop_gathered, local, means, whole
 from deskgpt.faster.held import TOLERANCE, Wrong, distance, full_float32, keeping_buffers, random_state
-from deskgpt.machine.errors import is_out_of_memory
 from model import GPT
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
 
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2, "tf32": 1e-2}
 
+# The kinds of devices whose full float32 their other forms are compared with. Others, such as MPS, with that of a CPU.
+REFERENCES = ("cpu", "cuda")
+
 FEW = 128  # tokens that show whether a pass draws random numbers
+
+# What is compared: about this number of tokens, fewer of which round worse, in at least two sequences, which a kernel
+# could mistake for each other. More would show no more, and take memory that the run itself does not need.
+COMPARED_TOKENS = 1024
+COMPARED_SEQUENCES = 2
 
 # A gradient below this share of all gradients may be nothing but rounding.
 CANCELLED = 1e-5
@@ -44,13 +52,32 @@ def plain(form: Form) -> Form:
     return Form(checkpoint=form.checkpoint, as_written=form.as_written)
 
 
+def is_right_by_definition(form: Form, device: torch.device) -> bool:
+    """Whether nothing is to be compared. On CUDA float32 is TF32, which is."""
+    return form == plain(form) and device.type in REFERENCES and device.type != "cuda"
+
+
+def compared_rows(B: int, T: int) -> int:
+    """How many of B sequences of T tokens are compared; a divisor of B, so that all count alike where they repeat."""
+    wanted = max(COMPARED_SEQUENCES, math.ceil(COMPARED_TOKENS / T))
+    divisors = [n for n in range(1, B + 1) if B % n == 0]
+    return min(divisors, key=lambda n: (abs(n - wanted), -n))
+
+
+def repeating(batch: Batch) -> Batch:
+    """A batch of this shape in which the sequences to compare repeat: its loss and gradients are theirs alone."""
+    x, y = batch
+    B, T = x.shape
+    n = compared_rows(B, T)
+    return x[:n].repeat(B // n, 1), y[:n].repeat(B // n, 1)
+
+
 def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int, rehearsed: bool = False) -> None:
     """Compares the loss, and the gradients that a pass of runner over batch has left, with plain float32.
 
-    If float32 does not fit the device, one sequence is compared: the targets of the others are left out. So it is of a
-    sharded model, whose ranks cannot try what fits. They all find the same. Raises Wrong where they differ, ValueError
-    where plain float32 itself is not finite, and MemoryError where not even one sequence fits. Leaves no gradients.
-    rehearsed: only that it fits is looked at.
+    batch: as `repeating` makes it, so that plain float32 takes a pass over few sequences, while the form is tried in
+    the shape that it is for. Raises Wrong where they differ, and ValueError where plain float32 itself is not finite.
+    Leaves no gradients. rehearsed: only that it fits is looked at.
     """
     model = runner.model
     form = runner.form
@@ -62,21 +89,12 @@ def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int, rehearse
             loss = runner.forward_backward(*batch, micro_steps) * micro_steps
         found_loss = loss.item()
         found = taken_gradients(runner, micro_steps)
-        expected = None if runner.sharded else plain_float32(model, batch, form)
-        if expected is None:
-            x, y = batch
-            only_first = torch.full_like(y, -1)
-            only_first[0] = y[0]
-            del found
-            found_loss = (runner.forward_backward(x, only_first, micro_steps) * micro_steps).item()
-            found = taken_gradients(runner, micro_steps)
-            expected = plain_float32(model, (x[:1], y[:1]), form)
-    if expected is None:
-        raise MemoryError
+        x, y = batch
+        n = compared_rows(*x.shape)
+        expected_loss, gradients = plain_float32(model, (x[:n], y[:n]), form)
     if rehearsed:
         return
 
-    expected_loss, gradients = expected
     if runner.sharded:
         found_loss, expected_loss = means(found_loss, expected_loss, device=runner.device)
     if not math.isfinite(expected_loss) or not all(whole(g).isfinite().all() for g in gradients):
@@ -85,6 +103,7 @@ def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int, rehearse
             "not the form but the weights that the run starts from, or the data, are at fault; take another checkpoint"
         )
     precision = "tf32" if form.dtype == "float32" and runner.device.type == "cuda" else form.dtype
+    found = [a.to(b.device) for a, b in zip(found, gradients, strict=True)]
     compare(form, precision, runner.names, found_loss, found, expected_loss, gradients, by_norms)
 
 
@@ -153,22 +172,19 @@ def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -
     return ratios
 
 
-def plain_float32(model: GPT, batch: Batch, form: Form) -> tuple[float, list[Tensor]] | None:
-    """Loss and gradients of the model in full float32; None if memory runs out. Leaves no gradients.
+def plain_float32(model: GPT, batch: Batch, form: Form) -> tuple[float, list[Tensor]]:
+    """Loss and gradients of the model in full float32, on the CPU where its device is no reference.
 
-    form: that of the run, whose kernels and activation checkpoints it has.
+    form: that of the run, whose kernels and activation checkpoints it has. Leaves no gradients.
     """
     runner = Runner(model, plain(form))
-    try:
-        with full_float32():
-            loss = runner.forward_backward(*batch)
-        return loss.item(), taken_gradients(runner, 1)
-    except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(e):
-            raise
-        return None
-    finally:
-        runner.drop_gradients()
+    if runner.device.type not in REFERENCES:
+        runner = Runner(copy.deepcopy(model).cpu(), plain(form))
+        runner.forms = {}  # as model.py says: the forms were compared on the other device only
+    x, y = (t.to(runner.device) for t in batch)
+    with full_float32():
+        loss = runner.forward_backward(x, y)
+    return loss.item(), taken_gradients(runner, 1)
 
 
 def taken_gradients(runner: Runner, micro_steps: int) -> list[Tensor]:

@@ -23,7 +23,16 @@ import torch
 
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.checks import Batch, check, draws_random_numbers, nothing_is_zero, plain, weights_are_finite
+from deskgpt.compute.checks import (
+    Batch,
+    check,
+    draws_random_numbers,
+    is_right_by_definition,
+    nothing_is_zero,
+    plain,
+    repeating,
+    weights_are_finite,
+)
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import held, kernels
@@ -189,6 +198,7 @@ def fastest_right_form(s: Search) -> tuple[Runner, Batching]:
         assert runner is not None  # the plain form is right by definition
         if is_compiled is None and timed and s.wanted.steps > 0:
             runner = compiled_where_it_pays(s, runner)
+    hardware.forget_peak(s.device)  # what was tried and compared may have taken more than the run does
     return runner, s.batching
 
 
@@ -483,8 +493,7 @@ def try_out(s: Search, form: Form, batch: Batch) -> tuple[Runner | None, str, st
     """
     key = key_of(s, form, batch)
     found = held.found_before(key)
-    is_plain = form == plain(form) and s.device.type != "cuda"  # on CUDA float32 is TF32
-    check_as = None if is_plain or s.ranks.all(found == {}) else key
+    check_as = None if is_right_by_definition(form, s.device) or s.ranks.all(found == {}) else key
     if found:
         tried: tuple[Runner | None, str, str] = (None, "left out", next(iter(found.values())))
     else:
@@ -537,7 +546,7 @@ def passes(
 
 
 def training_pass(s: Search, runner: Runner, batch: Batch, is_checked: bool) -> None:
-    """A training pass, compared with plain float32 unless it was checked before. Raises Wrong.
+    """A training pass over a batch of this shape, compared with plain float32 unless it was checked. Raises Wrong.
 
     It takes room for AdamW's moments and, as a step will, for the gradients of earlier micro-batches and DDP's buckets.
     In a rehearsal the model's own weights take some of it.
@@ -546,10 +555,12 @@ def training_pass(s: Search, runner: Runner, batch: Batch, is_checked: bool) -> 
     micro_steps = s.batching.micro_steps
     copies = 2 + (micro_steps > 1) + (s.ranks.distributed and not s.sharded) - rehearsed
     scaler_state = runner.scaler.state_dict()
+    if not is_checked:
+        batch = repeating(batch)
     with nothing_is_zero(runner.model):
         room = [torch.empty_like(p) for p in runner.parameters * copies]
-        if scaler_state:
-            runner.scaler.load_state_dict(scaler_state | {"scale": 1024.0})  # the usual one may overflow at first
+        if scaler_state:  # the usual scale may overflow at first; a smaller one loses gradients of a part of the step
+            runner.scaler.load_state_dict(scaler_state | {"scale": 1024.0 * micro_steps})
         loss = runner.forward_backward(*batch, micro_steps) * micro_steps
         del room
         if not is_checked:
@@ -567,7 +578,7 @@ def leave_out(s: Search, form: Form, problem: str) -> None:
     if form.compiled:
         s.ranks.say(f"compile=auto: NOT compiled, so steps are slower and may take more memory: {problem}")
         return
-    if form == plain(form):  # TF32, on CUDA
+    if form == plain(form):  # TF32 on CUDA, float32 on MPS
         raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
     if form.explicit and s.wanted.attention == "explicit":
         raise ValueError(f"attention=explicit: {problem}; leave --attention out, or try --attention=flash")

@@ -162,8 +162,11 @@ class Card:
         return self.names[0]
 
     def fast_dtype(self) -> str:
-        """What train.py's dtype=auto takes on it: bfloat16, unless the card emulates it."""
-        return "bfloat16" if "bfloat16" in self.flops else "float16"
+        """What train.py's dtype=auto takes on it: bfloat16 unless the card emulates it, then what tensor cores take."""
+        if "bfloat16" in self.flops:
+            return "bfloat16"
+        has_tensor_cores = self.flops["float16"] > 3 * self.flops["float32"]  # others double float32 at most
+        return "float16" if has_tensor_cores else "float32"
 
     def peak(self, dtype: str) -> tuple[float, str] | None:
         """(dense peak FLOP/s, its source) in a dtype of `flops`; None if it has none."""

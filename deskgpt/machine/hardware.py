@@ -247,7 +247,7 @@ def forbid_spilling(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory in use at once so far; None if the system does not say.
 
-    On CUDA: what torch allocated since peak_flops.py measured. Elsewhere: what this process held (peak resident set).
+    On CUDA: what torch allocated since `forget_peak`. Elsewhere: what this process held (peak resident set).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -267,6 +267,11 @@ def release_memory(device: torch.device) -> None:
     """After memory has run out: frees torch's reserved memory and compiled code, and forgets the peak."""
     gc.collect()
     torch.compiler.reset()
+    forget_peak(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """On CUDA, frees what torch's allocator holds but does not use, and measures the peak from here on."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -14,7 +14,7 @@ import torch
 
 from deskgpt.machine import remembered
 from deskgpt.machine.gpu_peaks import Card, card_named
-from deskgpt.machine.hardware import DTYPES, device_name, synchronize
+from deskgpt.machine.hardware import DTYPES, device_name, forget_peak, synchronize
 
 # ---- answers -------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,10 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
 def fast_dtype(device: torch.device) -> str:
     """The dtype with the fastest matmuls among those that train as well as float32; measured on a CPU."""
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16"
+        # Below 7.0 no tensor cores multiply float16, which needs a loss scale too.
+        return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
     if device.type == "cpu":
         float32_flops = measured_matmul_flops(device, "float32")
         bfloat16_flops = measured_matmul_flops(device, "bfloat16")
@@ -132,9 +135,7 @@ def sweep_matmuls(device: torch.device, dtype: str, sizes: dict[str, tuple[int, 
         pass
     finally:
         torch.set_float32_matmul_precision(precision)
-        if device.type == "cuda":  # the matrices are not the run's memory
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+        forget_peak(device)  # the matrices are not the run's memory
     return math.nan if best is None else best
 
 
