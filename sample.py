@@ -93,7 +93,7 @@ def main(c: SampleConfig) -> list[str]:
     device = hardware.resolve_device(c.device)
     hardware.forbid_spilling(device)
     if c.device == "auto" and device.type == "cpu":
-        reason = hardware.unseen_gpu()
+        reason = hardware.unused_gpu()
         if reason:
             print(f"{reason}; sampling on the CPU", file=sys.stderr)
     trained = load(c.init_from, c.out_dir, device)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,55 @@ def test_ranks_never_share_a_gpu(monkeypatch):
         assert_one_line(refused.value, remedy)
 
 
+CUDA_12_6 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90"
+CUDA_13 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "wanted"),
+    [
+        ((6, 1), CUDA_13, "CUDA 12.6"),
+        ((7, 0), CUDA_13, "CUDA 12.6"),
+        ((12, 0), CUDA_12_6, "CUDA 13"),
+        ((9, 0), "sm_80 sm_90a compute_90a", None),
+        ((10, 0), "sm_80 sm_90a compute_90a", "CUDA 13"),
+        ((10, 3), "sm_100f", None),
+        ((11, 0), "sm_100f compute_100f", "CUDA 13"),
+        ((12, 1), "sm_90 compute_90", None),
+        ((8, 0), "sm_86", "CUDA 13"),
+        ((6, 1), CUDA_12_6, None),
+        ((8, 9), CUDA_12_6, None),
+        ((12, 1), CUDA_13, None),
+        ((6, 1), "", None),  # torch does not say
+    ],
+)
+def test_gpu_that_torch_has_no_kernels_for_is_named_with_the_build_that_has(
+    capability, built_for, wanted, monkeypatch, recwarn
+):
+    def get_device_capability(device: torch.device) -> tuple[int, int]:
+        warnings.warn("many\nlines", stacklevel=1)
+        return capability
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for.split())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", get_device_capability)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert resolve_device("auto").type == ("cpu" if wanted else "cuda")
+    if wanted:
+        of_card = f"capability {capability[0]}.{capability[1]}"
+        assert_one_line(hardware.unused_gpu(), "GTX 1080", of_card, torch.__version__, f"for {wanted} ", "pytorch.org")
+        with pytest.raises(ValueError, match="device=cuda:0") as refused:
+            resolve_device("cuda")
+        assert_one_line(refused.value, f"for {wanted} ", "--device=cpu")
+    else:
+        assert hardware.unused_gpu() is None
+        assert resolve_device("cuda") == CUDA
+    assert not recwarn
+
+
 ONE_GPU = "GPU 0: NVIDIA GeForce RTX 4070 (UUID: GPU-1b9e4b5c-0000-0000-0000-000000000000)"
 
 
@@ -63,27 +113,27 @@ def nvidia_smi(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
 def test_gpu_that_torch_does_not_see_is_named_with_the_remedy(nvidia_smi, monkeypatch):
     nvidia_smi()
-    assert_one_line(hardware.unseen_gpu(), "GeForce RTX 4070", torch.__version__, "pytorch.org")
+    assert_one_line(hardware.unused_gpu(), "GeForce RTX 4070", torch.__version__, "pytorch.org")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12080)")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert_one_line(hardware.unseen_gpu(), "GeForce RTX 4070", "13.0", "too old (found version 12080)", "driver")
+    assert_one_line(hardware.unused_gpu(), "GeForce RTX 4070", "13.0", "too old (found version 12080)", "driver")
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert_one_line(hardware.unseen_gpu(), "GeForce RTX 4070", f"CUDA_VISIBLE_DEVICES={hidden!r}", "unset")
+        assert_one_line(hardware.unused_gpu(), "GeForce RTX 4070", f"CUDA_VISIBLE_DEVICES={hidden!r}", "unset")
     nvidia_smi("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", status=9)
-    assert_one_line(hardware.unseen_gpu(), "driver", "reboot")
+    assert_one_line(hardware.unused_gpu(), "driver", "reboot")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
 def test_no_reason_is_given_without_a_gpu(nvidia_smi, monkeypatch):
     nvidia_smi("No devices were found", status=6)
-    assert hardware.unseen_gpu() is None
+    assert hardware.unused_gpu() is None
     monkeypatch.setenv("PATH", "nothing")
-    assert hardware.unseen_gpu() is None
+    assert hardware.unused_gpu() is None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")

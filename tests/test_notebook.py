@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, assert_one_line
+from torch.torch_version import TorchVersion
+
+from deskgpt.machine import peak_flops
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = ROOT / "notebook.ipynb"
@@ -53,6 +57,17 @@ def test_torch_is_never_installed():
     assert '"pip", "install", "--quiet", *missing' in packages
     others = [cell.source for name, cell in code_cells(notebook()).items() if name != "packages"]
     assert not [source for source in others if re.search(r"^\s*[%!]|\bpip\W+install\b.*\brun\(", source, re.M)]
+
+
+@pytest.mark.parametrize("cuda", ["12.8", "13.0", None])
+def test_hint_for_an_old_torch_loses_no_gpu_to_a_build_that_its_driver_is_too_old_for(cuda, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(peak_flops, "fastest_matmul", lambda device: 1e12)
+    exec(code_cells(notebook())["torch"].source, {})
+    said = capsys.readouterr().out
+    assert ("CUDA 12.6" in said) == (cuda == "12.8")
+    assert ("%pip install torch" in said) == (cuda != "12.8")
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
                 f"{os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}: {why}"
             ) from None
     if device_name == "auto" and device.type == "cpu" and ranks.is_first:
-        reason = hardware.unseen_gpu()
+        reason = hardware.unused_gpu()
         if reason:
             ranks.say(f"{reason}; training on the CPU")
     return ranks

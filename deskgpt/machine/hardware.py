@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -47,7 +48,7 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
 
 def fastest_device_type() -> str:
     """cuda, mps or cpu: the first that torch can use here."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and unserved_gpu(torch.device("cuda", 0)) is None:
         return "cuda"
     if torch.backends.mps.is_available():
         return "mps"
@@ -57,7 +58,7 @@ def fastest_device_type() -> str:
 def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int) -> torch.device:
     """One GPU for this rank. Raises ValueError if there is none, or if several ranks would share one."""
     if not torch.cuda.is_available():
-        reason = unseen_gpu() or f"torch {torch.__version__} sees no CUDA device"
+        reason = unused_gpu() or f"torch {torch.__version__} sees no CUDA device"
         raise ValueError(f"device={device}: {reason}; or try --device=auto")
     if local_ranks > 1 and device.index is not None:
         raise ValueError(f"device={device} is one GPU for {local_ranks} ranks; try --device=cuda")
@@ -70,16 +71,62 @@ def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int)
     if index >= n_gpus:
         available = ", ".join(f"cuda:{i}" for i in range(n_gpus))
         raise ValueError(f"device=cuda:{index}: this machine has {available}; try --device=cuda:0")
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    reason = unserved_gpu(device)
+    if reason:
+        raise ValueError(f"device={device}: {reason}; or try --device=cpu")
+    return device
 
 
-def unseen_gpu() -> str | None:
-    """Why torch does not see this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU.
+# Below this compute capability only torch's builds for CUDA 12.6 have kernels, for 5.0 and more; the newest cards need
+# a build for CUDA 13 (torch's RELEASE.md for 2.11 to 2.13; pytorch's issues 172352 and 178665).
+LOWEST_OF_CUDA_13 = (7, 5)
 
-    Asks nvidia-smi, which works without torch.
+
+def unserved_gpu(device: torch.device) -> str | None:
+    """Why torch has no kernels for a GPU that it sees, and the remedy; None if it has. torch itself only warns."""
+    architectures = torch.cuda.get_arch_list()
+    if torch.version.cuda is None or not architectures:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of many lines
+        card = torch.cuda.get_device_capability(device)
+    if any(serves(architecture, card) for architecture in architectures):
+        return None
+    build = "CUDA 12.6" if card < LOWEST_OF_CUDA_13 else "CUDA 13"
+    return (
+        f"{torch.cuda.get_device_name(device)} has compute capability {card[0]}.{card[1]}, for which torch "
+        f"{torch.__version__} has no kernels (only {' '.join(architectures)}): pip uninstall torch, then install the "
+        f'same version for {build} as pytorch.org says under "Get Started"'
+    )
+
+
+def serves(architecture: str, card: tuple[int, int]) -> bool:
+    """Whether what torch was compiled for, such as sm_86, sm_90a or compute_120, runs on a card of this capability.
+
+    Kernels run on cards of the same major version from their minor one on, and PTX (compute_) on all later cards; with
+    an "a", both on this capability alone, with an "f" within the major version (CUDA's feature set compiler targets).
     """
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if found is None:
+        return False
+    kind, major, minor, suffix = found.groups()
+    lowest = (int(major), int(minor))
+    if suffix == "a":
+        return card == lowest
+    is_for_later = kind == "compute" and not suffix
+    return card >= lowest and (card[0] == lowest[0] or is_for_later)
+
+
+def unused_gpu() -> str | None:
+    """Why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU.
+
+    Where torch does not see one, asks nvidia-smi, which works without torch.
+    """
+    if torch.cuda.is_available():
+        return unserved_gpu(torch.device("cuda", 0))
     program = shutil.which("nvidia-smi")
-    if program is None or torch.cuda.is_available():
+    if program is None:
         return None
     try:
         listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
@@ -106,7 +153,7 @@ def unseen_gpu() -> str | None:
         reason = " ".join(str(e).split())[:300]
     return (
         f"nvidia-smi lists {gpu}, but torch {torch.__version__} for CUDA {torch.version.cuda} does not see it "
-        f"({reason}): update the driver or reboot"
+        f"({reason}): update the driver, install torch's build for CUDA 12.6 (pytorch.org), or reboot"
     )
 
 
