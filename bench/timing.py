@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -174,7 +173,7 @@ def are_enough(times_ms: list[float], steps: int, seconds: float) -> bool:
 
 def failure(name: str, seen: Seen, status: int) -> Failed:
     """Why a run ended too early, from its last lines and its exit status."""
-    killed = status == -signal.SIGKILL
+    killed = status == -9  # SIGKILL, which Windows has not
     by_system = ", killed by the system" if killed else ""
     last_lines = [line for line in seen.lines[-3:] if line]
     last = seen.lines[-1].removeprefix("error: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,12 @@ def test_a_run_that_ends_says_why(tmp_path):
         assert e.value.reason == reason
         assert_one_line(e.value, "x ended after 1 steps")
         assert not x.rounds_ms
+
+
+def test_a_run_that_the_system_killed_is_known_where_python_has_no_sigkill(monkeypatch):
+    monkeypatch.delattr(signal, "SIGKILL", raising=False)  # as on Windows
+    assert timing.failure("ours", timing.Seen(), -9).reason == "out of memory, killed by the system"
+    assert timing.failure("ours", timing.Seen(), 1).reason == "failed: exit status 1"
 
 
 def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):

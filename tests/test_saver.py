@@ -8,6 +8,7 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kill_points import silent, state_of
 
 from deskgpt.checkpoint import store
 from deskgpt.machine import hardware
-from deskgpt.run.saver import Saver
+from deskgpt.run.saver import Saver, Snapshot
 
 
 def saver_of(folder: Path, said: list[str] | None = None) -> Saver:
@@ -91,6 +92,18 @@ def test_without_free_memory_the_loop_waits_and_says_so_once(tmp_path, monkeypat
         assert [saved.step for saved in saver.finished()] == [step]
     assert said == ["little memory is free: training waits while a checkpoint is written"]
     assert not saver.snapshot.buffers
+
+
+def test_pinned_memory_that_cannot_be_had_ends_no_run(monkeypatch):
+    empty = torch.empty
+
+    def limited(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    assert Snapshot()._buffer(0, 40, pinned=True).nbytes == 40
 
 
 def test_state_that_grows_gets_larger_buffers(tmp_path):

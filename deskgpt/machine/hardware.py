@@ -72,9 +72,9 @@ def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int)
         available = ", ".join(f"cuda:{i}" for i in range(n_gpus))
         raise ValueError(f"device=cuda:{index}: this machine has {available}; try --device=cuda:0")
     device = torch.device("cuda", index)
-    reason = unserved_gpu(device)
-    if reason:
-        raise ValueError(f"device={device}: {reason}; or try --device=cpu")
+    unserved = unserved_gpu(device)
+    if unserved:
+        raise ValueError(f"device={device}: {unserved}; or try --device=cpu")
     return device
 
 

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,17 @@ class Saver:
             self.say("little memory is free: training waits while a checkpoint is written")
             self.has_said_memory = True
         if not has_room:
-            self._write(state, saved, copied=None)
+            self._write(state, saved)
             return saved
-        state, copied = self.snapshot.take(state)
+        state = self.snapshot.take(state)
         # Not a daemon: whatever ends the run, but for a kill, the interpreter waits for the checkpoint.
-        self.thread = threading.Thread(target=self._write, args=(state, saved, copied), name="saver")
+        self.thread = threading.Thread(target=self._write, args=(state, saved), name="saver")
         self.thread.start()
         return saved
 
-    def _write(self, state: Checkpoint, saved: Saved, copied: torch.cuda.Event | None) -> None:
+    def _write(self, state: Checkpoint, saved: Saved) -> None:
         t0 = time.perf_counter()
         try:
-            if copied is not None:
-                copied.synchronize()
             if not self.has_taken_over:
                 agreed(self.group, lambda: self._take_over(state.iter_num))
                 self.has_taken_over = True
@@ -159,8 +158,7 @@ class Saver:
 class Snapshot:
     """A copy of a checkpoint in the machine's memory, which is kept for the next one.
 
-    Tensors that share their numbers, such as tied weights, share them in the copy too. From a GPU the copies are
-    queued after what it computes already: nobody waits for them but the thread that writes.
+    Tensors that share their numbers, such as tied weights, share them in the copy too.
     """
 
     def __init__(self) -> None:
@@ -173,15 +171,11 @@ class Snapshot:
         free_bytes = hardware.free_memory_bytes()
         return free_bytes is None or MEMORY_FACTOR * storage_bytes(state) < free_bytes
 
-    def take(self, state: Checkpoint) -> tuple[Checkpoint, torch.cuda.Event | None]:
-        """The copy, and the event after which a GPU has made it."""
+    def take(self, state: Checkpoint) -> Checkpoint:
+        """The copy. Waits until it is made, on a GPU after what is queued there."""
         copies: dict[tuple[torch.device, int], Tensor] = {}  # by storage
         values = {f.name: self._copied(getattr(state, f.name), copies) for f in fields(state)}
-        event = None
-        if any(device.type == "cuda" for device, _ in copies):
-            event = torch.cuda.Event()
-            event.record()
-        return replace(state, **values), event
+        return replace(state, **values)
 
     def _copied(self, value: Any, copies: dict[tuple[torch.device, int], Tensor]) -> Any:
         if isinstance(value, Tensor):
@@ -206,7 +200,7 @@ class Snapshot:
         if key not in copies:
             buffer = self._buffer(len(copies), storage.nbytes(), pinned=tensor.is_cuda)
             content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            buffer.copy_(content, non_blocking=tensor.is_cuda)
+            buffer.copy_(content)
             copies[key] = buffer
         copied = torch.empty(0, dtype=tensor.dtype)
         return copied.set_(copies[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -215,8 +209,16 @@ class Snapshot:
         if number == len(self.buffers):
             self.buffers.append(torch.empty(0, dtype=torch.uint8))
         if self.buffers[number].numel() != n_bytes:
-            self.buffers[number] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self.buffers[number] = buffer_of(n_bytes, pinned)
         return self.buffers[number]
+
+
+def buffer_of(n_bytes: int, pinned: bool) -> Tensor:
+    """Memory for a copy. pinned: in pages that a GPU copies into fast, where the system has such; others do, too."""
+    if pinned:
+        with suppress(RuntimeError):  # it may limit them, as Windows does
+            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(n_bytes, dtype=torch.uint8)
 
 
 def storage_bytes(state: Checkpoint) -> int:
