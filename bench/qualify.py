@@ -185,7 +185,7 @@ def main() -> None:
     device = hardware.resolve_device(a.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # as train.py has it
+        torch.set_float32_matmul_precision("high")  # TF32, as train.py has it
     report = Report(Path(a.out_dir), about_machine(device), CARD if device.type == "cuda" else TOY)
     report.read()
     command = output.command_line("qualify.py")

@@ -7,6 +7,7 @@ loss in chunks are compared in tests/test_gpu.py.
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from bench.output import markdown_table
 from bench.qualifying import work
-from bench.qualifying.session import Session, float32_precision
+from bench.qualifying.session import Session
 from bench.timing import ROOT
 from configurator import build, read_settings
 from deskgpt.compute import checks
 from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster.held import full_float32
 from deskgpt.machine import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 from train import TrainConfig
@@ -92,7 +94,7 @@ class Reference:
         model.load_state_dict(self.state)
         runner = Runner(model.to(device), form)
         x, y = self.batch
-        with float32_precision(tf32=precision == "tf32"):
+        with nullcontext() if precision == "tf32" else full_float32():
             loss = runner.forward_backward(x.to(device), y.to(device)).item()
         gradients = [g.cpu() for g in checks.taken_gradients(runner, 1)]
 

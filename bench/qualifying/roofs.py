@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from bench.output import markdown_table
 from bench.qualifying import work
-from bench.qualifying.session import Session, float32_precision
+from bench.qualifying.session import Session
+from deskgpt.faster.held import full_float32
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.words import in_tera
 from model import GPT, GPTConfig
@@ -51,7 +53,7 @@ def measure(s: Session) -> dict[str, Any]:
     rates: dict[str, list[float | None]] = {}
     why_not: dict[str, str] = {}
     for way in ways:
-        with float32_precision(tf32=way == "tf32"):
+        with nullcontext() if way == "tf32" else full_float32():
             rates[way] = [flops_per_s(part, c, sequences, way, s.device, why_not) for part in parts]
         hardware.release_memory(s.device)
     fast = peak_flops.fast_dtype(s.device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,14 +82,3 @@ class Session:
             t0 = time.perf_counter()
             yield case
             longest_s = max(longest_s, time.perf_counter() - t0)
-
-
-@contextmanager
-def float32_precision(tf32: bool) -> Iterator[None]:
-    """Within the block, float32 matmuls run in TF32 where the device has it, or else in full float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

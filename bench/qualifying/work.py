@@ -66,8 +66,6 @@ def problem_of(e: Exception | SystemExit) -> str:
 
 def new_model(s: Session) -> GPT:
     """The model of the session's sizes on its device, the same at each call."""
-    if s.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # as in train.py
     torch.manual_seed(0)
     return GPT(s.sizes.model).to(s.device)
 
