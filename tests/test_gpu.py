@@ -317,6 +317,18 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
 
 
+@cuda_only
+def test_run_takes_a_larger_micro_batch_by_itself_and_learns_the_same(chars, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
+    for choice in ("auto", False):
+        main(run_of(chars, tmp_path / str(choice), batch_size=1, gradient_accumulation_steps=64, auto_batch=choice))
+    taken = events(tmp_path / "auto", "start")[0]["settings"]
+    assert taken["batch_size"] > 1
+    assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 64
+    for a, b in zip(events(tmp_path / "auto", "iter"), events(tmp_path / "False", "iter"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+
+
 # ---- data and peaks ------------------------------------------------------------------------------------------
 
 

@@ -387,7 +387,7 @@ def may_double(s: Search) -> bool:
     is_kept = wanted.earlier.dtype is not None and wanted.earlier.batch_size in (None, s.batching.batch_size)
     if is_kept or s.device.type not in BATCH_IS_SEARCHED_ON or not wanted.may_split_anew(s.device):
         return False
-    return wanted.auto_batch is True or not draws_random_numbers(s.model, s.batch_of(1), s.plain)
+    return wanted.auto_batch is True or s.ranks.all(not draws_random_numbers(s.model, s.batch_of(1), s.plain))
 
 
 def search_batch(s: Search, form: Form) -> None:
