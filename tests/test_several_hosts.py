@@ -11,19 +11,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, assert_equal, assert_one_line, flags, tiny, weights
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, tiny, weights
 from gloo import forked, on_ranks, run
 
 import train
 from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.runner import Runner
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.run import lock, resuming, saver
 from deskgpt.run.report import Report
@@ -136,9 +137,11 @@ def trained_by_two(
     function: tuple[Any, str],
     number: int,
     disturb: Callable[[], None],
-    places: tuple[Path, Path] = (ROOT, ROOT),
+    places: Sequence[Path] = (ROOT, ROOT),
 ) -> list[int | None]:
-    """The exit statuses of two ranks that train. Before that call of owner.name, the second one is disturbed."""
+    """The exit statuses of two ranks that train, or as many as there are places. The second one is disturbed, before
+    that call of owner.name.
+    """
     owner, name = function
     original = getattr(owner, name)
     calls = itertools.count(1)
@@ -159,7 +162,7 @@ def trained_by_two(
         with one_line_errors():
             main(c)
 
-    return forked(2, on_rank, killed=2)
+    return forked(len(places), on_rank, killed=len(places))
 
 
 def stop_this_process() -> None:
@@ -202,10 +205,23 @@ def test_hosts_with_folders_of_their_own_are_refused_and_leave_nothing(chars, tm
 
 
 @pytest.mark.slow
-def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
-    c = tiny(chars, tmp_path, dist_timeout_s=4.0, **OF_TWO)
-    assert trained_by_two(c, (Report, "step"), 7, lambda: time.sleep(10)) == [1, 1]
-    assert re.search(r"^error: rank 0 lost the others \(Timed out waiting 4000ms", capfd.readouterr().err, re.M)
+@pytest.mark.parametrize(("world", "dp_shard"), [(2, 1), (4, 2)], ids=["DDP", "HSDP"])
+def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(world, dp_shard, chars, tmp_path, capfd):
+    """In its backward pass, where the others wait in whichever group of ranks that needs."""
+
+    def sleep_in_next_backward() -> None:
+        backward = Runner.backward
+
+        def asleep(*args: Any) -> None:
+            time.sleep(24)
+            backward(*args)
+
+        Runner.backward = asleep  # type: ignore[method-assign]
+
+    own = {"gradient_accumulation_steps": world, "dp_shard": dp_shard}
+    c = tiny(chars, tmp_path, dist_timeout_s=8.0, **OF_TWO | own)
+    assert trained_by_two(c, (Report, "step"), 7, sleep_in_next_backward, [ROOT] * world) == [1] * world
+    assert re.search(r"^error: rank 0 lost the others \(Timed out waiting 8000ms", capfd.readouterr().err, re.M)
     assert store.load(tmp_path).iter_num == 6
 
 
@@ -246,7 +262,7 @@ def begun() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells a process that its parent was killed")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begun, undisturbed, tmp_path):
     meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
     settings = ENDLESS | {"dataset": chars, "init_from": "auto", "out_dir": tmp_path / "out"}
@@ -271,6 +287,29 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begun, 
     assert [first.wait(120), again.wait(120)] == [0, 0]
     assert_equal(weights(tmp_path / "out"), undisturbed)
     assert sum(terminal.read_text().count("going on from") for terminal in terminals) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_leave_without_torchrun_also_where_they_wait_for_one_that_sleeps(chars, begun, tmp_path):
+    """The sleeper leaves when it wakes up."""
+    settings = flags(**ENDLESS | {"max_iters": 100_000}, dataset=chars, out_dir=tmp_path / "out")
+    environ = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+    with open(tmp_path / "terminal", "w") as file:
+        command = [sys.executable, *TORCHRUN[1:], *settings]
+        begun.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environ))
+    until(lambda: "iter 20:" in (tmp_path / "terminal").read_text())
+    found = subprocess.run(["pgrep", "-P", str(begun[0].pid)], capture_output=True, text=True)
+    waiting, sleeping = map(int, found.stdout.split())
+    os.kill(sleeping, signal.SIGSTOP)
+    try:
+        begun[0].kill()
+        until(lambda: not is_alive(waiting))
+    finally:
+        os.kill(sleeping, signal.SIGCONT)
+    until(lambda: not is_alive(sleeping))
+    assert store.load(tmp_path / "out").iter_num >= 15
+    assert "torchrun is gone" in (tmp_path / "terminal").read_text()
 
 
 # ---- SLURM, of which only the commands are made up -----------------------------------------------------------

@@ -6,7 +6,6 @@ A run without torchrun is one rank of one.
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -155,8 +154,6 @@ def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # stop as if asked to, where torchrun is killed and cannot ask
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if ranks.distributed:
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"

@@ -30,6 +30,11 @@ SIGNALS = tuple(signal.Signals[name] for name in NAMES if name in signal.Signals
 
 SIGNAL_STATUS = 128  # and its number: what shells and batch systems expect of a process that a signal has ended
 
+# A rank whose torchrun was killed has as long to save as torchrun gives ranks that it stops, which this variable says
+# from PyTorch 2.13 on. After that it leaves: it may be waiting for a rank that sleeps or is gone.
+SHUTDOWN_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
+LOOK_S = 1.0  # how often a rank looks whether its torchrun is there
+
 # A terminal that closes sends SIGHUP, and so does its shell; systemd can send SIGHUP right after SIGTERM. Signals that
 # follow the first one within this time are the same wish to stop, not a second one.
 ONE_WISH_S = 1.0
@@ -46,6 +51,8 @@ class Listener:
         self.signal: int | None = None
         self.has_work_to_save = False  # until then a signal ends the process at once
         self._heard_at = 0.0
+        self._torchrun: int | None = None  # its process, if it has started this one
+        self._leaves_at: float | None = None
         self._ends: tuple[socket.socket, socket.socket] | None = None
 
     def listen(self) -> None:
@@ -55,6 +62,9 @@ class Listener:
         if self._ends is None:
             self._ends = socket.socketpair()
             self._ends[1].setblocking(False)
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                self._torchrun = os.getppid()
+                self._ends[0].settimeout(LOOK_S)
             threading.Thread(target=self._hear, daemon=True).start()
         signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
@@ -64,9 +74,14 @@ class Listener:
     def _hear(self) -> None:
         assert self._ends is not None
         while True:
-            for number in self._ends[0].recv(64):  # the C part of Python's handler sends a byte for each signal
+            heard = b""
+            with suppress(TimeoutError):
+                heard = self._ends[0].recv(64)  # the C part of Python's handler sends a byte for each signal
+            for number in heard:
                 if number in SIGNALS:
                     self._handle(number)
+            if self._torchrun and self._torchrun != os.getppid():
+                self._leave_without_torchrun()
 
     def _handle(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -80,6 +95,17 @@ class Listener:
         elif time.monotonic() - self._heard_at > ONE_WISH_S:
             say(f"{name} once more: leaving at once")
             os._exit(SIGNAL_STATUS + self.signal)
+
+    def _leave_without_torchrun(self) -> None:
+        """Stops as if asked to, and leaves where that takes too long. A torchrun that is killed cannot ask."""
+        if self._leaves_at is None:
+            self._leaves_at = time.monotonic() + SHUTDOWN_S
+            if self.signal is None:
+                say("torchrun is gone")
+                self._handle(signal.SIGTERM)
+        elif time.monotonic() > self._leaves_at:
+            say(f"torchrun is gone for {SHUTDOWN_S:.0f} s: leaving at once")
+            os._exit(SIGNAL_STATUS + signal.SIGTERM)
 
 
 listener = Listener()
