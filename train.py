@@ -189,7 +189,7 @@ def main(asked: TrainConfig) -> float:
     # ---- how it runs here ------------------------------------------------------------------------------------
     batch_of = functools.partial(first_micro_batch, data.train, split, ranks.device)
     runner, fitting = start.fastest_form(model, make, split, batch_of, began)
-    optimizer = make(model, runner.form.dtype)
+    optimizer = make(runner.model, runner.form.dtype)
     run = Run(settings | fitting.changed(settings), runner, optimizer, ranks)
     if is_limited:
         first = batch_of(fitting.batch_size)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from contextlib import suppress
@@ -25,10 +26,12 @@ from data.loader import Loader, first_micro_batch
 from data.splits import Split
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
+from deskgpt.compute.checks import plain_float32
 from deskgpt.compute.forms import EarlierForm, Search, Wanted, fastest_right_form
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite, step_unless
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster.held import Wrong
 from deskgpt.machine import remembered
 from deskgpt.predict import fit
 from deskgpt.run import minutes
@@ -46,14 +49,14 @@ ALONE = Ranks(CPU)
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 
 
-def build(ranks: Ranks, dp_shard: int, config: GPTConfig = CONFIG) -> GPT:
-    """The same model on any ranks: whole with dp_shard=1, else sharded."""
+def build(ranks: Ranks, dp_shard: int, config: GPTConfig = CONFIG, dtype: str = "float32") -> GPT:
+    """The same model on any ranks: whole with dp_shard=1, else sharded and gathered in this dtype."""
     torch.manual_seed(0)
     if dp_shard == 1:
         return GPT(config)
     with CPU if ranks.is_first else torch.device("meta"):
         model = GPT(config)
-    return sharding.sharded_copy(model, sharding.make_mesh("cpu", dp_shard, ranks.world), True, CPU)
+    return sharding.sharded_copy(model, sharding.make_mesh("cpu", dp_shard, ranks.world), True, CPU, dtype)
 
 
 def whole_weights(model: GPT) -> dict[str, torch.Tensor]:
@@ -69,12 +72,13 @@ def trained(
     split: int,
     dtype: str = "float32",
     config: GPTConfig = CONFIG,
+    gathered: str = "float32",
 ) -> dict[str, torch.Tensor]:
     """The weights after `steps` steps on the same batches in `split` micro-batches, at any number of ranks.
 
-    There is an evaluation before the second one.
+    There is an evaluation before the second one. gathered: the dtype in which sharded blocks are.
     """
-    model = build(ranks, dp_shard, config)
+    model = build(ranks, dp_shard, config, gathered)
     runner = Runner(model, Form(dtype), ranks.distributed)
     stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, muon_dtype=dtype)
     batching = Batching(GLOBAL_BATCH // split, split, rank=ranks.rank, world=ranks.world)
@@ -114,6 +118,43 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tm
     assert on_ranks(work, 2, tmp_path) == [[0.0, 0.0]] * 2
 
 
+def test_weights_gathered_in_bfloat16_train_as_ddp_does_under_autocast(chars, tmp_path):
+    def work(ranks: Ranks) -> list[float]:
+        found = []
+        for gathered in ("float32", "bfloat16"):
+            sharded = trained(ranks, chars, "muon", -1, 10, 2, "bfloat16", gathered=gathered)
+            found.append(distance(sharded, trained(ranks, chars, "muon", 1, 10, 2, "bfloat16")))
+        return found
+
+    found = on_ranks(work, 2, tmp_path)
+    assert found[0] == found[1]
+    assert found[0][0] == 0.0
+    assert 0.0 < found[0][1] < 1e-3  # gains of norms are rounded, too
+
+
+def test_form_in_bfloat16_is_compared_with_weights_in_float32_and_gives_way_to_them(chars, tmp_path, monkeypatch):
+    c = tiny(chars, tmp_path, dp_shard=-1, batch_size=4, gradient_accumulation_steps=2, dtype="auto")
+
+    def wrong(runner: Runner, batch: Any, loss: Any, micro_steps: int, rehearsed: bool = False) -> None:
+        if not rehearsed and runner.form.dtype == "bfloat16":
+            raise Wrong("gradients disagree")
+
+    def work(ranks: Ranks) -> list[Any]:
+        model = build(ranks, -1, dtype="bfloat16")
+        loss, gradients = plain_float32(model, batch_of(4), Form("bfloat16")) or (math.nan, [])
+        alone = plain_float32(build(ranks, 1), batch_of(4), Form()) or (math.nan, [])
+        assert loss == alone[0]
+        for found, expected in zip(gradients, alone[1], strict=True):
+            torch.testing.assert_close(sharding.whole(found), expected, rtol=1e-5, atol=1e-7)
+        before = whole_weights(model)
+        monkeypatch.setattr("deskgpt.compute.forms.check", wrong)
+        runner, _ = found_form(model, c, ranks, EarlierForm("bfloat16"))
+        assert_equal(whole_weights(runner.model), before)
+        return [runner.form.dtype, runner.forward_backward(*batch_of(4)).item() == loss]
+
+    assert on_ranks(work, 2, tmp_path) == [["float32", True]] * 2
+
+
 def batch_of(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randint(0, CONFIG.vocab_size, (n, CONFIG.block_size + 1), generator=torch.Generator().manual_seed(n))
     return x[:, :-1], x[:, 1:]
@@ -142,7 +183,7 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
 
     def work(ranks: Ranks) -> list[Any]:
         found: list[Any] = []
-        model = build(ranks, -1)
+        model = build(ranks, -1, dtype="bfloat16")
         before = whole_weights(model)
         if ranks.rank == 1:
             monkeypatch.setattr(model_file, "attention", no_room_above_four)

@@ -63,14 +63,20 @@ class Sent(TorchDispatchMode):
 
 
 def settings(world: int, dp_shard: int, **more: Any) -> TrainConfig:
-    return TrainConfig(dp_shard=dp_shard, gradient_accumulation_steps=2 * world, batch_size=2, **more)
+    own: dict[str, Any] = {
+        "dp_shard": dp_shard,
+        "gradient_accumulation_steps": 2 * world,
+        "batch_size": 2,
+        "dtype": "float32",
+    }
+    return TrainConfig(**own | more)
 
 
 def expected(c: TrainConfig, world: int) -> dict[str, float]:
     """What the plan says that a rank sends in a step, by kind."""
     batching = Batching(c.batch_size, c.gradient_accumulation_steps, ODD.block_size, world=world)
     make = functools.partial(make_optimizer, c)
-    return traffic.sent_in_step(ODD, batching, c.dp_shard, c.reshard_after_forward, make)
+    return traffic.sent_in_step(ODD, batching, c.dp_shard, c.reshard_after_forward, make, c.dtype)
 
 
 def sent_by(c: TrainConfig, ranks: Ranks) -> dict[str, float]:
@@ -78,8 +84,8 @@ def sent_by(c: TrainConfig, ranks: Ranks) -> dict[str, float]:
     torch.manual_seed(0)
     model = GPT(ODD)
     if c.dp_shard > 1:
-        sharding.shard(model, sharding.make_mesh("cpu", c.dp_shard, ranks.world), c.reshard_after_forward)
-    runner = Runner(model, Form(checkpoint=c.activation_checkpoint), distributed=True)
+        sharding.shard(model, sharding.make_mesh("cpu", c.dp_shard, ranks.world), c.reshard_after_forward, c.dtype)
+    runner = Runner(model, Form(c.dtype, checkpoint=c.activation_checkpoint), distributed=True)
     optimizer = make_optimizer(c, model)
     x = torch.zeros(c.batch_size, ODD.block_size, dtype=torch.int64)
     runner.distribute(x, x)
@@ -106,7 +112,8 @@ def sent_by(c: TrainConfig, ranks: Ranks) -> dict[str, float]:
 def test_real_ranks_send_what_the_plan_says(world, tmp_path):
     runs = [settings(world, shards) for shards in (1, 2, 4, 8) if shards <= world]
     runs += [settings(world, 2, reshard_after_forward=False), settings(world, world, optimizer="muon")]
-    runs += [settings(world, 2, activation_checkpoint="full")]
+    runs += [settings(world, 2, activation_checkpoint="full"), settings(world, 1, dtype="bfloat16")]
+    runs += [settings(world, world, dtype="bfloat16", reshard_after_forward=reshard) for reshard in (True, False)]
     found = on_ranks(lambda ranks: [sent_by(c, ranks) for c in runs], world, tmp_path)
     for c, *of_ranks in zip(runs, *found, strict=True):
         planned = expected(c, world)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.compute.sharding import drop_gathered, local, means, whole
+from deskgpt.compute.sharding import in_float32, local, means, whole
 from deskgpt.faster.held import TOLERANCE, Wrong, distance, full_float32, keeping_buffers, random_state
 from model import GPT
 
@@ -177,14 +177,15 @@ def plain_float32(model: GPT, batch: Batch, form: Form) -> tuple[float, list[Ten
 
     form: that of the run, whose kernels and activation checkpoints it has. Leaves no gradients.
     """
-    runner = Runner(model, plain(form))
-    if runner.device.type not in REFERENCES:
-        runner = Runner(copy.deepcopy(model).cpu(), plain(form))
-        runner.forms = {}  # as model.py says: the forms were compared on the other device only
-    x, y = (t.to(runner.device) for t in batch)
-    with full_float32():
-        loss = runner.forward_backward(x, y)
-    return loss.item(), taken_gradients(runner, 1)
+    with in_float32(model) as reference:
+        runner = Runner(reference, plain(form))
+        if runner.device.type not in REFERENCES:
+            runner = Runner(copy.deepcopy(model).cpu(), plain(form))
+            runner.forms = {}  # as model.py says: the forms were compared on the other device only
+        x, y = (t.to(runner.device) for t in batch)
+        with full_float32():
+            loss = runner.forward_backward(x, y)
+        return loss.item(), taken_gradients(runner, 1)
 
 
 def taken_gradients(runner: Runner, micro_steps: int) -> list[Tensor]:
@@ -199,11 +200,9 @@ def draws_random_numbers(model: GPT, batch: Batch, form: Form) -> bool:
     """Whether a training pass does, as dropout does: two forms would draw other ones."""
     x, y = batch
     before = random_state(x.device)
-    runner = Runner(model, plain(form))
-    with keeping_buffers(model):  # and with gradients: functions that are not told may ask torch whether they train
-        runner.forward(x[:1, :FEW], y[:1, :FEW])
-    if runner.sharded:
-        drop_gathered(model)
+    with in_float32(model) as reference, keeping_buffers(reference):
+        # With gradients: functions that are not told may ask torch whether they train.
+        Runner(reference, plain(form)).forward(x[:1, :FEW], y[:1, :FEW])
     return random_state(x.device) != before
 
 

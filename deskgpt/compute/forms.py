@@ -194,7 +194,10 @@ def fastest_right_form(s: Search) -> tuple[Runner, Batching]:
 
         is_compiled = s.wanted.compiled(s.device)
         runner = attempt(s, compiled(s, form)) if is_compiled else None
-        runner = runner or attempt(s, form) or attempt(s, s.plain)
+        runner = runner or attempt(s, form)
+        if runner is None and s.sharded:
+            s.model = sharding.float32_copy(s.model)
+        runner = runner or attempt(s, s.plain)
         assert runner is not None  # the plain form is right by definition
         if is_compiled is None and timed and s.wanted.steps > 0:
             runner = compiled_where_it_pays(s, runner)
@@ -215,14 +218,11 @@ def wrong_kernels(s: Search, compiled: bool) -> tuple[str, ...]:
 
     def compare() -> Problems:
         idx, targets = s.batch_of(1)
-        try:
-            with not_silent("still comparing faster forms with model.py", s.ranks.say):
-                return held.all_wrong_kernels(
-                    s.model, compiled, idx[:, :LONGEST_COMPARED], targets[:, :LONGEST_COMPARED]
-                )
-        finally:
-            if s.sharded:
-                sharding.drop_gathered(s.model)
+        with (
+            sharding.in_float32(s.model) as model,
+            not_silent("still comparing faster forms with model.py", s.ranks.say),
+        ):
+            return held.all_wrong_kernels(model, compiled, idx[:, :LONGEST_COMPARED], targets[:, :LONGEST_COMPARED])
 
     key = f"{machine(s.device)}: {held.digest(s.model.config, compiled)}, kernels"
     problems: Problems = {}
@@ -331,10 +331,10 @@ def fastest_plain(s: Search, measured: bool) -> Form:
     """
     earlier = s.wanted.earlier
     dtype = s.wanted.dtype if s.wanted.dtype != "auto" else earlier.dtype
-    if dtype is None and not measured:
+    if s.sharded:
+        dtype = dtype_of_shards(s.wanted.dtype, earlier, s.ranks)
+    elif dtype is None and not measured:
         dtype = peak_flops.fast_dtype(s.device)
-    if s.sharded:  # whose gradients no loss scale of float16 follows
-        dtype = "bfloat16" if s.ranks.all(dtype == "bfloat16") else "float32"
     explicit = wanted_explicit(s)
     if explicit is None and not (measured and may_be_explicit(s)):
         explicit = False
@@ -352,6 +352,15 @@ def fastest_plain(s: Search, measured: bool) -> Form:
     best, times = choose(s, key, list(forms), functools.partial(times_of, s, forms))
     s.ranks.say(f"fastest here: {best} (a forward and backward pass takes {in_ms(times)})")
     return forms[best]
+
+
+def dtype_of_shards(wanted: str, earlier: EarlierForm, ranks: Ranks) -> str:
+    """The dtype in which ranks that share weights compute. wanted: the setting.
+
+    It is not float16, since no loss scale follows their gradients.
+    """
+    dtype = wanted if wanted != "auto" else earlier.dtype or peak_flops.fast_dtype(ranks.device)
+    return "bfloat16" if ranks.all(dtype == "bfloat16") else "float32"
 
 
 def in_words(dtype: str, explicit: bool) -> str:
@@ -516,7 +525,8 @@ def passes(
     try:
         model = s.model
         if rehearsed:
-            model = sharding.empty_copy(model, s.rehearsal_mesh, s.wanted.reshard_after_forward, s.device)
+            reshard = s.wanted.reshard_after_forward
+            model = sharding.empty_copy(model, s.rehearsal_mesh, reshard, s.device, form.dtype)
         runner = Runner(model, form, s.ranks.distributed)
         if s.wanted.trains:
             training_pass(s, runner, batch, check_as is None)

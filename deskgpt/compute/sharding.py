@@ -1,12 +1,16 @@
 """One copy of weights, gradients and moments, shared among ranks: torch's fully_shard (FSDP2) on the GPT of model.py.
 
 Each block is a unit that is gathered when it computes; embedding, head and final norm are in the root's unit, since
-torch refuses tied weights in two units. Weights are gathered in float32, as DDP has them, and autocast does the rest.
+torch refuses tied weights in two units. Where a run computes in bfloat16, the weights of blocks are gathered in it, and
+their gradients are summed in float32; the root's unit is always in float32. Each rank's own rows are float32.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deskgpt.machine import torch_internals
 from model import GPT, rotary_table
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # torch.distributed.fsdp takes most of a second to import: only where something is sharded.
+
+# Of each sharded model. Its parameters may name another mesh of the same ranks, since DTensor keeps one for all.
+_mesh_of: weakref.WeakKeyDictionary[GPT, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 def shards_of(dp_shard: int, world: int) -> int:
@@ -105,14 +113,43 @@ def fake_ranks(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
-    """Shards the model in place: its parameters become DTensors, with each rank's rows."""
-    from torch.distributed.fsdp import fully_shard
+def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, dtype: str = "float32") -> None:
+    """Shards the model in place: its parameters become DTensors, with each rank's rows.
+
+    dtype: float32, or bfloat16 for a model that computes under autocast in it. Autocast rounds what matmuls read to
+    bfloat16 anyway; of a block, the gains and biases of norms are then rounded too.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     refuse_shared(model)
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        norms_of_cpu_in_float32()
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     fully_shard(model, mesh=mesh)
+    _mesh_of[model] = mesh
+
+
+@functools.cache
+def norms_of_cpu_in_float32() -> torch.library.Library:
+    """From now on autocast computes norms on a CPU in float32, as it does on CUDA; to be called once.
+
+    Otherwise a CPU's layer norm refuses gains in bfloat16 where its input is float32, and its RMS norm is slow.
+    """
+
+    def with_gains_in_float32(norm: Any, x: Tensor, shape: Any, weight: Tensor | None = None, *more: Any) -> Tensor:
+        if weight is not None:
+            x, weight, *more = tree_map_only(Tensor, Tensor.float, (x, weight, *more))
+        with torch.autocast("cpu", enabled=False):
+            return norm(x, shape, weight, *more)
+
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("layer_norm", "rms_norm"):
+        norm = getattr(torch.ops.aten, name).default
+        library.impl(name, functools.partial(with_gains_in_float32, norm), "AutocastCPU")
+    return library
 
 
 def refuse_shared(model: GPT) -> None:
@@ -128,11 +165,13 @@ def unit_of(name: str) -> str:
     return name.split(".")[2] if name.startswith("transformer.h.") else ""
 
 
-def sharded_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
+def sharded_copy(
+    model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device, dtype: str = "float32"
+) -> GPT:
     """The model, sharded on the device; its weights are those of rank 0. Other ranks' may be on the meta device."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    copy = empty_copy(model, mesh, reshard_after_forward, device)
+    copy = empty_copy(model, mesh, reshard_after_forward, device, dtype)
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     set_model_state_dict(copy, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     here = dict(model.named_buffers())
@@ -143,10 +182,12 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, devi
     return copy
 
 
-def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device) -> GPT:
+def empty_copy(
+    model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device, dtype: str = "float32"
+) -> GPT:
     """The same as sharded_copy, but the weights are zeros, and no buffer is filled except the rotary table."""
     copy = GPT.without_storage(model.config)
-    shard(copy, mesh, reshard_after_forward)
+    shard(copy, mesh, reshard_after_forward, dtype)
     shared = names_of_shared(copy)
     copy.to_empty(device=device)
     for p in copy.parameters():
@@ -158,6 +199,28 @@ def empty_copy(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device
     if copy.transformer.rotary is not None:
         c = copy.config
         copy.transformer.rotary = rotary_table(c.block_size, c.n_embd // c.n_head).to(device)
+    return copy
+
+
+@contextmanager
+def in_float32(model: GPT) -> Iterator[GPT]:
+    """Within the block: a copy of a sharded model whose weights are gathered in float32; of others, the model itself.
+
+    It is what forms are compared with. A rank's own rows are there twice meanwhile.
+    """
+    try:
+        yield float32_copy(model) if is_sharded(model) else model
+    finally:
+        gc.collect()  # modules of the copy refer to each other
+
+
+def float32_copy(model: GPT) -> GPT:
+    """A copy of a sharded model whose weights are gathered in float32."""
+    copy = empty_copy(model, _mesh_of[model], True, local(next(model.parameters())).device)
+    copy.train(model.training)
+    of_copy = (*copy.parameters(), *copy.buffers())
+    for its, own in zip(of_copy, (*model.parameters(), *model.buffers()), strict=True):
+        local(its).copy_(local(own))
     return copy
 
 

@@ -108,7 +108,8 @@ class Planned:
         shards = sharding.shards_of(self.dp_shard, self.batching.world)
         if shards > 1:
             mesh = sharding.make_mesh("cpu", shards, self.batching.world)
-            shard = functools.partial(sharding.shard, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+            reshard = self.reshard_after_forward
+            shard = functools.partial(sharding.shard, mesh=mesh, reshard_after_forward=reshard, dtype=machine.dtype)
         return Step(
             self.config,
             self.batching.batch_size,
@@ -148,11 +149,11 @@ def dry_run(run: Planned, plan_for: str, ranks: Ranks) -> None:
         raise ValueError(
             f"block_size={run.config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
         )
-    say_size(run, ranks)
     if plan_for:
         machine = Machine.of_card(gpu_peaks.find_card(plan_for), run.dtype)
     else:
         machine = Machine.at_hand(ranks.device, run.dtype)
+    say_size(run, machine, ranks)
     world = run.batching.world
     shares = sharding.shards_of(run.dp_shard, world) > 1
     with sharding.fake_ranks(world) if shares else nullcontext():
@@ -162,7 +163,7 @@ def dry_run(run: Planned, plan_for: str, ranks: Ranks) -> None:
         ranks.say('on a card that you do not have here: --plan_for="RTX 4070"')
 
 
-def say_size(run: Planned, ranks: Ranks) -> None:
+def say_size(run: Planned, machine: Machine, ranks: Ranks) -> None:
     model = GPT.without_storage(run.config)
     positions = sum(p.numel() for p in model.parameters()) - model.num_params()
     ranks.say(
@@ -178,7 +179,8 @@ def say_size(run: Planned, ranks: Ranks) -> None:
         shards = sharding.describe_shards(run.dp_shard, split.world)
         ranks.say(f"{split.world:,} ranks{shards}; micro-batches of each rank and step: {split.micro_steps}")
         n = sharding.shards_of(run.dp_shard, split.world)
-        sent = traffic.sent_in_step(run.config, split, n, run.reshard_after_forward, run.make_optimizer)
+        reshard = run.reshard_after_forward
+        sent = traffic.sent_in_step(run.config, split, n, reshard, run.make_optimizer, machine.dtype)
         in_words = [f"{kind} {with_unit(size, BYTES)}" for kind, size in sent.items()]
         ranks.say(f"each rank sends per step: {', '.join(in_words)}")
 

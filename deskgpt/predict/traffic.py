@@ -1,11 +1,11 @@
 """What each rank of a run sends in a step, by closed forms. The tests count the same on real ranks.
 
-N parameters, of which B in the blocks and H in Muon's matrices, 4 bytes each; w ranks, of which s share a copy in r
-copies. What a rank sends is that of a ring: of w ranks that gather or reduce-scatter b bytes each sends b(w - 1)/w, and
-an all-reduce is both.
+N parameters, of which B in the blocks, R = N - B in the root's unit and H in Muon's matrices; w ranks, of which s share
+a copy in r copies. Numbers take 4 bytes, those of gathered blocks g: 2 in a run in bfloat16, else 4. What a rank sends
+is that of a ring: of w ranks that gather or reduce-scatter b bytes each sends b(w - 1)/w, and an all-reduce is both.
 
     DDP, once per step                       all-reduce      8 N (w - 1) / w
-    sharded, per micro-batch                 all-gather      4 (N + B) (s - 1) / s; without resharding 4 N (s - 1) / s
+    sharded, per micro-batch                 all-gather      (4 R + 2 g B) (s - 1) / s; without resharding g B once
                                              reduce-scatter  4 N (s - 1) / s
     copies of a sharded model, too           all-reduce      8 (N / s) (r - 1) / r
     Muon on sharded weights, once per step   all-to-all      8 (H / s) (s - 1) / s, the mean of all ranks
@@ -27,9 +27,17 @@ from model import GPT, GPTConfig
 
 
 def sent_in_step(
-    config: GPTConfig, batching: Batching, shards: int, reshard_after_forward: bool, make_optimizer: MakeOptimizer
+    config: GPTConfig,
+    batching: Batching,
+    shards: int,
+    reshard_after_forward: bool,
+    make_optimizer: MakeOptimizer,
+    dtype: str = "float32",
 ) -> dict[str, float]:
-    """Bytes that a rank sends in an optimizer step, by kind of collective. shards: how many ranks share a copy."""
+    """Bytes that a rank sends in an optimizer step, by kind of collective.
+
+    shards: how many ranks share a copy. dtype: of the run's matmuls.
+    """
     model = GPT.without_storage(config)
     world = batching.world
     if shards == 1:
@@ -37,12 +45,14 @@ def sent_in_step(
         return {"all-reduce": 2 * gradients * share(world)}
     copies = world // shards
     whole = padded_bytes(model.parameters(), shards)
-    gathered_again = padded_bytes(model.transformer.h.parameters(), shards) if reshard_after_forward else 0
+    of_blocks = padded_bytes(model.transformer.h.parameters(), shards)
+    gathered_blocks = of_blocks / 2 if dtype == "bfloat16" else of_blocks
+    gathered = whole - of_blocks + gathered_blocks * (1 + reshard_after_forward)
     optimizer = make_optimizer(model)
     groups = optimizer.param_groups if isinstance(optimizer, Muon) else []
     muon = sum(p.nbytes for group in groups if "momentum" in group for p in group["params"])
     sent = {
-        "all-gather": batching.micro_steps * (whole + gathered_again) * share(shards),
+        "all-gather": batching.micro_steps * gathered * share(shards),
         "reduce-scatter": batching.micro_steps * whole * share(shards),
         "all-reduce": batching.micro_steps * 2 * whole / shards * share(copies),
         "all-to-all": 2 * muon / shards * share(shards),

@@ -18,7 +18,7 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.checks import Batch
-from deskgpt.compute.forms import EarlierForm, Search, Wanted, fastest_right_form
+from deskgpt.compute.forms import EarlierForm, Search, Wanted, dtype_of_shards, fastest_right_form
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
 from deskgpt.machine import hardware
@@ -92,11 +92,17 @@ class StartingPoint:
             built = self._built(reads=builds)
         mesh = sharding.make_mesh(ranks.device.type, shards, ranks.world, settings["dist_timeout_s"])
         reshard = settings["reshard_after_forward"]
+        dtype = dtype_of_shards(settings["dtype"], self.earlier_form, ranks)
         if self.saved is None or not each_reads:
-            return sharding.sharded_copy(built, mesh, reshard, ranks.device)
-        model = sharding.empty_copy(built, mesh, reshard, ranks.device)
+            return sharding.sharded_copy(built, mesh, reshard, ranks.device, dtype)
+        model = sharding.empty_copy(built, mesh, reshard, ranks.device, dtype)
         store.restore_weights(model, self.saved)
         return model
+
+    @property
+    def earlier_form(self) -> EarlierForm:
+        batch_size = (self.earlier or {}).get("batch_size")
+        return EarlierForm.of(self.resumed.form if self.resumed else None, self.ranks.device, batch_size)
 
     def _built(self, reads: bool = True) -> GPT:
         """The model on the CPU, with its context shortened to block_size. Raises ValueError.
@@ -116,10 +122,8 @@ class StartingPoint:
         """As fastest_right_form, with ranks connected. split: as the settings say. began: the instant of the start."""
         settings = self.settings
         ranks = self.ranks
-        batch_before = (self.earlier or {}).get("batch_size")
-        earlier = EarlierForm.of(self.resumed.form if self.resumed else None, ranks.device, batch_before)
         steps = 0 if settings["eval_only"] else settings["max_iters"] - self.step
-        wanted = Wanted.of(settings, earlier, steps, seconds_left(settings, began))
+        wanted = Wanted.of(settings, self.earlier_form, steps, seconds_left(settings, began))
         may_halve = wanted.may_split_anew(ranks.device)
         smaller = functools.partial(smaller_batch, model.config, make, ranks.device, may_halve)
         trained_with = None if settings["eval_only"] else make
