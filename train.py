@@ -218,7 +218,7 @@ def main(asked: TrainConfig) -> float:
 
     while True:
         # ---- before a step -----------------------------------------------------------------------------------
-        due = stops.due(run.step, run.step > run.first_step)
+        due = stops.due(run.step, run.step > run.first_step, run.step % c.eval_interval == 0)
         verification.check()
         lr = float(learning_rate(c, run.step))
         is_last = run.step >= c.max_iters or c.eval_only

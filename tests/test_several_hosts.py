@@ -26,7 +26,7 @@ from deskgpt.checkpoint import store
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.run import lock, resuming, saver
+from deskgpt.run import lock, resuming, saver, stops
 from deskgpt.run.report import Report
 from deskgpt.run.resuming import refuse_differences
 from deskgpt.run.start import StartingPoint
@@ -181,8 +181,9 @@ MOMENTS = {  # what the second rank is about to do when it gets the signal, and 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, tmp_path):
+def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, tmp_path, monkeypatch):
     """Where there is nothing to save, the first rank ends when it misses the second one."""
+    monkeypatch.setattr(stops, "AGREE_S", 0.0)  # at each step
     function, number, step = MOMENTS[moment]
     c = tiny(chars, tmp_path / "out", dist_timeout_s=20.0, **OF_TWO)
     stopped = 128 + signal.SIGTERM
@@ -216,7 +217,7 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(world, dp_shard, chars,
             time.sleep(24)
             backward(*args)
 
-        Runner.backward = asleep  # type: ignore[method-assign]
+        setattr(Runner, "backward", asleep)  # noqa: B010
 
     own = {"gradient_accumulation_steps": world, "dp_shard": dp_shard}
     c = tiny(chars, tmp_path, dist_timeout_s=8.0, **OF_TWO | own)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import chain
@@ -21,6 +23,7 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.predict.memory import MakeOptimizer
+from deskgpt.run import stops
 from deskgpt.run.start import StartingPoint
 from deskgpt.run.stops import Stops, listener
 from model import GPT, GPTConfig
@@ -112,13 +115,42 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
             model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
             model.register_forward_hook(signalled)
             batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
-            stops = Stops(ranks, 0.0, max_hours=0.0, save_interval=0, save_minutes=0.0, shared=shared)
-            Runner(model, Form()).evaluate(stops.until_signal(eval_batches(split, batching, CPU)), ranks)
+            own = Stops(ranks, 0.0, max_hours=0.0, save_interval=0, save_minutes=0.0, shared=shared)
+            Runner(model, Form()).evaluate(own.until_signal(eval_batches(split, batching, CPU)), ranks)
             listener.signal = None
             counts.append(len(calls))
         return counts
 
     assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[3, 10], [3, 3]]
+
+
+def test_ranks_agree_about_once_a_second_and_stop_at_the_same_step(tmp_path, monkeypatch):
+    """Steps of 2 ms, of which one rank's become slower at 100, and a signal in step 200."""
+    monkeypatch.setattr(stops, "AGREE_S", 0.1)
+
+    def stopped(ranks: Ranks) -> tuple[int, list[int], int]:
+        agreements = 0
+        of_run = Stops(ranks, 0.0, max_hours=0.0, save_interval=60, save_minutes=0.0, shared=False)
+        saves = []
+        for step in itertools.count():
+            due = of_run.due(step, has_work=True, evaluates=step == 90)
+            agreements += of_run.steps_since == 0
+            if due.save:
+                saves.append(step)
+            if due.stop:
+                return step, saves, agreements
+            time.sleep(0.02 if step >= 100 and ranks.rank == 1 else 0.002)
+            if step == 200 and ranks.rank == 1:
+                listener.signal = signal.SIGTERM
+            ranks.agree(0)  # as on gradients
+        raise AssertionError
+
+    first, second = on_ranks(stopped, 2, tmp_path)
+    assert first == second
+    step, saves, agreements = first
+    assert 200 < step <= 206
+    assert saves == [0, 60, 120, 180]
+    assert agreements < 150
 
 
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):

@@ -129,11 +129,15 @@ class Due:
     save: bool  # whether a checkpoint is due that no evaluation asks for
 
 
+AGREE_S = 1.0  # ranks agree about this often: at each step all would wait for the slowest of them once more
 WISHES = ("", "save", "max_hours", *(number.name for number in SIGNALS), "an error")  # where ranks differ, the last
 
 
 class Stops:
-    """What one rank finds due is due for all."""
+    """What one rank finds due is due for all.
+
+    A rank alone looks at each step. Several agree after so many steps as take about a second, and before an evaluation.
+    """
 
     def __init__(
         self, ranks: Ranks, began: float, max_hours: float, save_interval: int, save_minutes: float, shared: bool
@@ -146,19 +150,39 @@ class Stops:
         self.shared = shared
         self.saved_at = time.perf_counter()
         self.failure: Exception | None = None
+        self.agreed_at = self.saved_at
+        self.steps_since = -1  # the ranks last agreed; the first call of `due` comes before the first step
+        self.steps_between = 1  # two agreements, which is the same on all ranks
         listener.signal = None  # an earlier run in the same process may have left one
 
-    def due(self, step: int, has_work: bool) -> Due:
+    def due(self, step: int, has_work: bool, evaluates: bool) -> Due:
         """has_work: whether something would be lost if a signal ended the process at once."""
         listener.has_work_to_save = has_work
-        now = time.perf_counter()
         by_steps = self.save_interval > 0 and step % self.save_interval == 0
+        if self.ranks.world > 1:
+            self.steps_since += 1
+            if self.steps_since < self.steps_between and not evaluates:
+                return Due(stop=None, save=by_steps)
+            self._space_agreements()
+        now = time.perf_counter()
         by_time = self.save_minutes > 0 and now >= self.saved_at + 60 * self.save_minutes
         wish = "save" if by_steps or by_time else ""
         if now >= self.ends_at:
             wish = "max_hours"
         agreed = self._agreed(wish)
         return Due(stop=None if agreed in ("", "save") else agreed, save=agreed == "save")
+
+    def _space_agreements(self) -> None:
+        """Chooses after how many steps the ranks agree next, from the time since they last did on the slowest one.
+
+        At most twice as many as before: steps may become slower.
+        """
+        now = time.perf_counter()
+        slowest_us = self.ranks.agree(round(1e6 * (now - self.agreed_at)) + 1)
+        fitting = int(self.steps_since * 1e6 * AGREE_S / slowest_us)
+        self.steps_between = max(1, min(fitting, 2 * self.steps_between))
+        self.agreed_at = now
+        self.steps_since = 0
 
     def interrupted(self) -> str | None:
         """Why what took long was broken off, such as an evaluation; None if it was not."""
