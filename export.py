@@ -1,12 +1,13 @@
-"""Writes a trained model as a Hugging Face folder, which transformers and other programs load.
+"""Writes a trained model for other programs: as a Hugging Face folder, or as a GGUF file for llama.cpp and Ollama.
 
     python export.py --out_dir=out-shakespeare-char --to=my-model
-    python export.py --out_dir=out/ckpt_best.pt --to=my-model
+    python export.py --out_dir=out/ckpt_best.pt --to=my-model --push_to_hub=my-model
+    python export.py --out_dir=out-shakespeare-bpe --to=my-model.gguf --ollama=True
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
 (the model card), and for a model that is not a GPT-2 its own code, modeling_deskgpt.py. What is written is loaded again
-with transformers, if that is installed, and its logits are compared with those of model.py: a folder that computes
-something else, as after a change of model.py, is not left.
+with transformers or llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with those of
+model.py: what computes something else, as after a change of model.py, is not left.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.faster.held import SAME_LOGITS, distance
 from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.files import check_unused, new_folder
+from deskgpt.machine.files import check_unused, new_folder, replacing, write_atomically
 from deskgpt.machine.words import millions
-from deskgpt.share import hugging_face
+from deskgpt.share import gguf_format, hub, hugging_face
 from deskgpt.share.hugging_face import MODELING_FILE
 from model import GPT, GPTConfig
-from sample import DATA, Trained, load
+from sample import DATA, SampleConfig, Trained, load
 
 CARD_SETTINGS = (
     *("batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "min_lr", "lr_schedule"),
@@ -46,18 +47,46 @@ CARD_SETTINGS = (
 class ExportConfig:
     init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
     out_dir: str = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
-    to: str = ""  # the new folder
+    to: str = ""  # the new folder; or a file whose name ends in .gguf
+    ollama: bool = False  # beside a .gguf: a Modelfile, from which `ollama create` makes a model
+    push_to_hub: str = ""  # a repository of the Hugging Face hub to upload to, OWNER/NAME or NAME; a new one is private
 
     def __post_init__(self) -> None:
         if not self.to:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
+        if self.ollama and not self.to.endswith(".gguf"):
+            raise ValueError(f"ollama=True is for a GGUF file, and to={self.to} is a folder; try --to={self.to}.gguf")
 
 
 def main(c: ExportConfig) -> None:
-    """Writes the folder c.to. Raises ValueError and OSError; nothing is left of it then."""
+    """Writes c.to and uploads it as c says. Raises ValueError and OSError; nothing is left of what is not whole."""
     to = Path(c.to)
     check_unused(to)
+    repository = hub.whole_name(c.push_to_hub) if c.push_to_hub else ""
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
+    name = repository or to.resolve().name
+    if c.to.endswith(".gguf"):
+        written = write_gguf(trained, to, name, c.ollama)
+    else:
+        written = write_folder(trained, to, name)
+    print(f"{to}: {size_of(trained.model)} parameters, tokenizer {trained.tokenizer.meta()['name']}, {written.program}")
+    print(written.compared)
+    if repository:
+        address = hub.push(repository, written.files, f"{to} is whole: `hf upload {repository} {to}` uploads it too")
+        print(f"uploaded {', '.join(written.files)} to {address}")
+
+
+@dataclass
+class Written:
+    """What an export has made."""
+
+    program: str  # and what it takes to load the model there
+    compared: str  # what the comparison with model.py says
+    files: dict[str, Path | bytes]  # for the hub, by their names there
+
+
+def write_folder(trained: Trained, to: Path, name: str) -> Written:
+    """Writes the folder, called `name` on its card. Raises ValueError and OSError; nothing is left of it then."""
     config = trained.model.config
     tokenizer = trained.tokenizer
     ids = (tokenizer.vocab_size, tokenizer.end_of_text)
@@ -69,13 +98,35 @@ def main(c: ExportConfig) -> None:
         write_json(folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size, chat_template))
         if not hugging_face.is_gpt2(config):
             shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
-        (folder / "README.md").write_text(model_card(trained, to.resolve().name), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(trained, "transformers", usage(trained, name)), encoding="utf-8")
         weights = trained.model.state_dict()
         write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, weights))
         shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
         compared = compare(folder, trained.model.eval())
-    print(f"{to}: {size_of(trained.model)} parameters, tokenizer {tokenizer.meta()['name']}, {class_of(config)}")
-    print(compared)
+    return Written(class_of(config), compared, {path.name: path for path in sorted(to.iterdir())})
+
+
+def write_gguf(trained: Trained, to: Path, name: str, ollama: bool) -> Written:
+    """Writes the GGUF file, and a Modelfile beside it. Raises ValueError and OSError; nothing is left of it then."""
+    config = trained.model.config
+    vocabulary = tokenizer_json(trained.tokenizer)
+    chat_template = template.JINJA if trained.saw_chat else None
+    modelfile = to.with_name("Modelfile")
+    if ollama and modelfile.exists():
+        raise ValueError(f"{modelfile} exists; remove it first, or name a .gguf in another folder")
+    try:
+        with replacing(to) as file:
+            path = Path(file.name)
+            gguf_format.write(path, config, trained.model.state_dict(), vocabulary, chat_template)
+            compared = gguf_format.compare(path, trained.model.eval(), trained.tokenizer.vocab_size)
+    except OSError as e:
+        raise OSError(f"cannot write {to}: {e.strerror or e}; free some disk space or choose another folder") from None
+    files: dict[str, Path | bytes] = {to.name: to}
+    if ollama:
+        write_atomically(modelfile, modelfile_of(trained, to.name).encode())
+        files["Modelfile"] = modelfile
+    card = model_card(trained, "gguf", GGUF_USAGE.format(name=name, file=to.name, context=config.block_size))
+    return Written(f"llama.cpp's {gguf_format.architecture_of(config)}", compared, files | {"README.md": card.encode()})
 
 
 def class_of(config: GPTConfig) -> str:
@@ -144,24 +195,13 @@ def compare(folder: Path, ours: GPT) -> str:
 
 CARD = """\
 ---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags:
 - deskgpt
 ---
 
-# {name}
-
-A language model trained with deskGPT. Its class is {of_class}. In float32 it computes what deskGPT does.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({name!r})
-model = AutoModelForCausalLM.from_pretrained({name!r}{remote})
-prompt = tokenizer({prompt}, return_tensors='pt')
-print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens={new_tokens})[0]))
-```
+{usage}
 
 The context is {context} tokens.
 
@@ -170,13 +210,51 @@ The context is {context} tokens.
 {settings}
 """
 
+# The tokenizer by its own class: AutoTokenizer of transformers 5 reads config.json first, and asks before it runs the
+# code that a model of our own class names there.
+USAGE = """\
+# {name}
+
+A language model trained with deskGPT. Its class is {of_class}. In float32 it computes what deskGPT does.
+
+```python
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+tokenizer = PreTrainedTokenizerFast.from_pretrained({name!r})
+model = AutoModelForCausalLM.from_pretrained({name!r}{remote})
+prompt = tokenizer({prompt}, return_tensors='pt')
+print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens={new_tokens})[0]))
+```"""
+
+GGUF_USAGE = """\
+# {name}
+
+A language model trained with deskGPT, in float32, for llama.cpp and the programs that are built on it.
+
+```sh
+llama-server -m {file} -c {context}
+```"""
+
 
 def size_of(model: GPT) -> str:
     return millions(sum(p.numel() for p in model.parameters()))
 
 
-def model_card(trained: Trained, name: str) -> str:
-    """README.md of the folder `name`: what the model is, how it was trained, how it is loaded."""
+def usage(trained: Trained, name: str) -> str:
+    """How transformers loads the folder `name`."""
+    config = trained.model.config
+    chars = trained.tokenizer.meta().get("chars", "\n")
+    return USAGE.format(
+        name=name,
+        of_class=class_of(config),
+        prompt=repr(chars[0]),  # which the tokenizer knows
+        remote="" if hugging_face.is_gpt2(config) else ", trust_remote_code=True",
+        new_tokens=max(1, min(100, config.block_size // 2)),
+    )
+
+
+def model_card(trained: Trained, library: str, usage: str) -> str:
+    """README.md: what the model is, how it is loaded (`usage`), how it was trained."""
     config = trained.model.config
     settings = asdict(config)
     facts = {"parameters": size_of(trained.model)}
@@ -184,14 +262,10 @@ def model_card(trained: Trained, name: str) -> str:
         facts |= training_facts(trained.checkpoint)
         settings |= {k: trained.checkpoint.config[k] for k in CARD_SETTINGS if k in trained.checkpoint.config}
         settings["init_from"] = Path(settings.get("init_from", "scratch")).name  # not where this machine has it
-    chars = trained.tokenizer.meta().get("chars", "\n")
     return CARD.format(
-        name=name,
-        of_class=class_of(config),
+        library=library,
+        usage=usage,
         context=config.block_size,
-        prompt=repr(chars[0]),  # which the tokenizer knows
-        remote="" if hugging_face.is_gpt2(config) else ", trust_remote_code=True",
-        new_tokens=max(1, min(100, config.block_size // 2)),
         facts=table("fact", facts),
         settings=table("setting", settings),
     )
@@ -217,6 +291,27 @@ def training_facts(saved: Checkpoint) -> dict[str, Any]:
 def table(heading: str, rows: dict[str, Any]) -> str:
     cells = {name: "n/a" if value is None else str(value).replace("|", "\\|") for name, value in rows.items()}
     return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())])
+
+
+# ---- Ollama --------------------------------------------------------------------------------------------------
+
+
+def modelfile_of(trained: Trained, file: str) -> str:
+    """What Ollama is told of the GGUF file beside it: how a dialogue is written, and to draw as sample.py does."""
+    plain = SampleConfig()
+    lines = [
+        "# ollama create my-model -f Modelfile",
+        f"FROM ./{file}",
+        f'TEMPLATE """{template.OLLAMA if trained.saw_chat else "{{ .Prompt }}"}"""',
+        f"PARAMETER num_ctx {trained.model.config.block_size}",
+        f"PARAMETER temperature {plain.temperature}",
+        f"PARAMETER top_k {plain.top_k}",
+        f"PARAMETER top_p {plain.top_p}",
+        "PARAMETER repeat_penalty 1",
+    ]
+    if trained.saw_chat:
+        lines.append(f'PARAMETER stop "{template.FORGED_TURN}"')
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def tokenizer_config_json(tokenizer: Tokenizer, block_size: int, chat_template: 
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
+        "model_input_names": ["input_ids", "attention_mask"],  # else transformers 4 adds token_type_ids
         "padding_side": "left",  # as generating in batches needs it
         "clean_up_tokenization_spaces": False,
         **special,

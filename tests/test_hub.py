@@ -1,4 +1,4 @@
-"""data/fineweb_edu/prepare.py and a hub of our own, whose connections break."""
+"""data/fineweb_edu/prepare.py, export.py --push_to_hub, and a hub of our own, whose connections break."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line, needs_bpe
-from fake_hub import SHA, Hub, serve
+from conftest import ROOT, assert_one_line, contents, needs_bpe
+from fake_hub import OWNER, SHA, TOKEN, Hub, serve
 from fineweb import SMALL, as_bytes, harm, tokens, write_documents
+from test_export import saved
 
 from data.token_files import write_tokens
 from data.tokenizer import from_meta
+from model import GPTConfig
 
 
 @pytest.fixture
@@ -126,3 +128,54 @@ def test_pretokenized_shards_are_fetched_as_many_as_needed(tmp_path, hub):
     ready = hub.root / "kjj0" / "finewebedu10B-gpt2"
     for path in out.glob("*.bin"):
         assert path.read_bytes() == (ready / f"finewebedu_{path.name}").read_bytes()
+
+
+# ---- uploads -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def export(hub, tmp_path, script, monkeypatch):
+    """Runs export.py against our hub, with the checkpoint in tmp_path/out."""
+    from huggingface_hub import constants
+
+    for name, value in {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    saved(tmp_path / "out", GPTConfig(block_size=32, vocab_size=256, n_layer=1, n_head=2, n_embd=8), {"name": "bytes"})
+    return lambda *args: script("export.py", f"--out_dir={tmp_path / 'out'}", *args)
+
+
+@pytest.mark.parametrize("to", ["my-model", "my.gguf"])
+def test_export_is_uploaded_whole_with_its_card_to_a_private_repository(tmp_path, hub, export, to):
+    if to == "my.gguf":
+        pytest.importorskip("gguf")
+    done = export(f"--to={tmp_path / 'unasked'}")
+    assert (done.code, hub.requests) == (0, []), done.err
+    done = export(f"--to={tmp_path / to}", "--push_to_hub=mine")
+    assert done.code == 0, done.err
+    assert f"{hub.url}/{OWNER}/mine" in done.out.splitlines()[-1]
+    assert hub.private == {f"{OWNER}/mine": True}
+    there = contents(hub.root / OWNER / "mine")
+    card = there.pop("README.md") if to == "my.gguf" else there["README.md"]
+    assert f"# {OWNER}/mine".encode() in card
+    assert there == (contents(tmp_path / to) if to == "my-model" else {to: (tmp_path / to).read_bytes()})
+    done = export(f"--to={tmp_path / 'again'}", f"--push_to_hub={OWNER}/mine")  # there is one already
+    assert done.code == 0, done.err
+
+
+def test_upload_that_fails_is_one_line_with_the_remedy(tmp_path, hub, export, monkeypatch):
+    new = tmp_path / "new"
+    for name, token in (("a/b/c", TOKEN), ("mine", "hf_old"), ("mine", "")):
+        monkeypatch.setenv("HF_TOKEN", token)
+        done = export(f"--to={new}", f"--push_to_hub={name}")
+        assert done.code == 1
+        assert_one_line(done.err, f"push_to_hub={name}", "hf auth login")
+        assert not new.exists()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.refuses_uploads = True
+    done = export(f"--to={new}", "--push_to_hub=mine")
+    assert done.code == 1
+    assert_one_line(done.err, f"hf upload {OWNER}/mine {new}")
+    assert (new / "model.safetensors").exists()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.tokenizer import Ids, Tokenizer
+from data.tokenizer import END_OF_TEXT, Ids, Tokenizer
 
 ROLES = ("system", "user", "assistant")
 NAME = "deskgpt-chat-1"  # as meta.json and checkpoints record it: another number for another template
@@ -36,6 +36,12 @@ JINJA = (
     "{% for message in messages %}{{ message['role'] | capitalize + ':\\n' + message['content'] + eos_token }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
+)
+# The same for Go, as TEMPLATE in Ollama's Modelfiles.
+OLLAMA = (
+    f"{END_OF_TEXT}{{{{ range .Messages }}}}"
+    + "".join(f'{{{{ if eq .Role "{role}" }}}}{header}{{{{ end }}}}' for role, header in HEADERS.items())
+    + f"{{{{ .Content }}}}{END_OF_TEXT}{{{{ end }}}}{HEADERS['assistant']}"
 )
 
 

@@ -1,0 +1,242 @@
+"""export.py --to=model.gguf: llama.cpp computes what our model does, and reads and writes texts as it does."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import urllib.request
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import torch
+from conftest import assert_one_line, needs_bpe
+from test_export import ODD, odd_text, saved
+from tiny_models import MODERN_SETTINGS, make
+
+from data.bpe import train as train_bpe
+from data.chat import template
+from data.tokenizer import END_OF_TEXT, BytesTokenizer, Tokenizer, from_meta
+from deskgpt.checkpoint import store
+from deskgpt.share import gguf_format, llama_cpp
+from export import ExportConfig, main
+from model import GPT, GPTConfig
+from sample import SampleConfig
+
+gguf = pytest.importorskip("gguf")
+needs_llama = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="xllamacpp, which is llama.cpp, is missing")
+BYTES = {"name": "bytes"}
+SMALL = GPTConfig(block_size=64, vocab_size=258, n_layer=2, n_head=2, n_embd=32)  # the last two rows are padding
+KEY = "test"
+
+
+def exported(folder: Path, config: GPTConfig = SMALL, meta: dict[str, Any] = BYTES, **options: Any) -> tuple[GPT, Path]:
+    """(a model of random weights, the file that it was exported to)"""
+    model = saved(folder / "out", config, meta, options.pop("chat", None))
+    main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "a.gguf"), **options))
+    return model, folder / "a.gguf"
+
+
+class Llama:
+    """llama.cpp with a file, asked over its server's own interface."""
+
+    def __init__(self, path: Path, block_size: int = 64) -> None:
+        self.server = llama_cpp.server(str(path), block_size, KEY)
+
+    def ask(self, what: str, **request: Any) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        address = f"{self.server.listening_address}/{what}"
+        asked = urllib.request.Request(address, json.dumps(request).encode(), headers)
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            return json.load(reply)
+
+    def greedy(self, prompt: str, n: int) -> list[int]:
+        """The tokens that follow; never the end of text, with which llama.cpp would end."""
+        options = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True}
+        return self.ask("completion", prompt=prompt, n_predict=n, **options)["tokens"]
+
+
+def greedy(model: GPT, tokenizer: Tokenizer, prompt: str, n: int) -> list[int]:
+    ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
+    return [int(new) for new in model.generate(ids, n, temperature=0, vocab_size=tokenizer.vocab_size - 1)]
+
+
+# ---- what llama.cpp computes ---------------------------------------------------------------------------------
+
+
+@needs_llama
+@pytest.mark.parametrize("architecture", gguf_format.ARCHITECTURES)
+def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture):
+    settings = gguf_format.ARCHITECTURES[architecture]
+    for n, bias in enumerate(settings.get("bias", (False, True))):
+        choices = {name: values[0] for name, values in settings.items()}
+        choices |= {"activation": settings["activation"][n % len(settings["activation"])], "bias": bias}
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        model, path = exported(folder, replace(SMALL, n_head=4, tie_weights=bias, **choices))
+        assert f"llama.cpp's {architecture}\nllama.cpp computes the same" in capsys.readouterr().out
+        theirs = Llama(path).greedy("To be, or ñot", 40)
+        assert theirs == greedy(model, BytesTokenizer(), "To be, or ñot", 40)
+
+
+@needs_llama
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_trained_model_writes_the_same_text_as_here(tmp_path, text, position):
+    pytest.importorskip("tokenizers")
+    tokenizer = train_bpe([text[:200_000]], 512)
+    config = replace(SMALL, n_embd=64, n_head=4, block_size=256, vocab_size=512, position=position)
+    model = saved(tmp_path / "out", config, tokenizer.meta()).train()
+    ids = torch.from_numpy(tokenizer.encode(text[:200_000]).astype("int64"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(180):
+        rows = ids[step * 512 :][: 8 * 65].view(8, 65)
+        loss = model(rows[:, :-1], rows[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 4.5  # of log(512) = 6.2: it has learned
+    store.save(replace(store.load(tmp_path / "out"), model=model.state_dict()), tmp_path / "out", best=False)
+    main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
+    ours = greedy(model.eval(), tokenizer, "ROMEO:\nWhat", 200)
+    assert len(set(ours)) > 5  # it is no repeated token
+    assert Llama(tmp_path / "a.gguf", 256).greedy("ROMEO:\nWhat", 200) == ours
+
+
+@needs_llama
+def test_model_that_llama_cpp_does_not_compute_is_refused_and_nothing_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("model.sees", lambda query, key: (key <= query) & (query - key < 16))
+    saved(tmp_path / "out", SMALL, BYTES)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"model\.py") as e:
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
+    assert_one_line(e.value, "gpt2", "nothing was exported")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------
+
+
+@needs_llama
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bytes", "bpe", pytest.param("gpt2", marks=needs_bpe)])
+def test_llama_cpp_reads_and_writes_our_tokens(text, tmp_path, kind):
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+        tokenizer: Tokenizer = train_bpe([text[:100_000]], 1000)
+    else:
+        tokenizer = from_meta({"name": kind})
+    config = replace(SMALL, vocab_size=tokenizer.vocab_size)
+    _, path = exported(tmp_path, config, tokenizer.meta())
+    llama = Llama(path)
+    odd = odd_text(text)
+    for sample in (odd, ODD):
+        ids = llama.ask("tokenize", content=sample, add_special=True, parse_special=True)["tokens"]
+        assert ids == tokenizer.encode(sample).tolist()
+    assert llama.ask("detokenize", tokens=tokenizer.encode(ODD).tolist())["content"] == ODD
+    ended = llama.ask("tokenize", content=f"a{END_OF_TEXT}", parse_special=True)["tokens"]
+    assert ended[1:] == [tokenizer.end_of_text]
+
+
+@needs_llama
+def test_dialogue_is_written_as_in_training_by_llama_cpp_and_in_the_modelfile(tmp_path):
+    _, path = exported(tmp_path, chat=template.NAME, ollama=True)
+    messages = [("system", "Be short."), ("user", "Who's there?\n"), ("assistant", "Me."), ("user", "Who?")]
+    said = [{"role": role, "content": content} for role, content in messages]
+    llama = Llama(path)
+    rendered = llama.ask("apply-template", messages=said)["prompt"]
+    tokens = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)["tokens"]
+    ours = template.Template(BytesTokenizer()).prompt([template.Message(*message) for message in messages])
+    assert tokens == ours.tolist()
+
+    modelfile = (tmp_path / "Modelfile").read_text()
+    found = re.search(r'TEMPLATE """(.*?)"""', modelfile, re.S)
+    assert found
+    # The same in Jinja, which shows what Go's template language makes of it.
+    head, _, tail = found[1].replace("{{ range .Messages }}", "{% for m in messages %}").rpartition("{{ end }}")
+    head = re.sub(r'{{ if eq .Role "(\w+)" }}', r'{% if m.role == "\1" %}', head).replace("{{ end }}", "{% endif %}")
+    source = head.replace(".Content", "m.content") + "{% endfor %}" + tail
+    jinja = jinja2.Environment(keep_trailing_newline=True).from_string(source)
+    assert jinja.render(messages=said) == rendered
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+
+def test_modelfile_draws_as_sample_does(tmp_path):
+    exported(tmp_path, ollama=True)
+    modelfile = (tmp_path / "Modelfile").read_text()
+    assert 'FROM ./a.gguf\nTEMPLATE """{{ .Prompt }}"""\n' in modelfile
+    parameters = dict(re.findall(r"^PARAMETER (\w+) (.*)$", modelfile, re.M))
+    assert float(parameters["temperature"]) == SampleConfig().temperature
+    assert parameters["num_ctx"] == "64"
+    assert "stop" not in parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"token_shift": True}, "--token_shift=False"),
+        ({"norm": "rms"}, "--norm=layer"),
+        ({"position": "rope", "norm": "rms", "activation": "relu2", "bias": True}, "--norm=layer"),
+        (MODERN_SETTINGS, "with --token_shift=False, or"),
+        ({"vocab_size": 65}, "--tokenizer=bpe"),
+    ],
+)
+def test_model_that_llama_cpp_lacks_is_refused_with_the_setting_to_change(tmp_path, config, named):
+    meta = {"name": "char", "chars": "".join(map(chr, range(48, 113)))} if "vocab_size" in config else BYTES
+    saved(tmp_path / "out", replace(SMALL, **config), meta)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"llama\.cpp") as e:
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
+    assert_one_line(e.value, named)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, script, monkeypatch):
+    exported(tmp_path, ollama=True)
+    before = sorted(tmp_path.rglob("*"))
+    out = f"--out_dir={tmp_path / 'out'}"
+    new = f"--to={tmp_path / 'b.gguf'}"
+    mistakes = {
+        (f"--to={tmp_path / 'a.gguf'}",): "a.gguf exists",
+        (new, "--ollama=True"): "Modelfile exists",
+        (f"--to={tmp_path / 'b'}", "--ollama=True"): "b.gguf",
+    }
+    for args, named in mistakes.items():
+        done = script("export.py", out, *args)
+        assert done.code in (1, 2), args
+        assert_one_line(done.err, named)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert_one_line(script("export.py", out, new).err, "pip install gguf")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_llama_cpp_a_line_says_that_nothing_was_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _, path = exported(tmp_path)
+    assert "nothing was compared" in capsys.readouterr().out
+    reader = gguf.GGUFReader(path)
+    assert {str(t.name): list(t.shape) for t in reader.tensors}["token_embd.weight"] == [32, 256]  # without padding
+
+
+@needs_llama
+def test_file_that_llama_cpp_does_not_load_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("deskgpt.share.gguf_format.NAMES", gguf_format.NAMES | {"ln_1": "ln_1"})
+    saved(tmp_path / "out", SMALL, BYTES)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="does not run") as e:
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
+    assert_one_line(e.value, "xllamacpp")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_weights_that_llama_cpp_lacks_are_refused_without_running_it():
+    model = make(SMALL)
+    model.transformer.register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ValueError, match=r"transformer\.gain"):
+        gguf_format.tensors_of(SMALL, model.state_dict(), 256)
