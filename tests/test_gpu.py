@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 import os
 
@@ -50,7 +51,6 @@ cuda_only = pytest.mark.skipif(not ON_CUDA, reason="about CUDA itself")
 RUN = TINY | {"n_embd": 128, "block_size": 64, "device": str(DEVICE), "learning_rate": 1e-3, "auto_batch": False}
 GPT2 = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512)
 MODERN = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512, **MODERN_SETTINGS)
-PRECISION = {"float32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
 
 
 @pytest.fixture(autouse=True)
@@ -329,6 +329,17 @@ def test_run_takes_a_larger_micro_batch_by_itself_and_learns_the_same(chars, tmp
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
 
 
+@cuda_only
+def test_what_the_check_takes_is_no_part_of_the_peak(chars, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peaks = []
+    for name in ("checked", "remembered"):
+        gc.collect()  # what the run before has left
+        main(run_of(chars, tmp_path / name, dtype="bfloat16", batch_size=256))
+        peaks.append(events(tmp_path / name, "iter")[-1]["peak_memory_bytes"])
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
 # ---- data and peaks ------------------------------------------------------------------------------------------
 
 
@@ -345,7 +356,13 @@ def test_batches_made_ahead_are_those_made_on_the_spot(chars):
 
 
 @cuda_only
-def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkeypatch, tmp_path):
+def test_card_that_computes_is_one_that_torch_has_kernels_for():
+    assert torch.ones(2, device=DEVICE).sum().item() == 2
+    assert hardware.unserved_gpu(torch.device("cuda", 0)) is None
+
+
+@cuda_only
+def test_sweep_of_matmuls_leaves_no_trace_and_is_near_the_published_peak(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peak_flops.measured_matmul_flops.cache_clear()
     device = torch.device("cuda", 0)
@@ -354,7 +371,7 @@ def test_sweep_of_matmuls_leaves_no_trace_and_is_below_the_published_peak(monkey
         flops, _ = peak_flops.peak_flops(device, dtype)
         assert flops > 1e11
         measured = peak_flops.measured_matmul_flops(device, dtype)
-        assert 0.3 * flops < measured <= 1.02 * flops
+        assert 0.3 * flops < measured < 1.5 * flops  # many cards run above the clock that is published
     workspace = 64 * 2**20  # cuBLAS', more than it takes
     assert torch.cuda.memory_allocated(device) <= held + workspace
     assert (hardware.peak_memory_bytes(device) or 0) <= max(peak, held + workspace)
