@@ -4,14 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
 
+from deskgpt.compute import checks
 from deskgpt.compute.inference import Reading
-from deskgpt.faster import kernels
+from deskgpt.faster import held, kernels
 from deskgpt.faster.decoding import Decoder
 from deskgpt.faster.definition import may_be_faster, using
+from deskgpt.machine import remembered
 from model import GPT, MLP, activation, sample_tokens
 
 
@@ -54,6 +57,26 @@ def test_attention_on_mps_is_none_of_torchs_fused_ones(config, grad, monkeypatch
         with torch.set_grad_enabled(grad), using(forms):
             model(text, text)
         assert torch.equal(drawn(model, forms | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))
+
+
+def test_model_that_mps_computes_wrongly_is_not_sampled_from(tmp_path, monkeypatch):
+    """Here the CPU counts as MPS, and its layers are wrong for one model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checks, "REFERENCES", ())
+    model, prompt = make(), tokens(1, 9)
+    for _ in range(2):  # the second time it is remembered
+        Reading(model, prompt, "float32")
+    remembered.path_of(held.FILE).unlink()
+
+    block: Any = model.transformer.h[0]
+    linear = F.linear
+    monkeypatch.setattr(
+        F, "linear", lambda x, w, bias=None: linear(x, w, bias) * (1.1 if w is block.mlp.c_fc.weight else 1.0)
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="CPU") as e:
+            Reading(model, prompt, "float32")
+        assert_one_line(e.value, "float32", "try --device=cpu")
 
 
 def by_shape(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:

@@ -7,6 +7,7 @@ line says so. That is remembered for each version of the code on each machine.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskgpt.compute import compiling
+from deskgpt.compute import checks, compiling
 from deskgpt.compute.checks import nothing_is_zero, weights_are_finite
 from deskgpt.faster import held, kernels
 from deskgpt.faster.decoding import Decoder
@@ -56,7 +57,8 @@ class Reading:
 
         cached: whether keys and values may be kept. as_written: functions of model.py whose faster forms are known to
         be wrong. remembers: whether what was found before counts; not for a model that is being trained. Raises
-        ValueError where a compiled model was asked for, and compiling fails or computes something else.
+        ValueError where a compiled model was asked for, and compiling fails or computes something else, and where the
+        device itself does.
         """
         self.model = model
         self.device = next(model.parameters()).device
@@ -76,6 +78,8 @@ class Reading:
             stack.enter_context(nothing_is_zero(model))
             stack.enter_context(torch.inference_mode())
             with not_silent("still comparing with the full forward pass", say):
+                if self.remembers and self.device.type not in checks.REFERENCES:
+                    self._compare_with_cpu()
                 self._choose(dtype)
             if compiled:
                 with not_silent("still compiling", say):
@@ -106,6 +110,21 @@ class Reading:
                 self.say(f"{problem}: going on in float32")
                 dtype = "float32"
         self.dtype = dtype
+
+    def _compare_with_cpu(self) -> None:
+        """Raises ValueError where float32, as model.py says, is something else on this device, such as MPS."""
+
+        def compare() -> Problems:
+            on_cpu = copy.deepcopy(self.model).cpu()
+            with using({}):
+                expected = [last_of_forward(None, on_cpu, tokens.cpu()) for tokens in self._growing()]
+            off = max(distance(a.cpu(), b) for a, b in zip(self._expected(), expected, strict=True))
+            if off <= TOLERANCE["float32"]:
+                return {}
+            return {"device": f"logits in float32 differ from those on the CPU by {off:.3g}: this GPU is wrong"}
+
+        for problem in held.problems_of(self._key("device"), compare).values():
+            raise ValueError(f"{problem}; try --device=cpu")
 
     def _right_kernels(self) -> Forms:
         forms: Forms = kernels.forms_for(self.device.type)
