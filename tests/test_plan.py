@@ -163,6 +163,7 @@ def test_plan_of_sharded_ranks_that_are_not_here_says_what_each_has(capsys, tmp_
     assert re.search(r"^1,024 ranks.* 64, 16 copies; micro-batches of each rank and step: 2$", out, re.M)
     assert re.search(r"weights \S+, gradients \S+, optimizer \S+, activations \S+, logits \S+, gathered \S+ GiB", out)
     assert re.search(r"\) of 1024 x 989.00 TFLOP/s .*, and without what ranks send each other$", out, re.M)
+    assert re.search(r"^each rank has at most 3,216 files open", out, re.M)  # 3 x 1024 + 64 + 16 + 64
     assert not (tmp_path / "out").exists()
 
 

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
-import pytest
-from conftest import assert_one_line
+import os
+import sys
+from pathlib import Path
+from typing import Any
 
-from deskgpt.compute.ranks import Place, place_of
+import pytest
+import torch
+from conftest import assert_one_line
+from gloo import on_ranks
+
+from deskgpt.compute import sharding
+from deskgpt.compute.ranks import OTHER_FILES, Place, Ranks, allow_open_files, open_files, place_of
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -34,6 +42,45 @@ def test_processes_that_do_not_know_of_each_other_are_refused_with_torchruns_com
     with pytest.raises(ValueError, match="torchrun") as refused:
         place_of(environ)
     assert_one_line(str(refused.value), *named, "torchrun --standalone --nproc_per_node=N train.py")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")
+@pytest.mark.parametrize("hard", [50, 200])
+def test_limit_of_open_files_rises_as_far_as_allowed_and_what_is_too_little_is_said(hard, monkeypatch, capsys):
+    resource: Any = pytest.importorskip("resource")
+    limits = [(40, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
+    allow_open_files(Ranks(torch.device("cpu"), 0, 16, distributed=True))
+    needed = open_files(16, shards=2)
+    assert limits[-1] == (min(hard, 40 + needed), hard)
+    said = capsys.readouterr().out
+    if hard < needed:
+        assert_one_line(said, "16 ranks", str(needed), str(hard), "ulimit -Hn")
+    else:
+        assert said == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_real_ranks_have_as_many_connections_as_the_plan_says(world, tmp_path):
+    """But for those to the store, of which there is none here."""
+
+    def sockets() -> int:
+        links = list(Path("/proc/self/fd").iterdir())
+        return sum("socket:" in os.readlink(link) for link in links if link.is_symlink())
+
+    def counted(ranks: Ranks) -> list[int]:
+        found = [sockets()]
+        sharding.group_for_saves(60)
+        found.append(sockets())
+        sharding.make_mesh("cpu", 2, world)
+        return [*found, sockets()]
+
+    of_plan = [open_files(world, shards) - OTHER_FILES - world for shards in (1, world, 2)]
+    before = sockets()
+    found = on_ranks(counted, world, tmp_path)
+    assert [[n - before for n in of_rank] for of_rank in found] == [of_plan] * world
 
 
 def test_restarts_of_torchrun_need_a_store_of_their_own():

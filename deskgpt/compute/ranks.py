@@ -6,6 +6,7 @@ A run without torchrun is one rank of one.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -142,6 +143,46 @@ def place_of(environ: Mapping[str, str]) -> Place:
     return Place(rank, world, local_rank, local_world, distributed=True)
 
 
+OTHER_FILES = 64  # that a rank has open besides its connections: data, log, checkpoints, libraries
+
+
+def open_files(world: int, shards: int = 1) -> int:
+    """How many files a rank has open at most. shards: how many ranks share a copy of the weights.
+
+    In each group of ranks, gloo connects every rank with every other one: in that of all ranks, in the one that saves
+    sharded weights, and where there are several copies in those of a copy and of a shard. The first rank may also hold
+    the store, to which all connect.
+    """
+    connections = 2 * world
+    if shards > 1:
+        connections += world
+    if 1 < shards < world:
+        connections += shards + world // shards
+    return connections + OTHER_FILES
+
+
+def allow_open_files(ranks: Ranks) -> None:
+    """Raises this process's limit by what the ranks need, as far as the system lets it; says where that is too little.
+
+    Linux gives a process 1,024, macOS 256.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = open_files(ranks.world, shards=2)  # the most of all ways to share
+    if soft == resource.RLIM_INFINITY:
+        return
+    allowed = soft + needed if hard == resource.RLIM_INFINITY else min(soft + needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        ranks.say(
+            f"{ranks.world:,} ranks may need {needed:,} open files each, and the system allows {allowed:,} (ulimit "
+            "-Hn): if they do not meet, raise that limit on all hosts"
+        )
+
+
 def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
     """This process's Ranks on its device, connected to the others where torchrun started several.
 
@@ -155,6 +196,7 @@ def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
     if ranks.distributed:
+        allow_open_files(ranks)
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and device.type != "cuda":
@@ -166,7 +208,7 @@ def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
         except RuntimeError as e:  # the port is taken, the host is unknown, or a rank has not come in time
             why = str(e).splitlines()[0]
             raise OSError(
-                f"rank {place.rank} of {place.world} cannot meet the others at MASTER_ADDR="
+                f"cannot meet the other {place.world - 1} ranks at MASTER_ADDR="
                 f"{os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}: {why}"
             ) from None
     if device_name == "auto" and device.type == "cpu" and ranks.is_first:

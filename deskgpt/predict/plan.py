@@ -20,7 +20,7 @@ import torch
 
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.ranks import Ranks, open_files
 from deskgpt.compute.runner import Form
 from deskgpt.faster import held, kernels
 from deskgpt.machine import gpu_peaks, hardware, peak_flops
@@ -183,6 +183,7 @@ def say_size(run: Planned, machine: Machine, ranks: Ranks) -> None:
         sent = traffic.sent_in_step(run.config, split, n, reshard, run.make_optimizer, machine.dtype)
         in_words = [f"{kind} {with_unit(size, BYTES)}" for kind, size in sent.items()]
         ranks.say(f"each rank sends per step: {', '.join(in_words)}")
+        ranks.say(f"each rank has at most {open_files(split.world, n):,} files open, which ulimit -Hn must allow")
 
 
 def say_memory(run: Planned, machine: Machine, ranks: Ranks) -> bool:

@@ -10,6 +10,7 @@ is that of a ring: of w ranks that gather or reduce-scatter b bytes each sends b
     copies of a sharded model, too           all-reduce      8 (N / s) (r - 1) / r
     Muon on sharded weights, once per step   all-to-all      8 (H / s) (s - 1) / s, the mean of all ranks
 
+About once a second the ranks also agree whether to stop, by two numbers of 8 bytes each, which no plan counts.
 Where s does not divide the rows of a parameter, the ranks send it with its rows rounded up to a multiple of s.
 """
 
