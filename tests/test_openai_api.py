@@ -151,6 +151,14 @@ def test_seed_is_drawn_where_none_is_given_and_fields_without_a_meaning_are_igno
     assert len(texts) == 3
 
 
+def test_what_a_request_leaves_out_is_as_the_flags_say(client, run):
+    whole = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=50).choices[0].text
+    with serving(page_of(run, temperature=0.0, stop=whole[20:23])) as server:
+        (choice,) = client_of(server).completions.create(model="any", prompt="a").choices
+    assert choice.text == whole[: whole.find(whole[20:23])]
+    assert choice.finish_reason == "stop"
+
+
 def test_models_are_listed_by_the_name_of_the_run(client, run):
     assert [model.id for model in client.models.list()] == [run.name]
 

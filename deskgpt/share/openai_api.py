@@ -44,7 +44,7 @@ class Api(Playground):
         if asked.get("n", 1) != 1:
             raise ValueError(f"n={shortened(asked['n'])} must be 1; ask again for another text, with another seed")
         wish = wish_of(asked, self.first)
-        stops = stops_of(asked.get("stop", []))
+        stops = stops_of(asked.get("stop", self.first.stop))
         if place == CHAT:
             text, ids = self.begin(Sample, "", messages_of(asked.get("messages")), *stops)
         else:
