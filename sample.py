@@ -286,9 +286,11 @@ def page_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device)
 def chat_of(c: SampleConfig, trained: Trained) -> playground.Chat:
     """How the model answers a dialogue that the page or a program sends. Raises ValueError if it cannot talk."""
     of_chat = template_for(trained)
+    block_size = trained.model.config.block_size
+    talk.Dialogue(of_chat, block_size, c.system)  # raises if that is too long
 
     def encode(messages: list[Any]) -> Tensor:
-        dialogue = talk.Dialogue.of(of_chat, trained.model.config.block_size, messages)
+        dialogue = talk.Dialogue.of(of_chat, block_size, messages)
         return torch.from_numpy(dialogue.prompt().astype("int64"))[None]
 
     return playground.Chat(encode, of_chat.end_of_text, template.FORGED_TURN, c.system)

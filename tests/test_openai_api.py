@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import string
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -159,6 +160,12 @@ def test_what_a_request_leaves_out_is_as_the_flags_say(client, run):
     assert choice.finish_reason == "stop"
 
 
+def test_system_message_without_room_is_refused_at_the_start(run):
+    with pytest.raises(ValueError, match="system's message takes") as e:
+        page_of(run, system="x" * 100)
+    assert_one_line(e.value, 96)
+
+
 def test_models_are_listed_by_the_name_of_the_run(client, run):
     assert [model.id for model in client.models.list()] == [run.name]
 
@@ -256,7 +263,7 @@ def test_text_ends_once_its_reader_has_gone_and_once_the_server_ends(run, stream
             body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": stream})
             connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {server.page.token}"})
             while not server.streaming:
-                pass
+                time.sleep(0.01)
             threads = list(server.streaming)
             if ends_first == "server":
                 server.ending.set()
@@ -337,24 +344,3 @@ def test_chat_goes_on_from_an_answer_that_was_stopped_and_after_a_refused_messag
     messages = [*ASK, {"role": "assistant", "content": begun[1]}, {"role": "user", "content": "And?"}]
     assert tab.run(TURNS)[-1][1] == answer_to(messages, 1338)
     assert tab.run("document.title") == "deskGPT playground"
-
-
-@needs_browser
-def test_playground_names_the_folder_and_shows_no_sign_for_a_line_break(browser, plain):
-    tab = opened(browser, plain, width=390)
-    assert tab.run("document.querySelector('h2').textContent") == plain.page.name
-    assert "/" not in plain.page.name
-    assert not tab.run("document.getElementById('settings').open")
-    tab.run("addToken({text: '\\n', name: 'line', id: 1, p: 1, rank: 1, top: [], rest: 0}, text)")
-    color = "getComputedStyle(document.querySelector('.line'), '::before').color"
-    assert tab.run(color) == "rgba(0, 0, 0, 0)"
-    tab.run("document.querySelector('.line').focus()")
-    assert tab.run(color) != "rgba(0, 0, 0, 0)"
-
-
-def test_what_is_not_known_of_a_model_is_not_shown(run):
-    trained = sample.load("resume", str(run / "ckpt.pt"), CPU)
-    trained.checkpoint = None
-    page = sample.page_of(SampleConfig(), sample.wish_of(SampleConfig()), trained, CPU)
-    assert page.facts == ["0.03M parameters", "context of 96 tokens"]
-    assert page.name == f"{run.name}/ckpt.pt"

@@ -171,6 +171,14 @@ def test_weights_whose_logits_are_not_numbers_end_in_one_line(server, page):
         weight.data.copy_(kept)
 
 
+def test_what_is_not_known_of_a_model_is_not_shown(run):
+    trained = sample.load("resume", str(run / "ckpt.pt"), CPU)
+    trained.checkpoint = None
+    page = page_of(trained)
+    assert page.facts == ["0.03M parameters", "context of 32 tokens"]
+    assert page.name == f"{run.name}/ckpt.pt"
+
+
 # ---- whom it answers ----
 
 
@@ -322,6 +330,18 @@ def test_keys_generate_stop_and_go_through_the_tokens(browser, server):
     for thread in list(server.streaming):  # the server has stopped too
         thread.join(10)
     assert not server.streaming
+
+
+@needs_browser
+def test_playground_names_the_folder_and_shows_no_sign_for_a_line_break(browser, server, run):
+    tab = opened(browser, server, width=390)
+    assert tab.run("document.querySelector('h2').textContent") == run.name
+    assert not tab.run("document.getElementById('settings').open")
+    tab.run("addToken({text: '\\n', name: 'line', id: 1, p: 1, rank: 1, top: [], rest: 0}, text)")
+    color = "getComputedStyle(document.querySelector('.line'), '::before').color"
+    assert tab.run(color) == "rgba(0, 0, 0, 0)"
+    tab.run("document.querySelector('.line').focus()")
+    assert tab.run(color) != "rgba(0, 0, 0, 0)"
 
 
 @needs_browser

@@ -1,4 +1,4 @@
-"""A web server for one page, which nothing but this machine's own browser can reach.
+"""A web server for one page, which nothing but this machine's own browser and programs can reach.
 
 `sample.py --serve` and `bench/report.py --serve` run it. It listens on 127.0.0.1 alone and writes no files. If a page
 has a token, only addresses that begin with it are answered, and /v1/ for programs that send it as their API key. Only
