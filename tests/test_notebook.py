@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, assert_one_line
+from logs import log, rewrite
 from torch.torch_version import TorchVersion
 
 from deskgpt.machine import peak_flops
@@ -48,6 +49,26 @@ def test_files_that_it_names_exist():
     assert {"train.py", "sample.py", "docs/your-data.md"} <= named
     for name in named:
         assert (ROOT / name).is_file(), name
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_chart_shows_every_loss_of_a_run_with_few_steps(tmp_path, monkeypatch, n):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("Agg")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    out = log(tmp_path / "out", {0: 4.2, n: 4.2 - n / 10})
+    rewrite(out, lambda e: {"loss": 4.2 - e["iter"] / 10} if e["event"] == "iter" else {})
+    names = {"Path": Path, "OUT": out, "dataset": "shakespeare_char"}
+    exec(code_cells(notebook())["plot"].source, names)
+    axes: Any = names["axes"]
+    train, val = axes.get_lines()
+    low, high = axes.get_ylim()
+    plt.close(axes.figure)
+    assert train.get_marker() not in ("None", None)  # a line of one point is not seen
+    assert (len(train.get_ydata()), len(val.get_ydata())) == (n, 2)
+    if n < 20:  # of more steps the first ones' fall lies outside
+        assert all(low < y < high for line in (train, val) for y in line.get_ydata())
+    assert all(x == int(x) for x in axes.get_xticks())
 
 
 def test_torch_is_never_installed():
