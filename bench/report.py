@@ -27,6 +27,7 @@ from bench.analysis.page import Figure, Headline, Table, page
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import median_ms, mfu, speed_rows, tokens_per_s
 from deskgpt.machine.errors import OneLineParser, one_line_errors
+from deskgpt.machine.words import in_tera
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,34 +40,31 @@ def tables(run: Run) -> list[Table]:
     arms = arms_of([run])
     speeds = [row.cells()[:2] for row in speed_rows(arms)]
     losses = [row.cells()[:2] for row in learning_rows(arms, [], ranking([run]))]
-    peak = run.start.get("peak_source")
-    return [
-        Table("Speed", [], speeds, f"MFU refers to this peak: {peak}." if peak else ""),
-        Table("Learning", [], losses or [["evaluations", "none"]], "Losses in nats per token." if losses else ""),
-    ]
+    note = "Losses in nats per token." if losses else "No evaluation in the log."
+    return [Table("Speed", [], speeds), Table("Learning", [], losses, note)]
 
 
 # ---- the rest of the page ------------------------------------------------------------------------------------
 
 
-def headline(run: Run) -> Headline:
-    """The run in a sentence and three figures."""
+def headline(run: Run, missing: str) -> Headline:
+    """The run in a sentence and three figures. missing: what stands for a figure that is not known."""
     ms = median_ms(run)
     rate = tokens_per_s(run)
     share = mfu(run)
     peak = run.start.get("peak_flops")
-    of_peak = f"of {peak / 1e12:.2f} TFLOP/s ({run.start.get('peak_source')})" if peak else ""
+    of_peak = f"of the peak, {in_tera(peak)} TFLOP/s ({run.start.get('peak_source')})" if peak else ""
     figures = [
-        best_figure(run),
-        Figure("speed", f"{rate:,.0f} tokens/s" if rate else "n/a", f"{ms:,.4g} ms a step" if ms else ""),
-        Figure("MFU", f"{share:.1%}" if share else "n/a", of_peak),
+        best_figure(run, missing),
+        Figure("speed", f"{rate:,.0f} tokens/s" if rate else missing, f"{ms:,.4g} ms a step" if ms else ""),
+        Figure("MFU", f"{share:.1%}" if share else missing, of_peak),
     ]
     return Headline(verdict(run), figures, run.name)
 
 
-def best_figure(run: Run) -> Figure:
+def best_figure(run: Run, missing: str) -> Figure:
     if not run.val:
-        return Figure("best val loss", "n/a", "no evaluation in the log")
+        return Figure("best val loss", missing, "no evaluation in the log")
     best = run.best
     where = "the last evaluation" if best is run.val[-1] else f"of {len(run.val)} evaluations"
     error = "" if best.get("val_se") is None else f" ± {best['val_se']:.4f}"
@@ -125,9 +123,9 @@ def about(run: Run) -> str:
     return "; ".join(facts)
 
 
-def describe(run: Run) -> Described:
-    """What the page says about a run, besides its curves, samples and settings."""
-    return Described(headline(run), tables(run), about(run))
+def describe(run: Run, missing: str = "n/a") -> Described:
+    """What the page says about a run, besides its curves, samples and settings. missing: as for headline."""
+    return Described(headline(run, missing), tables(run), about(run))
 
 
 def main() -> None:

@@ -395,7 +395,7 @@ def test_script_writes_a_page_and_figures(tmp_path, script):
     assert "| training time to val loss 3.5 | 5.0s" not in done.out  # 3.0 at step 100 was the first
     assert "Peaks: A: measured; B: RTX 4070, " in done.out
     data = json.loads(files["json"].read_text())
-    peak = {r["label"]: r["values"] for r in data["rows"]["Speed"]}["the peak that it refers to"]
+    peak = {r["label"]: r["values"] for r in data["rows"]["Speed"]}["peak that MFU refers to"]
     assert peak[1] == pytest.approx(58.3e12, rel=0.02)
     assert "B: log" in files["html"].read_text()
 

@@ -156,6 +156,20 @@ def test_server_gives_the_page_and_its_data(server):
     assert ask(server, "POST", "data", {})[0] == 404
 
 
+def test_figures_that_a_run_lacks_are_said_in_plain_words(server, tmp_path):
+    (tmp_path / "running").mkdir()
+    write(tmp_path / "running" / "log.jsonl", start(), step(0))
+    ended = tmp_path / "ended" / "log.jsonl"
+    write(ended, start(), {"event": "end", "iter": 100})
+    page = Live([str(tmp_path / name) for name in ("running", "ended", "run")], report.describe)
+    parts = json.loads(page.answer(""))["parts"]
+    assert "n/a" not in parts["head"] + parts["tables"]
+    assert "<dt>best val loss</dt><dd>not yet</dd>" in parts["head"]
+    assert "<dt>best val loss</dt><dd>not in the log</dd>" in parts["head"]
+    memory = r"peak memory</th><td[^>]*>not yet</td><td[^>]*>not in the log</td><td[^>]*>2.00 GiB"
+    assert re.search(memory, parts["tables"])
+
+
 def test_several_clients_share_what_was_read(server, tmp_path):
     answers: list[bytes] = []
     threads = [threading.Thread(target=lambda: answers.append(ask(server, "GET", "data")[2])) for _ in range(8)]
@@ -187,6 +201,20 @@ def test_server_stays_within_its_share_of_a_core(server, tmp_path):
 # ---- in a browser --------------------------------------------------------------------------------------------
 
 TEXT = "document.getElementById('part-{}').textContent"
+
+
+@needs_browser
+def test_page_says_loading_before_plotly_has_come(browser: Browser, server):
+    content = ask(server, "GET", "")[2]
+    assert content.index(b">loading<") < content.index(b"<script>") < len(content) - 4_000_000
+    tab = browser.open("about:blank#")
+    slow = {"offline": False, "latency": 0, "downloadThroughput": 1 << 20, "uploadThroughput": 1 << 20}
+    tab.call("Network.emulateNetworkConditions", **slow)  # about 5 s
+    tab.call("Page.navigate", url=server.url)
+    tab.wait("document.body?.innerText.includes('loading') && document.readyState === 'loading'")
+    tab.wait("document.querySelector('#loss .trace')")
+    assert not tab.run("document.body.innerText.includes('loading')")
+    tab.close()
 
 
 @needs_browser

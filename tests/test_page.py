@@ -258,6 +258,60 @@ def test_loss_axis_is_the_pages_own(browser, tmp_path):
     assert seen["range"] == pytest.approx(page.loss_range(runs))
 
 
+COLOURS = """(() => {
+const colours = (selector, property) =>
+  [...new Set([...document.querySelectorAll(selector)].map(e => getComputedStyle(e)[property]))].sort();
+return {curves: colours("#loss .js-line", "stroke"), lines: colours(".loss .line", "borderTopColor"),
+  marks: colours(".legend .mark", "color")};
+})()"""
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_legend_and_curves_have_the_same_colours(browser, tmp_path, dark):
+    one, other = (losses({i: FALL[i] for i in range(0, 100, 20)}, {i: FALL[i] for i in range(100)}) for _ in "ab")
+    seen = []
+    for runs in ([one], [one, other]):
+        (tmp_path / "page.html").write_text(page.page("x", runs, [], []), encoding="utf-8")
+        tab = browser.open((tmp_path / "page.html").as_uri(), dark=dark)
+        seen.append(tab.run(COLOURS))
+        tab.close()
+    assert len(seen[0]["curves"]) == 1
+    assert seen[0]["lines"] == seen[0]["curves"]
+    assert len(seen[1]["curves"]) == 2
+    assert seen[1]["marks"] == seen[1]["curves"]
+
+
+@needs_browser
+def test_tables_are_equally_wide_and_so_are_their_columns(browser, tmp_path):
+    short = page.Table("Learning", ["", "a", "b"], [["loss", "2", "3"]])
+    long = page.Table("Speed", ["", "a", "b"], [["milliseconds per step, the median", "1,234,567 to 2,345,678", "3"]])
+    (tmp_path / "page.html").write_text(page.page("x", [losses({0: 4.0})], [short, long], []), encoding="utf-8")
+    tab = browser.open((tmp_path / "page.html").as_uri(), width=1280)
+    widths = "[...document.querySelectorAll('.tables table')].map(t => [...t.rows[0].cells].map(c => c.offsetWidth))"
+    first, second = tab.run(widths)
+    tab.close()
+    assert sum(first) > 1000
+    assert first == second
+
+
+def test_rows_of_runs_side_by_side_are_in_the_order_of_the_fullest():
+    running, ended = (page.Table("Speed", [], [[label, "1"] for label in labels]) for labels in ("ac", "abc"))
+    table = page.side_by_side(["x", "y"], [running, ended], ["not yet", "n/a"])
+    assert table.rows == [["a", "1", "1"], ["b", "not yet", "1"], ["c", "1", "1"]]
+
+
+def test_each_sample_is_shown_once():
+    run = losses({0: 4.0})
+    run.samples = [{"iter": i, "texts": texts} for i, texts in enumerate([["old", "x"], ["same"], ["same", "begun"]])]
+    alone = page.sampled_html([run], [])
+    assert (alone.count("<pre>same"), alone.count("<pre>begun"), alone.count("<pre>old")) == (1, 1, 1)
+    beside = page.sampled_html([run], ["\nbegun and ended", "\nsame"])
+    assert (beside.count("same"), beside.count("begun"), beside.count("<pre>old")) == (0, 0, 1)
+    run.samples = run.samples[-1:]
+    assert page.sampled_html([run], ["\nbegun and ended", "same"]) == ""
+
+
 def test_one_slow_step_does_not_set_the_axis():
     limits, note = page.clipped(np.array([10.0] * 99 + [5000.0]))
     assert limits == [0, 12.5]

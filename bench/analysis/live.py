@@ -148,7 +148,7 @@ class Described:
 class Live(page_server.Page):
     """The page, and what it shows now. Raises ValueError if plotly is missing."""
 
-    def __init__(self, out_dirs: list[str], describe: Callable[[Run], Described]) -> None:
+    def __init__(self, out_dirs: list[str], describe: Callable[[Run, str], Described]) -> None:
         names = [Path(os.path.abspath(path)).name for path in out_dirs]
         if len(set(names)) < len(names):
             names = out_dirs
@@ -195,10 +195,11 @@ class Live(page_server.Page):
         version = f"{self.of_this_server}-{sum(follower.changes for follower in self.followers)}"
         if version != self.version:
             self.runs = [follower.run() for follower in self.followers]
-            self.described = [self.describe(run) for run in self.runs]
+            missing = ["not in the log" if run.end else "not yet" for run in self.runs]
+            self.described = [self.describe(run, words) for run, words in zip(self.runs, missing, strict=True)]
             names = [run.name for run in self.runs]
             of_all = zip(*(d.tables for d in self.described), strict=True)  # by kind, those of all runs
-            tables = [page.side_by_side(names, list(of_kind)) for of_kind in of_all]
+            tables = [page.side_by_side(names, list(of_kind), missing) for of_kind in of_all]
             about = "; ".join(d.about for d in self.described) if len(names) == 1 else ""
             self.parts = page.parts_html(self.title, self.runs, tables, [], [], about, [])
             self.charts = page.charts_json(page.make_charts(self.runs))
@@ -219,6 +220,6 @@ class Live(page_server.Page):
         return page.head_html(self.title, headlines)
 
 
-def serve(out_dirs: list[str], port: int, describe: Callable[[Run], Described]) -> None:
+def serve(out_dirs: list[str], port: int, describe: Callable[[Run, str], Described]) -> None:
     """Serves the page until Ctrl+C. port: 0 for a free one. Raises OSError if the port is taken."""
     page_server.serve(Live(out_dirs, describe), port)

@@ -393,19 +393,24 @@ def table_html(table: Table) -> str:
     return f"<div>\n<h2>{title}</h2>\n<table{several}>{head}<tbody>\n{rows}</tbody></table>\n{note}</div>"
 
 
-def side_by_side(names: list[str], tables: list[Table]) -> Table:
-    """Tables of several runs, each with a column of figures, as one with a column for each run."""
+def side_by_side(names: list[str], tables: list[Table], missing: list[str]) -> Table:
+    """Tables of several runs, each with a column of figures, as one with a column for each run.
+
+    missing: for each run, what stands for a figure that it lacks.
+    """
     if len(tables) == 1:
         return tables[0]
-    labels = dict.fromkeys(label for table in tables for label, *_ in table.rows)
+    fullest = max(tables, key=lambda table: len(table.rows))
+    labels = dict.fromkeys(label for table in (fullest, *tables) for label, *_ in table.rows)
     known = [{label: value for label, value, *_ in table.rows} for table in tables]
-    rows = [[label, *(of_run.get(label, "n/a") for of_run in known)] for label in labels]
-    return Table(tables[0].title, ["", *names], rows, tables[0].note)
+    rows = [[label, *(k.get(label, m) for k, m in zip(known, missing, strict=True))] for label in labels]
+    return Table(fullest.title, ["", *names], rows, fullest.note)
 
 
 def charts_html(runs: list[Run]) -> str:
     """Where page.js puts the charts, with a place for each that there is."""
-    return f'<section>{legend_html(runs)}<template id="switches">{loss_switches()}</template></section>'
+    colour = ' style="--colour: var(--run0)"' if len(runs) == 1 else ""  # of the switches, as of the only run's curves
+    return f'<section{colour}>{legend_html(runs)}<template id="switches">{loss_switches()}</template></section>'
 
 
 def charts_json(charts: dict[str, Chart]) -> str:
@@ -417,19 +422,32 @@ def charts_json(charts: dict[str, Chart]) -> str:
     return f"{{{','.join(parts)}}}"
 
 
-def sampled_html(runs: list[Run]) -> str:
-    """The texts that runs wrote as they trained: the last ones, and the first one of the times before."""
+def sampled_html(runs: list[Run], samples: Sequence[str]) -> str:
+    """The texts that runs wrote as they trained: the last ones, and the first one of the times before.
+
+    Each text once: none that one of the samples, or a later text of its run, begins with.
+    """
     parts = []
     for run in runs:
         if run.samples:
             *earlier, last = run.samples
-            heading = f"<h3>{escape(run.name)}, step {last['iter']:,}</h3>"
-            texts = "".join(f"<pre>{escape(text)}</pre>" for text in last["texts"])
-            shown = earlier[:: math.ceil(len(earlier) / MOST_EARLIER) or 1][::-1]
-            before = "".join(f"<h4>step {e['iter']:,}</h4><pre>{escape(e['texts'][0])}</pre>" for e in shown)
+            shown = [*samples]
+            texts = "".join(f"<pre>{escape(text)}</pre>" for text in last["texts"] if is_new(text, shown))
+            heading = f"<h3>{escape(run.name)}, step {last['iter']:,}</h3>" if texts else ""
+            some = earlier[:: math.ceil(len(earlier) / MOST_EARLIER) or 1][::-1]
+            new = [(e["iter"], e["texts"][0]) for e in some if is_new(e["texts"][0], shown)]
+            before = "".join(f"<h4>step {step:,}</h4><pre>{escape(text)}</pre>" for step, text in new)
             before = f"<details><summary>earlier</summary>{before}</details>" if before else ""
-            parts.append(f"<div>{heading}{texts}{before}</div>")
+            parts.append(f"<div>{heading}{texts}{before}</div>" if texts or before else "")
+    parts = [part for part in parts if part]
     return f'<h2>Samples in training</h2><div class="runs">{"".join(parts)}</div>' if parts else ""
+
+
+def is_new(text: str, shown: list[str]) -> bool:
+    """Whether no text in `shown` begins with this one, which is added to them."""
+    is_known = any(other.strip().startswith(text.strip()) for other in shown)
+    shown.append(text)
+    return not is_known
 
 
 def tasks_tables(runs: list[Run]) -> list[Table]:
@@ -488,7 +506,8 @@ def page(
 
 def live_page(title: str, runs: list[Run]) -> str:
     """The page that asks its server for all that it shows. runs: their names are enough."""
-    parts = dict.fromkeys(PARTS, "") | {"head": f"<h1>{escape(title)}</h1>"}
+    loading = f'<h1>{escape(title)}</h1><p class="status">loading</p>'  # seen while plotly's 4.8 MB are on their way
+    parts = dict.fromkeys(PARTS, "") | {"head": loading}
     return document(title, parts, charts_html(runs), '"live"', "; connect-src 'self'")
 
 
@@ -510,7 +529,7 @@ def parts_html(
         "head": head_html(title, headlines),
         "words": words,
         "tables": f'<div class="tables">{tables_html}</div>',
-        "samples": sampled_html(runs) + ("".join(["<h2>Samples</h2>", *texts]) if texts else ""),
+        "samples": sampled_html(runs, samples) + ("".join(["<h2>Samples</h2>", *texts]) if texts else ""),
         "settings": settings_html(runs),
         "about": f'<h2>About</h2><p class="about">{escape(about)}</p>' if about else "",
     }
