@@ -41,7 +41,7 @@ def test_without_a_compiler_or_a_private_part_of_torch_something_else_is_done(tm
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'g++ (Debian 12.2.0-14) 12.2.0'; echo 'Copyright'")
     compiler.chmod(0o755)
-    for path, name in ((compiler, "g++ (Debian 12.2.0-14) 12.2.0"), ("/nonexistent", None)):
+    for path, name in ((compiler, "g++ (Debian 12.2.0-14) 12.2.0"), (tmp_path / "none", None), (tmp_path, None)):
         with inductor_config.patch({"cpp.cxx": (None, str(path))}):
             assert compiling.compiler_name(CPU) == name
     for module in (
@@ -77,16 +77,24 @@ def test_missing_part_of_compiling_is_named_with_its_package(monkeypatch, error,
     assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
 
 
+def test_folder_in_place_of_a_compiler_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path))
+    with pytest.raises(RuntimeError) as e:
+        compiling.set_up_inductor()
+    assert_one_line(compiling.why_not_compiled(e.value), f"CXX='{tmp_path}'", "C++")
+
+
 @pytest.mark.slow
 def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
     """An earlier run was compiled, so this one tries to."""
     main(tiny(chars, tmp_path / "out", max_iters=3, compile="auto"))
     saved = store.load(tmp_path / "out")
     store.save(replace(saved, form=(saved.form or {}) | {"compiled": True}), tmp_path / "out", best=False)
-    env = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    compiler = tmp_path / "no-compiler"
+    env = os.environ | {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     settings = flags(out_dir=tmp_path / "out", init_from="resume", max_iters=6)
     done = shell("python", "train.py", *settings, env=env)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("compile=auto: NOT compiled")]
-    assert_one_line(line, "CXX='/nonexistent'", "C++ compiler")
+    assert_one_line(line, f"CXX='{compiler}'", "there is no C++ compiler")
     assert "step 6: train loss" in done.stdout

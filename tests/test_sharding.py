@@ -307,8 +307,9 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
         if ranks.is_first:
             monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="eager"))
         else:
-            monkeypatch.setenv("CXX", "/nonexistent")
-            monkeypatch.setattr(inductor.cpp, "cxx", (None, "/nonexistent"))  # it has read CXX before the fork
+            missing = str(tmp_path / "no-compiler")
+            monkeypatch.setenv("CXX", missing)
+            monkeypatch.setattr(inductor.cpp, "cxx", (None, missing))  # it has read CXX before the fork
         model = build(ranks, -1)
         runner, _ = found_form(model, c, ranks, EarlierForm("float32", compiled=True, explicit=False))
         return str(runner.form)

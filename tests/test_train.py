@@ -390,11 +390,12 @@ def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
 
 @pytest.mark.slow
 def test_without_a_compiler_a_run_that_asks_for_one_ends_in_one_line(chars, tmp_path):
-    env = os.environ | {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    compiler = str(tmp_path / "no-compiler")
+    env = os.environ | {"CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     settings = TINY | {"compile": True, "dataset": chars, "out_dir": tmp_path / "out", "max_iters": 2}
     done = shell("python", "train.py", *flags(**settings), env=env)
     assert done.returncode == 1
-    assert_one_line(done.stderr, "error: compile=True: CXX='/nonexistent/c++'", "--compile=auto", "--compile=False")
+    assert_one_line(done.stderr, f"error: compile=True: CXX='{compiler}'", "--compile=auto", "--compile=False")
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 
@@ -20,7 +21,12 @@ NO_ALIGNING_COPIES = "-mno-align-stringops"
 
 
 def set_up_inductor() -> None:
-    """Sets inductor up for a CPU, before anything is compiled. The user's own settings win."""
+    """Sets inductor up for a CPU, before anything is compiled. The user's own settings win.
+
+    Raises RuntimeError where CXX names no program, such as a folder: inductor would dump the graph first.
+    """
+    if os.environ.get("CXX") and shutil.which(os.environ["CXX"]) is None:
+        raise RuntimeError("No working C++ compiler")
     import torch._inductor.config as inductor
 
     # At each start inductor checks whether the compiler knows AVX2 and AVX-512. Every compiler that can compile torch's

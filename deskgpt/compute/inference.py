@@ -200,12 +200,12 @@ class Reading:
         """Compiles what generation calls, for these rows of prompts. Raises ValueError where that fails or differs."""
         self.say("compiling, which takes a while")
         kernels.register_operators()
-        if self.device.type == "cpu":
-            compiling.set_up_inductor()
         self.texts = texts_to_compare(self.model, prompts)[:1]  # another number of rows would be compiled again
         self.expected = []
         self.model.transformer.compile(dynamic=True)
         try:
+            if self.device.type == "cpu":
+                compiling.set_up_inductor()
             with self.using():
                 self.model.next_logits(next(self._growing()))
         except Exception as e:

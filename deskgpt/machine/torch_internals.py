@@ -37,7 +37,7 @@ def cpp_compiler() -> str | None:
         return None
     try:
         return get_cpp_compiler()
-    except RuntimeError:  # inductor finds no compiler
+    except (RuntimeError, OSError):  # inductor finds no compiler, or CXX names what is none
         return None
 
 
