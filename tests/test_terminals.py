@@ -159,3 +159,6 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
     done = shell("python", "-c", code, json.dumps(commands, ensure_ascii=False), env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert [e["iter"] for e in events(out_dir, "iter")] == list(range(8))
+    *_, resume = re.findall(r"^resume:  python (.*) --max_iters=.*$", done.stdout, re.M)
+    done = shell("bash", "-c", f"$PYTHON {resume} --eval_only=True", env=env | {"PYTHON": sys.executable})
+    assert (done.returncode, done.stderr) == (0, "")

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -368,4 +369,14 @@ class Report:
 
 def command(*words: str) -> str:
     """A line to type in this system's shell."""
-    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else " ".join(map(quoted, words))
+
+
+def quoted(word: str) -> str:
+    """A word for a POSIX shell; what the terminal would not show as it is, as bytes, which bash and zsh read."""
+    encoding = sys.stdout.encoding or "utf-8"
+    if word.isprintable() and word.encode(encoding, "replace").decode(encoding) == word:
+        return shlex.quote(word)
+    plain = string.ascii_letters + string.digits + "-_./=:,+@%"
+    escaped = [chr(byte) if chr(byte) in plain else f"\\x{byte:02x}" for byte in os.fsencode(word)]
+    return f"$'{''.join(escaped)}'"
