@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
+from deskgpt.machine.errors import one_line_errors
 from deskgpt.run.log import read_events
 
 HALF, STEPS = 25, 50
@@ -159,4 +160,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import assert_one_line
+from conftest import assert_one_line, shell
 
 from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
 
@@ -79,3 +83,22 @@ def test_traceback_is_shown_on_request(monkeypatch):
     monkeypatch.setenv("DESKGPT_TRACEBACK", "1")
     with pytest.raises(ConfigError), one_line_errors():
         raise ConfigError("x=1 must be 2")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["sample.py", "--help"], ["data/shakespeare/prepare.py", "--help"]])
+def test_output_that_cannot_be_written_is_one_line(words):
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        done = shell("python", *words, stdout=full, stderr=subprocess.PIPE, capture_output=False, env=env)
+    assert done.returncode == 1
+    assert_one_line(done.stderr, "cannot print", "No space left on device")
+
+
+def test_names_of_a_stranger_give_the_terminal_no_commands(capfdbinary):
+    with one_line_errors():
+        print("name\x1b]0;owned\x07\x9b31m\tand\n\x1b[Aa bar\r")
+        print("\x1b[31mnote", file=sys.stderr, flush=True)
+    captured = capfdbinary.readouterr()
+    assert captured.out == rb"name\x1b]0;owned\x07\x9b31m" + b"\tand\n\x1b[Aa bar\r\n"
+    assert captured.err == rb"\x1b[31mnote" + b"\n"

@@ -62,6 +62,6 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    args = arguments()
     with one_line_errors():
+        args = arguments()
         prepare(standard_library(SIZE), args.out, "char", f"standard library of Python {platform.python_version()}")

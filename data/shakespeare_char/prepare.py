@@ -65,8 +65,8 @@ def main(name: str, tokenizer: str) -> None:
     parser = argparse.ArgumentParser(description=f"Makes data/{name}/train.bin and val.bin, tokenizer {tokenizer}.")
     parser.add_argument("--input", metavar="FILE", type=Path, help="the text, instead of downloading it")
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=DATA / name, help="where to write")
-    args = parser.parse_args()
     with one_line_errors():
+        args = parser.parse_args()
         prepare(shakespeare(args.input), args.out, tokenizer, "tiny Shakespeare")
 
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from deskgpt.machine.terminal import flushed_output, harmless_output
+
 ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
 # What torch's RuntimeErrors say when memory runs out. A shared memory that is too small for a kernel of Triton's ("out
@@ -58,19 +60,18 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
     """Ends the script with one line on stderr and an exit status for an error that a user can cause.
 
     The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. `if_out_of_memory` is the remedy to print
-    when memory runs out. Characters that the terminal's encoding lacks are printed as "?".
+    when memory runs out. Characters that the terminal's encoding lacks are printed as "?", and what would be a command
+    to the terminal as its number.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        yield
+        with harmless_output(), flushed_output():
+            yield
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:
-        # The program that read our output, such as `head`, has ended. Python flushes stdout once more at exit.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
+    except BrokenPipeError:  # the program that read our output, such as `head`, has ended
         raise SystemExit(1) from None
     except (ValueError, OSError, RuntimeError, MemoryError, ModuleNotFoundError) as e:
         message = message_for_user(e, if_out_of_memory)

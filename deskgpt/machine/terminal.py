@@ -1,4 +1,4 @@
-"""Standard output that outlives its terminal, pipe or disk, and that is not silent for long.
+"""Standard output that outlives its terminal, pipe or disk, obeys no stranger, and is not silent for long.
 
 The standard library is all that this needs, as in stops.py.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
 import threading
@@ -81,6 +82,53 @@ def lasting(stream: TextIO | None, number: int) -> TextIO:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+# What a terminal takes for a command, but for "one line up", which progress bars need, and the ends of lines and pages.
+COMMANDS = re.compile(r"\x1b(?!\[A)|[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
+
+
+class Harmless:
+    """A stream of text that spells out what a terminal would take for commands, such as \\x1b."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(COMMANDS.sub(lambda found: f"\\x{ord(found[0]):02x}", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def harmless_output() -> Iterator[None]:
+    """Makes sys.stdout and sys.stderr Harmless until the block ends: names and text may be a stranger's."""
+    before: Any = sys.stdout, sys.stderr
+    streams: Any = [stream and Harmless(stream) for stream in before]
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def flushed_output() -> Iterator[None]:
+    """Writes out at its end what the block has printed. Raises OSError, after which Python does not try it again."""
+    try:
+        yield
+    finally:
+        try:
+            if sys.stdout:
+                sys.stdout.flush()
+        except OSError as e:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+            if isinstance(e, BrokenPipeError):
+                raise
+            raise OSError(f"cannot print: {e.strerror}; make room, or print to another place") from None
 
 
 @contextmanager
