@@ -235,7 +235,7 @@ def main(asked: TrainConfig) -> float:
             with stops.catching(), report.evaluating():
                 train = runner.evaluate(stops.until_signal(eval_batches(data.train, batching, ranks.device)), ranks)
                 val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, ranks.device)), ranks)
-                texts = sampler.texts_at(run.step // c.eval_interval, is_last, stops.has_signal) if sampler else []
+                texts = sampler.texts_at(run.step // c.eval_interval, is_last, listener.has_signal) if sampler else []
         stop = due.stop or (stops.interrupted() if evaluates else None)
         evaluated = evaluates and not stop
         improved = evaluated and run.evaluated(train, val)
@@ -462,7 +462,7 @@ if __name__ == "__main__":
         "with --auto_batch=False, halve --batch_size and double --gradient_accumulation_steps, the same training; or "
         "take a smaller model"
     )
-    with lasting_output(), one_line_errors(if_out_of_memory):
+    with lasting_output(), one_line_errors(if_out_of_memory, listener.has_signal):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings):
             main(build(TrainConfig, settings_of_start(sys.argv[1:], settings)))

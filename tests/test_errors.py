@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import assert_one_line, shell
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from deskgpt.machine import errors
 from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
 
 
@@ -61,6 +64,41 @@ def test_command_line_that_lacks_something_is_one_line_with_an_example(script, c
     done = script(*command.split())
     assert done.code == 2
     assert_one_line(done.err, *named)
+
+
+@pytest.fixture
+def error_file(monkeypatch, tmp_path) -> Path:
+    """The second of three ranks that torchrun started, and what it reads."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(errors, "FIRST_SPEAKS_S", 0.2)
+    return tmp_path / "error.json"
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_for_the_firsts_sake(
+    is_stopped, error_file, capsys
+):
+    with pytest.raises(SystemExit) as exit, one_line_errors(is_stopped=lambda: is_stopped):
+        raise ConfigError("x=1 must be 2")
+    assert exit.value.code == 2
+    line = f"rank 1 on {platform.node()}: x=1 must be 2"
+    assert capsys.readouterr().err == ("" if is_stopped else f"error: {line}\n")
+    assert ProcessFailure(1, 123, 2, str(error_file)).message == line
+
+
+def test_silence_of_the_rank_that_hangs_tells_which_it_is(error_file, monkeypatch, capsys):
+    monkeypatch.setattr(errors, "FIRST_SPEAKS_S", 1e9)
+    with pytest.raises(SystemExit), one_line_errors(is_stopped=lambda: True):
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation")
+    assert_one_line(capsys.readouterr().err, "rank 1 on", "lost the other ranks", "says nothing hangs")
+
+
+def test_torchrun_gets_the_traceback_of_a_defect(error_file):
+    with pytest.raises(KeyError), one_line_errors():
+        raise KeyError("name")
+    assert "KeyError: 'name'" in ProcessFailure(1, 123, 1, str(error_file)).message
 
 
 def test_shared_memory_too_small_for_a_kernel_is_not_out_of_memory():

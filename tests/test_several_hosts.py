@@ -6,6 +6,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, tiny, weights
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, shell, tiny, weights
 from gloo import forked, on_ranks, run
 
 import train
@@ -25,6 +26,7 @@ from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Runner
+from deskgpt.machine import errors
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.run import lock, resuming, saver, stops
 from deskgpt.run.report import Report
@@ -157,6 +159,7 @@ def trained_by_two(
             signal.signal(signal_number, signal.SIG_DFL)
         listener._ends = None  # that of the process which forked this one; its thread is not here
         listener.listen()
+        errors.FIRST_SPEAKS_S = 0.0  # there is no torchrun to wait for
         if rank == 1:
             setattr(owner, name, disturbed)
         with one_line_errors():
@@ -222,7 +225,8 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(world, dp_shard, chars,
     own = {"gradient_accumulation_steps": world, "dp_shard": dp_shard}
     c = tiny(chars, tmp_path, dist_timeout_s=8.0, **OF_TWO | own)
     assert trained_by_two(c, (Report, "step"), 7, sleep_in_next_backward, [ROOT] * world) == [1] * world
-    assert re.search(r"^error: rank 0 lost the others \(Timed out waiting 8000ms", capfd.readouterr().err, re.M)
+    lines = capfd.readouterr().err
+    assert re.search(r"^error: rank 0 on \S+: lost the other ranks \(Timed out waiting 8000ms", lines, re.M)
     assert store.load(tmp_path).iter_num == 6
 
 
@@ -288,6 +292,20 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begun, 
     assert [first.wait(120), again.wait(120)] == [0, 0]
     assert_equal(weights(tmp_path / "out"), undisturbed)
     assert sum(terminal.read_text().count("going on from") for terminal in terminals) == 1
+
+
+@pytest.mark.slow
+def test_error_of_all_ranks_is_one_line_and_one_of_a_rank_is_the_cause_that_torchrun_names(chars, tmp_path):
+    python = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    settings = shlex.join(flags(**TINY | {"gradient_accumulation_steps": 3}, out_dir=tmp_path / "out"))
+    train_on = f"exec {sys.executable} train.py {settings} --dataset="
+    of_all = shell(*python, "--no-python", "sh", "-c", train_on + "missing")
+    of_one = shell(*python, "--no-python", "sh", "-c", f"[ $RANK = 1 ] || data={chars}; {train_on}${{data-missing}}")
+    for done, rank in ((of_all, 0), (of_one, 1)):
+        assert done.returncode == 1
+        own = f"rank {rank} on {platform.node()}: dataset folder"
+        assert re.findall("^error: (.*dataset folder)", done.stderr, re.M) == [own]
+        assert f"traceback : {own}" in done.stderr.partition("Root Cause")[2]
 
 
 @pytest.mark.slow

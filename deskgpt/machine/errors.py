@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
+import platform
 import re
 import sys
+import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +38,12 @@ OUT_OF_MEMORY = (
 
 # How torch says that ranks lost each other: gloo's RuntimeErrors by the file that they begin with, others by a class.
 LOST_RANK = "gloo/transport"
+TIMED_OUT = "Timed out"
 LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+# An error that all ranks have is printed by the first one of each host. The others wait for torchrun to end them, which
+# it does when that one has ended; on a busy machine that takes seconds. After this time an error is a rank's own.
+FIRST_SPEAKS_S = 10.0
 
 
 class ConfigError(ValueError):
@@ -56,12 +64,15 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 @contextmanager
-def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[None]:
+def one_line_errors(
+    if_out_of_memory: str = "take a smaller input", is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Ends the script with one line on stderr and an exit status for an error that a user can cause.
 
     The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. `if_out_of_memory` is the remedy to print
-    when memory runs out. Characters that the terminal's encoding lacks are printed as "?", and what would be a command
-    to the terminal as its number.
+    when memory runs out; `is_stopped` says whether torchrun has told this process to end. Where there are several
+    ranks, the line names this one and its host. Characters that the terminal's encoding lacks are printed as "?", and
+    what would be a command to the terminal as its number.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -73,14 +84,42 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input") -> Iterator[
         raise SystemExit(130) from None
     except BrokenPipeError:  # the program that read our output, such as `head`, has ended
         raise SystemExit(1) from None
-    except (ValueError, OSError, RuntimeError, MemoryError, ModuleNotFoundError) as e:
+    except Exception as e:
         message = message_for_user(e, if_out_of_memory)
-        if message is None or os.environ.get("DESKGPT_TRACEBACK"):
-            raise
-        line = " ".join(message.split())  # a path or a value in it may hold line ends, or escape sequences
+        is_defect = message is None or bool(os.environ.get("DESKGPT_TRACEBACK"))
+        line = " ".join((message or "").split())  # a path or a value in it may hold line ends, or escape sequences
         line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
-        print(f"error: {line}", file=sys.stderr)
+        if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
+            line = f"rank {os.environ['RANK']} on {platform.node()}: {line}"
+        tell_torchrun(traceback.format_exc() if is_defect else line)
+        if is_to_be_said(e, is_stopped):
+            if is_defect:
+                raise
+            print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
+
+
+def tell_torchrun(message: str) -> None:
+    """For the summary that torchrun prints of its ranks.
+
+    PyTorch's decorator `record` writes this file too, but tracebacks only, also of an error of one line.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def is_to_be_said(e: Exception, is_stopped: Callable[[], bool]) -> bool:
+    """Whether this rank prints its error; not if torchrun ends it, because the first one of the host has ended."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return True
+    if TIMED_OUT in str(e):  # of many that wait for one which hangs, that one is found by its silence
+        return True
+    latest = time.monotonic() + FIRST_SPEAKS_S
+    while time.monotonic() < latest and not is_stopped():
+        time.sleep(0.05)
+    return not is_stopped()
 
 
 def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
@@ -93,10 +132,8 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     if isinstance(e, RuntimeError) and (LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS):
         sentence = str(e).splitlines()[0].partition(". ")[0]
         reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
-        return (
-            f"rank {os.environ.get('RANK')} lost the others ({reason}); one that ended says why, one that says "
-            "nothing hangs; start the same command again, with --init_from=auto"
-        )
+        found = "the one that says nothing hangs" if TIMED_OUT in reason else "the one that ended first says why"
+        return f"lost the other ranks ({reason}); {found}; start the same command again, with --init_from=auto"
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
     if isinstance(e, ValueError) and raised_in_our_code(e):

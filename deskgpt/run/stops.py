@@ -71,6 +71,9 @@ class Listener:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: None)
 
+    def has_signal(self) -> bool:
+        return self.signal is not None
+
     def _hear(self) -> None:
         assert self._ends is not None
         while True:
@@ -195,10 +198,6 @@ class Stops:
         if self.failure:
             wish = "an error"
         return WISHES[self.ranks.agree(WISHES.index(wish))]
-
-    def has_signal(self) -> bool:
-        """Whether one has come to this rank."""
-        return listener.signal is not None
 
     # ---- what may be broken off --------------------------------------------------------------------------
 
