@@ -156,6 +156,7 @@ def test_wrong_form_is_named_with_its_worst_parameter_and_the_others_go_on(s, pl
 
 # ---- 3: tests ------------------------------------------------------------------------------------------------
 
+QUIET = "[pytest]\naddopts = -q\n"  # as in pyproject.toml
 SOME_TESTS = """
 import pytest
 
@@ -168,6 +169,7 @@ def test_elsewhere(n): pytest.skip("needs two CUDA devices")
 
 @pytest.mark.slow
 def test_tests_in_a_child_process_are_counted_and_those_that_cannot_run_are_an_error(s, tmp_path, monkeypatch):
+    (tmp_path / "pytest.ini").write_text(QUIET)
     (tmp_path / "test_some.py").write_text(SOME_TESTS)
     monkeypatch.setattr(suite, "TESTS", str(tmp_path / "test_some.py"))
     result = result_of(suite, s)
@@ -195,6 +197,7 @@ def test_tests_that_run_out_of_time_still_tell_what_passed_and_what_failed(s, tm
             kills[0]()
 
     kills: list[Any] = []
+    (tmp_path / "pytest.ini").write_text(QUIET)
     (tmp_path / "test_some.py").write_text(f"{SOME_TESTS}\ndef test_long(): __import__('time').sleep(999)\n")
     monkeypatch.setattr(suite, "TESTS", str(tmp_path / "test_some.py"))
     monkeypatch.setattr(suite.threading, "Timer", Limit)

@@ -17,7 +17,7 @@ from bench.qualifying.session import Session
 from bench.timing import ROOT
 
 TESTS = "tests/test_gpu.py"
-ARGUMENTS = ["-v", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
+ARGUMENTS = ["-o", "verbosity_test_cases=1", "-rfEs", "--tb=short", "-p", "no:cacheprovider"]
 ENDED = re.compile(r"(\S+::.+) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
