@@ -2,7 +2,7 @@
 
     python export.py --out_dir=out-shakespeare-char --to=my-model
     python export.py --out_dir=out/ckpt_best.pt --to=my-model --push_to_hub=my-model
-    python export.py --out_dir=out-shakespeare-bpe --to=my-model.gguf --ollama=True
+    python export.py --out_dir=out-shakespeare-bpe --to=my-model.gguf --ollama
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
 (the model card), and for a model that is not a GPT-2 its own code, modeling_deskgpt.py. What is written is loaded again
