@@ -179,6 +179,12 @@ def test_text_ends_at_the_first_of_several_stop_texts():
     assert [sample.add(b) for b in b"bab.abcd"] == ["", "b", "", "ab.", "", "", "a", ""]
     assert (sample.text, sample.done) == ("bbab.a", True)
 
+    class OneToken(BytesTokenizer):
+        def decode_bytes(self, ids: list[int]) -> bytes:
+            return b"a one two"
+
+    assert Sample(OneToken(), "", "two", "one").add(0) == "a "
+
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------------------
 
