@@ -166,6 +166,15 @@ def test_runs_with_little_in_their_logs(browser, tmp_path):
     assert (seen["svg"], console) == (CHARTS, [])
 
 
+@needs_browser
+def test_only_step_of_a_run_is_a_point(browser, tmp_path):
+    (tmp_path / "page.html").write_text(page.page("x", [made_up("one", 1, evals=0)], [], []), encoding="utf-8")
+    tab = browser.open((tmp_path / "page.html").as_uri())
+    for chart in ("loss", "time_ms", "lr"):
+        assert tab.run(f"document.querySelectorAll('#{chart} .points path').length") == 1
+    tab.close()
+
+
 def test_number_that_the_loop_hands_to_report_step_has_a_chart(real, tmp_path):
     path = log(tmp_path / "out", {0: 4.0, 6: 3.0})
     rewrite(path, lambda e: {k: v + e["iter"] for k, v in OWN.items()} if e["event"] == "iter" else {})

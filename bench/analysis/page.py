@@ -201,7 +201,7 @@ def traces(number: int, name: str, c: Curve, kind: str, form: str, **style: Any)
         "y": c.y.astype(np.float32),
         "customdata": x["steps"],
         "hovertemplate": f"%{{y:{form}}}<br>step %{{customdata:,.0f}}<extra>{escape(name)}</extra>",
-        "mode": "lines",
+        "mode": "lines" if len(c.y) > 1 else "lines+markers",  # a line of one point is not seen
         "meta": meta,
     } | style
     if not c.thinned:
