@@ -249,6 +249,14 @@ def test_compressed_archives_are_refused(tmp_path):
         store.load(tmp_path)
 
 
+def test_absurdly_long_list_of_entries_is_refused_before_it_is_read(tmp_path):
+    with zipfile.ZipFile(tmp_path / "ckpt.pt", "w") as file:
+        for i in range(70):
+            file.writestr(f"{i}{'x' * 60_000}", b"")
+    with pytest.raises(ValueError, match="absurd size"):
+        store.load(tmp_path)
+
+
 WRONG: dict[str, tuple[Any, ...]] = {  # see test_bad_input.py for more
     "iter_num": (-1, 2**63, True, 1.0, None),
     "best_val_loss": (math.nan, "1", None, torch.ones(2)),

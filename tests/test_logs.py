@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from logs import TIMES, log, nanogpt, rewrite
 
 from bench import compare, report
+from bench.analysis import logs
 from bench.analysis.learning import overfit
 from bench.analysis.logs import END_FACTS, EVAL_FIELDS, ITER_FIELDS, START_FACTS, read_run
 from bench.analysis.runs import FACTS, SETTINGS, complete, give, implied_parameters
@@ -57,6 +58,16 @@ def test_a_real_log_tells_its_model():
     assert 3900 < sorted(run.step_ms)[len(run.step_ms) // 2] < 3915
     assert run.evals[2]["eval_s"] == pytest.approx(15.2, abs=0.1)
     assert overfit(run) is None  # its last evaluations differ by noise
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "printed.txt"])
+def test_log_of_an_absurd_size_is_not_read_whole(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_BYTES", 1 << 20)
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(1 << 40)  # without taking room on the disk
+    with pytest.raises(ValueError, match="absurd size") as e:
+        read_run(str(tmp_path / name))
+    assert_one_line(e.value, name)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])  # PowerShell writes the latter

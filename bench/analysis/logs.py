@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.analysis.runs import NANOGPT_PEAK, SETTINGS, SIZES, Run, checked_setting, figure, signed
 from deskgpt.machine.errors import ConfigError
-from deskgpt.run.log import read_events
+from deskgpt.run.log import MOST_BYTES, read_events
 from train import TrainConfig
 
 # Defaults of nanoGPT's train.py that differ from ours, for settings that its log does not echo.
@@ -133,8 +133,11 @@ def read_run(path: str, name: str = "") -> Run:
 
 
 def read_text(file: Path) -> str:
-    """A log's text, without the colours of a terminal."""
-    raw = file.read_bytes()
+    """A log's text, without the colours of a terminal. Raises ValueError where it has more than MOST_BYTES."""
+    with open(file, "rb") as log:  # which may be a pipe
+        raw = log.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"{file} has more than {MOST_BYTES:,} bytes, an absurd size for a log")
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell writes UTF-16
     return ANSI.sub("", raw.decode(encoding, errors="replace"))
 

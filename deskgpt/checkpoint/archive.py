@@ -48,6 +48,21 @@ class HashingWriter:
         self.file.flush()
 
 
+class Sparing:
+    """A file to read in pieces: zipfile reads the list of an archive's entries in one, however long it is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+
+    def read(self, n: int = -1) -> bytes:
+        if n > MOST_PICKLE_BYTES:
+            raise ValueError(f"its list of entries has {n:,} bytes, an absurd size")
+        return self.file.read(n)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
 def write(content: Any, file: BinaryIO) -> None:
     """torch.save(content, file), followed by the checksum. Raises what torch.save does."""
     writer = HashingWriter(file)
@@ -64,7 +79,7 @@ def check(path: Path) -> bool:
     """
     try:
         has_checksum = matches_checksum(path)
-        with zipfile.ZipFile(path) as file:
+        with open(path, "rb") as raw, zipfile.ZipFile(Sparing(raw)) as file:
             check_pickle(file.read(pickle_of(file, path.stat().st_size)))
             damaged = None if has_checksum else file.testzip()
     except Exception as e:  # zip and pickle errors all differ

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLease, Timeout
 
-from deskgpt.machine.files import write_atomically
+from deskgpt.machine.files import read_small, write_atomically
 
 if TYPE_CHECKING:
     from deskgpt.compute.ranks import Ranks
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 LEASE = ".lease"
 HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
+HOLDER_BYTES = 1 << 16  # of that file, at most
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
 LEASE_S = 60.0  # a lease is stale when it was not refreshed for so long; its holder refreshes it three times as often
@@ -100,7 +101,7 @@ def in_use(folder: Path) -> ValueError:
     """The refusal, which names the run that is in the folder."""
     time.sleep(0.1)  # it may be writing its name just now
     try:
-        facts = json.loads((folder / HOLDER).read_text())
+        facts = json.loads(read_small(folder / HOLDER, HOLDER_BYTES))
         who = f"a run that started {facts['started']} (pid {facts['pid']} on host {facts['host']})"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another run"

@@ -13,11 +13,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from deskgpt.machine.files import is_at
+from deskgpt.machine.files import is_at, read_small
 
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
 NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
 PERCENT = ("mfu", "mfu_measured")  # nanoGPT logs percent
+
+MOST_BYTES = 1 << 30  # of a log that is read whole; a line has about 450, so these are two million steps
 
 
 # ---- the log -------------------------------------------------------------------------------------------------
@@ -144,8 +146,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a log.jsonl, in their order. Raises OSError where the file cannot be read.
 
     A crash can tear a line, and a run may be writing the last one just now: lines that are no whole event are skipped.
+    Raises ValueError where it has more than MOST_BYTES.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_small(path, MOST_BYTES).decode("utf-8", errors="replace").splitlines()
     return [event for event in map(event_of, lines) if event is not None]
 
 
