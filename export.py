@@ -31,6 +31,7 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.faster.held import SAME_LOGITS, distance
 from deskgpt.machine.errors import one_line_errors
 from deskgpt.machine.files import check_unused, new_folder, replacing, write_atomically
+from deskgpt.machine.strangers import is_local
 from deskgpt.machine.words import millions
 from deskgpt.share import gguf_format, hub, hugging_face
 from deskgpt.share.hugging_face import MODELING_FILE
@@ -277,7 +278,7 @@ def training_facts(saved: Checkpoint) -> dict[str, Any]:
     batch: list[Any] = [c.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
     evaluations = (saved.health or {}).get("evaluations", [])
     losses = [evaluation[2] for evaluation in evaluations if evaluation[0] == saved.iter_num]
-    dataset = c.get("dataset", "")
+    dataset = c["dataset"] if is_local(c.get("dataset")) else ""
     return {
         "data": Path(dataset).name or None,
         "source of the data": read_record(DATA / dataset).get("source") if dataset else None,

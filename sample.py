@@ -36,7 +36,8 @@ from deskgpt.compute.runner import Runner
 from deskgpt.compute.writing import Sample, Wish, write
 from deskgpt.machine import hardware, peak_flops
 from deskgpt.machine.errors import message_for_user, one_line_errors
-from deskgpt.machine.words import millions
+from deskgpt.machine.strangers import is_local
+from deskgpt.machine.words import millions, shortened
 from deskgpt.predict import fit
 from deskgpt.share import openai_api, page_server, playground
 from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
@@ -181,11 +182,13 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
     return Trained(model, tokenizer, source, saved)
 
 
-def tokenizer_of_dataset(dataset: str) -> dict[str, Any]:
+def tokenizer_of_dataset(dataset: Any) -> dict[str, Any]:
     """The meta of the tokenizer of a data folder, for nanoGPT's checkpoints, which name only that.
 
     Raises ValueError.
     """
+    if not is_local(dataset):
+        raise ValueError(f"the checkpoint has no tokenizer, and dataset={shortened(dataset)} is not on this machine")
     folder = DATA / dataset
     meta = read_meta(folder)["tokenizer"]
     if not meta:

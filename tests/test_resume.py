@@ -27,6 +27,7 @@ from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.machine.provenance import git_commit
 from deskgpt.run.run import Run
+from export import training_facts
 from train import TrainConfig, main, resumed_settings
 
 FAST = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
@@ -151,6 +152,12 @@ def test_checkpoint_of_a_stranger_starts_no_tasks_and_sends_nothing_away(out, sc
     assert done.code == 2
     assert_one_line(done.err, "host", out, "--dataset=")
     assert resumed_settings(["--tasks=mine", "--dataset=//host/share"], str(out))["tasks"] == "mine"
+    without = replace(saved, config=saved.config | {"dataset": r"\\host\share"}, tokenizer={})
+    store.save(without, out, best=False)
+    done = script("sample.py", f"--out_dir={out}", "--device=cpu")
+    assert done.code == 1
+    assert_one_line(done.err, "host", "not on this machine")
+    assert training_facts(without)["source of the data"] is None
 
 
 # ---- what has changed ----------------------------------------------------------------------------------------

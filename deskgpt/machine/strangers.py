@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickletools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Set
+from pathlib import PureWindowsPath
 from typing import Any
 
 LARGEST_NUMBER = 1 << 53  # what JSON readers agree about
@@ -57,3 +58,8 @@ def is_number(value: Any) -> bool:
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def is_local(dataset: Any) -> bool:
+    """Whether a checkpoint's dataset names a folder of this machine. Windows logs in to the host of \\\\host\\share."""
+    return isinstance(dataset, str) and not PureWindowsPath(dataset).drive.startswith("\\\\")

@@ -10,7 +10,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PureWindowsPath
 from typing import Any
 
 from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA, Checkpoint
@@ -18,6 +17,7 @@ from deskgpt.compute.batching import eval_windows
 from deskgpt.compute.ranks import Ranks, place_of
 from deskgpt.machine.errors import ConfigError
 from deskgpt.machine.provenance import git_commit, versions
+from deskgpt.machine.strangers import is_local
 from deskgpt.machine.words import shortened
 
 Facts = dict[str, Any]
@@ -133,7 +133,7 @@ def said_again(settings: Settings) -> dict[str, Any]:
     """
     found = {name: settings[name] for name in ("tasks", "wandb_log") if settings.get(name)}
     dataset = settings.get("dataset")
-    if PureWindowsPath(str(dataset)).drive.startswith("\\\\"):
+    if isinstance(dataset, str) and not is_local(dataset):
         found["dataset"] = dataset
     return found
 
