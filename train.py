@@ -125,6 +125,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
     dp_shard: int = 1  # ranks that share one copy of weights and moments (FSDP); -1 = all; 1 = each has its own (DDP)
     reshard_after_forward: bool = True  # sharded: gather weights again for the backward pass; False: keep them
+    sync_each_batch: bool = True  # sharded: reduce gradients after each micro-batch; False: once, 4 bytes per parameter
     dist_timeout_s: float = 600.0  # the longest that ranks wait for each other; then the run ends
     world: int = 0  # a dry run for this many ranks, which need not exist; 0 = the ranks that torchrun started
     # Weights & Biases
@@ -355,6 +356,7 @@ def dry_run(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
         activation_checkpoint=c.activation_checkpoint,
         dp_shard=c.dp_shard,
         reshard_after_forward=c.reshard_after_forward,
+        sync_each_batch=c.sync_each_batch,
     )
     plan.dry_run(planned, c.plan_for, ranks)
 

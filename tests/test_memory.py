@@ -314,7 +314,9 @@ def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):
 # ---- a sharded rank ------------------------------------------------------------------------------------------
 
 
-def sharded(config: GPTConfig, form: Form, reshard: bool, world: int, device_type: str = "cuda") -> dict[str, int]:
+def sharded(
+    config: GPTConfig, form: Form, reshard: bool, world: int, device_type: str = "cuda", sync_each_batch: bool = True
+) -> dict[str, int]:
     """The memory of a rank of `world` that share one copy, with 4 sequences; as the plan rehearses it."""
     with sharding.fake_ranks(world):
         shard = functools.partial(
@@ -323,16 +325,17 @@ def sharded(config: GPTConfig, form: Form, reshard: bool, world: int, device_typ
             reshard_after_forward=reshard,
             dtype=form.dtype,
         )
-        return memory(Step(config, 4, form, device_type, make_optimizer=adamw, shard=shard))
+        step = Step(config, 4, form, device_type, make_optimizer=adamw, shard=shard, sync_each_batch=sync_each_batch)
+        return memory(step)
 
 
 class RealRank(Real):
     """A rank's part of a real step of two sharded micro-batches."""
 
-    def __init__(self, config: GPTConfig, form: Form, reshard: bool, world: int) -> None:
+    def __init__(self, config: GPTConfig, form: Form, reshard: bool, world: int, sync_each_batch: bool = True) -> None:
         super().__init__(config, 4, form)
         sharding.shard(self.model, sharding.make_mesh("cpu", world, world), reshard, form.dtype)
-        self.runner = Runner(self.model, form, distributed=True)
+        self.runner = Runner(self.model, form, True, sync_each_batch)
         self.optimizer = adamw(self.model)
         self.runner.distribute(self.x, self.y)
 
@@ -350,11 +353,18 @@ class RealRank(Real):
 @pytest.mark.usefixtures("no_onednn")
 def test_prediction_of_a_sharded_rank_is_the_peak_of_a_real_step(tmp_path):
     config = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=512)
-    cases = [(Form(), True), (Form(checkpoint="full"), False), (Form("bfloat16"), True)]
-    predicted = [sum(sharded(config, *case, 2, "cpu").values()) for case in cases]
+    cases = [
+        (Form(), True, True),
+        (Form(checkpoint="full"), False, True),
+        (Form("bfloat16"), True, True),
+        (Form("bfloat16"), True, False),
+    ]
+    predicted = [
+        sum(sharded(config, form, reshard, 2, "cpu", sync_each_batch=sync).values()) for form, reshard, sync in cases
+    ]
 
-    def peaks(ranks: Ranks) -> list[int]:
-        return [min(RealRank(config, *case, 2).peaks_of_steps(2, 12)) for case in cases]  # gloo frees tensors late
+    def peaks(ranks: Ranks) -> list[int]:  # gloo frees tensors late
+        return [min(RealRank(config, form, reshard, 2, sync).peaks_of_steps(2, 12)) for form, reshard, sync in cases]
 
     assert on_ranks(peaks, 2, tmp_path)[0] == [pytest.approx(peak, rel=0.02) for peak in predicted]
 
@@ -370,6 +380,8 @@ def test_sharded_rank_has_its_part_of_the_state_and_gathers_a_few_blocks_or_all(
     assert root <= few["gathered"] < root + 4 * block
     all_ = sharded(config, form, False, 8)
     assert root + 7 * block <= all_["gathered"] < root + 10 * block
+    once = sharded(config, form, True, 8, sync_each_batch=False)
+    assert once["gradients"] == pytest.approx(root + 7 * 2 * block, rel=0.01)
     alone = memory(Step(config, 4, form, "cuda"))
     for parts in (few, all_):  # without autocast's copies
         assert parts["activations"] == pytest.approx(alone["activations"] - 7 * block, rel=0.01)

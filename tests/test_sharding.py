@@ -73,13 +73,14 @@ def trained(
     dtype: str = "float32",
     config: GPTConfig = CONFIG,
     gathered: str = "float32",
+    sync_each_batch: bool = True,
 ) -> dict[str, torch.Tensor]:
     """The weights after `steps` steps on the same batches in `split` micro-batches, at any number of ranks.
 
     There is an evaluation before the second one. gathered: the dtype in which sharded blocks are.
     """
     model = build(ranks, dp_shard, config, gathered)
-    runner = Runner(model, Form(dtype), ranks.distributed)
+    runner = Runner(model, Form(dtype), ranks.distributed, sync_each_batch)
     stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, muon_dtype=dtype)
     batching = Batching(GLOBAL_BATCH // split, split, rank=ranks.rank, world=ranks.world)
     rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
@@ -130,6 +131,19 @@ def test_weights_gathered_in_bfloat16_train_as_ddp_does_under_autocast(chars, tm
     assert found[0] == found[1]
     assert found[0][0] == 0.0
     assert 0.0 < found[0][1] < 1e-3  # gains of norms are rounded, too
+
+
+def test_gradients_that_are_reduced_once_per_step_are_those_of_ddp(chars, tmp_path):
+    def work(ranks: Ranks) -> list[float]:
+        ddp = trained(ranks, chars, "adamw", 1, 10, 8)
+        return [
+            distance(trained(ranks, chars, "adamw", -1, 10, 8, sync_each_batch=each), ddp) for each in (False, True)
+        ]
+
+    (once, each), other = on_ranks(work, 2, tmp_path)
+    assert [once, each] == other
+    assert once == 0.0
+    assert 0.0 < each < 1e-5
 
 
 def test_form_in_bfloat16_is_compared_with_weights_in_float32_and_gives_way_to_them(chars, tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def expected(c: TrainConfig, world: int) -> dict[str, float]:
     """What the plan says that a rank sends in a step, by kind."""
     batching = Batching(c.batch_size, c.gradient_accumulation_steps, ODD.block_size, world=world)
     make = functools.partial(make_optimizer, c)
-    return traffic.sent_in_step(ODD, batching, c.dp_shard, c.reshard_after_forward, make, c.dtype)
+    return traffic.sent_in_step(ODD, batching, c.dp_shard, c.reshard_after_forward, make, c.dtype, c.sync_each_batch)
 
 
 def sent_by(c: TrainConfig, ranks: Ranks) -> dict[str, float]:
@@ -85,7 +85,7 @@ def sent_by(c: TrainConfig, ranks: Ranks) -> dict[str, float]:
     model = GPT(ODD)
     if c.dp_shard > 1:
         sharding.shard(model, sharding.make_mesh("cpu", c.dp_shard, ranks.world), c.reshard_after_forward, c.dtype)
-    runner = Runner(model, Form(c.dtype, checkpoint=c.activation_checkpoint), distributed=True)
+    runner = Runner(model, Form(c.dtype, checkpoint=c.activation_checkpoint), True, c.sync_each_batch)
     optimizer = make_optimizer(c, model)
     x = torch.zeros(c.batch_size, ODD.block_size, dtype=torch.int64)
     runner.distribute(x, x)
@@ -114,6 +114,7 @@ def test_real_ranks_send_what_the_plan_says(world, tmp_path):
     runs += [settings(world, 2, reshard_after_forward=False), settings(world, world, optimizer="muon")]
     runs += [settings(world, 2, activation_checkpoint="full"), settings(world, 1, dtype="bfloat16")]
     runs += [settings(world, world, dtype="bfloat16", reshard_after_forward=reshard) for reshard in (True, False)]
+    runs += [settings(world, shards, sync_each_batch=False) for shards in {2, world}]
     found = on_ranks(lambda ranks: [sent_by(c, ranks) for c in runs], world, tmp_path)
     for c, *of_ranks in zip(runs, *found, strict=True):
         planned = expected(c, world)

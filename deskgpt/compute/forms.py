@@ -113,6 +113,7 @@ class Wanted:
     activation_checkpoint: str = "none"
     dp_shard: int = 1
     reshard_after_forward: bool = True
+    sync_each_batch: bool = True
     earlier: EarlierForm = EarlierForm()
     trains: bool = True  # False: evaluates only
     steps: int = 0
@@ -527,7 +528,7 @@ def passes(
         if rehearsed:
             reshard = s.wanted.reshard_after_forward
             model = sharding.empty_copy(model, s.rehearsal_mesh, reshard, s.device, form.dtype)
-        runner = Runner(model, form, s.ranks.distributed)
+        runner = Runner(model, form, s.ranks.distributed, s.wanted.sync_each_batch)
         if s.wanted.trains:
             training_pass(s, runner, batch, check_as is None)
             if not rehearsed:
@@ -558,7 +559,8 @@ def passes(
 def training_pass(s: Search, runner: Runner, batch: Batch, is_checked: bool) -> None:
     """A training pass over a batch of this shape, compared with plain float32 unless it was checked. Raises Wrong.
 
-    It takes room for AdamW's moments and, as a step will, for the gradients of earlier micro-batches and DDP's buckets.
+    It takes room for AdamW's moments and, as a step will, for the gradients of earlier micro-batches and DDP's buckets;
+    whole gradients where ranks that share weights do not reduce them after each micro-batch.
     In a rehearsal the model's own weights take some of it.
     """
     rehearsed = runner.model is not s.model
@@ -569,6 +571,8 @@ def training_pass(s: Search, runner: Runner, batch: Batch, is_checked: bool) -> 
         batch = repeating(batch)
     with nothing_is_zero(runner.model):
         room = [torch.empty_like(p) for p in runner.parameters * copies]
+        if s.sharded and micro_steps > 1 and not runner.sync_each_batch:
+            room += [torch.empty(p.shape, device=s.device) for p in runner.parameters]
         if scaler_state:  # the usual scale may overflow at first; a smaller one loses gradients of a part of the step
             runner.scaler.load_state_dict(scaler_state | {"scale": 1024.0 * micro_steps})
         loss = runner.forward_backward(*batch, micro_steps) * micro_steps

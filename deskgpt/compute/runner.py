@@ -63,7 +63,7 @@ class Runner:
     Where forward and backward pass are one graph, evaluation runs uncompiled, which saves compiling it too.
     """
 
-    def __init__(self, model: GPT, form: Form, distributed: bool = False) -> None:
+    def __init__(self, model: GPT, form: Form, distributed: bool = False, sync_each_batch: bool = True) -> None:
         self.model = model
         self.form = form
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -78,6 +78,7 @@ class Runner:
         self.trained: nn.Module | None = None  # module under DDP
         self.has_unused: bool | None = None  # whether some parameters get no gradient; None before the first pass
         self.sharded = sharding.is_sharded(model)
+        self.sync_each_batch = sync_each_batch  # of sharded ones; DDP always sends gradients once per step
         self.forms = forms_of(form, self.device, model.config.dropout)
         self.graph: Callable[..., Any] | None = None
         if form.compiled:
@@ -130,7 +131,12 @@ class Runner:
 
     @contextmanager
     def micro_batch(self, last: bool = True) -> Iterator[None]:
-        """Within the block, a micro-batch goes forward and backward. The last one of a step exchanges gradients."""
+        """Within the block, a micro-batch goes forward and backward. The last one of a step exchanges gradients.
+
+        So does each micro-batch of a sharded model with sync_each_batch; without it, ranks keep whole gradients.
+        """
+        if self.sharded:
+            self.model.set_requires_gradient_sync(last or self.sync_each_batch)  # type: ignore[operator]
         alone = self.trained is not None and not last
         exchanged = self.trained.no_sync() if alone else nullcontext()  # type: ignore[operator, union-attr]
         with using(self.forms), exchanged:

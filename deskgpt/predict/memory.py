@@ -62,6 +62,7 @@ class Step:
     accumulates: bool = True  # several micro-batches: earlier gradients are alive in a forward pass
     make_optimizer: MakeOptimizer | None = None  # None: AdamW
     shard: Callable[[GPT], object] | None = None  # shards the parameters among ranks, of which this is the first
+    sync_each_batch: bool = True  # sharded: each micro-batch reduces gradients; False: only the last of a step
 
     def forms(self) -> dict[str, Callable[..., Any]]:
         """What stands in for functions of model.py. A compiled step is rehearsed as one that is not."""
@@ -78,14 +79,16 @@ def memory(step: Step) -> dict[str, int]:
     that the loss adds to it, or what the backward pass adds, if that is more. optimizer is what the optimizer keeps, or
     what it takes in its step, if that is more than what is gone by then.
 
-    If the model is sharded, this rank's gradients always count, and there is a further part: gathered are the whole
-    weights and gradients of the blocks alive at once and of embedding and head, and the buffers that they are sent in.
+    If the model is sharded, this rank's gradients always count, or all whole ones where they are reduced once per step.
+    There is a further part: gathered are the whole weights and gradients of the blocks alive at once and of embedding
+    and head, and the buffers that they are sent in.
     """
     seen = rehearsed(step)
     weights = seen["weights"]
     kept = seen["kept"]
     if step.shard:
-        parts = {"weights": weights, "gradients": weights, "optimizer": seen["optimizer"], "activations": kept}
+        gradients = seen["gradients"]
+        parts = {"weights": weights, "gradients": gradients, "optimizer": seen["optimizer"], "activations": kept}
         parts["logits"] = seen["in the loss"] - seen["at the loss"]
         peak = max(seen["before the loss"], seen["in the loss"], seen["in the blocks"], seen["after the blocks"])
         return parts | {"gathered": peak + seen["optimizer"] - sum(parts.values())}
@@ -123,7 +126,8 @@ def rehearsed(step: Step) -> dict[str, int]:
 def rehearsal(step: Step) -> dict[str, int]:
     """Bytes alive in a step: when the loss begins, the peaks before and after that, and what is kept.
 
-    weights: of this rank. kept: by the forward pass for the backward pass. optimizer: between its steps.
+    weights: of this rank. gradients: before the last micro-batch. kept: by the forward pass for the backward pass.
+    optimizer: between its steps.
     """
     config, form = step.config, step.form
     seen: dict[str, int] = {}
@@ -137,11 +141,24 @@ def rehearsal(step: Step) -> dict[str, int]:
         if step.shard:
             step.shard(model)
         seen["weights"] = sum(local(p).nbytes for p in model.parameters())
-        for p in model.parameters():
-            p.grad = torch.empty_like(p) if step.accumulates or step.shard else None
-        before = live.bytes
         idx = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
         targets = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
+        amp = hardware.autocast(cpu, form.dtype, cached=form.checkpoint == "none")
+
+        def forward() -> Tensor:
+            with amp:
+                return total_of(parts_of(model(idx, targets)))
+
+        without_gradients = live.bytes
+        if step.shard and step.accumulates and not step.sync_each_batch:
+            model.set_requires_gradient_sync(False)  # type: ignore[operator]
+            go_backward(forward())
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        elif step.shard or step.accumulates:
+            for p in model.parameters():
+                p.grad = torch.empty_like(p)
+        seen["gradients"] = live.bytes - without_gradients
+        before = live.bytes - idx.nbytes - targets.nbytes
 
         def loss_begins(*_: Any) -> None:
             seen["at the loss"] = live.bytes
@@ -159,21 +176,24 @@ def rehearsal(step: Step) -> dict[str, int]:
         hooks = [model.transformer.h[0].register_forward_pre_hook(blocks_begin)]
         hooks.append(model.transformer.register_forward_hook(loss_begins))
         live.peak = 0
-        with hardware.autocast(cpu, form.dtype, cached=form.checkpoint == "none"):
-            loss = total_of(parts_of(model(idx, targets)))
+        loss = forward()
         seen["in the loss"] = live.peak
         live.peak = 0
-        # loss.backward() would turn AsOnCuda off, which the forward computations that are done again need.
-        engine = torch.autograd.Variable._execution_engine
-        engine.run_backward(
-            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        go_backward(loss)
         seen["after the blocks"] = live.peak
         del loss
         for hook in hooks:
             hook.remove()
         seen["optimizer"], seen["in the update"] = update_bytes(model, step.make_optimizer, live)
     return seen
+
+
+def go_backward(loss: Tensor) -> None:
+    """loss.backward() without turning AsOnCuda off, which the forward computations that are done again need."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[int, int]:

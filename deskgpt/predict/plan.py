@@ -92,6 +92,7 @@ class Planned:
     activation_checkpoint: str = "none"
     dp_shard: int = 1
     reshard_after_forward: bool = True
+    sync_each_batch: bool = True
 
     @functools.cached_property
     def flops_per_step(self) -> int:
@@ -118,6 +119,7 @@ class Planned:
             accumulates=self.batching.micro_steps > 1,
             make_optimizer=self.make_optimizer,
             shard=shard,
+            sync_each_batch=self.sync_each_batch,
         )
 
 
@@ -180,7 +182,8 @@ def say_size(run: Planned, machine: Machine, ranks: Ranks) -> None:
         ranks.say(f"{split.world:,} ranks{shards}; micro-batches of each rank and step: {split.micro_steps}")
         n = sharding.shards_of(run.dp_shard, split.world)
         reshard = run.reshard_after_forward
-        sent = traffic.sent_in_step(run.config, split, n, reshard, run.make_optimizer, machine.dtype)
+        make = run.make_optimizer
+        sent = traffic.sent_in_step(run.config, split, n, reshard, make, machine.dtype, run.sync_each_batch)
         in_words = [f"{kind} {with_unit(size, BYTES)}" for kind, size in sent.items()]
         ranks.say(f"each rank sends per step: {', '.join(in_words)}")
         ranks.say(f"each rank has at most {open_files(split.world, n):,} files open, which ulimit -Hn must allow")

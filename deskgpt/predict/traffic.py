@@ -8,6 +8,7 @@ is that of a ring: of w ranks that gather or reduce-scatter b bytes each sends b
     sharded, per micro-batch                 all-gather      (4 R + 2 g B) (s - 1) / s; without resharding g B once
                                              reduce-scatter  4 N (s - 1) / s
     copies of a sharded model, too           all-reduce      8 (N / s) (r - 1) / r
+    both without sync_each_batch             once per step
     Muon on sharded weights, once per step   all-to-all      8 (H / s) (s - 1) / s, the mean of all ranks
 
 About once a second the ranks also agree whether to stop, by two numbers of 8 bytes each, which no plan counts.
@@ -34,6 +35,7 @@ def sent_in_step(
     reshard_after_forward: bool,
     make_optimizer: MakeOptimizer,
     dtype: str = "float32",
+    sync_each_batch: bool = True,
 ) -> dict[str, float]:
     """Bytes that a rank sends in an optimizer step, by kind of collective.
 
@@ -52,10 +54,11 @@ def sent_in_step(
     optimizer = make_optimizer(model)
     groups = optimizer.param_groups if isinstance(optimizer, Muon) else []
     muon = sum(p.nbytes for group in groups if "momentum" in group for p in group["params"])
+    reductions = batching.micro_steps if sync_each_batch else 1
     sent = {
         "all-gather": batching.micro_steps * gathered * share(shards),
-        "reduce-scatter": batching.micro_steps * whole * share(shards),
-        "all-reduce": batching.micro_steps * 2 * whole / shards * share(copies),
+        "reduce-scatter": reductions * whole * share(shards),
+        "all-reduce": reductions * 2 * whole / shards * share(copies),
         "all-to-all": 2 * muon / shards * share(shards),
     }
     return {kind: n for kind, n in sent.items() if n}
