@@ -323,6 +323,8 @@ def resume(out_dir: str | Path, say: Callable[[str], None] = silent, ranks: Rank
             saved.best_val_loss = min(saved.best_val_loss, best.best_val_loss)
     else:
         say(f"{path} {damage}: its loss, the best so far, does not count")
+        if not is_folder(path) or order_of(path)[0] <= saved.iter_num:
+            saved.best_val_loss = math.inf  # what a later checkpoint names as the best is the loss of the damaged one
     return saved
 
 
