@@ -88,14 +88,19 @@ def lasting(stream: TextIO | None, number: int) -> TextIO:
 COMMANDS = re.compile(r"\x1b(?!\[A)|[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
+def harmless(text: str) -> str:
+    """The text, in which what a terminal would take for commands is spelled out, such as \\x1b."""
+    return COMMANDS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 class Harmless:
-    """A stream of text that spells out what a terminal would take for commands, such as \\x1b."""
+    """A stream of text that is made harmless."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        return self.stream.write(COMMANDS.sub(lambda found: f"\\x{ord(found[0]):02x}", text))
+        return self.stream.write(harmless(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

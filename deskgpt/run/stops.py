@@ -30,9 +30,6 @@ SIGNALS = tuple(signal.Signals[name] for name in NAMES if name in signal.Signals
 
 SIGNAL_STATUS = 128  # and its number: what shells and batch systems expect of a process that a signal has ended
 
-# A rank whose torchrun was killed has as long to save as torchrun gives ranks that it stops, which this variable says
-# from PyTorch 2.13 on. After that it leaves: it may be waiting for a rank that sleeps or is gone.
-SHUTDOWN_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
 LOOK_S = 1.0  # how often a rank looks whether its torchrun is there
 
 # A terminal that closes sends SIGHUP, and so does its shell; systemd can send SIGHUP right after SIGTERM. Signals that
@@ -100,14 +97,19 @@ class Listener:
             os._exit(SIGNAL_STATUS + self.signal)
 
     def _leave_without_torchrun(self) -> None:
-        """Stops as if asked to, and leaves where that takes too long. A torchrun that is killed cannot ask."""
+        """Stops as if asked to, which a torchrun that was killed cannot do.
+
+        Leaves after as long as torchrun gives ranks that it stops, which the variable says from PyTorch 2.13 on: this
+        one may be waiting for a rank that sleeps or is gone.
+        """
         if self._leaves_at is None:
-            self._leaves_at = time.monotonic() + SHUTDOWN_S
+            shutdown_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
+            self._leaves_at = time.monotonic() + shutdown_s
             if self.signal is None:
                 say("torchrun is gone")
                 self._handle(signal.SIGTERM)
         elif time.monotonic() > self._leaves_at:
-            say(f"torchrun is gone for {SHUTDOWN_S:.0f} s: leaving at once")
+            say("torchrun is gone, and the step takes too long: leaving at once")
             os._exit(SIGNAL_STATUS + signal.SIGTERM)
 
 
