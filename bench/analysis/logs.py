@@ -7,6 +7,8 @@ averages its MFU over such times: both are taken apart again here.
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import math
 import re
 import statistics
@@ -132,10 +134,14 @@ def read_run(path: str, name: str = "") -> Run:
     return run
 
 
+PIECE = 1 << 16  # bytes that are read at once: Python takes the memory for all that it is asked for
+
+
 def read_text(file: Path) -> str:
     """A log's text, without the colours of a terminal. Raises ValueError where it has more than MOST_BYTES."""
     with open(file, "rb") as log:  # which may be a pipe
-        raw = log.read(MOST_BYTES + 1)
+        pieces = iter(functools.partial(log.read, PIECE), b"")
+        raw = b"".join(itertools.islice(pieces, MOST_BYTES // PIECE + 1))
     if len(raw) > MOST_BYTES:
         raise ValueError(f"{file} has more than {MOST_BYTES:,} bytes, an absurd size for a log")
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell writes UTF-16

@@ -94,13 +94,12 @@ def read_small(path: Path, at_most: int) -> bytes:
 
     Raises ValueError where it is larger, or a pipe, device or folder, which might never end; OSError.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is not a file")
-    with open(path, "rb") as file:
-        content = file.read(at_most + 1)
-    if len(content) > at_most:
+    if status.st_size > at_most:
         raise ValueError(f"{path.name} has more than {at_most:,} bytes, an absurd size")
-    return content
+    return path.read_bytes()
 
 
 def copy(path: Path, to: Path) -> None:
