@@ -224,7 +224,7 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars,
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {60}
 
     # The same run, killed after it went back and resumed.
-    def killed(stops, step, has_work):
+    def killed(stops, step, has_work, evaluates):
         if step == 42 and events(tmp_path / "halves", "rewind"):
             raise KeyboardInterrupt
         return Due(stop=None, save=False)

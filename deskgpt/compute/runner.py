@@ -2,8 +2,9 @@
 
 On a CPU without DDP, a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
 as a whole. Elsewhere, and where activations are checkpointed, it is `torch.compile(model)`, whose two graphs keep
-autograd's hooks. On several ranks blocks and the loss are compiled one by one: their gradients are there, and DDP sends
-them, while earlier blocks still go backward; and they stay within the hooks that gather sharded weights.
+autograd's hooks. On several ranks, without dropout, blocks and the loss are compiled one by one: their gradients are
+there, and DDP sends them, while earlier blocks still go backward; and they stay within the hooks that gather sharded
+weights.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class Runner:
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            is_one_graph = self.device.type == "cpu" and keeps_all and not self.scaler.is_enabled()
-            if distributed:
+            is_one_graph = self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled()
+            # Blocks that are compiled alone draw other masks of dropout than a whole model, as one process has it.
+            if self.sharded or (distributed and not model.config.dropout):
                 for name in ("Block.forward", "GPT.loss"):
                     self.forms[name] = compiled_alone(self.forms.get(name))
             # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
