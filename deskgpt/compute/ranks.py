@@ -196,7 +196,7 @@ def start_ranks(device_name: str, backend: str, timeout_s: float) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # at once where torchrun is killed; the others look for it (run/stops.py)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux tells when torchrun is killed; run/stops.py looks, too
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if ranks.distributed:
         allow_open_files(ranks)
