@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
+from bench.analysis import expected
 from bench.analysis.arms import arms_of
 from bench.analysis.learning import learning_rows, overfit, ranking
 from bench.analysis.live import Described, serve
@@ -157,7 +158,7 @@ def main() -> None:
     texts = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
     d = describe(run)
     about = f"{d.about}; page of {time.strftime('%Y-%m-%d')}"
-    content = page(run.name, [run], d.tables, [], texts, about, [d.headline])
+    content = page(run.name, [run], d.tables, expected.verdict(run), texts, about, [d.headline])
     html.write_text(content, encoding="utf-8", errors="replace")
     print(html)
 

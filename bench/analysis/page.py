@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -17,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.analysis.expected import band_of, is_beside, published
 from bench.analysis.runs import Run
+from deskgpt.run.usual import Band
 
 POINTS = 1000  # most points of a curve; of more steps each point is a bucket: their mean, within their range
 MOST_EARLIER = 20  # texts of a run to show besides the last ones
@@ -240,6 +243,56 @@ def loss_traces(number: int, run: Run) -> list[dict[str, Any]]:
     ]
 
 
+def band_traces(runs: list[Run]) -> tuple[list[dict[str, Any]], str]:
+    """(the bands of usual val losses that runs belong to, each once, what the note says about them)"""
+    out = []
+    bands: list[Band] = []
+    for run in runs:
+        band = band_of(run)
+        if band is None or band in bands:
+            continue
+        bands.append(band)
+        steps = np.array(sorted(band.losses))
+        low, high = np.array([band.limits(step) for step in steps]).T
+        x = at_steps(run, steps)
+        if len(runs) > 1:
+            x["time"] = np.full(len(steps), np.nan)  # each run has its own
+        out += traces(0, "", Curve(x, low, low, high, True), "val", "")[:1]  # without the line
+    n = " or ".join(str(band.n_runs) for band in bands)
+    return out, f"The grey band is where the val loss of one more run is expected, after {n} others. " if bands else ""
+
+
+def published_traces(runs: list[Run]) -> tuple[list[dict[str, Any]], str]:
+    """(losses that others have published about runs like these, what the note says about them)"""
+    out = []
+    note = ""
+    for entry in published():
+        run = next((run for run in runs if is_beside(entry, run)), None)
+        if run is None:
+            continue
+        if "val_losses" in entry:
+            steps = np.array([*entry["val_losses"]], float)
+            x = dict.fromkeys(AXES, np.full(len(steps), np.nan))
+            x |= {"steps": steps, "tokens": steps * entry["tokens_per_step"]}
+            y = np.array([*entry["val_losses"].values()])
+        else:  # at a step that is not known: a line, in points that a mouse finds
+            x = at_steps(run, np.linspace(run.val[0]["iter"], run.val[-1]["iter"], 50))
+            y = np.full(50, entry["val_loss"])
+        about = f"{entry['what']} ({entry['source']})"
+        lines = textwrap.wrap(f"%{{y:.4f}}, {about}", 40)  # plotly breaks none, and phones are narrow
+        hover = "<br>".join(map(escape, lines))
+        style = {"line": {"width": 1.5, "dash": "dot"}, "hovertemplate": f"{hover}<extra></extra>"}
+        out += traces(0, "", Curve(x, y, y, y, False), "val", "", **style)
+        note += f"Dotted: {y[-1]:.4g}, {about}. "
+    return out, note
+
+
+def at_steps(run: Run, steps: np.ndarray) -> dict[str, np.ndarray]:
+    """By axis, where the run was at these steps (n,), each (n,). After its last one, it stays where it was then."""
+    own = curve(run, run.evals, "val_loss", POINTS).x
+    return {axis: np.interp(steps, own["steps"], own[axis]) for axis in own} | {"steps": steps}
+
+
 def layout(height: int, x_title: str, y_title: str) -> dict[str, Any]:
     return {
         "template": "none",
@@ -269,7 +322,15 @@ def loss_chart(runs: list[Run]) -> Chart | None:
     data = [trace for number, run in enumerate(runs) for trace in loss_traces(number, run)]
     if not data:
         return None
+    longest = sorted((run for run in runs if run.val), key=lambda run: -run.val[-1]["iter"])
+    bands, about_bands = band_traces(longest)
+    others, about_others = published_traces(longest)
+    beside = [*bands, *others]
+    for trace in beside:
+        trace["meta"] |= {"run": None, "colour": "--soft"}
     limits = loss_range(runs)
+    if limits:
+        limits = (min([limits[0], *(float(trace["y"].min()) for trace in beside)]), limits[1])
     legend = "A star is the lowest val loss. " if any(run.evals for run in runs) else ""
     if any("error_y" in trace for trace in data):
         legend += "Bars are one standard error up and down. "
@@ -277,6 +338,7 @@ def loss_chart(runs: list[Run]) -> Chart | None:
         legend += "A band spans the steps that its line is the mean of. "
     if limits:
         legend += f"Losses above {limits[1]:.2f} lie outside: tick “log y”. "
+    legend += about_bands + about_others
 
     unit, seconds = time_unit(runs)
     axes = {"steps": "steps", "tokens": "tokens trained on", "time": f"{unit} of training", "FLOPs": "FLOPs"}
@@ -286,6 +348,7 @@ def loss_chart(runs: list[Run]) -> Chart | None:
         unknown = ", ".join(run.name for number, run in enumerate(runs) if number not in known)
         if known:
             notes[axis] = legend + (f"Left out, {axis} unknown: {unknown}." if unknown else "")
+    data = [*beside, *data]  # beneath the runs
     for trace in data:
         trace["meta"]["x"]["time"] /= seconds
     meta = {"axes": axes, "notes": notes, "limits": limits}

@@ -30,6 +30,7 @@ from deskgpt.run.log import RunLog
 from deskgpt.run.resuming import said_again
 from deskgpt.run.run import Run
 from deskgpt.run.timer import StepTimer
+from deskgpt.run.usual import band_of
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,7 @@ class Report:
         )
         if self.n_bad or self.n_spikes:
             say(f"{self.n_bad} steps without an update, {self.n_spikes} loss spikes, {self.n_rewinds} rewinds")
+        self._as_usual()
         found = [e.step for e in run.evaluations if e.val_loss == run.best_val_loss]
         best_step = found[0] if found else None  # unknown where an older checkpoint has only the loss
         if kept is not None:
@@ -333,6 +335,14 @@ class Report:
             spikes=self.n_spikes,
             rewinds=self.n_rewinds,
         )
+
+    def _as_usual(self) -> None:
+        """Says whether the val losses are those of other runs like this one, where such runs are known."""
+        facts = self.run.facts
+        band = band_of(self.run.settings, facts["val data"]["fingerprint"], facts["train data"]["tokens"])
+        verdict = band.verdict({e.step: e.val_loss for e in self.run.evaluations}) if band else ""
+        if verdict:
+            self.ranks.say(verdict)
 
     def _next_commands(self, kept: Path, best_step: int | None) -> None:
         """Where the best model is, and the commands to sample from it, to go on and to compare."""

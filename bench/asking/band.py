@@ -1,0 +1,79 @@
+"""The band of a config: where the val losses of one more run are expected. deskgpt/run/usual.py reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from bench.analysis.logs import read_run
+from bench.analysis.runs import Run
+from configurator import read_settings
+from deskgpt.machine.files import write_atomically
+from deskgpt.run import usual
+from train import TrainConfig
+
+FEWEST = 8  # runs
+FALSE_ALARMS = 0.05  # of all normal runs, the share that leaves the band at any of its steps, at most
+
+
+def deviations(runs: int, steps: int) -> float:
+    """Half the width of a band around the mean, in standard deviations between this many runs.
+
+    It is a prediction interval for one more run: t sqrt(1 + 1/n), t being a quantile of Student's distribution with
+    n - 1 degrees of freedom. The steps share FALSE_ALARMS (Bonferroni), so that it does not matter how the losses of
+    one run at several steps depend on each other. Hahn, Journal of the American Statistical Association 65 (1970) 1668.
+    """
+    t = stats.t.isf(FALSE_ALARMS / steps / 2, runs - 1)
+    return float(t * math.sqrt(1 + 1 / runs))
+
+
+def write_band(config: str, logs: Sequence[str | Path]) -> Path:
+    """Writes config/usual/NAME.json for config/NAME.py from the out_dirs or logs of finished runs. Returns its path.
+
+    Raises ValueError where they are too few, have not ended, or are not runs of the config with a seed each.
+    """
+    runs = [read_run(str(log)) for log in logs]
+    if len(runs) < FEWEST:
+        raise ValueError(f"{config}: a band needs at least {FEWEST} runs, and these are {len(runs)}")
+    seeds = [run.settings.get("seed") for run in runs]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"{config}: its runs have the seeds {seeds}; each needs one of its own")
+    settings = read_settings(TrainConfig, [config])
+    first = runs[0]
+    expected = experiment(first, settings)
+    losses = [{e["iter"]: round(e["val_loss"], 4) for e in run.val} for run in runs]
+    for run, log, by_step in zip(runs, logs, losses, strict=True):
+        if experiment(run, run.settings) != expected:
+            raise ValueError(f"{log}: its settings are not those of {config}, or its data not those of {logs[0]}")
+        if by_step.keys() != losses[0].keys() or settings["max_iters"] not in by_step:
+            raise ValueError(f"{log}: it has not the evaluations of {config} up to its last step")
+
+    start = first.start
+    record = {
+        "about": f"val losses by step of runs of {config} with other seeds, in nats per token",
+        "command": f"python train.py {config} --seed=N",
+        "seeds": seeds,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": start.get("device"),
+        "form": {name: start.get(name) for name in ("dtype", "compiled", "explicit_attention")},
+        "versions": start.get("versions"),
+        "commit": start.get("git_commit"),
+        "experiment": expected,
+        "deviations": round(deviations(len(runs), len(losses[0])), 4),
+        "val_losses": {step: [by_step[step] for by_step in losses] for step in losses[0]},
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items()]
+    path = usual.FOLDER / f"{Path(config).stem}.json"
+    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    return path
+
+
+def experiment(run: Run, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What makes others repeats of a run with these settings on its data."""
+    return usual.experiment(settings, run.start.get("val_sha256"), run.start.get("train_tokens"))
