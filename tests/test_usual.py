@@ -174,6 +174,15 @@ def test_run_whose_settings_are_not_known_belongs_to_no_band(band):
     assert usual.band_of({"init_from": "scratch"} | dict.fromkeys(usual.NAMES), "x", 1) is None
 
 
+def test_setting_of_the_model_that_came_after_a_band_was_at_its_default(band, logs, monkeypatch):
+    run = read_run(str(logs[0]))
+    monkeypatch.setattr(usual, "NAMES", [*usual.NAMES, "embd_scale"])
+    monkeypatch.setattr(usual, "DEFAULTS", usual.DEFAULTS | {"embd_scale": 1.0})
+    for value, says in ((1.0, True), (2.0, False)):
+        run.settings["embd_scale"] = value
+        assert bool(expected.verdict(run)) == says
+
+
 # ---- the page ------------------------------------------------------------------------------------------------
 
 
@@ -292,7 +301,7 @@ def test_kept_bands_are_those_of_the_shipped_configs_and_hold_their_own_runs(pat
     settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])
     data = (record["experiment"]["val_sha256"], record["experiment"]["train_tokens"])
     remedy = f"the config has changed: make {path.name} again from eight runs (docs/comparing-runs.md)"
-    assert record["experiment"] == usual.experiment(settings, *data), remedy
+    assert usual.DEFAULTS | record["experiment"] == usual.experiment(settings, *data), remedy
     losses = {int(step): runs for step, runs in record["val_losses"].items()}
     n = len(record["seeds"])
     assert n >= 8

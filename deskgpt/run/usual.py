@@ -24,6 +24,7 @@ MOST_BYTES = 1 << 20
 LARGEST = 1e6  # loss that a file may hold
 # Settings that make runs repeats of one experiment, besides those of its batch, its evaluation and its seed.
 NAMES = sorted({*ModelSettings.__dataclass_fields__, *SETTINGS, *SCHEDULE, "optimizer"} - {"seed"})
+DEFAULTS = {name: field.default for name, field in ModelSettings.__dataclass_fields__.items()}
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which the precision of a form rounds.
 LEAST = 1e-3  # nats
 
@@ -92,7 +93,7 @@ def band_of(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> 
     if own is not None:
         for path in sorted(FOLDER.glob("*.json")):
             record = read_record(path)
-            if record and record["experiment"] == own:
+            if record and own == DEFAULTS | record["experiment"]:  # a setting that came later was at its default
                 return Band({int(step): runs for step, runs in record["val_losses"].items()}, record["deviations"])
     return None
 
