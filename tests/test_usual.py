@@ -24,7 +24,7 @@ from deskgpt.run.usual import Band
 from train import TrainConfig
 
 BANDS = [path for path in (ROOT / "config/usual").glob("*.json") if path.name != "published.json"]
-CONFIG = TINY | {"max_iters": 40, "lr_decay_iters": 40, "eval_interval": 10, "eval_iters": 8}
+CONFIG = TINY | {"learning_rate": 1e-3, "max_iters": 40, "lr_decay_iters": 40, "eval_interval": 10, "eval_iters": 8}
 LINE = re.compile(r"^(?:as usual|unusual): .*$", re.MULTILINE)
 
 
@@ -120,7 +120,7 @@ def test_verdict_names_the_side_and_the_last_step_that_is_known():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"learning_rate": 3e-2}, {"eval_iters": 4}, {"n_head": 1}, {"batch_size": 8}, {"optimizer": "muon"}],
+    [{"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1}, {"batch_size": 8}, {"optimizer": "muon"}],
     ids=str,
 )
 def test_run_with_other_settings_belongs_to_no_band(band, said, settings):
@@ -268,7 +268,7 @@ def test_bands_are_refused_from_too_few_other_unfinished_or_repeated_runs(band, 
     with pytest.raises(ValueError, match="seeds") as e:
         write_band(str(config), [*logs, logs[0]])
     assert_one_line(e.value, config)
-    for settings in ({"learning_rate": 1e-3}, {"max_iters": 30}):
+    for settings in ({"learning_rate": 2e-3}, {"max_iters": 30}):
         go(config, tmp_path / "other", seed=9, **settings)
         with pytest.raises(ValueError, match="settings") as e:
             write_band(str(config), [*logs, tmp_path / "other"])
