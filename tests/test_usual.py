@@ -172,6 +172,8 @@ def test_damaged_band_is_as_none(band, config, logs, name):
 def test_run_whose_settings_are_not_known_belongs_to_no_band(band):
     assert usual.band_of({}, None, None) is None
     assert usual.band_of({"init_from": "scratch"} | dict.fromkeys(usual.NAMES), "x", 1) is None
+    absurd = dict.fromkeys([*usual.NAMES, "batch_size", "gradient_accumulation_steps", "eval_tokens"], 10**400)
+    assert usual.band_of(absurd | {"init_from": "scratch", "block_size": 3}, "x", 1) is None
 
 
 def test_setting_of_the_model_that_came_after_a_band_was_at_its_default(band, logs, monkeypatch):

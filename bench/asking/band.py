@@ -19,7 +19,7 @@ from deskgpt.run import usual
 from train import TrainConfig
 
 FEWEST = 8  # runs
-# Of all normal runs, the share that leaves the band at any of its steps, where losses of seeds are normally distributed.
+# The share of normal runs that leaves the band at any of its steps, if the losses of seeds are normally distributed.
 # They have heavier tails: of 240 short runs, 4.6% left the bands of eight others, and 9.9% with 0.05 here.
 FALSE_ALARMS = 0.01
 

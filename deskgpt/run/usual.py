@@ -82,7 +82,7 @@ def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) 
         found = {name: settings[name] for name in NAMES}
         found["sequences per step"] = settings["batch_size"] * settings["gradient_accumulation_steps"]
         found["windows per evaluation"] = eval_windows(settings)
-    except (KeyError, TypeError):  # a log, or an older checkpoint, lacks some settings
+    except (KeyError, TypeError, ArithmeticError):  # a log may lack settings, or hold absurd ones
         return None
     return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
 
