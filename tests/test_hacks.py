@@ -58,7 +58,7 @@ class Checkout:
             )
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)
-        subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, check=True, text=True)
+        subprocess.run(["git", "apply", "--allow-empty", "-"], input=diff, cwd=folder, check=True, text=True)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         try:

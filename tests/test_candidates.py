@@ -1,0 +1,43 @@
+"""The patches of docs/hacks: each applies to the checkout, trains, and changes what is trained."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from conftest import ROOT, events
+from test_hacks import Checkout, python  # noqa: F401 (a fixture)
+
+FOLDER = ROOT / "docs" / "hacks"
+PATCHES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.patch"))}
+FAST = [
+    *("config/train_shakespeare_char_fast.py", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16"),
+    *("--batch_size=2", "--gradient_accumulation_steps=2", "--max_iters=10", "--eval_interval=10", "--eval_tokens=64"),
+    *("--warmup_iters=2", "--log_interval=1", "--device=cpu", "--dtype=float32", "--compile=False"),
+]
+
+
+def trained(here: Checkout) -> tuple[list[float], float]:
+    """The training losses of the run, and the val loss at its end."""
+    done = here.run("train.py", *FAST, *here.settings, "--out_dir=out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "it is computed as model.py says" not in done.stdout  # no faster form is left out
+    return here.losses("out"), events(here.folder / "out", "eval")[-1]["val_loss"]
+
+
+@pytest.fixture(scope="module")
+def unchanged(python, chars, tmp_path_factory) -> tuple[list[float], float]:  # noqa: F811
+    return trained(Checkout(tmp_path_factory.mktemp("unchanged"), "", python, [f"--dataset={chars}"]))
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, chars, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    losses, val_loss = trained(Checkout(tmp_path, PATCHES[name], python, [f"--dataset={chars}"]))
+    assert all(map(math.isfinite, [*losses, val_loss]))
+    assert (losses, val_loss) != unchanged
+
+
+def test_readme_lists_all_candidates():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert [name for name in PATCHES if f"({name}.patch)" not in text] == []
