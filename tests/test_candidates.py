@@ -6,10 +6,8 @@ import math
 
 import pytest
 from conftest import ROOT, events
-from test_hacks import Checkout, python  # noqa: F401 (a fixture)
+from test_hacks import PATCHES, Checkout, python  # noqa: F401 (a fixture)
 
-FOLDER = ROOT / "docs" / "hacks"
-PATCHES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.patch"))}
 FAST = [
     *("config/train_shakespeare_char_fast.py", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16"),
     *("--batch_size=2", "--gradient_accumulation_steps=2", "--max_iters=10", "--eval_interval=10", "--eval_tokens=64"),
@@ -39,5 +37,5 @@ def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, c
 
 
 def test_readme_lists_all_candidates():
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "hacks" / "README.md").read_text(encoding="utf-8")
     assert [name for name in PATCHES if f"({name}.patch)" not in text] == []

@@ -1,4 +1,4 @@
-"""The changes of docs/hacking.md, each applied to a copy of the checkout: what a user would then do must work."""
+"""The changes of docs/hacking.md and docs/hacks, each in a copy of the checkout: what a user would then do works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from conftest import ROOT, assert_equal
 from warm_python import warm_python
 
 PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
-HACKS = dict(re.findall(r"^### (.+?)\n.*?```diff\n(.*?)```", PAGE, re.M | re.S))
+PATCHES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "hacks").glob("*.patch"))}
+HACKS = dict(re.findall(r"^### (.+?)\n.*?```diff\n(.*?)```", PAGE, re.M | re.S)) | PATCHES
 NUMBERS = {"z-loss": ["z_loss"], "A logged number": ["weight_norm/0", "weight_norm/1"]}
 SETTINGS = {"A setting": ["--embd_scale=2"], "A data set of one's own": ["--dataset=digits"]}
 TINY = [
@@ -107,8 +108,9 @@ def test_hack_trains_resumes_samples_and_is_exported_or_refused(name, python, ch
     for part in ("model", "optimizer", "best_val_loss", "parts"):
         assert_equal(half.get(part), whole.get(part))
 
-    here.train("ranks", "--compile=False", "--max_iters=2", script=RANKS)
-    assert here.losses("ranks") == pytest.approx(losses[:2], rel=1e-5)
+    if name != "batch_ramp":  # two ranks of one micro-batch each make one step of both
+        here.train("ranks", "--compile=False", "--max_iters=2", script=RANKS)
+        assert here.losses("ranks") == pytest.approx(losses[:2], rel=1e-5)
     if "b/model.py" not in HACKS[name]:  # what follows depends on the model alone
         return
 

@@ -78,7 +78,7 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
 def test_kept_state_that_does_not_fit_is_refused_and_one_that_is_missing_begins_anew(
     chars, tmp_path, monkeypatch, capsys
 ):
-    """As the average of docs/hacking.md is kept; test_hacks.py resumes it bit for bit."""
+    """As the average of docs/hacks/weight_averaging.patch is kept; test_hacks.py resumes it bit for bit."""
     know = Run.know
 
     def keep_average(run: Run, *args: Any) -> None:
