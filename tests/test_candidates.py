@@ -36,6 +36,14 @@ def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, c
     assert (losses, val_loss) != unchanged
 
 
+def test_cap_that_only_the_definition_has_is_found_although_a_new_head_is_zero(python, chars, tmp_path):  # noqa: F811
+    of_model = PATCHES["logit_softcap"].partition("--- a/model.py")
+    done = Checkout(tmp_path, of_model[1] + of_model[2], python, [f"--dataset={chars}"]).run(
+        "train.py", *FAST, f"--dataset={chars}", "--out_dir=out"
+    )
+    assert "what stands in for GPT.loss differs from model.py" in done.stdout
+
+
 def test_readme_lists_all_candidates():
     text = (ROOT / "docs" / "hacks" / "README.md").read_text(encoding="utf-8")
     assert [name for name in PATCHES if f"({name}.patch)" not in text] == []

@@ -221,6 +221,7 @@ def wrong_kernels(s: Search, compiled: bool) -> tuple[str, ...]:
         idx, targets = s.batch_of(1)
         with (
             sharding.in_float32(s.model) as model,
+            nothing_is_zero(model),
             not_silent("still comparing faster forms with model.py", s.ranks.say),
         ):
             return held.all_wrong_kernels(model, compiled, idx[:, :LONGEST_COMPARED], targets[:, :LONGEST_COMPARED])
