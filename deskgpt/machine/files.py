@@ -61,7 +61,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         tmp.mkdir()
         yield tmp
-        for file in sorted(tmp.iterdir()):
+        for file in sorted(file for file in tmp.iterdir() if not file.is_symlink()):
             with open(file, "rb+") as written:
                 os.fsync(written.fileno())
         sync_folder(tmp)

@@ -1,0 +1,214 @@
+"""Asks by experiment which of two or more ways to train is better, and says how sure that is and what it cost.
+
+    python bench/ask.py config/x.py --a "--learning_rate=3e-4" --b "--learning_rate=1e-3" --resolve=0.01 --budget=1h
+    python bench/ask.py config/x.py --b docs/hacks/value_embeddings.patch
+    python bench/ask.py config/x.py --b commit:HEAD~3 --at=time
+    python bench/ask.py config/x.py --vary learning_rate=3e-4,1e-3,3e-3
+    python bench/ask.py --ledger
+
+An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
+Configs and settings outside of arms are those of all. Arms take turns on the same seeds, with the same number of
+steps; --at makes tokens, time or flops equal instead. They train on the training text without its last tenth and are
+judged by that. After two runs of each arm the price is said: the noise between seeds, and the difference that the
+budget resolves. The intervals hold however often one looks (bench/asking/statistics.py), so a question stops as soon
+as it is decided, and the same command goes on where the last one stopped.
+
+Exit status: 0 where another arm is better than a, 1 where it is worse or not different by --resolve, 3 where the budget
+was not enough, 2 for what cannot be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+
+from tqdm import tqdm
+
+import train
+from bench import timing
+from bench.asking import words
+from bench.asking.arms import Arm, make_arm
+from bench.asking.held_out import set_aside
+from bench.asking.ledger import Ledger, default_folder
+from bench.asking.question import FIGURES, PILOT, Question
+from bench.asking.running import Place
+from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
+
+UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+ARMS = "abcdefghijklmnopqrstuvwxyz"
+SIZES = ("batch_size", "gradient_accumulation_steps", "block_size")
+TIMED_ROUNDS = 3
+TIMED_S = 5.0  # of steps, each round
+TEXTS = ("--a", "--b", "--c", "--d", "--vary")  # options whose value may begin with dashes
+
+
+def seconds(text: str) -> float:
+    """90s, 6min, 2h or 1.5d in seconds. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+\.?\d*)(s|min|m|h|d)", text)
+    if not found or not float(found[1]):
+        raise ConfigError(f"--budget={text}: write it like 90s, 6min or 2h")
+    return float(found[1]) * UNITS_S[found[2]]
+
+
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(our own arguments, those of train.py for all arms). Raises ConfigError."""
+    parser = OneLineParser(str(__doc__))
+    for name in TEXTS[:-1]:
+        parser.add_argument(name, metavar="ARM", help='"--name=value ...", a patch, commit:REV')
+    parser.add_argument("--vary", metavar="NAME=A,B,...", help="an arm for each value of a setting")
+    parser.add_argument("--resolve", type=float, help="the smallest difference that matters")
+    parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
+    parser.add_argument("--at", choices=("steps", "tokens", "time", "flops"), default="steps", help="what is equal")
+    parser.add_argument("--figure", choices=list(FIGURES), default="val_loss", help="what is asked about")
+    parser.add_argument("--anyway", action="store_true", help="although the budget cannot answer")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; losses only, not with --at=time")
+    parser.add_argument("--json", action="store_true", help="a last line of JSON")
+    parser.add_argument("--ledger", nargs="?", const="", metavar="FOLDER", help="alone: lists what was asked")
+    return parser.parse_known_args(joined(argv))
+
+
+def joined(argv: list[str]) -> list[str]:
+    """`--b "--x=1"` as `--b=--x=1`: argparse takes a value that begins with dashes for an option."""
+    out: list[str] = []
+    for word in argv:
+        if out and out[-1] in TEXTS:
+            out[-1] += f"={word}"
+        else:
+            out.append(word)
+    return out
+
+
+def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Arm]:
+    """The arms that the command line names. Raises ConfigError where it names none, or two that are equal."""
+    if a.vary:
+        name, _, values = a.vary.partition("=")
+        if any((a.a, a.b, a.c, a.d)) or len(values.split(",")) < 2:
+            raise ConfigError(f"--vary {a.vary}: write it like learning_rate=3e-4,1e-3, without --a or --b")
+        texts = [f"--{name}={value}" for value in values.split(",")]
+    else:
+        texts = [a.a or "", *(text for text in (a.b, a.c, a.d) if text)]
+    if len(texts) < 2:
+        raise ConfigError('nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"')
+    arms = [make_arm(ARMS[i], text, common, ledger.folder / "code") for i, text in enumerate(texts)]
+    for i, x in enumerate(arms):
+        for y in arms[:i]:
+            if (x.code, x.learning_settings()) == (y.code, y.learning_settings()):
+                raise ConfigError(f"{y.label} and {x.label} are the same training: {x.what}; --null asks for noise")
+    return arms
+
+
+def question_of(a: argparse.Namespace, common: list[str]) -> Question:
+    """The question that the command line asks. Raises ConfigError."""
+    ledger = Ledger(Path(a.ledger) if a.ledger else default_folder())
+    if a.resolve is not None and not 0 < a.resolve < float("inf"):
+        raise ConfigError(f"--resolve={a.resolve}: a difference above 0")
+    if a.jobs < 1 or (a.jobs > 1 and (a.at == "time" or a.figure != "val_loss")):
+        raise ConfigError(f"--jobs={a.jobs}: 1 at least, and no more where time is measured")
+    arms = arms_of(a, common, ledger)
+    if len({arm.settings["dataset"] for arm in arms}) > 1:
+        raise ConfigError("the arms have different data sets: their losses do not compare")
+    folder = train.DATA / arms[0].settings["dataset"]
+    place = Place(ledger, set_aside(folder, ledger.folder / "data"), arms[0].settings["device"], a.jobs)
+    set_steps(arms, a.at, place)
+    return Question(arms, place, a.resolve, seconds(a.budget), arms[0].settings["seed"], a.figure)
+
+
+def set_steps(arms: list[Arm], at: str, place: Place) -> None:
+    """The step at which each arm's runs end: for all runs of an arm the same one. Raises ConfigError."""
+    steps = arms[0].settings["max_iters"]
+    for arm in arms[1:]:
+        if arm.settings["max_iters"] != steps:
+            raise ConfigError(f"{arm.label} sets max_iters: the arms end after equal {at}; set it for all, before --b")
+        if at != "steps" and arm.settings["lr_decay_iters"]:
+            raise ConfigError(f"{arm.label}: --at={at} changes max_iters; leave lr_decay_iters at 0, which follows it")
+    costs = [1.0] * len(arms)
+    if at == "tokens":
+        costs = [tokens_per_step(arm) for arm in arms]
+    if at in ("time", "flops"):
+        costs = measured_costs(arms, at, place)
+    for arm, cost in zip(arms, costs, strict=True):
+        arm.steps = max(1, round(steps * costs[0] / cost))
+
+
+def tokens_per_step(arm: Arm) -> float:
+    return float(math.prod(arm.settings[name] for name in SIZES))
+
+
+def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
+    """Milliseconds or FLOPs of a step of each arm. Arms take turns, so that a slow spell of the machine hits all."""
+    with tempfile.TemporaryDirectory() as tmp:
+        timed = []
+        for arm in arms:
+            command = [*timing.PYTHON, "train.py", *arm.arguments, *timing.OURS, f"--dataset={place.data.resolve()}"]
+            timed.append(timing.Contestant(arm.label, [*command, f"--out_dir={tmp}/{arm.label}"], arm.folder))
+        for _ in range(TIMED_ROUNDS if at == "time" else 1):
+            for x in timed:
+                timing.run(x, 0 if at == "time" else timing.LEAST_STEPS, TIMED_S)
+    if at == "time":
+        return [x.step_ms()["ms"] for x in timed]
+    return [x.start["flops_per_token"] * x.start["tokens_per_step"] for x in timed]
+
+
+def ask(question: Question, anyway: bool) -> None:
+    """Does the runs, and says the price after the pilot and what is known after each round. Raises ConfigError."""
+    bar = tqdm(unit="round", disable=None)
+    for look in question.answered():
+        bar.update()
+        if look.n == PILOT:
+            price = question.price()
+            for line in price.lines(question):
+                tqdm.write(line)
+            if not anyway:
+                price.check(question)
+        if look.n >= PILOT:
+            tqdm.write(f"round {look.n}: {words.pairs_text(question, look.alive) or 'decided'}")
+    bar.close()
+
+
+def listing(ledger: Ledger) -> str:
+    """What was asked and answered."""
+    lines = [f"{e['date']}  {e['config']}  {e['sentence']}" for e in ledger.answers()]
+    return "\n".join(lines) or f"{ledger.file}: nothing was asked yet"
+
+
+def main() -> int:
+    a, common = read_arguments(sys.argv[1:])
+    if a.ledger is not None and not common and not (a.b or a.vary):
+        print(listing(Ledger(Path(a.ledger) if a.ledger else default_folder())))
+        return 0
+    question = question_of(a, common)
+    ask(question, a.anyway)
+    sentence, status, data = words.answer(question)
+    print(sentence)
+    asked = question.place.ledger.questions_of(question.place.windows)
+    configs = " ".join(Path(word).name for word in common if not word.startswith("-"))
+    about = {"question": question.digest, "windows": question.place.windows, "config": configs, "at": a.at}
+    about |= {"machine": question.place.machine, "spent_s": question.spent_s(), "date": time.strftime("%Y-%m-%d")}
+    question.place.ledger.add("answer", **about, **data)
+    if asked:
+        print(f"{asked} questions before this one were asked of these validation windows; --confirm takes others.")
+    if a.json:
+        print(json.dumps(data))
+    return status
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("WANDB_MODE", "offline")
+    signal.signal(signal.SIGTERM, interrupted)
+    with one_line_errors():
+        raise SystemExit(main())

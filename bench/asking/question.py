@@ -1,0 +1,214 @@
+"""A question: arms that take turns on shared seeds until the difference is decided or the budget is spent."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.asking import running
+from bench.asking import statistics as sure
+from bench.asking.arms import Arm
+from bench.asking.ledger import digest
+from bench.asking.running import Place
+from bench.asking.statistics import LEAST, Estimate
+from deskgpt.machine.errors import ConfigError
+from deskgpt.machine.words import clock
+
+PILOT = 2  # runs of each arm, after which the price is known
+# What can be asked about: a figure of the ledger's runs, the unit of a difference, and whether more of it is better.
+FIGURES = {
+    "val_loss": ("nats", False),
+    "step_ms": ("ms", False),
+    "mfu": ("", True),
+    "tokens_per_s": ("tokens/s", True),
+}
+
+
+@dataclass
+class Look:
+    """What is known after some runs of each arm."""
+
+    n: int
+    estimates: dict[tuple[str, str], Estimate]  # by pair of labels, the first one before the second in the alphabet
+    alive: list[str]  # labels of the arms that can still win
+    dropped: dict[str, str]  # of the others, the arm that each is worse than
+    verdict: str  # better: one arm is left; same: those left do not differ by `resolve`; open
+
+
+@dataclass
+class Question:
+    """What is asked, and the runs so far."""
+
+    arms: list[Arm]
+    place: Place
+    resolve: float | None  # the smallest difference that matters, in the figure's unit
+    budget_s: float
+    first_seed: int
+    figure: str = "val_loss"
+    runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by label, in the order of seeds
+    looks: list[Look] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.runs = {arm.label: [] for arm in self.arms}
+        self.alpha = sure.alpha_of_pair(len(self.arms))
+
+    @property
+    def digest(self) -> str:
+        """The question's name in the ledger; it does not depend on its price."""
+        arms = [[arm.code, arm.learning_settings(), arm.steps] for arm in self.arms]
+        return digest([arms, self.place.windows, self.figure, self.resolve, self.place.machine])
+
+    def values(self, label: str) -> list[float]:
+        """The figure of the arm's runs, so that lower is better."""
+        _, more_is_better = FIGURES[self.figure]
+        found = [run[self.figure] for run in self.runs[label]]
+        return [-value for value in found] if more_is_better else found
+
+    # ---- runs --------------------------------------------------------------------------------------------
+
+    def answered(self) -> Iterator[Look]:
+        """Does rounds of runs, one of each arm that can still win, and gives what is known after each.
+
+        Ends when the question is decided, or the next round does not fit into the budget. Raises as running.run does.
+        """
+        with ThreadPoolExecutor(self.place.jobs) as pool:
+            for n in itertools.count():
+                if n > 0 and self.spent_s() + self.round_s() > self.budget_s and not self.is_known(n):
+                    return
+                self.do_round(n, pool)
+                look = self.look()
+                self.looks.append(look)
+                yield look
+                if look.verdict != "open":
+                    return
+
+    def do_round(self, n: int, pool: ThreadPoolExecutor) -> None:
+        """One run of each arm with the next seed. Every other round goes backwards, so that a slow hour hits all."""
+        labels = self.looks[-1].alive if self.looks else [arm.label for arm in self.arms]
+        arms = [arm for arm in self.arms if arm.label in labels]
+        order = arms if n % 2 == 0 else arms[::-1]
+        try:
+            found = list(pool.map(lambda arm: running.run(self.place, arm, self.first_seed + n), order))
+        except BaseException:
+            running.stop_all()
+            raise
+        for arm, run in zip(order, found, strict=True):
+            self.runs[arm.label].append(run)
+
+    def is_known(self, n: int) -> bool:
+        """Whether the ledger has the runs of round n, so that they cost nothing."""
+        labels = self.looks[-1].alive
+        keys = [self.place.key(arm, self.first_seed + n) for arm in self.arms if arm.label in labels]
+        return all(self.place.ledger.run(key) for key in keys)
+
+    def spent_s(self) -> float:
+        return time.perf_counter() - self.began
+
+    def round_s(self) -> float:
+        """Seconds of a round of the arms that can still win, runs from the ledger counted as what they took."""
+        labels = self.looks[-1].alive if self.looks else list(self.runs)
+        each = [statistics.fmean(run["wall_s"] for run in self.runs[label]) for label in labels]
+        waves = math.ceil(len(each) / self.place.jobs)
+        return sum(each) / len(each) * waves
+
+    # ---- what is known -----------------------------------------------------------------------------------
+
+    def look(self) -> Look:
+        """Compares all pairs of arms that have equally many runs."""
+        before = self.looks[-1] if self.looks else None
+        labels = before.alive if before else list(self.runs)
+        dropped = dict(before.dropped) if before else {}
+        estimates = dict(before.estimates) if before else {}
+        n = len(self.runs[labels[0]])
+        verdicts = {}
+        for x, y in itertools.combinations(labels, 2):
+            estimate = sure.difference(self.values(x), self.values(y), self.alpha)
+            estimates[x, y] = estimate
+            verdicts[x, y] = sure.verdict(estimate, self.resolve)
+            if verdicts[x, y] == "better":
+                dropped[x] = y
+            if verdicts[x, y] == "worse":
+                dropped[y] = x
+        alive = [label for label in labels if label not in dropped]
+        open_pairs = [pair for pair, of_pair in verdicts.items() if of_pair == "open" and set(pair) <= set(alive)]
+        verdict = "better" if len(alive) == 1 else "open" if open_pairs else "same"
+        return Look(n, estimates, alive, dropped, verdict)
+
+    # ---- the price ---------------------------------------------------------------------------------------
+
+    def price(self) -> Price:
+        """What the budget can resolve, and what `resolve` takes, by the noise of the runs so far."""
+        sd = sure.noise([self.values(label) for label in self.runs])
+        paired = False
+        pair = next(iter(self.looks[-1].estimates.values()))
+        if pair.n >= LEAST:
+            sd = pair.sd
+            paired = pair.paired
+        affordable = self.looks[-1].n + max(0, int((self.budget_s - self.spent_s()) / max(self.round_s(), 1e-9)))
+        n = max(affordable, LEAST) if affordable >= LEAST else affordable
+        resolves = sure.smallest(min(n, sure.MOST), sd, paired, self.alpha)
+        needed = None if self.resolve is None else sure.runs_for(self.resolve, sd, paired, self.alpha)
+        return Price(sd, paired, n, resolves, needed, self.round_s(), self.looks[-1].n)
+
+    def left_s(self) -> float | None:
+        """About how much longer it takes, at the difference seen so far or the one to be resolved; None: too long."""
+        look = self.looks[-1]
+        pairs = [e for (x, y), e in look.estimates.items() if x in look.alive and y in look.alive]
+        needed = 0
+        for e in pairs:
+            goal = max(abs(e.d), self.resolve or 0.0)
+            if not goal or not math.isfinite(e.sd):
+                return None
+            needed = max(needed, sure.runs_for(goal, e.sd, e.paired, self.alpha))
+        return None if needed >= sure.MOST else max(1, needed - look.n) * self.round_s()
+
+
+@dataclass(frozen=True)
+class Price:
+    """What is known of a question's price, after a pilot."""
+
+    sd: float  # between seeds
+    paired: bool
+    affordable: int  # runs of each arm within the budget, those so far included
+    resolves: float  # with them
+    needed: int | None  # runs of each arm to resolve what is asked
+    round_s: float
+    done: int
+
+    def lines(self, question: Question) -> list[str]:
+        """In words."""
+        unit = FIGURES[question.figure][0]
+        of = "of a difference between runs of one seed" if self.paired else "between seeds"
+        said = [
+            f"noise: {self.sd:.4g} {unit} {of}, from {self.done} runs of each arm; {clock(self.round_s)} a round",
+            f"the budget, {clock(question.budget_s)}, pays {self.affordable} runs of each arm, which tell "
+            f"{self.resolves:.4g} {unit} from zero (95% intervals, {sure.POWER:.0%} power)",
+        ]
+        if self.needed is not None:
+            many = f"{sure.MOST:,} and more" if self.needed >= sure.MOST else f"about {self.needed}"
+            rest = max(0, self.needed - self.done) * self.round_s
+            said.append(f"--resolve={question.resolve:g} takes {many} runs of each arm, {clock(rest)} more")
+        return said
+
+    def check(self, question: Question) -> None:
+        """Raises ConfigError where the budget cannot answer."""
+        if self.affordable < LEAST:
+            raise ConfigError(
+                f"--budget={clock(question.budget_s)} pays {self.affordable} runs of each arm at "
+                f"{clock(self.round_s)} a round, and an answer takes {LEAST} at least: "
+                f"{clock(LEAST * self.round_s)}; --anyway goes on"
+            )
+        if question.resolve is not None and self.resolves > question.resolve:
+            assert self.needed is not None
+            raise ConfigError(
+                f"--budget={clock(question.budget_s)} cannot resolve {question.resolve:g}: its {self.affordable} runs "
+                f"of each arm resolve {self.resolves:.4g}, and {question.resolve:g} takes about {self.needed} runs of "
+                f"each, {clock(self.needed * self.round_s)}; --anyway goes on"
+            )

@@ -1,0 +1,175 @@
+"""Runs of train.py for a question: each once, resumed where it was killed, and recorded in the ledger."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.analysis.logs import read_run
+from bench.analysis.runs import complete
+from bench.analysis.speed import median_ms, mfu, tokens_per_s
+from bench.asking.arms import Arm
+from bench.asking.held_out import fingerprint
+from bench.asking.ledger import Ledger, digest
+from deskgpt.machine import hardware
+from deskgpt.run.lock import if_free
+from deskgpt.run.log import read_events
+
+EVALUATIONS = 10  # of a run, for its curve, where the config does not evaluate as often
+TRIES = 3  # of a run that something kills
+LONGEST_S = 7 * 86400.0  # that a run of an earlier question is waited for
+NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
+STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how all runs of a question run."""
+
+    ledger: Ledger
+    data: Path
+    device: str = "auto"
+    jobs: int = 1  # runs at a time, which share the processor's cores
+
+    @property
+    def threads(self) -> int:
+        """Of each run: they round differently with another number."""
+        return max(1, torch.get_num_threads() // self.jobs)
+
+    @functools.cached_property
+    def windows(self) -> str:
+        """Names the data that arms train on and are judged by."""
+        return fingerprint(self.data)
+
+    @functools.cached_property
+    def machine(self) -> str:
+        return hardware.device_name(hardware.resolve_device(self.device))
+
+    def key(self, arm: Arm, seed: int) -> str:
+        """The run's name in the ledger: of everything that its result depends on."""
+        facts = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.machine, self.threads]
+        return digest([*facts, torch.__version__])
+
+
+def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
+    """The arm's run with this seed: from the ledger, or by train.py, which resumes a run that was killed.
+
+    Raises ValueError where train.py refuses, or fails for another reason than losses that are not finite;
+    KeyboardInterrupt where the user stops it, after it has saved.
+    """
+    key = place.key(arm, seed)
+    known = place.ledger.run(key)
+    if known is not None:
+        return known | {"reused": True}
+    out_dir = place.ledger.folder / "runs" / key
+    t0 = time.perf_counter()
+    with if_free(out_dir, wait_s=LONGEST_S):
+        pass  # an earlier question was killed, and its run may still be at work
+    status = 0
+    said = ""
+    for _ in range(TRIES):
+        if ended(out_dir / "log.jsonl"):
+            break
+        status, said = train(place, arm, seed, out_dir)
+        if status in STOPPED:
+            raise KeyboardInterrupt
+        if status >= 0:
+            break
+        print(f"a run of {arm.label} was killed (signal {-status}) and goes on from its checkpoint", file=sys.stderr)
+    diverged = status > 0 and bool(NOT_FINITE.search(said))
+    if status and not diverged:
+        raise ValueError(f"{arm.label} ({arm.what}) cannot run: {said or f'exit status {status}'}")
+
+    found = figures(out_dir / "log.jsonl", diverged)
+    found |= {"key": key, "seed": seed, "steps": arm.steps, "code": arm.code, "wall_s": time.perf_counter() - t0}
+    place.ledger.add("run", **found, windows=place.windows, threads=place.threads, settings=arm.learning_settings())
+    for path in out_dir.iterdir():
+        if path.name != "log.jsonl":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found | {"reused": False}
+
+
+def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
+    """(exit status, last line of stderr) of a run of train.py that is followed to its end."""
+    every = min(arm.settings["eval_interval"], max(1, arm.steps // EVALUATIONS))
+    given = {"dataset": place.data.resolve(), "out_dir": out_dir.resolve(), "seed": seed, "device": place.device}
+    given |= {"max_iters": arm.steps, "eval_interval": every, "wandb_log": False}
+    if any(out_dir.glob("ckpt*")):
+        given["init_from"] = "resume"
+    command = [sys.executable, "train.py", *arm.arguments, *(f"--{name}={value}" for name, value in given.items())]
+    env = os.environ | ({"OMP_NUM_THREADS": str(place.threads)} if place.jobs > 1 else {})
+    with tempfile.TemporaryFile("w+") as stderr:
+        # A session of its own: Ctrl+C reaches it once, from here.
+        process = subprocess.Popen(
+            command, cwd=arm.folder, env=env, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        )
+        running.add(process)
+        try:
+            process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # it saves and ends
+            process.wait()
+            raise
+        finally:
+            running.discard(process)
+        stderr.seek(0)
+        lines = [line for line in stderr.read().splitlines() if line.strip()]
+    return process.returncode, (lines or [""])[-1].removeprefix("error: ")
+
+
+running: set[subprocess.Popen[bytes]] = set()
+
+
+def stop_all() -> None:
+    """Ends the runs of all threads, after they have saved."""
+    for process in list(running):
+        process.send_signal(signal.SIGINT)
+
+
+def ended(log: Path) -> bool:
+    """Whether the run of this log reached its end: another process may have followed it there."""
+    return log.exists() and any(event["event"] == "end" for event in read_events(log)[-1:])
+
+
+def figures(log: Path, diverged: bool) -> dict[str, Any]:
+    """What the ledger keeps of a finished run: its curve, last loss, speed and circumstances.
+
+    A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
+    """
+    run = read_run(str(log))
+    complete(run)
+    start = run.start
+    curve = [[e["iter"], e["val_loss"]] for e in run.val]
+    guessing = math.log(start["vocab_size"])
+    loss = curve[-1][1] if curve else guessing
+    if diverged:
+        loss = max(loss, guessing)
+    return {
+        "outcome": "diverged" if diverged else "ended",
+        "val_loss": loss,
+        "curve": curve,
+        "step_ms": median_ms(run),
+        "mfu": mfu(run),
+        "tokens_per_s": tokens_per_s(run),
+        "train_s": run.val[-1]["train_s"] if run.val else None,
+        "tokens_per_step": run.tokens_per_step,
+        "flops_per_token": run.flops_per_token,
+        "parameters": start.get("parameters"),
+        "form": [start.get(name) for name in ("dtype", "compiled", "explicit_attention")],
+        "device": start.get("device"),
+        "versions": start.get("versions"),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }

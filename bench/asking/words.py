@@ -1,0 +1,152 @@
+"""The answer to a question: an English sentence, its figures for programs, and its exit status."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from typing import Any
+
+from bench.asking.arms import Arm
+from bench.asking.question import FIGURES, Question
+from deskgpt.machine.words import clock
+
+Curve = list[tuple[float, float]]  # (step, mean loss)
+
+
+def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
+    """(sentence, exit status, figures) of a question after its last look."""
+    if not question.looks:
+        raise ValueError("no round of runs was finished")
+    look = question.looks[-1]
+    first = question.arms[0].label
+    best = min(look.alive, key=lambda label: statistics.fmean(question.values(label)))
+    named = {arm.label: arm for arm in question.arms}
+    if look.verdict == "open":
+        sentence, status = open_sentence(question), 3
+        verdict = "not enough yet"
+    elif look.verdict == "same":
+        among = " and ".join(look.alive)
+        beyond = f"{question.resolve:g} {FIGURES[question.figure][0]}".strip()
+        sentence = f"No difference beyond {beyond} between {among}: {pairs_text(question, look.alive)}."
+        sentence += "".join(f" {x} is worse than {y}: {pair_text(question, y, x)}." for x, y in look.dropped.items())
+        status = 1 if first in look.alive else 0
+        verdict = "no difference"
+    else:
+        others = [label for label in question.runs if label != best]
+        status = 0 if best != first else 1
+        verdict = "better" if status == 0 else "worse"
+        if len(others) == 1:
+            subject = "b" if status == 0 else f"{others[0]}"
+            sentence = f"{subject} is {verdict} by {pair_text(question, *sorted((best, others[0])))}."
+            sentence += price_of_worse(question, named[best], named[others[0]])
+        else:
+            gaps = [f"than {x} by {pair_text(question, best, x)}" for x in others if (best, x) in both_ways(question)]
+            sentence = f"{best} ({named[best].what}) is the best: better {', '.join(gaps)}."
+    data = {"verdict": verdict, "status": status, "sentence": sentence, "figure": question.figure}
+    data |= {"resolve": question.resolve, "rounds": look.n, "best": best, "dropped": look.dropped}
+    data["pairs"] = [
+        {"arms": [x, y], "d": e.d, "half": e.half, "n": e.n, "paired": e.paired, "sd": e.sd}
+        for (x, y), e in look.estimates.items()
+    ]
+    data["arms"] = [arm_data(question, arm) for arm in question.arms]
+    return sentence, status, data
+
+
+def both_ways(question: Question) -> set[tuple[str, str]]:
+    return {pair for x, y in question.looks[-1].estimates for pair in ((x, y), (y, x))}
+
+
+def arm_data(question: Question, arm: Arm) -> dict[str, Any]:
+    runs = question.runs[arm.label]
+    found = [run[question.figure] for run in runs]
+    return {
+        "label": arm.label,
+        "what": arm.text,
+        "steps": arm.steps,
+        "runs": len(runs),
+        "mean": statistics.fmean(found),
+        "values": found,
+        "diverged": sum(run["outcome"] == "diverged" for run in runs),
+        "step_ms": mean_of(runs, "step_ms"),
+    }
+
+
+def mean_of(runs: list[dict[str, Any]], name: str) -> float | None:
+    values = [run[name] for run in runs if run[name] is not None]
+    return statistics.fmean(values) if values else None
+
+
+def pair_text(question: Question, x: str, y: str) -> str:
+    """The difference of two arms, its error and the runs that it stands on."""
+    unit = FIGURES[question.figure][0]
+    e = question.looks[-1].estimates[min(x, y), max(x, y)]
+    how = "in pairs by seed" if e.paired else "not paired"
+    means = [statistics.fmean(run[question.figure] for run in question.runs[label]) for label in (x, y)]
+    text = f"{abs(e.d):.4f} ± {e.half:.4f} {unit}".strip()
+    return f"{text} ({x} {means[0]:.4f}, {y} {means[1]:.4f}; {e.n} runs of each, {how}{diverged(question, x, y)})"
+
+
+def pairs_text(question: Question, labels: list[str]) -> str:
+    pairs = [(x, y) for i, x in enumerate(labels) for y in labels[i + 1 :]]
+    return "; ".join(pair_text(question, x, y) for x, y in pairs)
+
+
+def diverged(question: Question, *labels: str) -> str:
+    """Runs that diverged, which count as guessing."""
+    said = ""
+    for label in labels:
+        n = sum(run["outcome"] == "diverged" for run in question.runs[label])
+        if n:
+            said += f"; {n} of {len(question.runs[label])} runs of {label} diverged and count as guessing"
+    return said
+
+
+def open_sentence(question: Question) -> str:
+    left = question.left_s()
+    more = "longer than anyone waits" if left is None else f"about {clock(left)} more"
+    look = question.looks[-1]
+    if look.n < 2:
+        return f"Not enough yet: one run of each arm; {more}."
+    return f"Not enough yet, {more}: {pairs_text(question, look.alive)}."
+
+
+# ---- what a difference in loss is worth ------------------------------------------------------------------------
+
+
+def price_of_worse(question: Question, best: Arm, worse: Arm) -> str:
+    """How many more steps, and how much more time, the worse arm's loss costs; empty where that is not known.
+
+    The better arm reaches the worse one's last loss at some step of its own, so the worse one spends that much more. In
+    the middle of a schedule the learning rate is still high, so the figure is a lower limit.
+    """
+    if question.figure != "val_loss":
+        return ""
+    curve = mean_curve(question.runs[best.label])
+    goal = statistics.fmean(question.values(worse.label))
+    step = first_below(curve, goal)
+    if step is None or step <= 0:
+        return ""
+    more_steps = worse.steps / step - 1
+    text = f" {worse.label} takes at least {more_steps:.0%} more steps for the same loss"
+    ms = [mean_of(question.runs[arm.label], "step_ms") for arm in (best, worse)]
+    if ms[0] and ms[1]:
+        more_time = worse.steps * ms[1] / (step * ms[0]) - 1
+        text += f", {more_time:+.0%} of the time"
+    return text + "."
+
+
+def mean_curve(runs: list[dict[str, Any]]) -> Curve:
+    """The mean val loss of runs at each step where all of them were evaluated."""
+    by_step: dict[int, list[float]] = {}
+    for run in runs:
+        for step, loss in run["curve"]:
+            by_step.setdefault(step, []).append(loss)
+    return [(step, statistics.fmean(of_step)) for step, of_step in sorted(by_step.items()) if len(of_step) == len(runs)]
+
+
+def first_below(curve: Curve, goal: float) -> float | None:
+    """The step at which a curve first falls to goal, between evaluations by a straight line."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+        if y1 <= goal < y0:
+            return x0 + (x1 - x0) * (y0 - goal) / (y0 - y1)
+    return None
