@@ -104,7 +104,7 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
     for i, x in enumerate(arms):
         for y in arms[:i]:
             if (x.code, x.learning_settings()) == (y.code, y.learning_settings()):
-                raise ConfigError(f"{y.label} and {x.label} are the same training: {x.what}; --null asks for noise")
+                raise ConfigError(f"{y.label} and {x.label} are the same training: {x.what}; change one of them")
     return arms
 
 
@@ -191,13 +191,13 @@ def main() -> int:
     ask(question, a.anyway)
     sentence, status, data = words.answer(question)
     print(sentence)
-    asked = question.place.ledger.questions_of(question.place.windows)
+    asked = question.place.ledger.questions_of(question.place.windows, but=question.digest)
     configs = " ".join(Path(word).name for word in common if not word.startswith("-"))
     about = {"question": question.digest, "windows": question.place.windows, "config": configs, "at": a.at}
     about |= {"machine": question.place.machine, "spent_s": question.spent_s(), "date": time.strftime("%Y-%m-%d")}
     question.place.ledger.add("answer", **about, **data)
     if asked:
-        print(f"{asked} questions before this one were asked of these validation windows; --confirm takes others.")
+        print(f"{asked} other questions were asked of these validation windows: the more, the likelier a win by luck")
     if a.json:
         print(json.dumps(data))
     return status

@@ -38,6 +38,7 @@ NOT_RUN = {
     "python bench/check_machines.py": "takes minutes; make test-all runs it",
     "make qualify": "takes minutes; test_qualifying.py runs its stages",
     "python bench/qualify.py": "takes minutes; test_qualifying.py runs its stages",
+    "python bench/ask.py": "takes minutes; test_ask.py asks questions",
     "sbatch --array": "needs SLURM; test_parts.py runs the command in it",
     "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
     "curl": "asks what --serve prints; test_openai_api.py asks the same",

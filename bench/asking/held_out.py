@@ -2,9 +2,8 @@
 
 Whoever chooses among many settings by one validation split fits them to that split, and its loss no longer says what
 the chosen model does with new text. So arms train on the training text without its last tenth and are judged by that.
-A win is confirmed on the validation split itself, on an eighth of it that no question has seen.
 
-Writes folders of token files below the ledger's; shards that are not cut are links.
+Writes a folder of token files below the ledger's; shards that are not cut are links.
 """
 
 from __future__ import annotations
@@ -17,44 +16,33 @@ from data.token_files import open_masks, open_shards, read_meta, read_record, re
 from deskgpt.machine.files import file_sha256, new_folder
 
 PART = 10  # of the training tokens, one in so many is set aside
-MOST_TOKENS = 1 << 21  # set aside; the eight parts of val are as long as val allows
-PARTS_OF_VAL = 8
+MOST_TOKENS = 1 << 21  # set aside
 
 
-def set_aside(folder: Path, below: Path, part_of_val: int | None = None) -> Path:
-    """A folder with the data of `folder`, judged on the last training tokens or on a part of val.bin (0 to 7).
+def set_aside(folder: Path, below: Path) -> Path:
+    """A folder, below `below`, with the training data of `folder`, whose last tokens are the validation split.
 
     Dialogues and other data with loss masks are returned as they are. Raises ValueError where a split is missing.
     """
     shards = open_shards(folder, "train")
     if read_record(folder).get("packed") or open_masks(folder, "train", shards):
         return folder
-    to = below / f"{folder.name}-{fingerprint(folder)}-{'chosen' if part_of_val is None else f'val{part_of_val}'}"
+    to = below / f"{folder.name}-{fingerprint(folder)}"
     if (to / "meta.json").exists():
         return to
     below.mkdir(parents=True, exist_ok=True)
     sizes = [len(shard) for shard in shards]
     paths = [shard.path for shard in shards]
     with new_folder(to) as new:
-        if part_of_val is None:
-            kept = sizes[-1] - min(sum(sizes) // PART, sizes[-1] // 2, MOST_TOKENS)
-            link(paths[:-1], new)
-            last = read_tokens(paths[-1])
-            write_tokens(new / paths[-1].name, last[:kept])
-            write_tokens(new / "val.bin", last[kept:])
-        else:
-            link(paths, new)
-            val = read_tokens(open_shards(folder, "val")[0].path)
-            size = len(val) // PARTS_OF_VAL
-            write_tokens(new / "val.bin", val[part_of_val * size : (part_of_val + 1) * size])
+        kept = sizes[-1] - min(sum(sizes) // PART, sizes[-1] // 2, MOST_TOKENS)
+        for path in paths[:-1]:
+            (new / path.name).symlink_to(path.resolve())
+        last = read_tokens(paths[-1])
+        write_tokens(new / paths[-1].name, last[:kept])
+        write_tokens(new / "val.bin", last[kept:])
         listed = {path.name: file_entry(path) for path in sorted(new.glob("*.bin"))}
         write_meta(new, read_meta(folder) | {"files": listed, "source": f"{folder.name}, cut by bench/ask.py"})
     return to
-
-
-def link(paths: list[Path], folder: Path) -> None:
-    for path in paths:
-        (folder / path.name).symlink_to(path.resolve())
 
 
 def file_entry(path: Path) -> dict[str, object]:

@@ -56,6 +56,6 @@ class Ledger:
     def answers(self) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == "answer"]
 
-    def questions_of(self, windows: str) -> int:
-        """How many different questions were answered with these validation windows."""
-        return len({e["question"] for e in self.answers() if e.get("windows") == windows})
+    def questions_of(self, windows: str, but: str) -> int:
+        """How many other questions were asked of these validation windows. but: the digest of this one."""
+        return len({e["question"] for e in self.answers() if e.get("windows") == windows} - {but})
