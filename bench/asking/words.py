@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, Question
+from bench.asking.statistics import LEAST, Estimate
 from deskgpt.machine.words import clock
 
 Curve = list[tuple[float, float]]  # (step, mean loss)
@@ -80,10 +81,17 @@ def pair_text(question: Question, x: str, y: str) -> str:
     """The difference of two arms, its error and the runs that it stands on."""
     unit = FIGURES[question.figure][0]
     e = question.looks[-1].estimates[min(x, y), max(x, y)]
-    how = "in pairs by seed" if e.paired else "not paired"
     means = [statistics.fmean(run[question.figure] for run in question.runs[label]) for label in (x, y)]
-    text = f"{abs(e.d):.4f} ± {e.half:.4f} {unit}".strip()
-    return f"{text} ({x} {means[0]:.4f}, {y} {means[1]:.4f}; {e.n} runs of each, {how}{diverged(question, x, y)})"
+    error = f"± {e.half:.4f} " if e.n >= LEAST else ""
+    text = f"{abs(e.d):.4f} {error}{unit}".strip()
+    return f"{text} ({x} {means[0]:.4f}, {y} {means[1]:.4f}; {runs_text(e)}{diverged(question, x, y)})"
+
+
+def runs_text(e: Estimate) -> str:
+    """What a difference stands on."""
+    if e.n < LEAST:
+        return f"{e.n} runs of each, too few for an interval"
+    return f"{e.n} runs of each, {'in pairs by seed' if e.paired else 'not paired'}"
 
 
 def pairs_text(question: Question, labels: list[str]) -> str:
@@ -110,7 +118,7 @@ def open_sentence(question: Question) -> str:
     return f"Not enough yet, {more}: {pairs_text(question, look.alive)}."
 
 
-# ---- what a difference in loss is worth ------------------------------------------------------------------------
+# ---- what a difference in loss is worth ----------------------------------------------------------------------
 
 
 def price_of_worse(question: Question, best: Arm, worse: Arm) -> str:
