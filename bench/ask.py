@@ -165,6 +165,8 @@ def ask(question: Question, anyway: bool) -> None:
     bar = tqdm(unit="round", disable=None)
     for look in question.answered():
         bar.update()
+        if not anyway:
+            question.check_affordable()
         if look.n == PILOT:
             price = question.price()
             for line in price.lines(question):

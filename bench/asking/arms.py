@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIVEN = ("seed", "out_dir", "init_from", "eval_only", "dry_run", "plan_for", "world", "max_hours", "max_minutes")
 NO_EFFECT = {"out_dir", "wandb_log", "wandb_project", "wandb_run_name", "log_interval", "keep_checkpoints", "tasks"}
 NO_EFFECT |= {"save_interval", "save_minutes", "save_async", "resume_changed", "sample_interval", "tasks_interval"}
-NO_EFFECT |= {"tasks_limit", "dataset", "init_from", "seed"}  # the last three are a part of a run's key themselves
+NO_EFFECT |= {"tasks_limit", "dataset", "seed"}  # the last two are a part of a run's key themselves
 
 READ_SETTINGS = """
 import json, sys

@@ -69,6 +69,8 @@ class Question:
         """The figure of the arm's runs, so that lower is better."""
         _, more_is_better = FIGURES[self.figure]
         found = [run[self.figure] for run in self.runs[label]]
+        if None in found:
+            raise ConfigError(f"--figure={self.figure}: runs of {label} are too short to have it; take more steps")
         return [-value for value in found] if more_is_better else found
 
     # ---- runs --------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ class Question:
         """
         with ThreadPoolExecutor(self.place.jobs) as pool:
             for n in itertools.count():
-                if n > 0 and self.spent_s() + self.round_s() > self.budget_s and not self.is_known(n):
+                if n >= PILOT and self.spent_s() + self.round_s() > self.budget_s and not self.is_known(n):
                     return
                 self.do_round(n, pool)
                 look = self.look()
@@ -114,7 +116,7 @@ class Question:
     def round_s(self) -> float:
         """Seconds of a round of the arms that can still win, runs from the ledger counted as what they took."""
         labels = self.looks[-1].alive if self.looks else list(self.runs)
-        each = [statistics.fmean(run["wall_s"] for run in self.runs[label]) for label in labels]
+        each = [statistics.median(run["wall_s"] for run in self.runs[label]) for label in labels]
         waves = math.ceil(len(each) / self.place.jobs)
         return sum(each) / len(each) * waves
 
@@ -151,22 +153,37 @@ class Question:
         if pair.n >= LEAST:
             sd = pair.sd
             paired = pair.paired
-        affordable = self.looks[-1].n + max(0, int((self.budget_s - self.spent_s()) / max(self.round_s(), 1e-9)))
-        n = max(affordable, LEAST) if affordable >= LEAST else affordable
-        resolves = sure.smallest(min(n, sure.MOST), sd, paired, self.alpha)
+        n = self.affordable()
+        resolves = sure.smallest(n, sd, paired, self.alpha)
         needed = None if self.resolve is None else sure.runs_for(self.resolve, sd, paired, self.alpha)
         return Price(sd, paired, n, resolves, needed, self.round_s(), self.looks[-1].n)
+
+    def affordable(self) -> int:
+        """Runs of each arm within the budget, with those so far and those that the ledger has."""
+        n = self.looks[-1].n
+        while self.is_known(n):
+            n += 1
+        left_s = max(0.0, self.budget_s - self.spent_s())
+        return min(sure.MOST, n + int(left_s / max(self.round_s(), 1e-3)))
+
+    def check_affordable(self) -> None:
+        """Raises ConfigError where the budget is over before anything can be decided."""
+        is_over = self.looks[-1].n < PILOT and self.spent_s() > self.budget_s
+        if is_over or (self.looks[-1].n == PILOT and self.affordable() < LEAST):
+            raise ConfigError(
+                f"--budget={clock(self.budget_s)} pays {self.affordable()} runs of each arm at "
+                f"{clock(self.round_s())} a round, and an answer takes {LEAST} at least: "
+                f"{clock(LEAST * self.round_s())}; --anyway goes on"
+            )
 
     def left_s(self) -> float | None:
         """About how much longer it takes, at the difference seen so far or the one to be resolved; None: too long."""
         look = self.looks[-1]
-        pairs = [e for (x, y), e in look.estimates.items() if x in look.alive and y in look.alive]
-        needed = 0
-        for e in pairs:
-            goal = max(abs(e.d), self.resolve or 0.0)
-            if not goal or not math.isfinite(e.sd):
-                return None
-            needed = max(needed, sure.runs_for(goal, e.sd, e.paired, self.alpha))
+        needed = LEAST
+        for (x, y), e in look.estimates.items():
+            if x in look.alive and y in look.alive and look.n >= PILOT:
+                goal = max(abs(e.d), self.resolve or 0.0)
+                needed = max(needed, sure.runs_for(goal, e.sd, e.paired, self.alpha))
         return None if needed >= sure.MOST else max(1, needed - look.n) * self.round_s()
 
 
@@ -198,13 +215,7 @@ class Price:
         return said
 
     def check(self, question: Question) -> None:
-        """Raises ConfigError where the budget cannot answer."""
-        if self.affordable < LEAST:
-            raise ConfigError(
-                f"--budget={clock(question.budget_s)} pays {self.affordable} runs of each arm at "
-                f"{clock(self.round_s)} a round, and an answer takes {LEAST} at least: "
-                f"{clock(LEAST * self.round_s)}; --anyway goes on"
-            )
+        """Raises ConfigError where the budget cannot resolve what is asked."""
         if question.resolve is not None and self.resolves > question.resolve:
             assert self.needed is not None
             raise ConfigError(

@@ -29,6 +29,9 @@ from deskgpt.run.lock import if_free
 from deskgpt.run.log import read_events
 
 EVALUATIONS = 10  # of a run, for its curve, where the config does not evaluate as often
+# Settings with which every run ends at its last step; a commit may be older than some of them.
+TO_THE_END = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
+TO_THE_END |= {"wandb_log": False, "tasks": "", "sample_interval": 0}
 TRIES = 3  # of a run that something kills
 LONGEST_S = 7 * 86400.0  # that a run of an earlier question is waited for
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
@@ -106,7 +109,8 @@ def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
     """(exit status, last line of stderr) of a run of train.py that is followed to its end."""
     every = min(arm.settings["eval_interval"], max(1, arm.steps // EVALUATIONS))
     given = {"dataset": place.data.resolve(), "out_dir": out_dir.resolve(), "seed": seed, "device": place.device}
-    given |= {"max_iters": arm.steps, "eval_interval": every, "wandb_log": False}
+    given |= {"max_iters": arm.steps, "eval_interval": every}
+    given |= {name: value for name, value in TO_THE_END.items() if name in arm.settings}
     if any(out_dir.glob("ckpt*")):
         given["init_from"] = "resume"
     command = [sys.executable, "train.py", *arm.arguments, *(f"--{name}={value}" for name, value in given.items())]

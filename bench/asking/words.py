@@ -113,8 +113,6 @@ def open_sentence(question: Question) -> str:
     left = question.left_s()
     more = "longer than anyone waits" if left is None else f"about {clock(left)} more"
     look = question.looks[-1]
-    if look.n < 2:
-        return f"Not enough yet: one run of each arm; {more}."
     return f"Not enough yet, {more}: {pairs_text(question, look.alive)}."
 
 
