@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ def test_critical_t_is_where_the_bayes_factor_reaches_one_over_alpha(k: float, n
     assert mixture / stats.t.pdf(t, nu) == pytest.approx(1 / sure.ALPHA, rel=1e-4)
 
 
-def questions(n: int, correlation: float, effect: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def questions(n: int, correlation: float, effect: float, seed: int) -> Any:
     """Losses (n, LONGEST) of two arms whose seeds are correlated; b's are lower by effect."""
-    draw = np.random.default_rng(seed)
+    draw: Any = np.random.default_rng(seed)
     shared = draw.normal(size=(n, LONGEST)) * math.sqrt(correlation)
     own = math.sqrt(1 - correlation)
     a = shared + own * draw.normal(size=(n, LONGEST))
@@ -62,7 +63,7 @@ def test_an_ordinary_interval_would_be_wrong_far_more_often() -> None:
 @pytest.mark.parametrize(("paired", "n"), [(False, 4), (False, 12), (True, 8), (True, 30)])
 def test_smallest_difference_is_found_with_the_promised_power(paired: bool, n: int) -> None:
     effect = sure.smallest(n, 1.0, paired)
-    draw = np.random.default_rng(3)
+    draw: Any = np.random.default_rng(3)
     found = 0
     for _ in range(2000):
         a = draw.normal(effect, 1, n)
@@ -93,6 +94,7 @@ def test_no_difference_is_an_equivalence_test() -> None:
     narrow = sure.Estimate(0.001, 0.005, 50, False, 0.01)
     assert sure.verdict(narrow, 0.01) == "same"
     assert sure.verdict(narrow, None) == "open"
+    assert sure.verdict(sure.Estimate(0.005, 0.003, 50, False, 0.01), 0.01) == "same"  # real, and too small to matter
     assert sure.verdict(sure.Estimate(0.02, 0.005, 50, False, 0.01), 0.01) == "better"
     assert sure.verdict(sure.Estimate(-0.02, 0.005, 50, False, 0.01), 0.01) == "worse"
 
@@ -105,11 +107,11 @@ def test_nothing_is_decided_before_four_runs() -> None:
 @pytest.mark.slow
 def test_several_arms_share_the_error() -> None:
     """Of three equal arms, some pair is told apart in less than 5% of the questions."""
-    draw = np.random.default_rng(6)
+    draw: Any = np.random.default_rng(6)
     wrong = 0
     alpha = sure.alpha_of_pair(3)
     for _ in range(200):
-        x = draw.normal(size=(3, 20))
+        x: Any = draw.normal(size=(3, 20))
         pairs = [(0, 1), (0, 2), (1, 2)]
         looks = [sure.difference(x[i, :n], x[j, :n], alpha) for n in range(4, 21) for i, j in pairs]
         wrong += any(e.low > 0 or e.high < 0 for e in looks)
@@ -117,7 +119,7 @@ def test_several_arms_share_the_error() -> None:
 
 
 def test_interaction_of_two_changes() -> None:
-    draw = np.random.default_rng(7)
+    draw: Any = np.random.default_rng(7)
     base, x, y = draw.normal(2.0, 0.01, (3, 30))
     both = draw.normal(1.5, 0.01, 30)  # alone each gains nothing
     e = sure.interaction(base, x, y, both)

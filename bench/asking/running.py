@@ -30,7 +30,7 @@ from deskgpt.run.log import read_events
 
 EVALUATIONS = 10  # of a run, for its curve, where the config does not evaluate as often
 # Settings with which every run ends at its last step; a commit may be older than some of them.
-TO_THE_END = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
+TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
 TO_THE_END |= {"wandb_log": False, "tasks": "", "sample_interval": 0}
 TRIES = 3  # of a run that something kills
 LONGEST_S = 7 * 86400.0  # that a run of an earlier question is waited for
@@ -124,7 +124,7 @@ def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
         try:
             process.wait()
         except BaseException:
-            process.send_signal(signal.SIGINT)  # it saves and ends
+            process.send_signal(signal.SIGTERM)  # it saves and ends
             process.wait()
             raise
         finally:
@@ -140,7 +140,7 @@ running: set[subprocess.Popen[bytes]] = set()
 def stop_all() -> None:
     """Ends the runs of all threads, after they have saved."""
     for process in list(running):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
 
 
 def ended(log: Path) -> bool:

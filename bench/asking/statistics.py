@@ -121,15 +121,15 @@ def interaction(base: Sequence[float], x: Sequence[float], y: Sequence[float], b
 def verdict(e: Estimate, resolve: float | None) -> str:
     """better, worse, same or open. same: the whole interval lies within +-resolve, an equivalence test.
 
-    The interval is a confidence sequence, so all three may be asked at each look: one of them is wrong, ever, with
-    probability at most alpha.
+    A difference below `resolve` does not matter, so same comes first. The interval is a confidence sequence, so all
+    three may be asked at each look: one of them is wrong, ever, with probability at most alpha.
     """
+    if resolve is not None and max(-e.low, e.high) < resolve:
+        return "same"
     if e.low > 0:
         return "better"
     if e.high < 0:
         return "worse"
-    if resolve is not None and max(-e.low, e.high) < resolve:
-        return "same"
     return "open"
 
 

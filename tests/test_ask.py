@@ -1,0 +1,188 @@
+"""bench/ask.py: questions answered by real runs of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, flags
+from test_hacks import python  # noqa: F401 (a fixture)
+
+from bench import ask
+from bench.asking.arms import make_arm
+from bench.asking.ledger import Ledger
+from deskgpt.machine.errors import ConfigError
+
+MODEL = flags(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=1)
+MODEL += flags(max_iters=20, eval_tokens=512, warmup_iters=2, compile=False, device="cpu", dtype="float32")
+BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
+PATCH = """--- a/train.py
++++ b/train.py
+@@ -{line},1 +{line},1 @@
+-{old}
++{new}
+"""
+
+
+def patch_of_loss(folder: Path, factor: str) -> Path:
+    """A patch after which a step's loss is multiplied by factor."""
+    lines = (ROOT / "train.py").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if "runner.backward(loss)" in line)
+    new = lines[number].replace("(loss)", f"({factor} * loss)")
+    path = folder / "loss.patch"
+    path.write_text(PATCH.format(line=number + 1, old=lines[number], new=new))
+    return path
+
+
+class Asking:
+    """Asks in this process; the runs are processes of a Python that has imported torch already."""
+
+    def __init__(self, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        self.common = [*MODEL, f"--dataset={data}", f"--ledger={folder}"]
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
+
+    def __call__(self, *words: str) -> tuple[int, str]:
+        """(exit status, what was printed)"""
+        self.monkeypatch.setattr(sys, "argv", ["bench/ask.py", *self.common, *words])
+        status = ask.main()
+        return status, self.capsys.readouterr().out
+
+    def runs(self) -> list[dict[str, Any]]:
+        return [e for e in Ledger(self.folder).events if e["event"] == "run"]
+
+
+@pytest.fixture
+def asking(python, chars, tmp_path, monkeypatch, capsys) -> Asking:  # noqa: F811
+    monkeypatch.setattr(sys, "executable", str(python))
+    return Asking(chars, tmp_path / "ledger", monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_planted_effect_is_found_once_and_for_all(asking):
+    status, out = asking(*BETTER, "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert status == 0
+    assert found["verdict"] == "better"
+    assert found["pairs"][0]["d"] > found["pairs"][0]["half"] > 0
+    assert found["sentence"] in out
+    assert len(asking.runs()) == 2 * found["rounds"]
+    assert {tuple(run["settings"]["eval_tokens"] for run in asking.runs())} == {(512,) * 2 * found["rounds"]}
+
+    again = asking(*BETTER, "--json")
+    assert json.loads(again[1].splitlines()[-1]) == found
+    assert len(asking.runs()) == 2 * found["rounds"]
+    with open(asking.folder / "ledger.jsonl", "a") as file:
+        file.write('{"event": "answer", "torn')
+    asking.common = [f"--ledger={asking.folder}"]
+    assert found["sentence"] in asking()[1]
+
+    mixed = json.loads(asking.folder.joinpath("ledger.jsonl").read_text().splitlines()[0])
+    assert str(ROOT) not in json.dumps(mixed)
+    assert str(asking.folder) not in json.dumps(mixed)
+
+
+@pytest.mark.slow
+def test_worse_arm_and_no_difference_are_answers(asking):
+    status, out = asking("--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4")
+    assert status == 1
+    assert "b is worse by" in out
+    status, out = asking("--b", "--learning_rate=6.0001e-4", "--resolve=0.5")
+    assert status == 1
+    assert "No difference beyond 0.5 nats" in out
+
+
+@pytest.mark.slow
+def test_patch_runs_in_a_copy_and_a_run_that_diverges_counts_as_guessing(asking, tmp_path):
+    before = (ROOT / "train.py").read_bytes()
+    status, out = asking("--b", str(patch_of_loss(tmp_path, "float('nan')")), "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert found["arms"][1]["diverged"] == found["arms"][1]["runs"] > 0
+    assert "diverged and count as guessing" in out
+    assert status in (1, 3)  # a barely beats guessing after 20 steps
+    assert (ROOT / "train.py").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_budget_that_cannot_answer_is_refused_with_the_figures(asking):
+    with pytest.raises(ConfigError, match=r"--resolve|cannot resolve 1e-06"):
+        asking("--b", "--learning_rate=7e-4", "--resolve=1e-6", "--budget=1min")
+    n = len(asking.runs())
+    status, out = asking("--b", "--learning_rate=7e-4", "--resolve=1e-6", "--budget=1s", "--anyway")
+    assert status == 3
+    assert "Not enough yet" in out
+    assert len(asking.runs()) == n  # the pilot's runs were there already
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="process groups")
+def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
+    whole = json.loads(asking(*BETTER, "--json")[1].splitlines()[-1])
+    asking.common = [word for word in asking.common if not word.startswith("--ledger")]
+    asking.folder = tmp_path / "killed"
+    asking.common += [f"--ledger={asking.folder}"]
+    command = [sys.executable, "bench/ask.py", *asking.common, *BETTER]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, process_group=0)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (asking.folder.exists() and len(asking.runs()) >= 3):
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    found = json.loads(asking(*BETTER, "--json")[1].splitlines()[-1])
+    assert [arm["values"] for arm in found["arms"]] == [arm["values"] for arm in whole["arms"]]
+    keys = [run["key"] for run in asking.runs()]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--b", "--learning_rat=3"],
+        ["--b", "--learning_rate=x"],
+        ["--b", "--learning_rate=6e-4"],
+        ["--b", "missing.patch"],
+        ["--b", "commit:nonsense"],
+        ["--b", "--max_iters=7"],
+        ["--b", "--seed=3"],
+        ["--b", "--n_head=7"],
+        ["--b", "--dataset=other"],
+        ["--vary", "learning_rate=1e-3"],
+        [*BETTER, "--budget=abc"],
+        [*BETTER, "--budget=0s"],
+        [*BETTER, "--resolve=-1"],
+        [*BETTER, "--jobs=0"],
+        [*BETTER, "--jobs=2", "--at=time"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_asked_is_one_line_before_anything_runs(words, chars, tmp_path, monkeypatch):
+    command = ["bench/ask.py", *MODEL, f"--dataset={chars}", f"--ledger={tmp_path / 'ledger'}", *words]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(ConfigError) as refused:
+        ask.main()
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "ledger" / "runs").exists()
+
+
+def test_patch_that_does_not_apply_is_refused(tmp_path):
+    path = patch_of_loss(tmp_path, "2")
+    path.write_text(path.read_text().replace("backward(loss)", "forward(loss)", 1))
+    with pytest.raises(ConfigError, match="does not apply"):
+        make_arm("b", str(path), MODEL, tmp_path / "code")
+
+
+def test_arm_has_the_digest_of_its_code(tmp_path):
+    as_it_is = make_arm("a", "", MODEL, tmp_path / "code")
+    patched = make_arm("b", str(patch_of_loss(tmp_path, "2")), MODEL, tmp_path / "code")
+    assert as_it_is.code != patched.code
+    assert as_it_is.learning_settings() == patched.learning_settings()
+    assert as_it_is.code == make_arm("c", "--beta1=0.8", MODEL, tmp_path / "code").code
