@@ -4,6 +4,7 @@
     python bench/ask.py config/x.py --b docs/hacks/value_embeddings.patch
     python bench/ask.py config/x.py --b commit:HEAD~3 --at=time
     python bench/ask.py config/x.py --vary learning_rate=3e-4,1e-3,3e-3
+    python bench/ask.py config/x.py --null=200 --jobs=2
     python bench/ask.py --ledger
 
 An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
@@ -11,7 +12,8 @@ Configs and settings outside of arms are those of all. Arms take turns on the sa
 steps; --at makes tokens, time or flops equal instead. They train on the training text without its last tenth and are
 judged by that. After two runs of each arm the price is said: the noise between seeds, and the difference that the
 budget resolves. The intervals hold however often one looks (bench/asking/statistics.py), so a question stops as soon
-as it is decided, and the same command goes on where the last one stopped.
+as it is decided, and the same command goes on where the last one stopped. --null asks a config against itself, as many
+times as it says, and counts false answers.
 
 Exit status: 0 where another arm is better than a, 1 where it is worse or not different by --resolve, 3 where the budget
 was not enough, 2 for what cannot be asked.
@@ -41,6 +43,7 @@ from bench.asking import words
 from bench.asking.arms import Arm, make_arm
 from bench.asking.held_out import set_aside
 from bench.asking.ledger import Ledger, default_folder
+from bench.asking.null import ask_itself
 from bench.asking.question import FIGURES, PILOT, Question
 from bench.asking.running import Place
 from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
@@ -72,6 +75,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--at", choices=("steps", "tokens", "time", "flops"), default="steps", help="what is equal")
     parser.add_argument("--figure", choices=list(FIGURES), default="val_loss", help="what is asked about")
     parser.add_argument("--anyway", action="store_true", help="although the budget cannot answer")
+    parser.add_argument("--null", type=int, metavar="N", help="N questions of the config against itself")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; losses only, not with --at=time")
     parser.add_argument("--json", action="store_true", help="a last line of JSON")
     parser.add_argument("--ledger", nargs="?", const="", metavar="FOLDER", help="alone: lists what was asked")
@@ -98,7 +102,7 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
         texts = [f"--{name}={value}" for value in values.split(",")]
     else:
         texts = [a.a or "", *(text for text in (a.b, a.c, a.d) if text)]
-    if len(texts) < 2:
+    if len(texts) < 2 and not a.null:
         raise ConfigError('nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"')
     arms = [make_arm(ARMS[i], text, common, ledger.folder / "code") for i, text in enumerate(texts)]
     for i, x in enumerate(arms):
@@ -110,9 +114,12 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
 
 def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     """The question that the command line asks. Raises ConfigError."""
+    budget_s = seconds(a.budget)
     ledger = Ledger(Path(a.ledger) if a.ledger else default_folder())
     if a.resolve is not None and not 0 < a.resolve < float("inf"):
         raise ConfigError(f"--resolve={a.resolve}: a difference above 0")
+    if a.null is not None and (a.null < 1 or any((a.b, a.c, a.d, a.vary))):
+        raise ConfigError(f"--null={a.null}: 1 or more questions of one config, without --b and --vary")
     if a.jobs < 1 or (a.jobs > 1 and (a.at == "time" or a.figure != "val_loss")):
         raise ConfigError(f"--jobs={a.jobs}: 1 at least, and no more where time is measured")
     arms = arms_of(a, common, ledger)
@@ -121,7 +128,7 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     folder = train.DATA / arms[0].settings["dataset"]
     place = Place(ledger, set_aside(folder, ledger.folder / "data"), arms[0].settings["device"], a.jobs)
     set_steps(arms, a.at, place)
-    return Question(arms, place, a.resolve, seconds(a.budget), arms[0].settings["seed"], a.figure)
+    return Question(arms, place, a.resolve, budget_s, arms[0].settings["seed"], a.figure)
 
 
 def set_steps(arms: list[Arm], at: str, place: Place) -> None:
@@ -186,10 +193,14 @@ def listing(ledger: Ledger) -> str:
 
 def main() -> int:
     a, common = read_arguments(sys.argv[1:])
-    if a.ledger is not None and not common and not (a.b or a.vary):
+    if a.ledger is not None and not common and not any((a.a, a.b, a.c, a.d, a.vary)):
         print(listing(Ledger(Path(a.ledger) if a.ledger else default_folder())))
         return 0
     question = question_of(a, common)
+    if a.null:
+        real, simulated = ask_itself(question.place, question.arms[0], question.first_seed, a.null)
+        print(f"{question.arms[0].what} against itself: {real}; of simulated questions {simulated}")
+        return 0
     ask(question, a.anyway)
     sentence, status, data = words.answer(question)
     print(sentence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, flags
+from scipy import stats
 from test_hacks import python  # noqa: F401 (a fixture)
 
 from bench import ask
+from bench.asking import null
 from bench.asking.arms import make_arm
 from bench.asking.ledger import Ledger
 from deskgpt.machine.errors import ConfigError
@@ -23,21 +26,15 @@ from deskgpt.machine.errors import ConfigError
 MODEL = flags(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=1)
 MODEL += flags(max_iters=20, eval_tokens=512, warmup_iters=2, compile=False, device="cpu", dtype="float32")
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
-PATCH = """--- a/train.py
-+++ b/train.py
-@@ -{line},1 +{line},1 @@
--{old}
-+{new}
-"""
 
 
 def patch_of_loss(folder: Path, factor: str) -> Path:
     """A patch after which a step's loss is multiplied by factor."""
-    lines = (ROOT / "train.py").read_text().splitlines()
-    number = next(i for i, line in enumerate(lines) if "runner.backward(loss)" in line)
-    new = lines[number].replace("(loss)", f"({factor} * loss)")
+    old = (ROOT / "train.py").read_text()
+    new = old.replace("runner.backward(loss)", f"runner.backward({factor} * loss)")
+    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), "a/train.py", "b/train.py")
     path = folder / "loss.patch"
-    path.write_text(PATCH.format(line=number + 1, old=lines[number], new=new))
+    path.write_text("".join(lines))
     return path
 
 
@@ -123,6 +120,21 @@ def test_budget_that_cannot_answer_is_refused_with_the_figures(asking):
 
 
 @pytest.mark.slow
+def test_config_against_itself_has_seeds_of_its_own_for_all_runs(asking, monkeypatch):
+    monkeypatch.setattr(null, "SIMULATED", 200)
+    status, out = asking("--null=1")
+    assert status == 0
+    assert "0 of 1 answers were false" in out
+    seeds = [run["seed"] for run in asking.runs()]
+    assert len(set(seeds)) == len(seeds) == 2 * null.ROUNDS
+
+
+def test_simulated_questions_rarely_find_a_difference_in_noise() -> None:
+    losses = [3.2 + 0.04 * stats.norm.ppf((i + 0.5) / 100) for i in range(100)]
+    assert null.simulated(losses, 300).false <= stats.binom.ppf(0.999, 300, 0.05)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
 def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
     whole = json.loads(asking(*BETTER, "--json")[1].splitlines()[-1])
@@ -156,6 +168,8 @@ def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
         ["--b", "--n_head=7"],
         ["--b", "--dataset=other"],
         ["--vary", "learning_rate=1e-3"],
+        ["--null=0"],
+        [*BETTER, "--null=2"],
         [*BETTER, "--budget=abc"],
         [*BETTER, "--budget=0s"],
         [*BETTER, "--resolve=-1"],
@@ -175,7 +189,7 @@ def test_what_cannot_be_asked_is_one_line_before_anything_runs(words, chars, tmp
 
 def test_patch_that_does_not_apply_is_refused(tmp_path):
     path = patch_of_loss(tmp_path, "2")
-    path.write_text(path.read_text().replace("backward(loss)", "forward(loss)", 1))
+    path.write_text(path.read_text().replace("-                runner.backward", "-                runner.forward"))
     with pytest.raises(ConfigError, match="does not apply"):
         make_arm("b", str(path), MODEL, tmp_path / "code")
 

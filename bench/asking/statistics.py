@@ -135,7 +135,7 @@ def verdict(e: Estimate, resolve: float | None) -> str:
 
 def alpha_of_pair(arms: int) -> float:
     """For each of the arms (arms - 1) / 2 pairs, so that all their intervals hold together (Bonferroni)."""
-    return ALPHA / (arms * (arms - 1) / 2)
+    return ALPHA / max(1, arms * (arms - 1) / 2)
 
 
 # ---- the price -----------------------------------------------------------------------------------------------
