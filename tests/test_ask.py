@@ -25,6 +25,7 @@ from deskgpt.machine.errors import ConfigError
 
 MODEL = flags(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=1)
 MODEL += flags(max_iters=20, eval_tokens=512, warmup_iters=2, compile=False, device="cpu", dtype="float32")
+PYTHON = sys.executable
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
 
 
@@ -141,7 +142,7 @@ def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
     asking.common = [word for word in asking.common if not word.startswith("--ledger")]
     asking.folder = tmp_path / "killed"
     asking.common += [f"--ledger={asking.folder}"]
-    command = [sys.executable, "bench/ask.py", *asking.common, *BETTER]
+    command = [PYTHON, "bench/ask.py", *asking.common, *BETTER]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, process_group=0)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (asking.folder.exists() and len(asking.runs()) >= 3):

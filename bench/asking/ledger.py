@@ -40,6 +40,10 @@ class Ledger:
         except OSError as e:
             raise ValueError(f"--ledger {folder}: {e.strerror}; choose another folder") from None
         self.file = folder / "ledger.jsonl"
+        self.read()
+
+    def read(self) -> None:
+        """Takes in what other questions have added since."""
         self.events = read_events(self.file) if self.file.exists() else []
 
     def add(self, event: str, **fields: Any) -> None:

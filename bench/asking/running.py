@@ -74,13 +74,16 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     KeyboardInterrupt where the user stops it, after it has saved.
     """
     key = place.key(arm, seed)
+    out_dir = place.ledger.folder / "runs" / key
     known = place.ledger.run(key)
+    t0 = time.perf_counter()
+    if known is None:
+        with if_free(out_dir, wait_s=LONGEST_S):
+            pass  # another question, or one that was killed, may be at work on it
+        place.ledger.read()
+        known = place.ledger.run(key)
     if known is not None:
         return known | {"reused": True}
-    out_dir = place.ledger.folder / "runs" / key
-    t0 = time.perf_counter()
-    with if_free(out_dir, wait_s=LONGEST_S):
-        pass  # an earlier question was killed, and its run may still be at work
     status = 0
     said = ""
     for _ in range(TRIES):
