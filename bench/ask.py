@@ -8,6 +8,8 @@
     python bench/ask.py --ledger
 
 An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
+A number as an arm is a figure that is known, such as a published loss. With --together, another arm has the changes of
+b, c ..., and the answer says whether their gains add up.
 Configs and settings outside of arms are those of all. Arms take turns on the same seeds, with the same number of
 steps; --at makes tokens, time or flops equal instead. They train on the training text without its last tenth and are
 judged by that. After two runs of each arm the price is said: the noise between seeds, and the difference that the
@@ -26,6 +28,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -69,6 +72,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = OneLineParser(str(__doc__))
     for name in TEXTS[:-1]:
         parser.add_argument(name, metavar="ARM", help='"--name=value ...", a patch, commit:REV')
+    parser.add_argument("--together", action="store_true", help="an arm with all changes: do they add up?")
     parser.add_argument("--vary", metavar="NAME=A,B,...", help="an arm for each value of a setting")
     parser.add_argument("--resolve", type=float, help="the smallest difference that matters")
     parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
@@ -104,12 +108,27 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
         texts = [a.a or "", *(text for text in (a.b, a.c, a.d) if text)]
     if len(texts) < 2 and not a.null:
         raise ConfigError('nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"')
+    if a.together:
+        texts.append(both(texts))
     arms = [make_arm(ARMS[i], text, common, ledger.folder / "code") for i, text in enumerate(texts)]
     for i, x in enumerate(arms):
         for y in arms[:i]:
             if (x.code, x.learning_settings()) == (y.code, y.learning_settings()):
                 raise ConfigError(f"{y.label} and {x.label} are the same training: {x.what}; change one of them")
     return arms
+
+
+def both(texts: list[str]) -> str:
+    """The arm with the changes of all arms but the first. Raises ConfigError where that is none."""
+    first, *alone = texts
+    words = [word for text in alone for word in shlex.split(text)]
+    names = [word.partition("=")[0] for word in words]
+    if first or len(alone) < 2:
+        raise ConfigError("--together: name two changes or more with --b and --c, and none with --a")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--together: two arms have {name}; their changes cannot be put together")
+    return " ".join(alone)
 
 
 def question_of(a: argparse.Namespace, common: list[str]) -> Question:
@@ -128,11 +147,12 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     folder = train.DATA / arms[0].settings["dataset"]
     place = Place(ledger, set_aside(folder, ledger.folder / "data"), arms[0].settings["device"], a.jobs)
     set_steps(arms, a.at, place)
-    return Question(arms, place, a.resolve, budget_s, arms[0].settings["seed"], a.figure)
+    return Question(arms, place, a.resolve, budget_s, arms[0].settings["seed"], a.figure, a.together)
 
 
 def set_steps(arms: list[Arm], at: str, place: Place) -> None:
     """The step at which each arm's runs end: for all runs of an arm the same one. Raises ConfigError."""
+    arms = [arm for arm in arms if arm.known is None]
     steps = arms[0].settings["max_iters"]
     for arm in arms[1:]:
         if arm.settings["max_iters"] != steps:
@@ -210,7 +230,7 @@ def main() -> int:
     about |= {"machine": question.place.machine, "spent_s": question.spent_s(), "date": time.strftime("%Y-%m-%d")}
     question.place.ledger.add("answer", **about, **data)
     if asked:
-        print(f"{asked} other questions were asked of these validation windows: the more, the likelier a win by luck")
+        print(f"other questions asked of these validation windows: {asked}; the more, the likelier a win by luck")
     if a.json:
         print(json.dumps(data))
     return status

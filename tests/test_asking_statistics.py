@@ -109,7 +109,7 @@ def test_several_arms_share_the_error() -> None:
     """Of three equal arms, some pair is told apart in less than 5% of the questions."""
     draw: Any = np.random.default_rng(6)
     wrong = 0
-    alpha = sure.alpha_of_pair(3)
+    alpha = sure.alpha_of_each(3)
     for _ in range(200):
         x: Any = draw.normal(size=(3, 20))
         pairs = [(0, 1), (0, 2), (1, 2)]
@@ -122,6 +122,6 @@ def test_interaction_of_two_changes() -> None:
     draw: Any = np.random.default_rng(7)
     base, x, y = draw.normal(2.0, 0.01, (3, 30))
     both = draw.normal(1.5, 0.01, 30)  # alone each gains nothing
-    e = sure.interaction(base, x, y, both)
+    e = sure.interaction(base, [x, y], both)
     assert e.low < 0.5 < e.high
     assert e.low > 0

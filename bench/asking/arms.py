@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ GIVEN = ("seed", "out_dir", "init_from", "eval_only", "dry_run", "plan_for", "wo
 NO_EFFECT = {"out_dir", "wandb_log", "wandb_project", "wandb_run_name", "log_interval", "keep_checkpoints", "tasks"}
 NO_EFFECT |= {"save_interval", "save_minutes", "save_async", "resume_changed", "sample_interval", "tasks_interval"}
 NO_EFFECT |= {"tasks_limit", "dataset", "seed"}  # the last two are a part of a run's key themselves
+NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?")
 
 READ_SETTINGS = """
 import json, sys
@@ -53,6 +55,7 @@ class Arm:
     code: str  # digest of the Python files that train.py is made of, there
     settings: dict[str, Any]  # all of them
     steps: int = 0  # at which its runs end
+    known: float | None = None  # an arm that is a number has no runs
 
     @property
     def what(self) -> str:
@@ -65,11 +68,14 @@ class Arm:
 
 
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
-    """An arm from what the user wrote: settings, names of patches, commit:REV. common: arguments of all arms.
+    """An arm from what the user wrote: settings, names of patches, commit:REV, or a number to compare with.
 
+    common: arguments of all arms.
     below: where copies of the checkout lie. Raises ConfigError where something is not as it must be.
     """
     words = shlex.split(text)
+    if len(words) == 1 and NUMBER.fullmatch(words[0]):
+        return Arm(label, text, [], ROOT, words[0], settings_here(common), known=float(words[0]))
     own = [word for word in words if word.startswith("--")]
     commits = [word.removeprefix("commit:") for word in words if word.startswith("commit:")]
     configs = [word for word in words if word.endswith(".py")]

@@ -21,12 +21,28 @@ from deskgpt.machine.errors import ConfigError
 from deskgpt.machine.words import clock
 
 PILOT = 2  # runs of each arm, after which the price is known
-# What can be asked about: a figure of the ledger's runs, the unit of a difference, and whether more of it is better.
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the ledger's runs that can be asked about."""
+
+    unit: str  # of a difference
+    sign: int = 1  # -1: more of it is better
+    is_rate: bool = False  # compared by 100 times its logarithm: noise and gains of speeds are shares
+
+    def value(self, found: float) -> float:
+        """What arms are compared by; less is better."""
+        return self.sign * (100 * math.log(found) if self.is_rate else found)
+
+
 FIGURES = {
-    "val_loss": ("nats", False),
-    "step_ms": ("ms", False),
-    "mfu": ("", True),
-    "tokens_per_s": ("tokens/s", True),
+    "val_loss": Figure("nats"),
+    "val_se": Figure("nats"),
+    "step_ms": Figure("%", is_rate=True),
+    "mfu": Figure("%", -1, is_rate=True),
+    "tokens_per_s": Figure("%", -1, is_rate=True),
+    "parameters": Figure("parameters"),
 }
 
 
@@ -39,6 +55,7 @@ class Look:
     alive: list[str]  # labels of the arms that can still win
     dropped: dict[str, str]  # of the others, the arm that each is worse than
     verdict: str  # better: one arm is left; same: those left do not differ by `resolve`; open
+    interaction: Estimate | None = None  # what changes gain together beyond what each gains alone
 
 
 @dataclass
@@ -51,13 +68,15 @@ class Question:
     budget_s: float
     first_seed: int
     figure: str = "val_loss"
+    together: bool = False  # the last arm has the changes of all but the first: do their gains add up?
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by label, in the order of seeds
     looks: list[Look] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.runs = {arm.label: [] for arm in self.arms}
-        self.alpha = sure.alpha_of_pair(len(self.arms))
+        n = len(self.arms)
+        self.alpha = sure.alpha_of_each(n if self.together else n * (n - 1) // 2)
 
     @property
     def digest(self) -> str:
@@ -67,11 +86,10 @@ class Question:
 
     def values(self, label: str) -> list[float]:
         """The figure of the arm's runs, so that lower is better."""
-        _, more_is_better = FIGURES[self.figure]
-        found = [run[self.figure] for run in self.runs[label]]
-        if None in found:
+        found = [run[self.figure] for run in self.runs[label] if run.get(self.figure) is not None]
+        if len(found) < len(self.runs[label]):
             raise ConfigError(f"--figure={self.figure}: runs of {label} are too short to have it; take more steps")
-        return [-value for value in found] if more_is_better else found
+        return [FIGURES[self.figure].value(value) for value in found]
 
     # ---- runs --------------------------------------------------------------------------------------------
 
@@ -107,7 +125,8 @@ class Question:
     def is_known(self, n: int) -> bool:
         """Whether the ledger has the runs of round n, so that they cost nothing."""
         labels = self.looks[-1].alive
-        keys = [self.place.key(arm, self.first_seed + n) for arm in self.arms if arm.label in labels]
+        arms = [arm for arm in self.arms if arm.label in labels and arm.known is None]
+        keys = [self.place.key(arm, self.first_seed + n) for arm in arms]
         return all(self.place.ledger.run(key) for key in keys)
 
     def spent_s(self) -> float:
@@ -129,9 +148,12 @@ class Question:
         dropped = dict(before.dropped) if before else {}
         estimates = dict(before.estimates) if before else {}
         n = len(self.runs[labels[0]])
+        values = {label: self.values(label) for label in labels}
+        if self.together:
+            return self.look_together(n, values)
         verdicts = {}
         for x, y in itertools.combinations(labels, 2):
-            estimate = sure.difference(self.values(x), self.values(y), self.alpha)
+            estimate = sure.difference(values[x], values[y], self.alpha)
             estimates[x, y] = estimate
             verdicts[x, y] = sure.verdict(estimate, self.resolve)
             if verdicts[x, y] == "better":
@@ -143,11 +165,23 @@ class Question:
         verdict = "better" if len(alive) == 1 else "open" if open_pairs else "same"
         return Look(n, estimates, alive, dropped, verdict)
 
+    def look_together(self, n: int, values: dict[str, list[float]]) -> Look:
+        """Compares each arm with the first one, and all changes together with the sum of each alone. None is dropped.
+
+        The verdict is that of all changes together, once nothing is open.
+        """
+        first, *alone, last = values
+        estimates = {(first, x): sure.difference(values[first], values[x], self.alpha) for x in [*alone, last]}
+        extra = sure.interaction(values[first], [values[x] for x in alone], values[last], self.alpha)
+        verdicts = [sure.verdict(e, self.resolve) for e in [*estimates.values(), extra]]
+        verdict = "open" if "open" in verdicts else sure.verdict(estimates[first, last], self.resolve)
+        return Look(n, estimates, list(values), {}, verdict, extra)
+
     # ---- the price ---------------------------------------------------------------------------------------
 
     def price(self) -> Price:
         """What the budget can resolve, and what `resolve` takes, by the noise of the runs so far."""
-        sd = sure.noise([self.values(label) for label in self.runs])
+        sd = sure.noise([self.values(arm.label) for arm in self.arms if arm.known is None])
         paired = False
         pair = next(iter(self.looks[-1].estimates.values()))
         if pair.n >= LEAST:
@@ -180,8 +214,9 @@ class Question:
         """About how much longer it takes, at the difference seen so far or the one to be resolved; None: too long."""
         look = self.looks[-1]
         needed = LEAST
-        for (x, y), e in look.estimates.items():
-            if x in look.alive and y in look.alive and look.n >= PILOT:
+        asked = [e for (x, y), e in look.estimates.items() if x in look.alive and y in look.alive]
+        for e in [*asked, look.interaction]:
+            if e is not None and look.n >= PILOT and sure.verdict(e, self.resolve) == "open":
                 goal = max(abs(e.d), self.resolve or 0.0)
                 needed = max(needed, sure.runs_for(goal, e.sd, e.paired, self.alpha))
         return None if needed >= sure.MOST else max(1, needed - look.n) * self.round_s()
@@ -201,7 +236,7 @@ class Price:
 
     def lines(self, question: Question) -> list[str]:
         """In words."""
-        unit = FIGURES[question.figure][0]
+        unit = FIGURES[question.figure].unit
         of = "of a difference between runs of one seed" if self.paired else "between seeds"
         said = [
             f"noise: {self.sd:.4g} {unit} {of}, from {self.done} runs of each arm; {clock(self.round_s)} a round",

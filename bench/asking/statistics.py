@@ -99,20 +99,30 @@ def difference(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> 
     """The difference of two arms; a[i] and b[i] have the same seed.
 
     The first LEAST pairs decide, once for all looks, whether the differences are analysed as pairs: where that gives
-    the narrower interval. Choosing anew at each look would find the narrow one by luck.
+    the narrower interval. Choosing anew at each look would find the narrow one by luck. An arm whose values are all
+    equal is a known number, with which there is only one sample.
     """
     first_a = a[:LEAST]
     first_b = b[:LEAST]
+    if len(set(first_a)) == 1 or len(set(first_b)) == 1:
+        return of_one_sample([x - y for x, y in zip(a, b, strict=True)], alpha)
     of_pairs = of_one_sample([x - y for x, y in zip(first_a, first_b, strict=True)], alpha)
     if of_pairs.half < of_two_samples(first_a, first_b, alpha).half:
         return of_one_sample([x - y for x, y in zip(a, b, strict=True)], alpha)
     return of_two_samples(a, b, alpha)
 
 
-def interaction(base: Sequence[float], x: Sequence[float], y: Sequence[float], both: Sequence[float]) -> Estimate:
-    """By how much two changes together gain more than the sum of what each gains alone (2 x 2 design), seed by seed."""
-    rows = zip(base, x, y, both, strict=True)
-    return of_one_sample([of_x + of_y - of_base - of_both for of_base, of_x, of_y, of_both in rows])
+def interaction(
+    base: Sequence[float], alone: Sequence[Sequence[float]], together: Sequence[float], alpha: float = ALPHA
+) -> Estimate:
+    """By how much changes together gain more than the sum of what each gains alone, seed by seed.
+
+    base: losses without a change; alone: of each change (two of them are a 2 x 2 design); together: with all of them.
+    """
+    gains = [a - b for a, b in zip(base, together, strict=True)]
+    for one in alone:
+        gains = [gain - (a - b) for gain, a, b in zip(gains, base, one, strict=True)]
+    return of_one_sample(gains, alpha)
 
 
 # ---- the verdict ---------------------------------------------------------------------------------------------
@@ -133,9 +143,9 @@ def verdict(e: Estimate, resolve: float | None) -> str:
     return "open"
 
 
-def alpha_of_pair(arms: int) -> float:
-    """For each of the arms (arms - 1) / 2 pairs, so that all their intervals hold together (Bonferroni)."""
-    return ALPHA / max(1, arms * (arms - 1) / 2)
+def alpha_of_each(intervals: int) -> float:
+    """The share of ALPHA for each of several intervals, so that all of them hold together (Bonferroni)."""
+    return ALPHA / max(1, intervals)
 
 
 # ---- the price -----------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from typing import Any
 
+from bench.asking import statistics as sure
 from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, Question
-from bench.asking.statistics import LEAST, Estimate
+from bench.asking.statistics import Estimate
 from deskgpt.machine.words import clock
 
 Curve = list[tuple[float, float]]  # (step, mean loss)
@@ -25,9 +27,13 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
     if look.verdict == "open":
         sentence, status = open_sentence(question), 3
         verdict = "not enough yet"
+    elif look.interaction:
+        sentence = together_text(question, look.interaction)
+        status = 0 if look.verdict == "better" else 1
+        verdict = {"same": "no difference"}.get(look.verdict, look.verdict)
     elif look.verdict == "same":
         among = " and ".join(look.alive)
-        beyond = f"{question.resolve:g} {FIGURES[question.figure][0]}".strip()
+        beyond = f"{question.resolve:g} {FIGURES[question.figure].unit}"
         sentence = f"No difference beyond {beyond} between {among}: {pairs_text(question, look.alive)}."
         sentence += "".join(f" {x} is worse than {y}: {pair_text(question, y, x)}." for x, y in look.dropped.items())
         status = 1 if first in look.alive else 0
@@ -37,9 +43,10 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         status = 0 if best != first else 1
         verdict = "better" if status == 0 else "worse"
         if len(others) == 1:
-            subject = "b" if status == 0 else f"{others[0]}"
+            subject = best if status == 0 else others[0]
             sentence = f"{subject} is {verdict} by {pair_text(question, *sorted((best, others[0])))}."
-            sentence += price_of_worse(question, named[best], named[others[0]])
+            if named[best].known is None and named[others[0]].known is None:
+                sentence += price_of_worse(question, named[best], named[others[0]])
         else:
             gaps = [f"than {x} by {pair_text(question, best, x)}" for x in others if (best, x) in both_ways(question)]
             sentence = f"{best} ({named[best].what}) is the best: better {', '.join(gaps)}."
@@ -49,6 +56,8 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         {"arms": [x, y], "d": e.d, "half": e.half, "n": e.n, "paired": e.paired, "sd": e.sd}
         for (x, y), e in look.estimates.items()
     ]
+    if look.interaction:
+        data["interaction"] = {"gain": look.interaction.d, "half": look.interaction.half}
     data["arms"] = [arm_data(question, arm) for arm in question.arms]
     return sentence, status, data
 
@@ -79,24 +88,49 @@ def mean_of(runs: list[dict[str, Any]], name: str) -> float | None:
 
 def pair_text(question: Question, x: str, y: str) -> str:
     """The difference of two arms, its error and the runs that it stands on."""
-    unit = FIGURES[question.figure][0]
     e = question.looks[-1].estimates[min(x, y), max(x, y)]
     means = [statistics.fmean(run[question.figure] for run in question.runs[label]) for label in (x, y)]
-    error = f"± {e.half:.4f} " if e.n >= LEAST else ""
-    text = f"{abs(e.d):.4f} {error}{unit}".strip()
-    return f"{text} ({x} {means[0]:.4f}, {y} {means[1]:.4f}; {runs_text(e)}{diverged(question, x, y)})"
+    of_each = f"{x} {number(means[0])}, {y} {number(means[1])}"
+    return f"{gap_text(question, e)} ({of_each}; {runs_text(e)}{diverged(question, x, y)})"
+
+
+def gap_text(question: Question, e: Estimate) -> str:
+    """A difference without its sign, with its error and unit."""
+    error = f"± {number(e.half)} " if math.isfinite(e.half) else ""
+    return f"{number(abs(e.d))} {error}{FIGURES[question.figure].unit}"
+
+
+def number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def runs_text(e: Estimate) -> str:
     """What a difference stands on."""
-    if e.n < LEAST:
+    if math.isinf(e.half):
         return f"{e.n} runs of each, too few for an interval"
     return f"{e.n} runs of each, {'in pairs by seed' if e.paired else 'not paired'}"
 
 
 def pairs_text(question: Question, labels: list[str]) -> str:
-    pairs = [(x, y) for i, x in enumerate(labels) for y in labels[i + 1 :]]
+    pairs = [(x, y) for x, y in question.looks[-1].estimates if x in labels and y in labels]
     return "; ".join(pair_text(question, x, y) for x, y in pairs)
+
+
+def together_text(question: Question, extra: Estimate) -> str:
+    """What each change gains alone and all together, and whether the gains add up."""
+    first, *alone, last = question.runs
+    alpha_sides = {"better": "better than", "worse": "worse than", "same": "no different from", "open": "not told from"}
+    estimates = question.looks[-1].estimates
+    said = []
+    for x in [*alone, last]:
+        is_ = alpha_sides[sure.verdict(estimates[first, x], question.resolve)]
+        who = f"{' and '.join(alone)} together are" if x == last else f"{x} is"
+        said.append(f"{who} {is_} {first} by {pair_text(question, first, x)}")
+    gain = sure.verdict(extra, question.resolve)
+    sums = {"better": "more than", "worse": "less than"}.get(gain)
+    adds = f"gain {gap_text(question, extra)} {sums} the sum of each" if sums else ""
+    adds = adds or f"gain the sum of each: it differs by {gap_text(question, extra)}"
+    return f"{'; '.join(said)}. Together they {adds}."
 
 
 def diverged(question: Question, *labels: str) -> str:
@@ -113,6 +147,8 @@ def open_sentence(question: Question) -> str:
     left = question.left_s()
     more = "longer than anyone waits" if left is None else f"about {clock(left)} more"
     look = question.looks[-1]
+    if look.interaction:
+        return f"Not enough yet, {more}: {together_text(question, look.interaction)}"
     return f"Not enough yet, {more}: {pairs_text(question, look.alive)}."
 
 
