@@ -9,13 +9,15 @@
 
 An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
 A number as an arm is a figure that is known, such as a published loss. With --together, another arm has the changes of
-b, c ..., and the answer says whether their gains add up.
+b, c ..., and the answer says whether their gains add up. --tune learning_rate gives each arm the best of three rates
+first: without it, a larger model may lose by a rate that does not suit it.
 Configs and settings outside of arms are those of all. Arms take turns on the same seeds, with the same number of
 steps; --at makes tokens, time or flops equal instead. They train on the training text without its last tenth and are
 judged by that. After two runs of each arm the price is said: the noise between seeds, and the difference that the
 budget resolves. The intervals hold however often one looks (bench/asking/statistics.py), so a question stops as soon
-as it is decided, and the same command goes on where the last one stopped. --null asks a config against itself, as many
-times as it says, and counts false answers.
+as it is decided, and the same command goes on where the last one stopped. The same words with --confirm ask a win
+again: on fresh seeds, text that no question was judged by, and a model twice as deep. --null asks a config against
+itself, as many times as it says, and counts false answers. --band writes config/usual/NAME.json.
 
 Exit status: 0 where another arm is better than a, 1 where it is worse or not different by --resolve, 3 where the budget
 was not enough, 2 for what cannot be asked.
@@ -33,6 +35,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +45,15 @@ from tqdm import tqdm
 
 import train
 from bench import timing
-from bench.asking import words
+from bench.asking import confirm, words
 from bench.asking.arms import Arm, make_arm
+from bench.asking.band import make_band
 from bench.asking.held_out import set_aside
-from bench.asking.ledger import Ledger, default_folder
+from bench.asking.ledger import Ledger, default_folder, digest
 from bench.asking.null import ask_itself
 from bench.asking.question import FIGURES, PILOT, Question
 from bench.asking.running import Place
+from bench.asking.tune import tuned_arms
 from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
 
 UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
@@ -72,6 +77,9 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = OneLineParser(str(__doc__))
     for name in TEXTS[:-1]:
         parser.add_argument(name, metavar="ARM", help='"--name=value ...", a patch, commit:REV')
+    parser.add_argument("--band", action="store_true", help="of a config: where the val losses of its runs lie")
+    parser.add_argument("--confirm", action="store_true", help="asks a win again, on fresh seeds and text, and deeper")
+    parser.add_argument("--tune", default="", metavar="NAME", help="a setting that is tuned for each arm first")
     parser.add_argument("--together", action="store_true", help="an arm with all changes: do they add up?")
     parser.add_argument("--vary", metavar="NAME=A,B,...", help="an arm for each value of a setting")
     parser.add_argument("--resolve", type=float, help="the smallest difference that matters")
@@ -106,7 +114,7 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
         texts = [f"--{name}={value}" for value in values.split(",")]
     else:
         texts = [a.a or "", *(text for text in (a.b, a.c, a.d) if text)]
-    if len(texts) < 2 and not a.null:
+    if len(texts) < 2 and not (a.null or a.band):
         raise ConfigError('nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"')
     if a.together:
         texts.append(both(texts))
@@ -133,12 +141,17 @@ def both(texts: list[str]) -> str:
 
 def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     """The question that the command line asks. Raises ConfigError."""
+    began = time.perf_counter()
     budget_s = seconds(a.budget)
     ledger = Ledger(Path(a.ledger) if a.ledger else default_folder())
     if a.resolve is not None and not 0 < a.resolve < float("inf"):
         raise ConfigError(f"--resolve={a.resolve}: a difference above 0")
+    if a.tune and (a.null or a.figure != "val_loss"):
+        raise ConfigError(f"--tune {a.tune}: only for questions about the val loss")
     if a.null is not None and (a.null < 1 or any((a.b, a.c, a.d, a.vary))):
         raise ConfigError(f"--null={a.null}: 1 or more questions of one config, without --b and --vary")
+    if a.band and (a.null or any((a.a, a.b, a.c, a.d, a.vary)) or len(common) != 1):
+        raise ConfigError("--band: name one config and nothing else; it is made of runs of the config as it is")
     if a.jobs < 1 or (a.jobs > 1 and (a.at == "time" or a.figure != "val_loss")):
         raise ConfigError(f"--jobs={a.jobs}: 1 at least, and no more where time is measured")
     arms = arms_of(a, common, ledger)
@@ -146,8 +159,13 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
         raise ConfigError("the arms have different data sets: their losses do not compare")
     folder = train.DATA / arms[0].settings["dataset"]
     place = Place(ledger, set_aside(folder, ledger.folder / "data"), arms[0].settings["device"], a.jobs)
+    if a.band:
+        place = replace(place, data=folder, evaluations=0)
     set_steps(arms, a.at, place)
-    return Question(arms, place, a.resolve, budget_s, arms[0].settings["seed"], a.figure, a.together)
+    first_seed = arms[0].settings["seed"]
+    if a.tune:
+        arms = tuned_arms(arms, a.tune, place, first_seed, math.inf if a.anyway else budget_s)
+    return Question(arms, place, a.resolve, budget_s, first_seed, a.figure, a.together, a.tune, began=began)
 
 
 def set_steps(arms: list[Arm], at: str, place: Place) -> None:
@@ -173,7 +191,14 @@ def tokens_per_step(arm: Arm) -> float:
 
 
 def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
-    """Milliseconds or FLOPs of a step of each arm. Arms take turns, so that a slow spell of the machine hits all."""
+    """Milliseconds or FLOPs of a step of each arm, which are remembered, so that the question can go on later.
+
+    Arms take turns, so that a slow spell of the machine hits all.
+    """
+    key = digest([at, [[arm.code, arm.learning_settings()] for arm in arms], place.machine, place.threads])
+    known = [e["costs"] for e in place.ledger.events if e["event"] == "costs" and e["key"] == key]
+    if known:
+        return list(known[0])
     with tempfile.TemporaryDirectory() as tmp:
         timed = []
         for arm in arms:
@@ -183,8 +208,11 @@ def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
             for x in timed:
                 timing.run(x, 0 if at == "time" else timing.LEAST_STEPS, TIMED_S)
     if at == "time":
-        return [x.step_ms()["ms"] for x in timed]
-    return [x.start["flops_per_token"] * x.start["tokens_per_step"] for x in timed]
+        costs = [x.step_ms()["ms"] for x in timed]
+    else:
+        costs = [x.start["flops_per_token"] * x.start["tokens_per_step"] for x in timed]
+    place.ledger.add("costs", key=key, at=at, costs=costs)
+    return costs
 
 
 def ask(question: Question, anyway: bool) -> None:
@@ -221,8 +249,18 @@ def main() -> int:
         real, simulated = ask_itself(question.place, question.arms[0], question.first_seed, a.null)
         print(f"{question.arms[0].what} against itself: {real}; of simulated questions {simulated}")
         return 0
-    ask(question, a.anyway)
-    sentence, status, data = words.answer(question)
+    if a.band:
+        print(make_band(common[0], question.arms[0], question.place, question.first_seed))
+        return 0
+    if a.confirm:
+        won, again = confirm.questions(question, train.DATA / question.arms[0].settings["dataset"])
+        for one in again:
+            ask(one, a.anyway)
+        sentence, status, data = confirm.answer(won, again)
+        question = again[0]
+    else:
+        ask(question, a.anyway)
+        sentence, status, data = words.answer(question)
     print(sentence)
     asked = question.place.ledger.questions_of(question.place.windows, but=question.digest)
     configs = " ".join(Path(word).name for word in common if not word.startswith("-"))

@@ -13,6 +13,9 @@ from scipy import stats
 
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run
+from bench.asking import running
+from bench.asking.arms import Arm
+from bench.asking.running import Place
 from configurator import read_settings
 from deskgpt.machine.files import write_atomically
 from deskgpt.run import usual
@@ -33,6 +36,16 @@ def deviations(runs: int, steps: int) -> float:
     """
     t = stats.t.isf(FALSE_ALARMS / steps / 2, runs - 1)
     return float(t * math.sqrt(1 + 1 / runs))
+
+
+def make_band(config: str, arm: Arm, place: Place, first_seed: int) -> Path:
+    """Does FEWEST runs of a config on its whole data, and writes their band. Returns its path. Raises as running.run.
+
+    place: with the config's own data and as many evaluations as it has.
+    """
+    seeds = range(first_seed + 1, first_seed + 1 + FEWEST)  # users run the first one
+    running.run_all(place, [(arm, seed) for seed in seeds])
+    return write_band(config, [running.out_dir_of(place, arm, seed) for seed in seeds])
 
 
 def write_band(config: str, logs: Sequence[str | Path]) -> Path:

@@ -12,34 +12,40 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
+
 from data.token_files import open_masks, open_shards, read_meta, read_record, read_tokens, write_meta, write_tokens
 from deskgpt.machine.files import file_sha256, new_folder
 
-PART = 10  # of the training tokens, one in so many is set aside
+PART = 10  # parts that the training tokens have, of which one is set aside
 MOST_TOKENS = 1 << 21  # set aside
 
 
-def set_aside(folder: Path, below: Path) -> Path:
-    """A folder, below `below`, with the training data of `folder`, whose last tokens are the validation split.
+def set_aside(folder: Path, below: Path, part: int = 0) -> Path:
+    """A folder, below `below`, with the training data of `folder` without a part, which is its validation split.
 
-    Dialogues and other data with loss masks are returned as they are. Raises ValueError where a split is missing.
+    part: counted from the end, below PART. Dialogues and other data with loss masks are returned as they are, since
+    they cannot be cut. Raises ValueError where a split is missing, or they would have to be cut.
     """
     shards = open_shards(folder, "train")
     if read_record(folder).get("packed") or open_masks(folder, "train", shards):
+        if part:
+            raise ValueError(f"{folder}: data with loss masks cannot be cut, so --confirm has no fresh text")
         return folder
-    to = below / f"{folder.name}-{fingerprint(folder)}"
+    to = below / "-".join([folder.name, fingerprint(folder), *([str(part)] if part else [])])
     if (to / "meta.json").exists():
         return to
     below.mkdir(parents=True, exist_ok=True)
     sizes = [len(shard) for shard in shards]
     paths = [shard.path for shard in shards]
     with new_folder(to) as new:
-        kept = sizes[-1] - min(sum(sizes) // PART, sizes[-1] // 2, MOST_TOKENS)
+        n = min(sum(sizes) // PART, sizes[-1] // PART, MOST_TOKENS)
+        end = sizes[-1] - part * n
         for path in paths[:-1]:
             (new / path.name).symlink_to(path.resolve())
         last = read_tokens(paths[-1])
-        write_tokens(new / paths[-1].name, last[:kept])
-        write_tokens(new / "val.bin", last[kept:])
+        write_tokens(new / paths[-1].name, np.concatenate([last[: end - n], last[end:]]))
+        write_tokens(new / "val.bin", last[end - n : end])
         listed = {path.name: file_entry(path) for path in sorted(new.glob("*.bin"))}
         write_meta(new, read_meta(folder) | {"files": listed, "source": f"{folder.name}, cut by bench/ask.py"})
     return to

@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +68,7 @@ class Question:
     first_seed: int
     figure: str = "val_loss"
     together: bool = False  # the last arm has the changes of all but the first: do their gains add up?
+    tuned: str = ""  # the setting that was tuned for each arm
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by label, in the order of seeds
     looks: list[Look] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
@@ -98,27 +98,22 @@ class Question:
 
         Ends when the question is decided, or the next round does not fit into the budget. Raises as running.run does.
         """
-        with ThreadPoolExecutor(self.place.jobs) as pool:
-            for n in itertools.count():
-                if n >= PILOT and self.spent_s() + self.round_s() > self.budget_s and not self.is_known(n):
-                    return
-                self.do_round(n, pool)
-                look = self.look()
-                self.looks.append(look)
-                yield look
-                if look.verdict != "open":
-                    return
+        for n in itertools.count():
+            if n >= PILOT and self.spent_s() + self.round_s() > self.budget_s and not self.is_known(n):
+                return
+            self.do_round(n)
+            look = self.look()
+            self.looks.append(look)
+            yield look
+            if look.verdict != "open":
+                return
 
-    def do_round(self, n: int, pool: ThreadPoolExecutor) -> None:
+    def do_round(self, n: int) -> None:
         """One run of each arm with the next seed. Every other round goes backwards, so that a slow hour hits all."""
         labels = self.looks[-1].alive if self.looks else [arm.label for arm in self.arms]
         arms = [arm for arm in self.arms if arm.label in labels]
         order = arms if n % 2 == 0 else arms[::-1]
-        try:
-            found = list(pool.map(lambda arm: running.run(self.place, arm, self.first_seed + n), order))
-        except BaseException:
-            running.stop_all()
-            raise
+        found = running.run_all(self.place, [(arm, self.first_seed + n) for arm in order])
         for arm, run in zip(order, found, strict=True):
             self.runs[arm.label].append(run)
 

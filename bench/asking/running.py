@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from deskgpt.machine import hardware
 from deskgpt.run.lock import if_free
 from deskgpt.run.log import read_events
 
-EVALUATIONS = 10  # of a run, for its curve, where the config does not evaluate as often
 # Settings with which every run ends at its last step; a commit may be older than some of them.
 TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
 TO_THE_END |= {"wandb_log": False, "tasks": "", "sample_interval": 0}
@@ -46,6 +47,7 @@ class Place:
     data: Path
     device: str = "auto"
     jobs: int = 1  # runs at a time, which share the processor's cores
+    evaluations: int = 10  # of a run at least, for its curve; 0: as many as the config has
 
     @property
     def threads(self) -> int:
@@ -77,7 +79,7 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
         figures_of_it = dict.fromkeys(("val_loss", "val_se", "step_ms", "mfu", "tokens_per_s", "parameters"), arm.known)
         return figures_of_it | {"outcome": "known", "curve": [], "wall_s": 0.0, "reused": True}
     key = place.key(arm, seed)
-    out_dir = place.ledger.folder / "runs" / key
+    out_dir = out_dir_of(place, arm, seed)
     known = place.ledger.run(key)
     t0 = time.perf_counter()
     if known is None:
@@ -103,7 +105,8 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
         raise ValueError(f"{arm.label} ({arm.what}) cannot run: {said or f'exit status {status}'}")
 
     found = figures(out_dir / "log.jsonl", diverged)
-    found |= {"key": key, "seed": seed, "steps": arm.steps, "code": arm.code, "wall_s": time.perf_counter() - t0}
+    wall_s = max(time.perf_counter() - t0, found["train_s"] or 0.0)  # a resumed run took longer than its last part
+    found |= {"key": key, "seed": seed, "steps": arm.steps, "code": arm.code, "wall_s": wall_s}
     place.ledger.add("run", **found, windows=place.windows, threads=place.threads, settings=arm.learning_settings())
     for path in out_dir.iterdir():
         if path.name != "log.jsonl":
@@ -111,9 +114,26 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     return found | {"reused": False}
 
 
+def out_dir_of(place: Place, arm: Arm, seed: int) -> Path:
+    return place.ledger.folder / "runs" / place.key(arm, seed)
+
+
+def run_all(place: Place, wanted: Sequence[tuple[Arm, int]]) -> list[dict[str, Any]]:
+    """The runs of arms with seeds, place.jobs at a time. Raises as run does, after the others have saved and ended."""
+    with ThreadPoolExecutor(place.jobs) as pool:
+        try:
+            return list(pool.map(lambda one: run(place, *one), wanted))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop_all()
+            raise
+
+
 def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
     """(exit status, last line of stderr) of a run of train.py that is followed to its end."""
-    every = min(arm.settings["eval_interval"], max(1, arm.steps // EVALUATIONS))
+    every = arm.settings["eval_interval"]
+    if place.evaluations:
+        every = min(every, max(1, arm.steps // place.evaluations))
     given = {"dataset": place.data.resolve(), "out_dir": out_dir.resolve(), "seed": seed, "device": place.device}
     given |= {"max_iters": arm.steps, "eval_interval": every}
     given |= {name: value for name, value in TO_THE_END.items() if name in arm.settings}

@@ -11,6 +11,7 @@ from bench.asking import statistics as sure
 from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, Question
 from bench.asking.statistics import Estimate
+from bench.asking.tune import untuned
 from deskgpt.machine.words import clock
 
 Curve = list[tuple[float, float]]  # (step, mean loss)
@@ -50,6 +51,8 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         else:
             gaps = [f"than {x} by {pair_text(question, best, x)}" for x in others if (best, x) in both_ways(question)]
             sentence = f"{best} ({named[best].what}) is the best: better {', '.join(gaps)}."
+    if question.figure == "val_loss" and not question.tuned:
+        sentence = f"{sentence} {untuned(question.arms, question.runs)}".strip()
     data = {"verdict": verdict, "status": status, "sentence": sentence, "figure": question.figure}
     data |= {"resolve": question.resolve, "rounds": look.n, "best": best, "dropped": look.dropped}
     data["pairs"] = [
