@@ -217,9 +217,11 @@ def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
 
 def ask(question: Question, anyway: bool) -> None:
     """Does the runs, and says the price after the pilot and what is known after each round. Raises ConfigError."""
-    bar = tqdm(unit="round", disable=None)
+    bar = tqdm(desc="first round", unit="round", disable=None)
     for look in question.answered():
         bar.update()
+        bar.total = question.affordable()
+        bar.set_description_str(words.so_far(question))
         if not anyway:
             question.check_affordable()
         if look.n == PILOT:
@@ -229,7 +231,7 @@ def ask(question: Question, anyway: bool) -> None:
             if not anyway:
                 price.check(question)
         if look.n >= PILOT:
-            tqdm.write(f"round {look.n}: {words.pairs_text(question, look.alive) or 'decided'}")
+            tqdm.write(f"round {look.n}: {words.so_far_with_means(question)}")
     bar.close()
 
 

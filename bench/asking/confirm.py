@@ -98,4 +98,4 @@ def left_of(question: Question, e: Estimate, before: float) -> str:
     change = "it shrank" if share < 1 else "it did not shrink"
     error = abs(e.half / before)
     of = f"{share:.0%}" + (f" ± {error:.0%}" if math.isfinite(error) else "")
-    return f"{sign}{words.gap_text(question, e)} after {e.n} runs of each, {of} of what it was: {change}"
+    return f"{sign}{words.amount(question, e)} after {e.n} runs of each, {of} of what it was: {change}"

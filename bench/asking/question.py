@@ -166,9 +166,11 @@ class Question:
         The verdict is that of all changes together, once nothing is open.
         """
         first, *alone, last = values
-        estimates = {(first, x): sure.difference(values[first], values[x], self.alpha) for x in [*alone, last]}
+        pairs = itertools.combinations(values, 2)
+        estimates = {(x, y): sure.difference(values[x], values[y], self.alpha) for x, y in pairs}
         extra = sure.interaction(values[first], [values[x] for x in alone], values[last], self.alpha)
-        verdicts = [sure.verdict(e, self.resolve) for e in [*estimates.values(), extra]]
+        asked = [estimates[first, x] for x in [*alone, last]]
+        verdicts = [sure.verdict(e, self.resolve) for e in [*asked, extra]]
         verdict = "open" if "open" in verdicts else sure.verdict(estimates[first, last], self.resolve)
         return Look(n, estimates, list(values), {}, verdict, extra)
 

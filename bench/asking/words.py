@@ -23,7 +23,7 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         raise ValueError("no round of runs was finished")
     look = question.looks[-1]
     first = question.arms[0].label
-    best = min(look.alive, key=lambda label: statistics.fmean(question.values(label)))
+    best = ranked(question)[0]
     named = {arm.label: arm for arm in question.arms}
     if look.verdict == "open":
         sentence, status = open_sentence(question), 3
@@ -65,6 +65,29 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
     return sentence, status, data
 
 
+def so_far(question: Question) -> str:
+    """What is known after the last look, short enough for a progress bar: who leads, and who can no longer win."""
+    best, second = ranked(question)[:2]
+    lead = amount(question, estimate(question, best, second))
+    if len(question.runs) == 2:
+        return f"{best} leads by {lead}"
+    out = ", ".join(sorted(question.looks[-1].dropped))
+    return f"{best} leads {second} by {lead}" + (f"; out: {out}" if out else "")
+
+
+def so_far_with_means(question: Question) -> str:
+    """The same with what it stands on."""
+    labels = list(question.runs)
+    runs = runs_text(estimate(question, *ranked(question)[:2]))
+    return f"{so_far(question)} ({means_text(question, labels)}; {runs}{diverged(question, *labels)})"
+
+
+def ranked(question: Question) -> list[str]:
+    """The arms' labels, the best one first, and those that can no longer win last."""
+    alive = question.looks[-1].alive
+    return sorted(question.runs, key=lambda label: (label not in alive, statistics.fmean(question.values(label))))
+
+
 def both_ways(question: Question) -> set[tuple[str, str]]:
     return {pair for x, y in question.looks[-1].estimates for pair in ((x, y), (y, x))}
 
@@ -89,22 +112,34 @@ def mean_of(runs: list[dict[str, Any]], name: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def estimate(question: Question, x: str, y: str) -> Estimate:
+    """Of the difference of two arms, after the last look at both."""
+    return question.looks[-1].estimates[min(x, y), max(x, y)]
+
+
 def pair_text(question: Question, x: str, y: str) -> str:
     """The difference of two arms, its error and the runs that it stands on."""
-    e = question.looks[-1].estimates[min(x, y), max(x, y)]
-    means = [statistics.fmean(run[question.figure] for run in question.runs[label]) for label in (x, y)]
-    of_each = f"{x} {number(means[0])}, {y} {number(means[1])}"
-    return f"{gap_text(question, e)} ({of_each}; {runs_text(e)}{diverged(question, x, y)})"
+    e = estimate(question, x, y)
+    means = means_text(question, [x, y])
+    return f"{amount(question, e)} ({means}; {runs_text(e)}{diverged(question, x, y)})"
 
 
-def gap_text(question: Question, e: Estimate) -> str:
-    """A difference without its sign, with its error and unit."""
-    error = f"± {number(e.half)} " if math.isfinite(e.half) else ""
-    return f"{number(abs(e.d))} {error}{FIGURES[question.figure].unit}"
+def amount(question: Question, e: Estimate) -> str:
+    """The size of a difference, and its error where that is known."""
+    error = f" ± {number(question, e.half)}" if math.isfinite(e.half) else ""
+    return f"{number(question, abs(e.d))}{error} {FIGURES[question.figure].unit}".strip()
 
 
-def number(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
+def means_text(question: Question, labels: list[str]) -> str:
+    means = {label: statistics.fmean(run[question.figure] for run in question.runs[label]) for label in labels}
+    return ", ".join(f"{label} {number(question, mean)}" for label, mean in means.items())
+
+
+def number(question: Question, value: float) -> str:
+    """Losses with four decimals, other figures with at least four digits: MFU is below 1, tokens/s are thousands."""
+    if question.figure == "val_loss":
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
 
 
 def runs_text(e: Estimate) -> str:
@@ -122,17 +157,17 @@ def pairs_text(question: Question, labels: list[str]) -> str:
 def together_text(question: Question, extra: Estimate) -> str:
     """What each change gains alone and all together, and whether the gains add up."""
     first, *alone, last = question.runs
-    alpha_sides = {"better": "better than", "worse": "worse than", "same": "no different from", "open": "not told from"}
+    said_as = {"better": "better than", "worse": "worse than", "same": "no different from", "open": "not told from"}
     estimates = question.looks[-1].estimates
     said = []
     for x in [*alone, last]:
-        is_ = alpha_sides[sure.verdict(estimates[first, x], question.resolve)]
+        is_ = said_as[sure.verdict(estimates[first, x], question.resolve)]
         who = f"{' and '.join(alone)} together are" if x == last else f"{x} is"
         said.append(f"{who} {is_} {first} by {pair_text(question, first, x)}")
     gain = sure.verdict(extra, question.resolve)
     sums = {"better": "more than", "worse": "less than"}.get(gain)
-    adds = f"gain {gap_text(question, extra)} {sums} the sum of each" if sums else ""
-    adds = adds or f"gain the sum of each: it differs by {gap_text(question, extra)}"
+    adds = f"gain {amount(question, extra)} {sums} the sum of each" if sums else ""
+    adds = adds or f"gain the sum of each: it differs by {amount(question, extra)}"
     return f"{'; '.join(said)}. Together they {adds}."
 
 
@@ -152,7 +187,7 @@ def open_sentence(question: Question) -> str:
     look = question.looks[-1]
     if look.interaction:
         return f"Not enough yet, {more}: {together_text(question, look.interaction)}"
-    return f"Not enough yet, {more}: {pairs_text(question, look.alive)}."
+    return f"Not enough yet, {more}: {so_far_with_means(question)}."
 
 
 # ---- what a difference in loss is worth ----------------------------------------------------------------------
