@@ -51,6 +51,7 @@ from bench.asking.band import make_band
 from bench.asking.held_out import set_aside
 from bench.asking.ledger import Ledger, default_folder, digest
 from bench.asking.null import ask_itself
+from bench.asking.page import write_page
 from bench.asking.question import FIGURES, PILOT, Question
 from bench.asking.running import Place
 from bench.asking.tune import tuned_arms
@@ -90,6 +91,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--null", type=int, metavar="N", help="N questions of the config against itself")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; losses only, not with --at=time")
     parser.add_argument("--json", action="store_true", help="a last line of JSON")
+    parser.add_argument("--page", metavar="FILE", help="an HTML page, written anew after each round")
     parser.add_argument("--ledger", nargs="?", const="", metavar="FOLDER", help="alone: lists what was asked")
     return parser.parse_known_args(joined(argv))
 
@@ -148,8 +150,8 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
         raise ConfigError(f"--resolve={a.resolve}: a difference above 0")
     if a.tune and (a.null or a.figure != "val_loss"):
         raise ConfigError(f"--tune {a.tune}: only for questions about the val loss")
-    if a.null is not None and (a.null < 1 or any((a.b, a.c, a.d, a.vary))):
-        raise ConfigError(f"--null={a.null}: 1 or more questions of one config, without --b and --vary")
+    if a.null is not None and (a.null < 1 or any((a.b, a.c, a.d, a.vary, a.page))):
+        raise ConfigError(f"--null={a.null}: 1 or more questions of one config, without --b, --vary and --page")
     if a.band and (a.null or any((a.a, a.b, a.c, a.d, a.vary)) or len(common) != 1):
         raise ConfigError("--band: name one config and nothing else; it is made of runs of the config as it is")
     if a.jobs < 1 or (a.jobs > 1 and (a.at == "time" or a.figure != "val_loss")):
@@ -215,10 +217,12 @@ def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
     return costs
 
 
-def ask(question: Question, anyway: bool) -> None:
+def ask(question: Question, anyway: bool, page: str | None = None) -> None:
     """Does the runs, and says the price after the pilot and what is known after each round. Raises ConfigError."""
+    show(question, "No round of runs has ended yet.", page)  # says at once what keeps the page from being written
     bar = tqdm(desc="first round", unit="round", disable=None)
     for look in question.answered():
+        show(question, words.answer(question)[0], page)
         bar.update()
         bar.total = question.affordable()
         bar.set_description_str(words.so_far(question))
@@ -233,6 +237,12 @@ def ask(question: Question, anyway: bool) -> None:
         if look.n >= PILOT:
             tqdm.write(f"round {look.n}: {words.so_far_with_means(question)}")
     bar.close()
+
+
+def show(question: Question, sentence: str, page: str | None) -> None:
+    """Writes the page, where one is wanted. Raises ValueError or OSError where that cannot be."""
+    if page:
+        write_page(question, sentence, Path(page), shlex.join(["python", "bench/ask.py", *sys.argv[1:]]))
 
 
 def listing(ledger: Ledger) -> str:
@@ -257,12 +267,13 @@ def main() -> int:
     if a.confirm:
         won, again = confirm.questions(question, train.DATA / question.arms[0].settings["dataset"])
         for one in again:
-            ask(one, a.anyway)
+            ask(one, a.anyway, a.page)
         sentence, status, data = confirm.answer(won, again)
         question = again[0]
     else:
-        ask(question, a.anyway)
+        ask(question, a.anyway, a.page)
         sentence, status, data = words.answer(question)
+        show(question, sentence, a.page)
     print(sentence)
     asked = question.place.ledger.questions_of(question.place.windows, but=question.digest)
     configs = " ".join(Path(word).name for word in common if not word.startswith("-"))

@@ -1,4 +1,4 @@
-"""The progress bar of a question, from made-up runs: nothing is trained."""
+"""The page of a question and its progress bar, from made-up runs: nothing is trained."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import random
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+from browser import Browser, needs_browser
+
 from bench import ask
-from bench.asking import words
+from bench.analysis.page import plotly_js
+from bench.asking import page, words
 from bench.asking.arms import Arm
 from bench.asking.ledger import Ledger
 from bench.asking.question import Question
@@ -34,7 +38,7 @@ class MadeUp(Question):
         self.losses = losses
         self.draw = random.Random(0)
 
-    def do_round(self, n: int, pool: ThreadPoolExecutor) -> None:
+    def do_round(self, n: int) -> None:
         for label in self.looks[-1].alive if self.looks else list(self.runs):
             self.runs[label].append(self.made_up_run(self.losses["abcde".index(label)]))
 
@@ -88,3 +92,117 @@ def test_figures_other_than_losses_keep_their_digits(tmp_path):
     assert words.so_far(MadeUp(tmp_path, [1.9, 2.9], figure="tokens_per_s").after(1)).endswith(" tokens/s")
     assert words.number(MadeUp(tmp_path, [1, 1], figure="mfu"), 0.002646) == "0.002646"
     assert words.number(MadeUp(tmp_path, [1, 1], figure="tokens_per_s"), 123456.78) == "123,456.8"
+
+
+# ---- the page ------------------------------------------------------------------------------------------------
+
+
+def traces(chart: Any, run: int | None) -> list[Any]:
+    return [trace for trace in chart.figure.data if trace.meta["run"] == run]
+
+
+def test_curve_is_the_mean_of_runs_within_their_range_without_those_that_diverged(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.8, math.nan]).after(2)
+    question.runs["b"][0] = question.made_up_run(math.nan)
+    runs = [page.as_run(question, arm) for arm in question.arms]
+    chart = page.curves_chart(question, runs)
+    band, line = traces(chart, 0)
+    losses = np.array([[loss for _, loss in run["curve"]] for run in question.runs["a"]])
+    assert [*line.customdata] == [*CURVE]
+    np.testing.assert_allclose(line.y, losses.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(band.y, [*losses.max(0), *losses.min(0)[::-1]], rtol=1e-6)
+    (of_one_run,) = traces(chart, 1)
+    assert of_one_run.y[-1] == pytest.approx(question.runs["b"][1]["val_loss"])
+    assert traces(chart, 2) == []
+    assert "1 runs of b that diverged" in chart.note
+    assert "2 runs of c that diverged" in chart.note
+
+
+def test_interval_is_drawn_from_the_round_that_has_one(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.89], resolve=0.001).after(6)
+    chart = page.difference_chart(question)
+    estimates = [look.estimates["a", "b"] for look in question.looks]
+    band, line = traces(chart, 1)
+    np.testing.assert_allclose(line.y, [e.d for e in estimates], rtol=1e-5)
+    assert [*band.meta["x"]["steps"]] == [4, 5, 6, 6, 5, 4]
+    np.testing.assert_allclose(band.y[:3], [e.high for e in estimates[3:]], rtol=1e-5)
+    np.testing.assert_allclose(band.y[3:], [e.low for e in estimates[:2:-1]], rtol=1e-5)
+    assert [trace.y[0] for trace in traces(chart, None)] == pytest.approx([0, -0.001, 0.001])
+    early = page.difference_chart(MadeUp(tmp_path, [1.9, 1.89]).after(2))
+    (points,) = traces(early, 1)
+    assert len(points.y) == 2
+    assert not np.isfinite(points.error_y.array).any()
+
+
+def test_several_arms_are_shown_against_the_best_one_as_long_as_they_had_runs(tmp_path):
+    question = MadeUp(tmp_path, [2.5, 1.9, 1.8, 1.89, 2.3]).after(30)
+    chart = page.difference_chart(question)
+    assert words.ranked(question)[0] == "c"
+    assert traces(chart, 2) == []
+    for number, label in ((0, "a"), (1, "b"), (3, "d"), (4, "e")):
+        line = traces(chart, number)[-1]
+        assert len(line.y) == len(question.runs[label])
+        assert line.y[-1] < 0  # below 0 an arm is worse
+        assert line.error_y.array[-1] > 0
+    assert "an arm is better than c" in chart.note
+    table = page.arms_table(question)
+    assert [row[1] for row in table.rows] == [f"{len(runs)}" for runs in question.runs.values()]
+    assert f"a is worse than {question.looks[-1].dropped['a']} and gets no more runs." in table.note
+
+
+def test_more_of_a_speed_is_better_and_the_axis_has_its_unit(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 2.5], figure="tokens_per_s").after(4)
+    chart = page.difference_chart(question)
+    assert traces(chart, 1)[-1].y[-1] > 0
+    assert chart.figure.layout.yaxis.title.text == "difference in tokens_per_s (tokens/s)"
+    assert page.pairs_table(question).rows[0][-1] == "b is better"
+
+
+def test_page_is_written_before_and_after_each_round(tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    def write(question: Question, sentence: str, *rest: Any) -> None:
+        asked.append(sentence)
+        page.write_page(question, sentence, *rest)
+
+    monkeypatch.setattr(ask, "write_page", write)
+    question = MadeUp(tmp_path, [1.9, 1.5])
+    ask.ask(question, anyway=False, page=str(tmp_path / "new" / "page.html"))
+    assert len(asked) == 1 + len(question.looks)
+    html = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    assert f"<h1>{asked[-1]}</h1>" in html
+    assert asked[-1].startswith("b is better by ")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
+
+
+def test_what_keeps_the_page_from_being_written_is_said_before_the_first_run(tmp_path, monkeypatch):
+    question = MadeUp(tmp_path, [1.9, 1.5])
+    with pytest.raises(OSError, match="cannot write") as refused:
+        ask.ask(question, anyway=False, page=str(tmp_path))
+    assert "\n" not in str(refused.value)
+    plotly_js.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ValueError, match="pip install"):
+        ask.ask(question, anyway=False, page=str(tmp_path / "page.html"))
+    assert question.looks == []
+
+
+SEEN = """({title: document.title, width: document.documentElement.scrollWidth,
+  svg: [...document.querySelectorAll(".plot")].filter(p => p.querySelector("svg.main-svg .trace")).map(p => p.id),
+  rows: document.querySelectorAll("table.several tbody tr").length})"""
+
+
+@needs_browser
+@pytest.mark.parametrize("rounds", [0, 1, 2, 30])
+def test_page_is_drawn_after_any_round_and_hostile_arms_are_text(rounds, browser: Browser, tmp_path):
+    question = MadeUp(tmp_path, [2.5, 1.9, 1.8, 1.89, math.nan], resolve=0.01).after(rounds)
+    sentence = words.answer(question)[0] if rounds else EVIL
+    page.write_page(question, sentence, tmp_path / "page.html", EVIL)
+    tab = browser.open((tmp_path / "page.html").as_uri(), 390)
+    seen = tab.run(SEEN)
+    assert tab.console() == []
+    assert seen["svg"] == (["val_loss", "difference"] if rounds else [])
+    assert seen["rows"] == (15 if rounds else 5)
+    assert seen["width"] == 390
+    assert seen["title"] == " or ".join(arm.what for arm in question.arms) + "?"
+    tab.close()

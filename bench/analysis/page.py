@@ -1,4 +1,4 @@
-"""One HTML page about training runs: what bench/report.py and bench/compare.py write.
+"""One HTML page about training runs: what bench/report.py, bench/compare.py and bench/ask.py write.
 
 The page holds all that it needs, plotly's JavaScript included, and makes no request to any network. A live page asks
 the server that it came from (bench/analysis/live.py) for the same parts again and again.
@@ -555,14 +555,15 @@ def page(
     samples: Sequence[str] = (),
     about: str = "",
     headlines: Sequence[Headline] = (),
+    charts: dict[str, Chart] | None = None,
 ) -> str:
     """The whole HTML: headlines, curves, verdict in words, tables, samples, settings of each run, what it was made on.
 
-    Raises ValueError where plotly is missing.
+    charts: in place of those of the runs. Raises ValueError where plotly is missing.
     """
     plotly_js()
-    charts = make_charts(runs)
-    nothing = "" if charts else "<p>The log holds no steps and no evaluations.</p>"
+    charts = make_charts(runs) if charts is None else charts
+    nothing = "" if charts else "<p>There are no steps and no evaluations yet.</p>"
     parts = parts_html(title, runs, tables, verdict, samples, about, headlines)
     return document(title, parts, charts_html(runs) + nothing, charts_json(charts))
 

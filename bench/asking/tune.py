@@ -81,10 +81,10 @@ def untuned(arms: list[Arm], runs: dict[str, list[dict[str, Any]]]) -> str:
     """Of arms that are not tuned, in words, what makes another learning rate likely; empty for nothing."""
     first = arms[0]
     for arm in arms[1:]:
-        if arm.known is not None or arm.settings["learning_rate"] != first.settings["learning_rate"]:
+        if arm.known is not None or arm.settings.get("learning_rate") != first.settings.get("learning_rate"):
             continue
         changed = [name for name in SIZES if arm.settings.get(name) != first.settings.get(name)]
-        if not changed and runs[arm.label][0]["parameters"] != runs[first.label][0]["parameters"]:
+        if not changed and runs[arm.label][0].get("parameters") != runs[first.label][0].get("parameters"):
             changed = ["number of parameters"]
         if changed:
             return f"{arm.label} changes {changed[0]} at an untuned rate: --tune learning_rate would tell."
