@@ -88,10 +88,12 @@ def test_arms_that_cannot_win_are_named_after_the_two_best_ones(tmp_path):
 
 
 def test_figures_other_than_losses_keep_their_digits(tmp_path):
-    assert "± 0.00" in words.so_far(MadeUp(tmp_path, [1.9, 1.92], figure="mfu").after(4))
-    assert words.so_far(MadeUp(tmp_path, [1.9, 2.9], figure="tokens_per_s").after(1)).endswith(" tokens/s")
+    for figure in ("mfu", "tokens_per_s", "step_ms"):  # shares, by the logarithm
+        question = MadeUp(tmp_path, [1.9, 2.9], figure=figure).after(1)
+        a, b = (question.runs[label][0][figure] for label in "ab")
+        assert words.so_far(question).endswith(f" leads by {abs(100 * math.log(a / b)):#.4g} %")
     assert words.number(MadeUp(tmp_path, [1, 1], figure="mfu"), 0.002646) == "0.002646"
-    assert words.number(MadeUp(tmp_path, [1, 1], figure="tokens_per_s"), 123456.78) == "123,456.8"
+    assert words.number(MadeUp(tmp_path, [1, 1], figure="tokens_per_s"), 123456.78) == "123,457"
 
 
 # ---- the page ------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_more_of_a_speed_is_better_and_the_axis_has_its_unit(tmp_path):
     question = MadeUp(tmp_path, [1.9, 2.5], figure="tokens_per_s").after(4)
     chart = page.difference_chart(question)
     assert traces(chart, 1)[-1].y[-1] > 0
-    assert chart.figure.layout.yaxis.title.text == "difference in tokens_per_s (tokens/s)"
+    assert chart.figure.layout.yaxis.title.text == "difference in tokens_per_s (%)"
     assert page.pairs_table(question).rows[0][-1] == "b is better"
 
 
