@@ -220,23 +220,22 @@ def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
 def ask(question: Question, anyway: bool, page: str | None = None) -> None:
     """Does the runs, and says the price after the pilot and what is known after each round. Raises ConfigError."""
     show(question, "No round of runs has ended yet.", page)  # says at once what keeps the page from being written
-    bar = tqdm(desc="first round", unit="round", disable=None)
-    for look in question.answered():
-        show(question, words.answer(question)[0], page)
-        bar.update()
-        bar.total = question.affordable()
-        bar.set_description_str(words.so_far(question))
-        if not anyway:
-            question.check_affordable()
-        if look.n == PILOT:
-            price = question.price()
-            for line in price.lines(question):
-                tqdm.write(line)
+    with tqdm(desc="first round", unit="round", disable=None) as bar:
+        for look in question.answered():
+            show(question, words.answer(question)[0], page)
+            bar.update()
+            bar.total = question.affordable()
+            bar.set_description_str(words.so_far(question))
             if not anyway:
-                price.check(question)
-        if look.n >= PILOT:
-            tqdm.write(f"round {look.n}: {words.so_far_with_means(question)}")
-    bar.close()
+                question.check_affordable()
+            if look.n == PILOT:
+                price = question.price()
+                for line in price.lines(question):
+                    tqdm.write(line)
+                if not anyway:
+                    price.check(question)
+            if look.n >= PILOT:
+                tqdm.write(f"round {look.n}: {words.so_far_with_means(question)}")
 
 
 def show(question: Question, sentence: str, page: str | None) -> None:

@@ -22,6 +22,7 @@ from bench.asking.arms import Arm
 from bench.asking.ledger import Ledger
 from bench.asking.question import Question
 from bench.asking.running import Place
+from deskgpt.machine.errors import ConfigError
 
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>%{y}"
 CURVE = {0: 1.5, 10: 0.5, 50: 0.1, 100: 0.0}  # a val loss above the last one, by step
@@ -78,6 +79,13 @@ def test_bar_says_who_leads_and_each_round_has_a_line_for_a_file(tmp_path, monke
     assert lines[-1].startswith(f"round {e.n}: b leads by {e.d:.4f} ± {e.half:.4f} nats (a 1.")
 
 
+def test_refusal_after_the_pilot_has_a_line_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with pytest.raises(ConfigError, match="cannot resolve"):
+        ask.ask(MadeUp(tmp_path, [1.9, 1.8], resolve=1e-6), anyway=False)
+    assert terminal.getvalue().endswith("\n")
+
+
 def test_arms_that_cannot_win_are_named_after_the_two_best_ones(tmp_path):
     question = MadeUp(tmp_path, [2.5, 1.9, 2.1, 1.88], resolve=0.001).after(6)
     assert question.looks[-1].alive == ["b", "d"]
@@ -116,8 +124,8 @@ def test_curve_is_the_mean_of_runs_within_their_range_without_those_that_diverge
     (of_one_run,) = traces(chart, 1)
     assert of_one_run.y[-1] == pytest.approx(question.runs["b"][1]["val_loss"])
     assert traces(chart, 2) == []
-    assert "1 runs of b that diverged" in chart.note
-    assert "2 runs of c that diverged" in chart.note
+    assert "1 of 2 runs of b diverged and are left out" in chart.note
+    assert "2 of 2 runs of c diverged and are left out" in chart.note
 
 
 def test_interval_is_drawn_from_the_round_that_has_one(tmp_path):

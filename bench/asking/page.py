@@ -95,8 +95,9 @@ def curves_chart(question: Question, runs: list[Run]) -> Chart:
             x = {"steps": np.array(steps, float)}
             c = Curve(x, losses.mean(0), losses.min(0), losses.max(0), len(ended) > 1)
             data += page.traces(number, arm.label, c, "", ".4f", **line_style(number))
-        left_out = len(question.runs[arm.label]) - len(ended)
-        note += f" Left out: {left_out} runs of {arm.label} that diverged." if left_out else ""
+        every = len(question.runs[arm.label])
+        left_out = every - len(ended)
+        note += f" {left_out} of {every} runs of {arm.label} diverged and are left out." if left_out else ""
     figure = graph_objects.Figure(data, page.layout(HEIGHT, "steps", "val loss (nats per token)"))
     limits = page.loss_range(runs)
     if limits:
