@@ -81,8 +81,9 @@ def test_bar_says_who_leads_and_each_round_has_a_line_for_a_file(tmp_path, monke
 
 def test_refusal_after_the_pilot_has_a_line_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with pytest.raises(ConfigError, match="cannot resolve"):
+    with pytest.raises(ConfigError, match="cannot resolve") as refused:
         ask.ask(MadeUp(tmp_path, [1.9, 1.8], resolve=1e-6), anyway=False)
+    assert refused.tb  # while it is held, as by one_line_errors, nothing else closes the bar
     assert terminal.getvalue().endswith("\n")
 
 
