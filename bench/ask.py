@@ -5,6 +5,7 @@
     python bench/ask.py config/x.py --b commit:HEAD~3 --at=time
     python bench/ask.py config/x.py --vary learning_rate=3e-4,1e-3,3e-3
     python bench/ask.py config/x.py --null=200 --jobs=2
+    python bench/ask.py bench/questions/07-learning-rate.toml
     python bench/ask.py --ledger
 
 An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
@@ -55,6 +56,7 @@ from bench.asking.page import write_page
 from bench.asking.question import FIGURES, PILOT, Question
 from bench.asking.running import Place
 from bench.asking.tune import tuned_arms
+from bench.asking.written import spelled_out
 from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
 
 UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
@@ -92,8 +94,10 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; losses only, not with --at=time")
     parser.add_argument("--json", action="store_true", help="a last line of JSON")
     parser.add_argument("--page", metavar="FILE", help="an HTML page, written anew after each round")
+    parser.add_argument("--belief", metavar="TEXT", help="what people believe; said first")
+    parser.add_argument("--instead", metavar="TEXT", help="what to do instead; said after the answer")
     parser.add_argument("--ledger", nargs="?", const="", metavar="FOLDER", help="alone: lists what was asked")
-    return parser.parse_known_args(joined(argv))
+    return parser.parse_known_args(spelled_out(joined(argv), parser))
 
 
 def joined(argv: list[str]) -> list[str]:
@@ -255,6 +259,8 @@ def main() -> int:
     if a.ledger is not None and not common and not any((a.a, a.b, a.c, a.d, a.vary)):
         print(listing(Ledger(Path(a.ledger) if a.ledger else default_folder())))
         return 0
+    if a.belief:
+        print(f"belief: {a.belief}")
     question = question_of(a, common)
     if a.null:
         real, simulated = ask_itself(question.place, question.arms[0], question.first_seed, a.null)
@@ -274,6 +280,8 @@ def main() -> int:
         sentence, status, data = words.answer(question)
         show(question, sentence, a.page)
     print(sentence)
+    if a.instead:
+        print(f"instead: {a.instead}")
     asked = question.place.ledger.questions_of(question.place.windows, but=question.digest)
     configs = " ".join(Path(word).name for word in common if not word.startswith("-"))
     about = {"question": question.digest, "windows": question.place.windows, "config": configs, "at": a.at}

@@ -1,0 +1,89 @@
+"""Questions that are written down (bench/questions): each can be asked, and a file that is wrong is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_ask import asking  # noqa: F401 (a fixture)
+from test_hacks import python  # noqa: F401 (a fixture)
+
+from bench import ask
+from bench.asking.ledger import Ledger
+from deskgpt.machine.errors import ConfigError
+
+FILES = sorted((ROOT / "bench" / "questions").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_question_can_be_asked_and_compares_equal_work(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    a, common = ask.read_arguments([str(file)])
+    assert a.belief
+    assert a.instead
+    arms = ask.arms_of(a, common, Ledger(tmp_path))
+    assert len(arms) > 1
+    if a.at == "steps":
+        assert len({ask.tokens_per_step(arm) for arm in arms}) == 1
+
+
+def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path):
+    file = tmp_path / "question.toml"
+    file.write_text('config = ["one.py", "two.py"]\nresolve = 1e-2\nb = "--n_layer=2"\n[settings]\ncompile = false')
+    a, common = ask.read_arguments(["--resolve=3", "--n_head=1", str(file), "--b", "--n_layer=4", "--compile=True"])
+    assert (a.b, a.resolve) == ("--n_layer=4", 3)
+    assert common == ["one.py", "two.py", "--compile=False", "--n_head=1", "--compile=True"]
+
+
+@pytest.mark.slow
+def test_belief_is_said_first_and_what_to_do_instead_with_the_answer(asking, tmp_path):  # noqa: F811
+    file = tmp_path / "question.toml"
+    file.write_text('belief = "Slow is good."\ninstead = "Hurry."\nb = "--learning_rate=3e-2"\nresolve = 3')
+    status, out = asking(str(file))
+    lines = out.splitlines()
+    assert status == 1
+    assert lines[0] == "belief: Slow is good."
+    assert lines[lines.index("instead: Hurry.") - 1].startswith("No difference beyond 3 nats")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("b = ", "end of document"),
+        ("\x00", "line 1"),
+        ("[" * 9999, "bench/questions"),
+        ('resolv = "x"', "--resolv"),
+        ("max_iters = 3", "[settings]"),
+        ("[settings]\nmax_iter = 3", "max_iters"),
+        ("[settings]\nmax_iters = 'x'", "max_iters"),
+        ("[settings]\ndataset = ['x']", "dataset"),
+        ("settings = 3", "[settings]"),
+        ("[settings.b]\nn_layer = 3", "b = "),
+        ("resolve = 'little'", "--resolve"),
+        ("resolve = true", "--resolve"),
+        ("json = 1", "--json"),
+        ("b = ['--n_layer=2']", "b = "),
+        ("at = 'dawn'", "--at"),
+        ("b = 2026-11-24", "b = "),
+        ("config = 3", "config"),
+        ("config = [3]", "config"),
+    ],
+)
+def test_file_that_is_wrong_is_refused_in_one_line_that_names_it(text, named, tmp_path):
+    file = tmp_path / "question.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        ask.read_arguments([str(file)])
+    message = str(refused.value)
+    assert message.startswith(f"{file}: ")
+    assert named in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("words", [["none.toml"], [".toml"], ["a.toml", "b.toml"]], ids=" ".join)
+def test_files_that_cannot_be_read_or_are_two_are_refused(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(".toml").mkdir()
+    with pytest.raises(ConfigError, match=r"bench/questions|one question"):
+        ask.read_arguments(words)
