@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, flags
+from conftest import ROOT, events, flags
 from scipy import stats
 from test_hacks import python  # noqa: F401 (a fixture)
 
 from bench import ask
-from bench.asking import null
+from bench.asking import null, running
 from bench.asking.arms import make_arm
 from bench.asking.ledger import Ledger
 from deskgpt.machine.errors import ConfigError
@@ -153,6 +153,18 @@ def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
     assert [arm["values"] for arm in found["arms"]] == [arm["values"] for arm in whole["arms"]]
     keys = [run["key"] for run in asking.runs()]
     assert len(keys) == len(set(keys))
+
+
+@pytest.mark.slow
+def test_run_that_was_stopped_before_its_last_step_is_resumed(asking, monkeypatch):
+    question = ask.question_of(*ask.read_arguments([*asking.common, *BETTER]))
+    arm = question.arms[0]
+    out_dir = asking.folder / "runs" / question.place.key(arm, 1337)
+    with monkeypatch.context() as stopped:
+        stopped.setitem(running.TO_THE_END, "max_hours", 1e-9)
+        assert running.train(question.place, arm, 1337, out_dir)[0] == 0
+    assert events(out_dir, "end")[-1]["iter"] < arm.steps
+    assert running.run(question.place, arm, 1337)["curve"][-1][0] == arm.steps
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     status = 0
     said = ""
     for _ in range(TRIES):
-        if ended(out_dir / "log.jsonl"):
+        if ended(out_dir / "log.jsonl", arm.steps):
             break
         status, said = train(place, arm, seed, out_dir)
         if status in STOPPED:
@@ -169,9 +169,12 @@ def stop_all() -> None:
         process.send_signal(signal.SIGTERM)
 
 
-def ended(log: Path) -> bool:
-    """Whether the run of this log reached its end: another process may have followed it there."""
-    return log.exists() and any(event["event"] == "end" for event in read_events(log)[-1:])
+def ended(log: Path, steps: int) -> bool:
+    """Whether the run of this log reached its last step; one that was stopped has an end too, before that.
+
+    Another process may have followed it there.
+    """
+    return log.exists() and any(e["event"] == "end" and e["iter"] >= steps for e in read_events(log)[-1:])
 
 
 def figures(log: Path, diverged: bool) -> dict[str, Any]:
