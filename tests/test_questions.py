@@ -13,6 +13,7 @@ from bench import ask
 from bench.asking.ledger import Ledger
 from deskgpt.machine.errors import ConfigError
 
+ANSWERS = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
 FILES = sorted((ROOT / "bench" / "questions").glob("*.toml"))
 
 
@@ -22,6 +23,7 @@ def test_question_can_be_asked_and_compares_equal_work(file, tmp_path, monkeypat
     a, common = ask.read_arguments([str(file)])
     assert a.belief
     assert a.instead
+    assert f"(../bench/questions/{file.name})" in ANSWERS
     arms = ask.arms_of(a, common, Ledger(tmp_path))
     assert len(arms) > 1
     if a.at == "steps":
