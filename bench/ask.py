@@ -55,13 +55,12 @@ from bench.asking.null import ask_itself
 from bench.asking.page import write_page
 from bench.asking.question import FIGURES, PILOT, Question
 from bench.asking.running import Place
-from bench.asking.tune import tuned_arms
+from bench.asking.tune import tokens_per_step, tuned_arms
 from bench.asking.written import spelled_out
 from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
 
 UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 ARMS = "abcdefghijklmnopqrstuvwxyz"
-SIZES = ("batch_size", "gradient_accumulation_steps", "block_size")
 TIMED_ROUNDS = 3
 TIMED_S = 5.0  # of steps, each round
 TEXTS = ("--a", "--b", "--c", "--d", "--vary")  # options whose value may begin with dashes
@@ -185,15 +184,11 @@ def set_steps(arms: list[Arm], at: str, place: Place) -> None:
             raise ConfigError(f"{arm.label}: --at={at} changes max_iters; leave lr_decay_iters at 0, which follows it")
     costs = [1.0] * len(arms)
     if at == "tokens":
-        costs = [tokens_per_step(arm) for arm in arms]
+        costs = [float(tokens_per_step(arm.settings)) for arm in arms]
     if at in ("time", "flops"):
         costs = measured_costs(arms, at, place)
     for arm, cost in zip(arms, costs, strict=True):
         arm.steps = max(1, round(steps * costs[0] / cost))
-
-
-def tokens_per_step(arm: Arm) -> float:
-    return float(math.prod(arm.settings[name] for name in SIZES))
 
 
 def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:

@@ -12,15 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT, events, flags
 from scipy import stats
 from test_hacks import python  # noqa: F401 (a fixture)
 
 from bench import ask
-from bench.asking import null, running
+from bench.asking import held_out, null, running
 from bench.asking.arms import make_arm
 from bench.asking.ledger import Ledger
+from data.token_files import read_tokens
 from deskgpt.machine.errors import ConfigError
 
 MODEL = flags(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=1)
@@ -167,6 +169,85 @@ def test_run_that_was_stopped_before_its_last_step_is_resumed(asking, monkeypatc
     assert running.run(question.place, arm, 1337)["curve"][-1][0] == arm.steps
 
 
+@pytest.mark.slow
+def test_win_is_confirmed_on_fresh_seeds_and_text_and_deeper(asking):
+    with pytest.raises(ConfigError, match="no better arm"):
+        asking(*BETTER, "--confirm")
+    before = asking.runs()
+    assert not before
+    asking(*BETTER)
+    first = asking.runs()
+    status, out = asking(*BETTER, "--confirm", "--json")
+    found = json.loads(out.splitlines()[-1])
+    again = asking.runs()[len(first) :]
+    assert status == 0
+    assert found["verdict"] == "confirmed"
+    assert {run["settings"]["n_layer"] for run in again} == {1, 2}
+    assert not {run["seed"] for run in first} & {run["seed"] for run in again}
+    assert len({run["windows"] for run in again}) == 1
+    assert {run["windows"] for run in first} != {run["windows"] for run in again}
+    assert found["sentence"].count("% of what it was") == 2
+
+
+@pytest.mark.slow
+def test_each_arm_gets_the_best_of_three_rates_found_on_other_seeds(asking):
+    status, out = asking("--b", "--n_embd=32", "--json", "--resolve=5")
+    assert "b changes n_embd at an untuned rate" in out
+    compared = {run["seed"] for run in asking.runs()}
+    status, out = asking("--b", "--n_embd=32", "--tune", "learning_rate", "--json", "--resolve=5")
+    assert status == 1
+    assert "untuned" not in out
+    assert out.count("gets learning_rate=0.0012 ") == 2  # 6e-4 is far too low for 20 steps
+    tuning = [run for run in asking.runs() if run["seed"] not in compared]
+    assert len(tuning) == 2 * 5
+    found = json.loads(out.splitlines()[-1])
+    assert [arm["what"] for arm in found["arms"]] == ["--learning_rate=0.0012", "--n_embd=32 --learning_rate=0.0012"]
+
+
+@pytest.mark.slow
+def test_changes_are_asked_alone_and_together_and_a_number_is_an_arm(asking):
+    status, out = asking(*BETTER, "--c", "--beta2=0.9", "--together", "--resolve=0.3", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert status == 0
+    assert [arm["what"] for arm in found["arms"]][1:] == [BETTER[1], "--beta2=0.9", f"{BETTER[1]} --beta2=0.9"]
+    means = [arm["mean"] for arm in found["arms"]]
+    gain = means[1] + means[2] - means[0] - means[3]
+    assert found["interaction"]["gain"] == pytest.approx(gain)
+    assert found["interaction"]["half"] > 0
+    n = len(asking.runs())
+    status, out = asking("--b", "3.9", "--json")
+    found = json.loads(out.splitlines()[-1])
+    mean = found["arms"][0]["mean"]
+    assert f"a is {'above' if mean > 3.9 else 'below'} 3.9 by" in out or status == 3
+    assert found["pairs"][0]["d"] == pytest.approx(mean - 3.9)
+    assert found["pairs"][0]["paired"]
+    assert found["arms"][1]["values"] == [3.9] * found["rounds"]
+    assert len(asking.runs()) <= n + found["rounds"]
+
+
+@pytest.mark.slow
+def test_equal_flops_give_the_wider_arm_fewer_steps(asking):
+    _, out = asking("--b", "--n_embd=32", "--at=flops", "--resolve=5", "--json")
+    a, b = json.loads(out.splitlines()[-1])["arms"]
+    costs = [run["flops_per_token"] for run in asking.runs()]
+    assert a["steps"] == 20
+    assert b["steps"] == round(20 * min(costs) / max(costs))
+
+
+def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
+    text = read_tokens(chars / "train.bin")
+    seen = []
+    for part in range(held_out.PART):
+        folder = held_out.set_aside(chars, tmp_path, part)
+        own = read_tokens(folder / "val.bin")
+        end = len(text) - part * len(own)
+        assert np.array_equal(own, text[end - len(own) : end])
+        rest = np.concatenate([text[: end - len(own)], text[end:]])
+        assert np.array_equal(read_tokens(folder / "train.bin"), rest)
+        seen.append(end)
+    assert len(set(seen)) == held_out.PART
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -182,6 +263,12 @@ def test_run_that_was_stopped_before_its_last_step_is_resumed(asking, monkeypatc
         ["--b", "--dataset=other"],
         ["--vary", "learning_rate=1e-3"],
         ["--null=0"],
+        ["--band"],
+        ["--confirm"],
+        ["--together", *BETTER],
+        ["--together", *BETTER, "--c", "--learning_rate=1"],
+        ["--b", "--n_embd=32", "--tune", "dropout"],
+        [*BETTER, "--tune", "learning_rate"],
         [*BETTER, "--null=2"],
         [*BETTER, "--budget=abc"],
         [*BETTER, "--budget=0s"],

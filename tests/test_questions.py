@@ -11,6 +11,7 @@ from test_hacks import python  # noqa: F401 (a fixture)
 
 from bench import ask
 from bench.asking.ledger import Ledger
+from bench.asking.tune import tokens_per_step
 from deskgpt.machine.errors import ConfigError
 
 ANSWERS = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
@@ -27,7 +28,7 @@ def test_question_can_be_asked_and_compares_equal_work(file, tmp_path, monkeypat
     arms = ask.arms_of(a, common, Ledger(tmp_path))
     assert len(arms) > 1
     if a.at == "steps":
-        assert len({ask.tokens_per_step(arm) for arm in arms}) == 1
+        assert len({tokens_per_step(arm.settings) for arm in arms}) == 1
 
 
 def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path):

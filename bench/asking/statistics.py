@@ -162,6 +162,8 @@ def smallest(n: int, sd: float, paired: bool, alpha: float = ALPHA) -> float:
     k = n if paired else n / 2
     nu = n - 1 if paired else 2 * n - 2
     limit = critical_t(k, nu, alpha)
+    if math.isinf(limit):
+        return math.inf
     shift = optimize.brentq(lambda delta: stats.nct.sf(limit, nu, delta) - POWER, 0.0, 3 * limit + 10)
     return float(shift * sd / math.sqrt(k))
 

@@ -7,6 +7,7 @@ second one, and the lower mean loss wins. Runs have their full length, since the
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,8 @@ from deskgpt.machine.words import clock
 FACTORS = (0.5, 1.0, 2.0)  # of the arm's own value
 RUNGS = (3, 2)  # values that get a run
 SEEDS_AFTER = 2 * MOST  # the first seed of the comparison
-SIZES = ("n_layer", "n_embd", "n_head", "optimizer", "batch_size", "gradient_accumulation_steps", "block_size")
+CHANGES = ("n_layer", "n_embd", "n_head", "optimizer")  # after which another learning rate is likely the best
+SIZES = ("batch_size", "gradient_accumulation_steps", "block_size")  # of a step
 
 
 def check_tunable(arms: list[Arm], name: str) -> None:
@@ -77,15 +79,21 @@ def tuned_arms(arms: list[Arm], name: str, place: Place, first_seed: int, budget
     return out
 
 
+def tokens_per_step(settings: dict[str, Any]) -> int:
+    return math.prod(settings.get(name, 1) for name in SIZES)
+
+
 def untuned(arms: list[Arm], runs: dict[str, list[dict[str, Any]]]) -> str:
     """Of arms that are not tuned, in words, what makes another learning rate likely; empty for nothing."""
     first = arms[0]
     for arm in arms[1:]:
         if arm.known is not None or arm.settings.get("learning_rate") != first.settings.get("learning_rate"):
             continue
-        changed = [name for name in SIZES if arm.settings.get(name) != first.settings.get(name)]
+        changed = [name for name in CHANGES if arm.settings.get(name) != first.settings.get(name)]
+        if tokens_per_step(arm.settings) != tokens_per_step(first.settings):
+            changed.append("the tokens of a step")
         if not changed and runs[arm.label][0].get("parameters") != runs[first.label][0].get("parameters"):
-            changed = ["number of parameters"]
+            changed = ["the number of parameters"]
         if changed:
             return f"{arm.label} changes {changed[0]} at an untuned rate: --tune learning_rate would tell."
     return ""

@@ -45,8 +45,12 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         verdict = "better" if status == 0 else "worse"
         if len(others) == 1:
             subject = best if status == 0 else others[0]
-            sentence = f"{subject} is {verdict} by {pair_text(question, *sorted((best, others[0])))}."
-            if named[best].known is None and named[others[0]].known is None:
+            said = pair_text(question, *sorted((best, others[0])))
+            numbers = [arm for arm in question.arms if arm.known is not None]
+            if numbers:
+                sentence = beside_number(question, numbers[0], said)
+            else:
+                sentence = f"{subject} is {verdict} by {said}."
                 sentence += price_of_worse(question, named[best], named[others[0]])
         else:
             gaps = [f"than {x} by {pair_text(question, best, x)}" for x in others if (best, x) in both_ways(question)]
@@ -63,6 +67,13 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         data["interaction"] = {"gain": look.interaction.d, "half": look.interaction.half}
     data["arms"] = [arm_data(question, arm) for arm in question.arms]
     return sentence, status, data
+
+
+def beside_number(question: Question, arm: Arm, said: str) -> str:
+    """Where the other arm lies, of a question with an arm that is a number. said: the difference."""
+    label = next(label for label in question.runs if label != arm.label)
+    mean = statistics.fmean(run[question.figure] for run in question.runs[label])
+    return f"{label} is {'above' if mean > (arm.known or 0.0) else 'below'} {arm.text} by {said}."
 
 
 def so_far(question: Question) -> str:
