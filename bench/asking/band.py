@@ -18,6 +18,7 @@ from bench.asking.arms import Arm
 from bench.asking.running import Place
 from configurator import read_settings
 from deskgpt.machine.files import write_atomically
+from deskgpt.machine.provenance import git_commit
 from deskgpt.run import usual
 from train import TrainConfig
 
@@ -78,7 +79,7 @@ def write_band(config: str, logs: Sequence[str | Path]) -> Path:
         "device": start.get("device"),
         "form": {name: start.get(name) for name in ("dtype", "compiled", "explicit_attention")},
         "versions": start.get("versions"),
-        "commit": start.get("git_commit"),
+        "commit": start.get("git_commit") or git_commit(),  # runs of bench/ask.py are those of a copy
         "experiment": expected,
         "deviations": round(deviations(len(runs), len(losses[0])), 4),
         "val_losses": {step: [by_step[step] for by_step in losses] for step in losses[0]},

@@ -122,7 +122,7 @@ class Question:
         labels = self.looks[-1].alive
         arms = [arm for arm in self.arms if arm.label in labels and arm.known is None]
         keys = [self.place.key(arm, self.first_seed + n) for arm in arms]
-        return all(self.place.ledger.run(key) for key in keys)
+        return bool(keys) and all(self.place.ledger.run(key) for key in keys)
 
     def spent_s(self) -> float:
         return time.perf_counter() - self.began
