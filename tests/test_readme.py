@@ -25,9 +25,9 @@ PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in P
 
 
 def commands_of(page: Path) -> list[str]:
-    """The lines of the sh blocks of a page, without their comments."""
+    """The commands of the sh blocks of a page, without their comments. A line that ends with \\ goes on in the next."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    lines = "".join(blocks).splitlines()
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("  #")[0].strip() for line in lines if line]
 
 
