@@ -170,7 +170,7 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     first_seed = arms[0].settings["seed"]
     if a.tune:
         arms = tuned_arms(arms, a.tune, place, first_seed, math.inf if a.anyway else budget_s)
-    return Question(arms, place, a.resolve, budget_s, first_seed, a.figure, a.together, a.tune, began=began)
+    return Question(arms, place, a.resolve, budget_s, first_seed, a.figure, a.together, a.tune, a.anyway, began=began)
 
 
 def set_steps(arms: list[Arm], at: str, place: Place) -> None:
@@ -216,7 +216,7 @@ def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
     return costs
 
 
-def ask(question: Question, anyway: bool, page: str | None = None) -> None:
+def ask(question: Question, page: str | None = None) -> None:
     """Does the runs, and says the price after the pilot and what is known after each round. Raises ConfigError."""
     show(question, "No round of runs has ended yet.", page)  # says at once what keeps the page from being written
     with tqdm(desc="first round", unit="round", disable=None) as bar:
@@ -225,13 +225,13 @@ def ask(question: Question, anyway: bool, page: str | None = None) -> None:
             bar.update()
             bar.total = question.affordable()
             bar.set_description_str(words.so_far(question))
-            if not anyway:
+            if not question.anyway:
                 question.check_affordable()
             if look.n == PILOT:
                 price = question.price()
                 for line in price.lines(question):
                     tqdm.write(line)
-                if not anyway:
+                if not question.anyway:
                     price.check(question)
             if look.n >= PILOT:
                 tqdm.write(f"round {look.n}: {words.so_far_with_means(question)}")
@@ -267,11 +267,11 @@ def main() -> int:
     if a.confirm:
         won, again = confirm.questions(question, train.DATA / question.arms[0].settings["dataset"])
         for one in again:
-            ask(one, a.anyway, a.page)
+            ask(one, a.page)
         sentence, status, data = confirm.answer(won, again)
         question = again[0]
     else:
-        ask(question, a.anyway, a.page)
+        ask(question, a.page)
         sentence, status, data = words.answer(question)
         show(question, sentence, a.page)
     print(sentence)

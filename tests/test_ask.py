@@ -18,7 +18,7 @@ from conftest import ROOT, events, flags
 from scipy import stats
 from test_hacks import python  # noqa: F401 (a fixture)
 
-from bench import ask
+from bench import ask, timing
 from bench.asking import held_out, null, running
 from bench.asking.arms import make_arm
 from bench.asking.ledger import Ledger
@@ -117,6 +117,9 @@ def test_budget_that_cannot_answer_is_refused_with_the_figures(asking):
     with pytest.raises(ConfigError, match=r"--resolve|cannot resolve 1e-06"):
         asking("--b", "--learning_rate=7e-4", "--resolve=1e-6", "--budget=1min")
     n = len(asking.runs())
+    with pytest.raises(ConfigError, match="goes on there"):
+        asking("--b", "--learning_rate=8e-4", "--budget=0.1s", "--seed=7")
+    assert len(asking.runs()) == n
     status, out = asking("--b", "--learning_rate=7e-4", "--resolve=1e-6", "--budget=1s", "--anyway")
     assert status == 3
     assert "Not enough yet" in out
@@ -242,6 +245,35 @@ def test_equal_flops_give_the_wider_arm_fewer_steps(asking):
     assert b["steps"] == round(20 * min(costs) / max(costs))
 
 
+@pytest.mark.slow
+def test_equal_time_gives_the_slower_arm_fewer_steps_which_are_remembered(asking, monkeypatch):
+    monkeypatch.setattr(ask, "TIMED_S", 0.3)
+    slower = ["--b", "--n_layer=6 --n_embd=128", "--at=time", "--resolve=5", "--json"]
+    found = json.loads(asking(*slower)[1].splitlines()[-1])
+    a, b = (arm["steps"] for arm in found["arms"])
+    assert a == 20
+    assert 0 < b < 10
+    monkeypatch.setattr(timing, "run", None)
+    assert [arm["steps"] for arm in json.loads(asking(*slower)[1].splitlines()[-1])["arms"]] == [a, b]
+
+
+@pytest.mark.slow
+def test_two_questions_that_start_a_run_at_once_share_it(asking, monkeypatch):
+    """The second one finds the folder free, but train.py then finds the first one in it."""
+    question = ask.question_of(*ask.read_arguments([*asking.common, *BETTER]))
+    arm = question.arms[0]
+    train = running.train
+    tries = []
+
+    def in_use_at_first(*words: Any) -> tuple[int, str]:
+        tries.append(words)
+        return (1, f"out_dir=x {running.IN_USE} a run") if len(tries) == 1 else train(*words)
+
+    monkeypatch.setattr(running, "train", in_use_at_first)
+    assert running.run(question.place, arm, 1337)["outcome"] == "ended"
+    assert len(tries) == 2
+
+
 def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
     text = read_tokens(chars / "train.bin")
     seen = []
@@ -307,4 +339,7 @@ def test_arm_has_the_digest_of_its_code(tmp_path):
     patched = make_arm("b", str(patch_of_loss(tmp_path, "2")), MODEL, tmp_path / "code")
     assert as_it_is.code != patched.code
     assert as_it_is.learning_settings() == patched.learning_settings()
+    os.utime(patched.folder, (0, 0))
     assert as_it_is.code == make_arm("c", "--beta1=0.8", MODEL, tmp_path / "code").code
+    assert not patched.folder.exists()
+    assert as_it_is.folder.exists()

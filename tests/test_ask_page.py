@@ -69,7 +69,7 @@ class Terminal(io.StringIO):
 def test_bar_says_who_leads_and_each_round_has_a_line_for_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     question = MadeUp(tmp_path, [1.9, 1.8])
-    ask.ask(question, anyway=False)
+    ask.ask(question)
     bars = re.findall(r"\r(b leads by [^:]*): +\d+%", terminal.getvalue())
     assert bars[0] == f"b leads by {question.looks[0].estimates['a', 'b'].d:.4f} nats"
     e = question.looks[-1].estimates["a", "b"]
@@ -82,7 +82,7 @@ def test_bar_says_who_leads_and_each_round_has_a_line_for_a_file(tmp_path, monke
 def test_refusal_after_the_pilot_has_a_line_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with pytest.raises(ConfigError, match="cannot resolve") as refused:
-        ask.ask(MadeUp(tmp_path, [1.9, 1.8], resolve=1e-6), anyway=False)
+        ask.ask(MadeUp(tmp_path, [1.9, 1.8], resolve=1e-6))
     assert refused.tb  # while it is held, as by one_line_errors, nothing else closes the bar
     assert terminal.getvalue().endswith("\n")
 
@@ -178,7 +178,7 @@ def test_page_is_written_before_and_after_each_round(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ask, "write_page", write)
     question = MadeUp(tmp_path, [1.9, 1.5])
-    ask.ask(question, anyway=False, page=str(tmp_path / "new" / "page.html"))
+    ask.ask(question, page=str(tmp_path / "new" / "page.html"))
     assert len(asked) == 1 + len(question.looks)
     html = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     assert f"<h1>{asked[-1]}</h1>" in html
@@ -189,12 +189,12 @@ def test_page_is_written_before_and_after_each_round(tmp_path, monkeypatch):
 def test_what_keeps_the_page_from_being_written_is_said_before_the_first_run(tmp_path, monkeypatch):
     question = MadeUp(tmp_path, [1.9, 1.5])
     with pytest.raises(OSError, match="cannot write") as refused:
-        ask.ask(question, anyway=False, page=str(tmp_path))
+        ask.ask(question, page=str(tmp_path))
     assert "\n" not in str(refused.value)
     plotly_js.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ValueError, match="pip install"):
-        ask.ask(question, anyway=False, page=str(tmp_path / "page.html"))
+        ask.ask(question, page=str(tmp_path / "page.html"))
     assert question.looks == []
 
 

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ GIVEN = ("seed", "out_dir", "init_from", "eval_only", "dry_run", "plan_for", "wo
 NO_EFFECT = {"out_dir", "wandb_log", "wandb_project", "wandb_run_name", "log_interval", "keep_checkpoints", "tasks"}
 NO_EFFECT |= {"save_interval", "save_minutes", "save_async", "resume_changed", "sample_interval", "tasks_interval"}
 NO_EFFECT |= {"tasks_limit", "dataset", "seed"}  # the last two are a part of a run's key themselves
+UNUSED_S = 30 * 86400  # after which a copy of the checkout is removed
 NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?")
 
 READ_SETTINGS = """
@@ -127,8 +129,14 @@ def settings_there(arguments: list[str], folder: Path) -> dict[str, Any]:
 
 
 def snapshot(below: Path, commit: str | None, patches: list[Path]) -> Path:
-    """A copy of the checkout, or of a commit of it, with patches applied. Raises ConfigError where that fails."""
+    """A copy of the checkout, or of a commit of it, with patches applied. Raises ConfigError where that fails.
+
+    Removes copies that no question has used for a month.
+    """
     below.mkdir(parents=True, exist_ok=True)
+    for old in below.iterdir():
+        if time.time() - old.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(old, ignore_errors=True)
     staging = below / f"new-{os.getpid()}"
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -142,6 +150,7 @@ def snapshot(below: Path, commit: str | None, patches: list[Path]) -> Path:
         to = below / digest_of_files(staging)
         if not to.exists():
             staging.rename(to)
+        os.utime(to)
         return to
     finally:
         shutil.rmtree(staging, ignore_errors=True)

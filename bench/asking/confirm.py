@@ -40,9 +40,10 @@ def questions(question: Question, data: Path) -> tuple[dict[str, Any], list[Ques
     out = []
     # The budget is counted from the start; the deeper model has what the first question leaves.
     for of_these, share in ((arms, 1 / (1 + DEEPER)), ([deeper(arm) for arm in arms], 1.0)):
-        again = Question(of_these, place, question.resolve, share * question.budget_s, seed, question.figure)
+        budget_s = share * question.budget_s
+        again = Question(of_these, place, question.resolve, budget_s, seed, question.figure, began=question.began)
         again.tuned = question.tuned
-        again.began = question.began
+        again.anyway = question.anyway
         out.append(again)
     return won, out
 

@@ -69,6 +69,7 @@ class Question:
     figure: str = "val_loss"
     together: bool = False  # the last arm has the changes of all but the first: do their gains add up?
     tuned: str = ""  # the setting that was tuned for each arm
+    anyway: bool = False  # goes on although the budget cannot answer
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by label, in the order of seeds
     looks: list[Look] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
@@ -113,7 +114,8 @@ class Question:
         labels = self.looks[-1].alive if self.looks else [arm.label for arm in self.arms]
         arms = [arm for arm in self.arms if arm.label in labels]
         order = arms if n % 2 == 0 else arms[::-1]
-        found = running.run_all(self.place, [(arm, self.first_seed + n) for arm in order])
+        until = self.began + self.budget_s if n < PILOT and not self.anyway else math.inf
+        found = running.run_all(self.place, [(arm, self.first_seed + n) for arm in order], until)
         for arm, run in zip(order, found, strict=True):
             self.runs[arm.label].append(run)
 

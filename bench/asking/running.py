@@ -27,6 +27,7 @@ from bench.asking.arms import Arm
 from bench.asking.held_out import fingerprint
 from bench.asking.ledger import Ledger, digest
 from deskgpt.machine import hardware
+from deskgpt.machine.errors import ConfigError
 from deskgpt.run.lock import if_free
 from deskgpt.run.log import read_events
 
@@ -35,6 +36,7 @@ TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 
 TO_THE_END |= {"wandb_log": False, "tasks": "", "sample_interval": 0}
 TRIES = 3  # of a run that something kills
 LONGEST_S = 7 * 86400.0  # that a run of an earlier question is waited for
+IN_USE = "is in use by"  # what train.py says of an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
 STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -69,37 +71,35 @@ class Place:
         return digest([*facts, torch.__version__])
 
 
-def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
+def run(place: Place, arm: Arm, seed: int, until: float = math.inf) -> dict[str, Any]:
     """The arm's run with this seed: from the ledger, or by train.py, which resumes a run that was killed.
 
-    Raises ValueError where train.py refuses, or fails for another reason than losses that are not finite;
-    KeyboardInterrupt where the user stops it, after it has saved.
+    until: of time.perf_counter; a run that still goes on then is saved and stopped. Raises ConfigError for that,
+    ValueError where train.py refuses, or fails for another reason than losses that are not finite; KeyboardInterrupt
+    where the user stops it, after it has saved.
     """
     if arm.known is not None:
         figures_of_it = dict.fromkeys(("val_loss", "val_se", "step_ms", "mfu", "tokens_per_s", "parameters"), arm.known)
         return figures_of_it | {"outcome": "known", "curve": [], "wall_s": 0.0, "reused": True}
     key = place.key(arm, seed)
     out_dir = out_dir_of(place, arm, seed)
-    known = place.ledger.run(key)
     t0 = time.perf_counter()
-    if known is None:
-        with if_free(out_dir, wait_s=LONGEST_S):
-            pass  # another question, or one that was killed, may be at work on it
-        place.ledger.read()
-        known = place.ledger.run(key)
-    if known is not None:
-        return known | {"reused": True}
     status = 0
     said = ""
     for _ in range(TRIES):
+        known = in_ledger(place, key, out_dir)
+        if known is not None:
+            return known | {"reused": True}
         if ended(out_dir / "log.jsonl", arm.steps):
             break
-        status, said = train(place, arm, seed, out_dir)
+        status, said = train(place, arm, seed, out_dir, until)
         if status in STOPPED:
             raise KeyboardInterrupt
-        if status >= 0:
+        if status < 0:
+            said = f"a run of {arm.label} was killed (signal {-status}) and goes on from its checkpoint"
+            print(said, file=sys.stderr)
+        elif IN_USE not in said:
             break
-        print(f"a run of {arm.label} was killed (signal {-status}) and goes on from its checkpoint", file=sys.stderr)
     diverged = status > 0 and bool(NOT_FINITE.search(said))
     if status and not diverged:
         raise ValueError(f"{arm.label} ({arm.what}) cannot run: {said or f'exit status {status}'}")
@@ -110,27 +110,38 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     place.ledger.add("run", **found, windows=place.windows, threads=place.threads, settings=arm.learning_settings())
     for path in out_dir.iterdir():
         if path.name != "log.jsonl":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            # Another question that waited for this run may remove them too.
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     return found | {"reused": False}
+
+
+def in_ledger(place: Place, key: str, out_dir: Path) -> dict[str, Any] | None:
+    """The finished run of this key, once no other question, or one that was killed, is at work on it."""
+    known = place.ledger.run(key)
+    if known is None:
+        with if_free(out_dir, wait_s=LONGEST_S):
+            place.ledger.read()
+        known = place.ledger.run(key)
+    return known
 
 
 def out_dir_of(place: Place, arm: Arm, seed: int) -> Path:
     return place.ledger.folder / "runs" / place.key(arm, seed)
 
 
-def run_all(place: Place, wanted: Sequence[tuple[Arm, int]]) -> list[dict[str, Any]]:
+def run_all(place: Place, wanted: Sequence[tuple[Arm, int]], until: float = math.inf) -> list[dict[str, Any]]:
     """The runs of arms with seeds, place.jobs at a time. Raises as run does, after the others have saved and ended."""
     with ThreadPoolExecutor(place.jobs) as pool:
         try:
-            return list(pool.map(lambda one: run(place, *one), wanted))
+            return list(pool.map(lambda one: run(place, *one, until), wanted))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             stop_all()
             raise
 
 
-def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
-    """(exit status, last line of stderr) of a run of train.py that is followed to its end."""
+def train(place: Place, arm: Arm, seed: int, out_dir: Path, until: float = math.inf) -> tuple[int, str]:
+    """(exit status, last line of stderr) of a run of train.py that is followed to its end. Raises as run does."""
     every = arm.settings["eval_interval"]
     if place.evaluations:
         every = min(every, max(1, arm.steps // place.evaluations))
@@ -148,10 +159,15 @@ def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
         )
         running.add(process)
         try:
-            process.wait()
-        except BaseException:
+            process.wait(None if math.isinf(until) else max(0.0, until - time.perf_counter()))
+        except BaseException as e:
             process.send_signal(signal.SIGTERM)  # it saves and ends
             process.wait()
+            if isinstance(e, subprocess.TimeoutExpired):
+                raise ConfigError(
+                    f"the --budget ended during the first runs, at a run of {arm.label}: it is saved, and the same "
+                    "question with more budget, or with --anyway, goes on there"
+                ) from None
             raise
         finally:
             running.discard(process)

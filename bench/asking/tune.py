@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -36,17 +37,18 @@ def check_tunable(arms: list[Arm], name: str) -> None:
             raise ConfigError(f"--tune {name}: {arm.label} is {arm.text}; leave the setting out of the arms")
 
 
-def tuned(arm: Arm, name: str, place: Place, first_seed: int) -> tuple[Arm, str]:
+def tuned(arm: Arm, name: str, place: Place, first_seed: int, until: float) -> tuple[Arm, str]:
     """(the arm with the best of three values of its setting, how that was found in words). Raises as running.run."""
     tried = [with_value(arm, name, factor) for factor in FACTORS]
     losses: dict[str, list[float]] = {one.text: [] for one in tried}
     for rung, kept in enumerate(RUNGS):
         tried = sorted(tried, key=lambda one: sum(losses[one.text]))[:kept]
         seed = first_seed + SEEDS_AFTER + rung
-        for one, run in zip(tried, running.run_all(place, [(one, seed) for one in tried]), strict=True):
+        found = running.run_all(place, [(one, seed) for one in tried], until)
+        for one, run in zip(tried, found, strict=True):
             losses[one.text].append(run["val_loss"])
     best = min(tried, key=lambda one: statistics.fmean(losses[one.text]))
-    of_each = ", ".join(f"{text.split('=')[-1]}: {statistics.fmean(found):.4f}" for text, found in losses.items())
+    of_each = ", ".join(f"{text.split('=')[-1]}: {statistics.fmean(of_one):.4f}" for text, of_one in losses.items())
     factor = best.settings[name] / arm.settings[name]
     beyond = "" if min(FACTORS) < factor < max(FACTORS) else "; it is the outermost, so the best may lie beyond"
     return best, f"{arm.label} gets {name}={best.settings[name]:g} ({of_each}{beyond})"
@@ -64,9 +66,10 @@ def with_value(arm: Arm, name: str, factor: float) -> Arm:
 def tuned_arms(arms: list[Arm], name: str, place: Place, first_seed: int, budget_s: float) -> list[Arm]:
     """All arms, each tuned; prints what each gets. Raises ConfigError where the budget is too small for that."""
     check_tunable(arms, name)
+    until = time.perf_counter() + budget_s
     out = []
     for arm in arms:
-        best, said = tuned(arm, name, place, first_seed)
+        best, said = tuned(arm, name, place, first_seed, until)
         out.append(best)
         print(said, flush=True)
         run_s = running.run(place, best, first_seed + SEEDS_AFTER)["wall_s"]
