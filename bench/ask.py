@@ -21,7 +21,7 @@ again: on fresh seeds, text that no question was judged by, and a model twice as
 itself, as many times as it says, and counts false answers. --band writes config/usual/NAME.json.
 
 Exit status: 0 where another arm is better than a, 1 where it is worse or not different by --resolve, 3 where the budget
-was not enough, 2 for what cannot be asked.
+was not enough, 2 for what cannot be asked, also where an arm cannot run.
 """
 
 from __future__ import annotations
@@ -250,6 +250,8 @@ def listing(ledger: Ledger) -> str:
 
 
 def main() -> int:
+    import scipy  # noqa: F401 (says what is missing before anything runs)
+
     a, common = read_arguments(sys.argv[1:])
     if a.ledger is not None and not common and not any((a.a, a.b, a.c, a.d, a.vary)):
         print(listing(Ledger(Path(a.ledger) if a.ledger else default_folder())))
@@ -296,5 +298,9 @@ def interrupted(*_: Any) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_MODE", "offline")
     signal.signal(signal.SIGTERM, interrupted)
-    with one_line_errors():
-        raise SystemExit(main())
+    try:
+        with one_line_errors():
+            status = main()
+    except SystemExit as e:
+        raise SystemExit(2 if e.code == 1 else e.code) from None  # 1 would be an answer
+    raise SystemExit(status)

@@ -327,6 +327,15 @@ def test_what_cannot_be_asked_is_one_line_before_anything_runs(words, chars, tmp
     assert not (tmp_path / "ledger" / "runs").exists()
 
 
+@pytest.mark.slow
+def test_arm_that_cannot_run_is_no_answer(asking, tmp_path):
+    command = [PYTHON, "bench/ask.py", *asking.common, "--b", str(patch_of_loss(tmp_path, "missing"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: b (")
+    assert "name 'missing' is not defined" in done.stderr
+
+
 def test_patch_that_does_not_apply_is_refused(tmp_path):
     path = patch_of_loss(tmp_path, "2")
     path.write_text(path.read_text().replace("-                runner.backward", "-                runner.forward"))

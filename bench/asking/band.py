@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
-
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run
 from bench.asking import running
@@ -35,6 +33,8 @@ def deviations(runs: int, steps: int) -> float:
     n - 1 degrees of freedom. The steps share FALSE_ALARMS (Bonferroni), so that it does not matter how the losses of
     one run at several steps depend on each other. Hahn, Journal of the American Statistical Association 65 (1970) 1668.
     """
+    from scipy import stats
+
     t = stats.t.isf(FALSE_ALARMS / steps / 2, runs - 1)
     return float(t * math.sqrt(1 + 1 / runs))
 

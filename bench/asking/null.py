@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from scipy import stats
 from tqdm import tqdm
 
 from bench.asking import running
@@ -28,6 +27,8 @@ class Outcome:
 
     def __str__(self) -> str:
         """With the 95% interval of the share (Clopper and Pearson, Biometrika 26, 1934)."""
+        from scipy import stats
+
         found = stats.binomtest(self.false, self.asked).proportion_ci(0.95)
         share = f"{self.false / self.asked:.1%} ({found.low:.1%} to {found.high:.1%})"
         return f"{self.false:,} of {self.asked:,} answers were false, {share}"

@@ -33,8 +33,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import optimize, stats
-
 ALPHA = 0.05
 POWER = 0.8
 EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between seeds are expected
@@ -164,7 +162,9 @@ def smallest(n: int, sd: float, paired: bool, alpha: float = ALPHA) -> float:
     limit = critical_t(k, nu, alpha)
     if math.isinf(limit):
         return math.inf
-    shift = optimize.brentq(lambda delta: stats.nct.sf(limit, nu, delta) - POWER, 0.0, 3 * limit + 10)
+    from scipy.special import nctdtrinc
+
+    shift = nctdtrinc(nu, 1 - POWER, limit)  # the delta with which t stays below limit with probability 1 - POWER
     return float(shift * sd / math.sqrt(k))
 
 
