@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from bench.analysis.arms import Arm, over_runs
 from bench.analysis.learning import at, spent_until, standard_error
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run, complete, give
-from bench.analysis.verdict import following
+from bench.ask import read_arguments
 from deskgpt.machine.words import clock
 
 NO_CAUSE = "No cause can be named"
@@ -334,16 +335,18 @@ def test_a_cause_needs_every_setting_and_the_device_known(tmp_path):
     assert "batch_size 16 -> 8, device RTX 4070 -> RTX 3090" in text
 
 
-def test_the_run_that_would_settle_it_changes_one_thing_and_what_follows_from_it(tmp_path):
+def test_the_question_that_would_settle_it_changes_one_thing_and_what_follows_from_it(tmp_path):
     ends = {"min_lr": 1e-4, "lr_decay_iters": 400}
     a = log(tmp_path / "a", {0: 4.0, 200: 2.5}, settings=ends)
     b = log(tmp_path / "b", {0: 4.0, 200: 2.5}, learning_rate=3e-4, n_layer=3, settings=ends | {"min_lr": 3e-5})
-    (line,) = [line for line in compared(a, b)[1].splitlines() if "train.py" in line]
-    assert "--n_layer=3" in line
-    assert "--learning_rate=0.0003" not in line
-    settings = read_run(a).settings
-    assert "min_lr" not in following(settings, {"learning_rate": 3e-4})  # a tenth of it again
-    assert "lr_decay_iters" not in following(settings, {"max_iters": 800})
+    (line,) = [line for line in compared(a, b)[1].splitlines() if "bench/ask.py" in line]
+    asked, common = read_arguments(shlex.split(line.partition("bench/ask.py")[2]))
+    assert {asked.b, asked.c} == {"--n_layer=3", "--learning_rate=0.0003"}
+    assert asked.together
+    assert "--n_layer=3" not in common
+    assert not [word for word in common if word.startswith(("--min_lr", "--lr_decay_iters", "--seed"))]
+    one = log(tmp_path / "c", {0: 4.0, 200: 2.5}, learning_rate=3e-4, settings=ends | {"min_lr": 3e-5})
+    assert compared(a, one)[1].endswith("--b --learning_rate=0.0003")
 
 
 def test_of_three_runs_each_is_told_from_the_best_with_its_own_figures(tmp_path):

@@ -1,7 +1,8 @@
-"""The headline: who leads. The verdict: what may be called the cause, or the run that would settle it."""
+"""The headline: who leads. The verdict: what may be called the cause, or the question that would settle it."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from typing import Any
@@ -13,11 +14,13 @@ from train import TrainConfig
 # Settings that do not change how long a step takes.
 NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
 NO_SPEED |= {"warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr", "zero_init"}
+NOT_ASKED = ("out_dir", "init_from", "seed")  # bench/ask.py sets them for each run
+ASKED_AT_ONCE = "bcd"
 SAME_WORK = re.compile(r" at equal (steps|tokens|text) ")  # spent by the same training, however fast
 
 
 def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranking) -> list[str]:
-    """What may be called the cause, or the run that would settle it; before it, why losses are not ranked, or a caveat.
+    """What may be called the cause, and the question that would settle it; before it, why losses are not ranked, or a caveat.
 
     Empty for a single arm. speeds and losses are the rows of the tables, which have the rest.
     """
@@ -79,7 +82,7 @@ def not_ranked_line(reasons: list[str]) -> str:
 
 
 def cause_lines(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> list[str]:
-    """What may be called the cause; where several things changed, the run that would settle it."""
+    """What may be called the cause; where that is open, the question that would settle it."""
     missing = unknown(arms)
     if missing:
         return [
@@ -96,7 +99,9 @@ def cause_lines(arms: list[Arm], speeds: list[Row], losses: list[Row]) -> list[s
     same_work = [row for row in losses if SAME_WORK.search(row.label)]
     on_speed = effect_line(arms, changes[0], "speed", [row for row in speeds if row.label == "tokens/s"])
     on_loss = effect_line(arms, changes[0], "loss after the same training", same_work)
-    return [line for line in (on_speed, on_loss) if line]
+    lines = [line for line in (on_speed, on_loss) if line]
+    is_repeated = all(len(arm.runs) > 1 for arm in arms)
+    return lines if is_repeated else [*lines, *settling_lines(arms)]
 
 
 def effect_line(arms: list[Arm], change: list[str], name: str, rows: list[Row]) -> str:
@@ -118,36 +123,45 @@ def effect_line(arms: list[Arm], change: list[str], name: str, rows: list[Row]) 
 
 
 def settling_lines(arms: list[Arm]) -> list[str]:
-    """The command of a run that changes one thing alone, the first that can be changed by itself."""
-    for change in factors(arms[:2]):
+    """The question that asks each change alone and with the others, as bench/ask.py takes it; up to three of them."""
+    changes = factors(arms[:2])
+    settings = without_followers(arms[0].runs[0].settings, changes)
+    alone = []
+    for change in changes:
         values = {"compile" if name == "compiled" else name: arms[1].values[name] for name in change}
-        if "device" in values or not TrainConfig.__dataclass_fields__.keys() >= values.keys():
+        if {"device", "max_iters"} & values.keys() or not TrainConfig.__dataclass_fields__.keys() >= values.keys():
             continue
-        settings = following(arms[0].runs[0].settings, values)
         try:
-            TrainConfig(**settings)
+            TrainConfig(**settings | values)
         except (ValueError, TypeError):  # not possible together
             continue
-        alone = f"{arms[0].label} with {how(change, arms[:2])} alone"
-        return [f"To settle it, change one at a time. {alone}: {command(settings)}"]
-    return []
+        alone.append(" ".join(f"--{name}={value}" for name, value in values.items()))
+    if not alone:
+        return []
+    words = ["python", "bench/ask.py", *given(settings)]
+    for letter, text in zip(ASKED_AT_ONCE, alone, strict=False):
+        words += [f"--{letter}", text]
+    if len(alone) > 1:
+        words.append("--together")
+    return [f"To settle it: {shlex.join(words)}"]
 
 
-def following(settings: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """train.py's settings among these, some of them changed; what followed from the old values follows the new ones."""
-    out = {name: value for name, value in settings.items() if name in TrainConfig.__dataclass_fields__} | changed
+def without_followers(settings: dict[str, Any], changes: list[list[str]]) -> dict[str, Any]:
+    """train.py's settings among these, without values that follow from a setting that changes."""
+    out = {name: value for name, value in settings.items() if name in TrainConfig.__dataclass_fields__}
+    changed = {name for change in changes for name in change}
     min_lr = out.get("min_lr")
-    if "learning_rate" in changed and min_lr and min_lr * 10 == settings["learning_rate"]:
+    if "learning_rate" in changed and min_lr and math.isclose(min_lr * 10, settings["learning_rate"]):
         del out["min_lr"]
-    if "max_iters" in changed and out.get("lr_decay_iters") == settings["max_iters"]:
+    if out.get("lr_decay_iters") == out.get("max_iters"):
         del out["lr_decay_iters"]
     return out
 
 
-def command(settings: dict[str, Any]) -> str:
-    """train.py's command line with those of these settings that are not the defaults."""
-    given = []
-    for name, f in TrainConfig.__dataclass_fields__.items():
-        if name in settings and settings[name] != f.default and name not in ("out_dir", "init_from"):
-            given.append(f"--{name}={settings[name]}")
-    return shlex.join(["python", "train.py", *given])
+def given(settings: dict[str, Any]) -> list[str]:
+    """The words of a command line with those of these settings that are not the defaults."""
+    return [
+        f"--{name}={settings[name]}"
+        for name, f in TrainConfig.__dataclass_fields__.items()
+        if name in settings and settings[name] != f.default and name not in NOT_ASKED
+    ]
