@@ -166,6 +166,8 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     place = Place(ledger, set_aside(folder, ledger.folder / "data"), arms[0].settings["device"], a.jobs)
     if a.band:
         place = replace(place, data=folder, evaluations=0)
+    if FIGURES[a.figure].is_rate:
+        place = replace(place, alone=digest([[arm.code, arm.learning_settings()] for arm in arms]))
     set_steps(arms, a.at, place)
     first_seed = arms[0].settings["seed"]
     if a.tune:

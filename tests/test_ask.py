@@ -274,6 +274,19 @@ def test_two_questions_that_start_a_run_at_once_share_it(asking, monkeypatch):
     assert len(tries) == 2
 
 
+def test_speeds_are_those_of_runs_that_took_turns(asking):
+    """The ledger's runs of another question may have had a busier machine."""
+
+    def keys(*words: str) -> list[str]:
+        question = ask.question_of(*ask.read_arguments([*asking.common, *words]))
+        return [question.place.key(arm, 1) for arm in question.arms]
+
+    other = ["--b", "--beta1=0.8"]
+    assert keys(*BETTER)[0] == keys(*other)[0]
+    assert keys(*BETTER, "--figure=step_ms")[0] != keys(*other, "--figure=step_ms")[0]
+    assert keys(*BETTER, "--figure=step_ms") == keys(*BETTER, "--figure=step_ms", "--resolve=3")
+
+
 def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
     text = read_tokens(chars / "train.bin")
     seen = []

@@ -49,7 +49,8 @@ class MadeUp(Question):
         last = loss + self.draw.gauss(0, 0.03) if ended else 4.17
         curve = [[step, last + above] for step, above in CURVE.items()] if ended else [[0, last]]
         run = {"outcome": "ended" if ended else "diverged", "val_loss": last, "curve": curve, "reused": True}
-        return run | {"wall_s": 10.0, "step_ms": 10 * last, "mfu": last / 10, "tokens_per_s": 1e5 * last}
+        run |= {"wall_s": 10.0, "ended": 0}
+        return run | {"step_ms": 10 * last, "mfu": last / 10, "tokens_per_s": 1e5 * last}
 
     def after(self, rounds: int) -> MadeUp:
         """The question after so many rounds, or fewer where it is decided sooner."""
@@ -85,6 +86,15 @@ def test_refusal_after_the_pilot_has_a_line_of_its_own(tmp_path, monkeypatch):
         ask.ask(MadeUp(tmp_path, [1.9, 1.8], resolve=1e-6))
     assert refused.tb  # while it is held, as by one_line_errors, nothing else closes the bar
     assert terminal.getvalue().endswith("\n")
+
+
+def test_time_is_compared_only_between_runs_that_took_turns(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.5]).after(4)
+    assert "of the time" in words.answer(question)[0]
+    for run in question.runs["b"]:
+        run["ended"] = 86400  # a day later
+    assert "more steps" in words.answer(question)[0]
+    assert "of the time" not in words.answer(question)[0]
 
 
 def test_arms_that_cannot_win_are_named_after_the_two_best_ones(tmp_path):

@@ -20,7 +20,7 @@ SAME_WORK = re.compile(r" at equal (steps|tokens|text) ")  # spent by the same t
 
 
 def verdict(arms: list[Arm], speeds: list[Row], losses: list[Row], ranked: Ranking) -> list[str]:
-    """What may be called the cause, and the question that would settle it; before it, why losses are not ranked, or a caveat.
+    """What may be called the cause, and the question that would settle it; before it, why losses are not ranked.
 
     Empty for a single arm. speeds and losses are the rows of the tables, which have the rest.
     """

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def write_page(question: Question, sentence: str, path: Path, about: str = "") -
 
 def as_run(question: Question, arm: Arm) -> Run:
     """An arm as a run of the page: its name, its settings, and the mean of its curves."""
-    evals = [{"iter": step, "val_loss": loss} for step, loss in words.mean_curve(not_diverged(question, arm))]
-    return Run(f"{arm.label}: {arm.what}", arm.settings, evals=evals)
+    run = words.mean_curve(f"{arm.label}: {arm.what}", not_diverged(question, arm))
+    return replace(run, settings=arm.settings)
 
 
 def not_diverged(question: Question, arm: Arm) -> list[dict[str, Any]]:

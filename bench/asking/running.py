@@ -50,6 +50,7 @@ class Place:
     device: str = "auto"
     jobs: int = 1  # runs at a time, which share the processor's cores
     evaluations: int = 10  # of a run at least, for its curve; 0: as many as the config has
+    alone: str = ""  # names the only question that may use these runs: speeds compare where arms took turns
 
     @property
     def threads(self) -> int:
@@ -68,7 +69,7 @@ class Place:
     def key(self, arm: Arm, seed: int) -> str:
         """The run's name in the ledger: of everything that its result depends on."""
         facts = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.machine, self.threads]
-        return digest([*facts, torch.__version__])
+        return digest([*facts, torch.__version__, *([self.alone] if self.alone else [])])
 
 
 def run(place: Place, arm: Arm, seed: int, until: float = math.inf) -> dict[str, Any]:
@@ -221,5 +222,5 @@ def figures(log: Path, diverged: bool) -> dict[str, Any]:
         "form": [start.get(name) for name in ("dtype", "compiled", "explicit_attention")],
         "device": start.get("device"),
         "versions": start.get("versions"),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "ended": round(time.time()),
     }

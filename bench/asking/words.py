@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from typing import Any
 
+from bench.analysis.learning import spent_until
+from bench.analysis.runs import Run
 from bench.asking import statistics as sure
 from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, Question
@@ -14,7 +15,7 @@ from bench.asking.statistics import Estimate
 from bench.asking.tune import untuned
 from deskgpt.machine.words import clock
 
-Curve = list[tuple[float, float]]  # (step, mean loss)
+BETWEEN_S = 60.0  # runs that take turns, at most
 
 
 def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
@@ -212,32 +213,37 @@ def price_of_worse(question: Question, best: Arm, worse: Arm) -> str:
     """
     if question.figure != "val_loss":
         return ""
-    curve = mean_curve(question.runs[best.label])
     goal = statistics.fmean(question.values(worse.label))
-    step = first_below(curve, goal)
-    if step is None or step <= 0:
+    step = spent_until(mean_curve(best.what, question.runs[best.label]), "steps", goal)
+    if step is None:
         return ""
     more_steps = worse.steps / step - 1
     text = f" {worse.label} takes at least {more_steps:.0%} more steps for the same loss"
-    ms = [mean_of(question.runs[arm.label], "step_ms") for arm in (best, worse)]
-    if ms[0] and ms[1]:
-        more_time = worse.steps * ms[1] / (step * ms[0]) - 1
-        text += f", {more_time:+.0%} of the time"
+    slower = step_ratio(question, best, worse)
+    if slower:
+        text += f", {worse.steps * slower / step - 1:+.0%} of the time"
     return text + "."
 
 
-def mean_curve(runs: list[dict[str, Any]]) -> Curve:
-    """The mean val loss of runs at each step where all of them were evaluated."""
+def step_ratio(question: Question, x: Arm, y: Arm) -> float | None:
+    """How many times as long as x's y's steps took, of runs that took turns; None where none did.
+
+    The ledger's runs of another day do not count: the machine may have been busier.
+    """
+    ratios = []
+    for a, b in zip(question.runs[x.label], question.runs[y.label], strict=False):
+        turns_s = len(question.arms) * max(a["wall_s"], b["wall_s"]) + BETWEEN_S
+        apart_s = abs(a.get("ended", 0) - b.get("ended", math.inf))
+        if a["step_ms"] and b["step_ms"] and apart_s < turns_s:
+            ratios.append(b["step_ms"] / a["step_ms"])
+    return statistics.median(ratios) if ratios else None
+
+
+def mean_curve(name: str, runs: list[dict[str, Any]]) -> Run:
+    """Runs of one arm as one: the mean of their val losses at each step where all of them were evaluated."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for step, loss in run["curve"]:
             by_step.setdefault(step, []).append(loss)
-    return [(step, statistics.fmean(of_step)) for step, of_step in sorted(by_step.items()) if len(of_step) == len(runs)]
-
-
-def first_below(curve: Curve, goal: float) -> float | None:
-    """The step at which a curve first falls to goal, between evaluations by a straight line."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
-        if y1 <= goal < y0:
-            return x0 + (x1 - x0) * (y0 - goal) / (y0 - y1)
-    return None
+    known = {step: statistics.fmean(of_step) for step, of_step in sorted(by_step.items()) if len(of_step) == len(runs)}
+    return Run(name, evals=[{"iter": step, "val_loss": loss} for step, loss in known.items()])
