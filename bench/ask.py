@@ -47,7 +47,7 @@ from tqdm import tqdm
 import train
 from bench import timing
 from bench.asking import confirm, words
-from bench.asking.arms import Arm, make_arm
+from bench.asking.arms import Arm, make_arm, words_of
 from bench.asking.band import make_band
 from bench.asking.held_out import set_aside
 from bench.asking.ledger import Ledger, default_folder, digest
@@ -117,6 +117,8 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
         if any((a.a, a.b, a.c, a.d)) or len(values.split(",")) < 2:
             raise ConfigError(f"--vary {a.vary}: write it like learning_rate=3e-4,1e-3, without --a or --b")
         texts = [f"--{name}={value}" for value in values.split(",")]
+        if len(texts) > len(ARMS):
+            raise ConfigError(f"--vary {name}: {len(texts)} values; name {len(ARMS)} at most")
     else:
         texts = [a.a or "", *(text for text in (a.b, a.c, a.d) if text)]
     if len(texts) < 2 and not (a.null or a.band):
@@ -134,7 +136,7 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
 def both(texts: list[str]) -> str:
     """The arm with the changes of all arms but the first. Raises ConfigError where that is none."""
     first, *alone = texts
-    words = [word for text in alone for word in shlex.split(text)]
+    words = [word for text in alone for word in words_of(text)]
     names = [word.partition("=")[0] for word in words]
     if first or len(alone) < 2:
         raise ConfigError("--together: name two changes or more with --b and --c, and none with --a")

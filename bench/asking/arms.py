@@ -75,7 +75,7 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
     common: arguments of all arms.
     below: where copies of the checkout lie. Raises ConfigError where something is not as it must be.
     """
-    words = shlex.split(text)
+    words = words_of(text)
     if len(words) == 1 and NUMBER.fullmatch(words[0]):
         return Arm(label, text, [], ROOT, words[0], settings_here(common), known=float(words[0]))
     own = [word for word in words if word.startswith("--")]
@@ -97,6 +97,14 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
     arguments = [in_copy(word, folder) for word in [*common, *configs]] + own
     settings = settings_there(arguments, folder) if patches or commits else settings_here(arguments)
     return Arm(label, text, arguments, folder, digest_of_code(folder), settings)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of an arm, as a shell takes them apart. Raises ConfigError."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise ConfigError(f"{text}: a quotation mark has no second one") from None
 
 
 def in_copy(word: str, folder: Path) -> str:
