@@ -22,6 +22,7 @@ from bench.asking.arms import Arm
 from bench.asking.ledger import Ledger
 from bench.asking.question import Question
 from bench.asking.running import Place
+from bench.asking.statistics import LEAST
 from deskgpt.machine.errors import ConfigError
 
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>%{y}"
@@ -95,6 +96,17 @@ def test_time_is_compared_only_between_runs_that_took_turns(tmp_path):
         run["ended"] = 86400  # a day later
     assert "more steps" in words.answer(question)[0]
     assert "of the time" not in words.answer(question)[0]
+
+
+def test_pairs_that_scatter_far_less_than_seeds_lower_the_price(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.9004], resolve=1e-3)
+    assert question.after(2).price().needed > 100
+    of_seeds = [0.03, 0.03, -0.02, -0.02]  # order: a, b, a, b
+    question = MadeUp(tmp_path, [1.9, 1.9004], resolve=1e-3)
+    question.draw.gauss = lambda *_: of_seeds.pop()
+    price = question.after(2).price()
+    assert price.paired
+    assert price.needed == LEAST
 
 
 def test_arms_that_cannot_win_are_named_after_the_two_best_ones(tmp_path):

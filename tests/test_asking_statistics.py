@@ -125,3 +125,9 @@ def test_interaction_of_two_changes() -> None:
     e = sure.interaction(base, [x, y], both)
     assert e.low < 0.5 < e.high
     assert e.low > 0
+
+
+def test_limit_of_the_noise_of_two_pairs_is_above_it_as_often_as_promised() -> None:
+    pairs = np.random.default_rng(5).normal(size=(4000, 2))
+    above = sum(sure.most_noise_of_pairs(list(pair), [0.0, 0.0]) > 1 for pair in pairs)
+    assert stats.binomtest(above, 4000, sure.SURE).pvalue > 1e-4

@@ -180,16 +180,26 @@ class Question:
 
     def price(self) -> Price:
         """What the budget can resolve, and what `resolve` takes, by the noise of the runs so far."""
-        sd = sure.noise([self.values(arm.label) for arm in self.arms if arm.known is None])
-        paired = False
-        pair = next(iter(self.looks[-1].estimates.values()))
-        if pair.n >= LEAST:
-            sd = pair.sd
-            paired = pair.paired
+        sd, paired = self.noise()
         n = self.affordable()
         resolves = sure.smallest(n, sd, paired, self.alpha)
         needed = None if self.resolve is None else sure.runs_for(self.resolve, sd, paired, self.alpha)
         return Price(sd, paired, n, resolves, needed, self.round_s(), self.looks[-1].n)
+
+    def noise(self) -> tuple[float, bool]:
+        """(standard deviation, whether it is that of differences between runs of one seed) of the first two arms.
+
+        Few pairs hardly tell how much they scatter, so they count only where their upper limit is below the noise
+        between seeds, of which a difference has twice the variance.
+        """
+        (x, y), pair = next(iter(self.looks[-1].estimates.items()))
+        if pair.n >= LEAST:
+            return pair.sd, pair.paired
+        between_seeds = sure.noise([self.values(arm.label) for arm in self.arms if arm.known is None])
+        of_pairs = sure.most_noise_of_pairs(self.values(x), self.values(y))
+        if of_pairs < math.sqrt(2) * between_seeds:
+            return of_pairs, True
+        return between_seeds, False
 
     def affordable(self) -> int:
         """Runs of each arm within the budget, with those so far and those that the ledger has."""

@@ -37,6 +37,7 @@ ALPHA = 0.05
 POWER = 0.8
 EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between seeds are expected
 LEAST = 4  # runs of each arm before anything is decided: with 3, no difference below 5 standard deviations can be
+SURE = 0.9  # of a limit of the noise, from the few runs of a pilot
 MOST = 10_000  # runs of an arm; nobody waits for more
 
 
@@ -186,3 +187,15 @@ def noise(arms: Sequence[Sequence[float]]) -> float:
     variances = [(len(of_arm) - 1, statistics.variance(of_arm)) for of_arm in arms if len(of_arm) > 1]
     freedom = sum(weight for weight, _ in variances)
     return math.sqrt(sum(weight * variance for weight, variance in variances) / freedom) if freedom else math.nan
+
+
+def most_noise_of_pairs(a: Sequence[float], b: Sequence[float]) -> float:
+    """The upper limit, with probability SURE, of the standard deviation of differences; 8 times that of two pairs.
+
+    (n - 1) times the variance of n normal values over their true variance has the chi-squared distribution.
+    """
+    from scipy.special import chdtri
+
+    gaps = [x - y for x, y in zip(a, b, strict=True)]
+    freedom = len(gaps) - 1
+    return statistics.stdev(gaps) / math.sqrt(chdtri(freedom, SURE) / freedom)
