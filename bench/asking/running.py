@@ -134,7 +134,7 @@ def run_all(place: Place, wanted: Sequence[tuple[Arm, int]], until: float = math
     """The runs of arms with seeds, place.jobs at a time. Raises as run does, after the others have saved and ended."""
     with ThreadPoolExecutor(place.jobs) as pool:
         try:
-            return list(pool.map(lambda one: run(place, *one, until), wanted))
+            return list(pool.map(lambda one: run(place, one[0], one[1], until), wanted))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             stop_all()
