@@ -1,6 +1,6 @@
 # A character-level model of Shakespeare that reaches a val loss of 1.459 in three minutes on two CPU cores with AMX
-# (bench/results/2026-11-22-fast-180s.md, still with a momentum of 0.95). nanoGPT quotes 1.4697 for its GPU run. It takes
-# longer on a processor without bfloat16 instructions or without a C++ compiler.
+# (bench/results/2026-11-22-fast-180s.md). nanoGPT quotes 1.4697 for its GPU run. It takes longer on a processor without
+# bfloat16 instructions or without a C++ compiler.
 #
 #     python data/shakespeare_char/prepare.py
 #     python train.py config/train_shakespeare_char_fast.py
@@ -38,7 +38,6 @@ block_size = 128  # characters
 gradient_accumulation_steps = 1  # 2048 tokens per step
 
 optimizer = "muon"
-momentum = 0.9  # after a few hundred steps 0.95 ends 0.015 to 0.03 higher (docs/answers.md)
 learning_rate = 6e-3
 lr_schedule = "linear"
 min_lr = 0.0
