@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,9 @@ def snapshot(below: Path, commit: str | None, patches: list[Path]) -> Path:
     """
     below.mkdir(parents=True, exist_ok=True)
     for old in below.iterdir():
-        if time.time() - old.stat().st_mtime > UNUSED_S:
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another question that starts may rename or remove it
+            if time.time() - old.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(old)
     staging = below / f"new-{os.getpid()}"
     shutil.rmtree(staging, ignore_errors=True)
     try:
