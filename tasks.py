@@ -93,8 +93,8 @@ class FirstModel(NamedTuple):
     expected_loss: str  # validation loss on Shakespeare's plays
 
 
-# The largest first. The figures are from bench/results/2026-11-22-first-run.md. A momentum below the recipe's 0.95 suits
-# the few steps of slower machines (docs/answers.md#recipes).
+# The largest first. The figures are from bench/results/2026-11-22-first-run.md. Slower machines take few steps, which
+# a lower momentum than the recipe's suits (docs/answers.md#recipes).
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.9"]
 FIRST_MODELS = (
     FirstModel(0.7, 4, [], "1.46 to 1.5"),
