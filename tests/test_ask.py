@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, events, flags
+from conftest import ROOT, Finished, events, flags
 from scipy import stats
-from test_hacks import python  # noqa: F401 (a fixture)
 
 from bench import ask, timing
 from bench.asking import held_out, null, running
 from bench.asking.arms import make_arm
 from bench.asking.ledger import Ledger
+from bench.asking.statistics import LEAST
 from bench.asking.tune import SEEDS_AFTER, untuned
 from data.token_files import read_tokens
 from deskgpt.machine.errors import ConfigError
@@ -45,26 +45,39 @@ def patch_of_loss(folder: Path, factor: str) -> Path:
 class Asking:
     """Asks in this process; the runs are processes of a Python that has imported torch already."""
 
-    def __init__(self, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def __init__(self, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
         self.common = [*MODEL, f"--dataset={data}", f"--ledger={folder}"]
         self.folder = folder
         self.monkeypatch = monkeypatch
-        self.capsys = capsys
+        self.capfd = capfd
 
     def __call__(self, *words: str) -> tuple[int, str]:
         """(exit status, what was printed)"""
         self.monkeypatch.setattr(sys, "argv", ["bench/ask.py", *self.common, *words])
         status = ask.main()
-        return status, self.capsys.readouterr().out
+        return status, self.capfd.readouterr().out
 
     def runs(self) -> list[dict[str, Any]]:
         return [e for e in Ledger(self.folder).events if e["event"] == "run"]
 
+    def with_ledger(self, folder: Path) -> Asking:
+        """With one that knows no run."""
+        common = [word for word in self.common if not word.startswith("--ledger=")]
+        self.common = [*common, f"--ledger={folder}"]
+        self.folder = folder
+        return self
+
+
+@pytest.fixture(scope="session")
+def ledger(tmp_path_factory) -> Path:
+    """Of all questions: each run takes a second, and most questions have the same arm a."""
+    return tmp_path_factory.mktemp("ledger")
+
 
 @pytest.fixture
-def asking(python, chars, tmp_path, monkeypatch, capsys) -> Asking:  # noqa: F811
+def asking(python, chars, ledger, monkeypatch, capfd) -> Asking:
     monkeypatch.setattr(sys, "executable", str(python))
-    return Asking(chars, tmp_path / "ledger", monkeypatch, capsys)
+    return Asking(chars, ledger, monkeypatch, capfd)
 
 
 @pytest.mark.slow
@@ -75,12 +88,13 @@ def test_planted_effect_is_found_once_and_for_all(asking):
     assert found["verdict"] == "better"
     assert found["pairs"][0]["d"] > found["pairs"][0]["half"] > 0
     assert found["sentence"] in out
-    assert len(asking.runs()) == 2 * found["rounds"]
-    assert {tuple(run["settings"]["eval_tokens"] for run in asking.runs())} == {(512,) * 2 * found["rounds"]}
+    runs = asking.runs()
+    assert {run["settings"]["eval_tokens"] for run in runs} == {512}
+    assert len({run["key"] for run in runs}) == len(runs)
 
     again = asking(*BETTER, "--json")
     assert json.loads(again[1].splitlines()[-1]) == found
-    assert len(asking.runs()) == 2 * found["rounds"]
+    assert asking.runs() == runs
     with open(asking.folder / "ledger.jsonl", "a") as file:
         file.write('{"event": "answer", "torn')
     asking.common = [f"--ledger={asking.folder}"]
@@ -127,13 +141,14 @@ def test_budget_that_cannot_answer_is_refused_with_the_figures(asking):
 
 
 @pytest.mark.slow
-def test_config_against_itself_has_seeds_of_its_own_for_all_runs(asking, monkeypatch):
+def test_config_against_itself_has_seeds_of_its_own_for_all_runs(asking, tmp_path, monkeypatch):
     monkeypatch.setattr(null, "SIMULATED", 200)
-    status, out = asking("--null=1")
+    monkeypatch.setattr(null, "ROUNDS", LEAST)
+    status, out = asking.with_ledger(tmp_path)("--null=1")
     assert status == 0
     assert "0 of 1 answers were false" in out
     seeds = [run["seed"] for run in asking.runs()]
-    assert len(set(seeds)) == len(seeds) == 2 * null.ROUNDS
+    assert len(set(seeds)) == len(seeds) == 2 * LEAST
 
 
 def test_simulated_questions_rarely_find_a_difference_in_noise() -> None:
@@ -145,13 +160,11 @@ def test_simulated_questions_rarely_find_a_difference_in_noise() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
 def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
     whole = json.loads(asking(*BETTER, "--json")[1].splitlines()[-1])
-    asking.common = [word for word in asking.common if not word.startswith("--ledger")]
-    asking.folder = tmp_path / "killed"
-    asking.common += [f"--ledger={asking.folder}"]
+    asking.with_ledger(tmp_path / "killed")
     command = [PYTHON, "bench/ask.py", *asking.common, *BETTER]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, process_group=0)
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (asking.folder.exists() and len(asking.runs()) >= 3):
+    while time.monotonic() < deadline and not (asking.folder.exists() and asking.runs()):
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -162,26 +175,39 @@ def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
 
 
 @pytest.mark.slow
+def test_belief_is_said_first_and_what_to_do_instead_with_the_answer(asking, tmp_path):
+    file = tmp_path / "question.toml"
+    file.write_text('belief = "Slow is good."\ninstead = "Hurry."\nb = "--learning_rate=3e-2"\nresolve = 3')
+    status, out = asking(str(file))
+    lines = out.splitlines()
+    assert status == 1
+    assert lines[0] == "belief: Slow is good."
+    assert lines[lines.index("instead: Hurry.") - 1].startswith("No difference beyond 3 nats")
+
+
+@pytest.mark.slow
 def test_run_that_was_stopped_before_its_last_step_is_resumed(asking, monkeypatch):
     question = ask.question_of(*ask.read_arguments([*asking.common, *BETTER]))
     arm = question.arms[0]
-    out_dir = asking.folder / "runs" / question.place.key(arm, 1337)
+    seed = 98  # which no question has
+    out_dir = asking.folder / "runs" / question.place.key(arm, seed)
     with monkeypatch.context() as stopped:
         stopped.setitem(running.TO_THE_END, "max_hours", 1e-9)
-        assert running.train(question.place, arm, 1337, out_dir)[0] == 0
+        assert running.train(question.place, arm, seed, out_dir)[0] == 0
     assert events(out_dir, "end")[-1]["iter"] < arm.steps
-    assert running.run(question.place, arm, 1337)["curve"][-1][0] == arm.steps
+    assert running.run(question.place, arm, seed)["curve"][-1][0] == arm.steps
 
 
 @pytest.mark.slow
 def test_win_is_confirmed_on_fresh_seeds_and_text_and_deeper(asking):
-    with pytest.raises(ConfigError, match="no better arm"):
-        asking(*BETTER, "--confirm")
+    words = ("--b", "--learning_rate=2e-2")  # which no other test asks
     before = asking.runs()
-    assert not before
-    asking(*BETTER)
+    with pytest.raises(ConfigError, match="no better arm"):
+        asking(*words, "--confirm")
+    assert asking.runs() == before
+    asking(*words)
     first = asking.runs()
-    status, out = asking(*BETTER, "--confirm", "--json")
+    status, out = asking(*words, "--confirm", "--json")
     found = json.loads(out.splitlines()[-1])
     again = asking.runs()[len(first) :]
     assert status == 0
@@ -240,14 +266,16 @@ def test_changes_are_asked_alone_and_together_and_a_number_is_an_arm(asking):
 def test_equal_flops_give_the_wider_arm_fewer_steps(asking):
     _, out = asking("--b", "--n_embd=32", "--at=flops", "--resolve=5", "--json")
     a, b = json.loads(out.splitlines()[-1])["arms"]
-    costs = [run["flops_per_token"] for run in asking.runs()]
+    runs = [run for run in asking.runs() if run["settings"]["n_layer"] == 1]
+    costs = {run["settings"]["n_embd"]: run["flops_per_token"] for run in runs}
     assert a["steps"] == 20
-    assert b["steps"] == round(20 * min(costs) / max(costs))
+    assert b["steps"] == round(20 * costs[16] / costs[32])
 
 
 @pytest.mark.slow
 def test_equal_time_gives_the_slower_arm_fewer_steps_which_are_remembered(asking, monkeypatch):
     monkeypatch.setattr(ask, "TIMED_S", 0.3)
+    monkeypatch.setattr(ask, "TIMED_ROUNDS", 1)
     slower = ["--b", "--n_layer=6 --n_embd=128", "--at=time", "--resolve=5", "--json"]
     found = json.loads(asking(*slower)[1].splitlines()[-1])
     a, b = (arm["steps"] for arm in found["arms"])
@@ -258,8 +286,9 @@ def test_equal_time_gives_the_slower_arm_fewer_steps_which_are_remembered(asking
 
 
 @pytest.mark.slow
-def test_two_questions_that_start_a_run_at_once_share_it(asking, monkeypatch):
-    """The second one finds the folder free, but train.py then finds the first one in it."""
+@pytest.mark.parametrize(("seed", "other_ends", "starts"), [(96, True, 1), (97, False, 2)])
+def test_run_that_another_question_is_at_work_on_is_waited_for(seed, other_ends, starts, asking, monkeypatch):
+    """The folder was free when it was looked at, and is another one's when train.py starts there."""
     question = ask.question_of(*ask.read_arguments([*asking.common, *BETTER]))
     arm = question.arms[0]
     train = running.train
@@ -267,11 +296,14 @@ def test_two_questions_that_start_a_run_at_once_share_it(asking, monkeypatch):
 
     def in_use_at_first(*words: Any) -> tuple[int, str]:
         tries.append(words)
-        return (1, f"out_dir=x {running.IN_USE} a run") if len(tries) == 1 else train(*words)
+        if other_ends or len(tries) > 1:
+            assert train(*words) == (0, "")
+        return (1, f"out_dir=x {running.IN_USE} a run") if len(tries) == 1 else (0, "")
 
     monkeypatch.setattr(running, "train", in_use_at_first)
-    assert running.run(question.place, arm, 1337)["outcome"] == "ended"
-    assert len(tries) == 2
+    found = running.run(question.place, arm, seed)
+    assert (found["outcome"], found["curve"][-1][0]) == ("ended", arm.steps)
+    assert len(tries) == starts
 
 
 def test_speeds_are_those_of_runs_that_took_turns(asking):
@@ -343,12 +375,11 @@ def test_what_cannot_be_asked_is_one_line_before_anything_runs(words, chars, tmp
 
 
 @pytest.mark.slow
-def test_arm_that_cannot_run_is_no_answer(asking, tmp_path):
-    command = [PYTHON, "bench/ask.py", *asking.common, "--b", str(patch_of_loss(tmp_path, "missing"))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: b (")
-    assert "name 'missing' is not defined" in done.stderr
+def test_arm_that_cannot_run_is_no_answer(asking, script, tmp_path):
+    done: Finished = script("bench/ask.py", *asking.common, "--b", patch_of_loss(tmp_path, "missing"))
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith("error: b (")
+    assert "name 'missing' is not defined" in done.err
 
 
 def test_patch_that_does_not_apply_is_refused(tmp_path):

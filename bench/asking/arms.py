@@ -6,6 +6,7 @@ checkout may change while a question runs overnight.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -216,8 +217,9 @@ def digest_of_files(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def digest_of_code(folder: Path) -> str:
-    """Of train.py there and of the files that it imports: what a run's result depends on."""
+    """Of train.py in a copy of the checkout and of the files that it imports: what a run's result depends on."""
     digest = hashlib.sha256()
     for path in sorted(with_imports([folder / "train.py"], folder)):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())

@@ -85,9 +85,8 @@ def run(place: Place, arm: Arm, seed: int, until: float = math.inf) -> dict[str,
     key = place.key(arm, seed)
     out_dir = out_dir_of(place, arm, seed)
     t0 = time.perf_counter()
-    status = 0
-    said = ""
     for _ in range(TRIES):
+        status, said = 0, ""
         known = in_ledger(place, key, out_dir)
         if known is not None:
             return known | {"reused": True}
