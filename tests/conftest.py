@@ -20,6 +20,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from warm_python import warm_python
 
 from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
@@ -212,6 +213,14 @@ def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
 def vector(out_dir: Path) -> torch.Tensor:
     """All weights in one."""
     return torch.cat([w.flatten() for w in weights(out_dir).values()])
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Python that starts in a moment; see warm_python.py."""
+    program = tmp_path_factory.mktemp("python") / "python"
+    with warm_python(program):
+        yield program
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from conftest import ROOT, events
-from test_hacks import PATCHES, Checkout, python  # noqa: F401 (a fixture)
+from test_hacks import PATCHES, Checkout
 
 FAST = [
     *("config/train_shakespeare_char_fast.py", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16"),
@@ -24,19 +24,19 @@ def trained(here: Checkout) -> tuple[list[float], float]:
 
 
 @pytest.fixture(scope="module")
-def unchanged(python, chars, tmp_path_factory) -> tuple[list[float], float]:  # noqa: F811
+def unchanged(python, chars, tmp_path_factory) -> tuple[list[float], float]:
     return trained(Checkout(tmp_path_factory.mktemp("unchanged"), "", python, [f"--dataset={chars}"]))
 
 
 @pytest.mark.parametrize("name", PATCHES)
-def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, chars, tmp_path, monkeypatch):  # noqa: F811
+def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, chars, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     losses, val_loss = trained(Checkout(tmp_path, PATCHES[name], python, [f"--dataset={chars}"]))
     assert all(map(math.isfinite, [*losses, val_loss]))
     assert (losses, val_loss) != unchanged
 
 
-def test_cap_that_only_the_definition_has_is_found_although_a_new_head_is_zero(python, chars, tmp_path):  # noqa: F811
+def test_cap_that_only_the_definition_has_is_found_although_a_new_head_is_zero(python, chars, tmp_path):
     of_model = PATCHES["logit_softcap"].partition("--- a/model.py")
     done = Checkout(tmp_path, of_model[1] + of_model[2], python, [f"--dataset={chars}"]).run(
         "train.py", *FAST, f"--dataset={chars}", "--out_dir=out"

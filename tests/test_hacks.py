@@ -6,13 +6,11 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, assert_equal
-from warm_python import warm_python
 
 PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
 PATCHES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "hacks").glob("*.patch"))}
@@ -38,13 +36,6 @@ with reading.using():
 plain = torch.stack(list(model.generate(prompt, 138, temperature=0.5)))
 print("cache" if "GPT.next_logits" in reading.forms else "no cache", torch.equal(cached, plain))
 """
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory) -> Iterator[Path]:
-    program = tmp_path_factory.mktemp("python") / "python"
-    with warm_python(program):
-        yield program
 
 
 class Checkout:

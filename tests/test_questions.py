@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_ask import asking  # noqa: F401 (a fixture)
-from test_hacks import python  # noqa: F401 (a fixture)
 
 from bench import ask
 from bench.asking.ledger import Ledger
@@ -37,17 +35,6 @@ def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path):
     a, common = ask.read_arguments(["--resolve=3", "--n_head=1", str(file), "--b", "--n_layer=4", "--compile=True"])
     assert (a.b, a.resolve) == ("--n_layer=4", 3)
     assert common == ["one.py", "two.py", "--compile=False", "--n_head=1", "--compile=True"]
-
-
-@pytest.mark.slow
-def test_belief_is_said_first_and_what_to_do_instead_with_the_answer(asking, tmp_path):  # noqa: F811
-    file = tmp_path / "question.toml"
-    file.write_text('belief = "Slow is good."\ninstead = "Hurry."\nb = "--learning_rate=3e-2"\nresolve = 3')
-    status, out = asking(str(file))
-    lines = out.splitlines()
-    assert status == 1
-    assert lines[0] == "belief: Slow is good."
-    assert lines[lines.index("instead: Hurry.") - 1].startswith("No difference beyond 3 nats")
 
 
 @pytest.mark.parametrize(

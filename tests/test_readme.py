@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BPE_CACHE, ROOT, SHAKESPEARE
-from warm_python import warm_python
+from warm_python import warm_python, write_program
 
 import tasks
 
@@ -91,17 +90,8 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     write_program(programs / "torchrun", str(programs / "python"), "-m", "torch.distributed.run")
     for kind in tasks.REQUIREMENTS:  # as if all were installed
         tasks.installed_file(folder / ".venv", kind).write_text(tasks.requirements(kind))
-    if sys.platform == "linux":
-        with warm_python(programs / "python"):
-            yield folder
-    else:
-        write_program(programs / "python", sys.executable)
+    with warm_python(programs / "python"):
         yield folder
-
-
-def write_program(path: Path, *command: str) -> None:
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
-    path.chmod(0o755)
 
 
 def run(clone: Path, command: str) -> str:

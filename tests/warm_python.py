@@ -1,4 +1,5 @@
-"""A Python that starts in a moment, because it is a fork of one that has imported torch already. Linux only.
+"""A Python that starts in a moment, because it is a fork of one that has imported torch already. Elsewhere than on
+Linux, it is Python itself.
 
     with warm_python(FOLDER / "python"):
         subprocess.run([FOLDER / "python", "train.py", "--help"])
@@ -38,18 +39,26 @@ os._exit(int(connection.recv(8) or b"1"))
 """
 
 
+def write_program(path: Path, *command: str) -> None:
+    """A program that adds its arguments to those of the command."""
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o755)
+
+
 @contextmanager
 def warm_python(program: Path) -> Iterator[None]:
     """Within the block, `program` takes the arguments of Python: [-u] SCRIPT, -m MODULE or -c CODE."""
+    if sys.platform != "linux":
+        write_program(program, sys.executable)
+        yield
+        return
     with tempfile.TemporaryDirectory() as private, socket.socket(socket.AF_UNIX) as listening:
         address = f"{private}/socket"
         listening.bind(address)
         listening.listen()
         number = listening.fileno()
         server = subprocess.Popen([sys.executable, __file__, str(number), program], pass_fds=[number], process_group=0)
-        client = shlex.join([sys.executable, "-IS", "-c", CLIENT, address])
-        program.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
-        program.chmod(0o755)
+        write_program(program, sys.executable, "-IS", "-c", CLIENT, address)
         try:
             yield
         finally:
