@@ -94,7 +94,8 @@ def test_train_on_a_new_machine_installs_prepares_trains_and_samples(machine):
 
 
 @pytest.mark.parametrize(
-    ("matmul", "layers"), [("cuda 1e11", 4), ("cpu 1e12", 4), ("cpu 3.3e11", 2), ("cpu 5e10", 1), ("mps 0.0", 4)]
+    ("matmul", "layers"),
+    [("cuda 1e11", 4), ("cpu 1e12", 4), ("cpu 4.4e11", 3), ("cpu 3.3e11", 2), ("cpu 5e10", 1), ("mps 0.0", 4)],
 )
 def test_first_model_fits_the_machine(matmul, layers, machine, capsys):
     (machine.folder / "matmul").write_text(matmul)
