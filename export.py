@@ -16,11 +16,12 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import configure
@@ -88,7 +89,8 @@ class Written:
 
 def write_folder(trained: Trained, to: Path, name: str) -> Written:
     """Writes the folder, called `name` on its card. Raises ValueError and OSError; nothing is left of it then."""
-    config = trained.model.config
+    model = without_embedding_norm(trained.model)
+    config = model.config
     tokenizer = trained.tokenizer
     ids = (tokenizer.vocab_size, tokenizer.end_of_text)
     with new_folder(to) as folder:
@@ -100,8 +102,7 @@ def write_folder(trained: Trained, to: Path, name: str) -> Written:
         if not hugging_face.is_gpt2(config):
             shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
         (folder / "README.md").write_text(model_card(trained, "transformers", usage(trained, name)), encoding="utf-8")
-        weights = trained.model.state_dict()
-        write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, weights))
+        write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, model.state_dict()))
         shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
         compared = compare(folder, trained.model.eval())
     return Written(class_of(config), compared, {path.name: path for path in sorted(to.iterdir())})
@@ -109,7 +110,8 @@ def write_folder(trained: Trained, to: Path, name: str) -> Written:
 
 def write_gguf(trained: Trained, to: Path, name: str, ollama: bool) -> Written:
     """Writes the GGUF file, and a Modelfile beside it. Raises ValueError and OSError; nothing is left of it then."""
-    config = trained.model.config
+    model = without_embedding_norm(trained.model)
+    config = model.config
     vocabulary = tokenizer_json(trained.tokenizer)
     chat_template = template.JINJA if trained.saw_chat else None
     modelfile = to.with_name("Modelfile")
@@ -118,7 +120,7 @@ def write_gguf(trained: Trained, to: Path, name: str, ollama: bool) -> Written:
     try:
         with replacing(to) as file:
             path = Path(file.name)
-            gguf_format.write(path, config, trained.model.state_dict(), vocabulary, chat_template)
+            gguf_format.write(path, config, model.state_dict(), vocabulary, chat_template)
             compared = gguf_format.compare(path, trained.model.eval(), trained.tokenizer.vocab_size)
     except OSError as e:
         raise OSError(f"cannot write {to}: {e.strerror or e}; free some disk space or choose another folder") from None
@@ -136,6 +138,18 @@ def class_of(config: GPTConfig) -> str:
     if hugging_face.is_gpt2(config):
         return name
     return f"{name}, in {MODELING_FILE} beside the weights; trust_remote_code=True runs it"
+
+
+def without_embedding_norm(model: GPT) -> GPT:
+    """A model that computes the same without this norm, which other programs lack: its embeddings have it already."""
+    c = model.config
+    if not c.embedding_norm:
+        return model
+    weights = model.state_dict()
+    weights["transformer.wte.weight"] = F.rms_norm(weights["transformer.wte.weight"], (c.n_embd,), eps=1e-5)
+    plain = GPT(replace(c, embedding_norm=False, tie_weights=False))
+    plain.load_state_dict(weights)
+    return plain
 
 
 # ---- files ---------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class ModelSettings:
     position: Literal["learned", "rope"] = "learned"
     norm: Literal["layer", "rms"] = "layer"
     qk_norm: bool = False  # RMS norm of each head's queries and keys
+    embedding_norm: bool = False  # RMS norm of each token's embedding: for vocabularies of thousands
     activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's; relu2 the fastest
     tie_weights: bool = True  # one matrix for token embedding and head
     zero_init: bool = False  # layers that add to the residual stream, and an untied head, start at zero
@@ -286,6 +287,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.embedding_norm = config.embedding_norm
         self.block_size = config.block_size
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         rotary = None
@@ -307,6 +309,8 @@ class Transformer(nn.Module):
 
         at = torch.arange(T, device=idx.device) if cache is None else cache.begin(T, idx.device)  # (T,)
         x = self.wte(idx)  # (B, T, C)
+        if self.embedding_norm:
+            x = F.rms_norm(x, x.shape[-1:], eps=1e-5)
         rotary = None
         if self.rotary is not None:
             rotary = self.rotary[:, at]

@@ -101,6 +101,17 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_norm_of_the_embedding_is_in_the_exported_embedding(tmp_path, tie_weights):
+    model, folder = exported(tmp_path, replace(SMALL, tie_weights=tie_weights, embedding_norm=True))
+    back = load(str(folder), "", torch.device("cpu")).model
+    assert (back.config.embedding_norm, back.config.tie_weights) == (False, False)
+    prompts = tokens(2, 14, vocab=65)
+    with torch.inference_mode():
+        torch.testing.assert_close(back(prompts)[0], model(prompts)[0])
+        torch.testing.assert_close(loaded(folder)(prompts).logits, model(prompts)[0])
+
+
 def test_change_that_our_model_cannot_have_is_named(tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -18,6 +18,7 @@ MODERN_SETTINGS: dict[str, Any] = {
     "activation": "relu2",
     "tie_weights": False,
     "zero_init": True,
+    "embedding_norm": True,
     "token_shift": True,
 }
 MODERN = replace(SMALL, bias=False, **MODERN_SETTINGS)
