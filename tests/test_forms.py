@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import re
 import sys
@@ -478,6 +479,7 @@ def times_of(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> list[list[Form
         return list(seconds[: len(runners)])
 
     monkeypatch.setattr(forms, "in_turns", in_turns)
+    monkeypatch.setattr(forms, "HOPELESS", math.inf)  # whatever this machine really takes
     return asked
 
 
@@ -508,6 +510,15 @@ def test_auto_takes_what_was_fastest_here_and_measures_once_on_a_machine(tmp_pat
     (tmp_path / "a-file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a-file"))  # where nothing can be remembered
     assert settled([], compile=False).form == EXPLICIT
+
+
+@pytest.mark.parametrize(("slow_s", "timed"), [(0.3, FOUR), (0.5, FOUR[:2])])
+def test_form_that_is_hopeless_with_one_sequence_is_not_timed_with_more(slow_s, timed, monkeypatch):
+    asked = times_of(monkeypatch, 0.2, 0.1, 0.3, 0.3)
+    monkeypatch.setattr(forms, "HOPELESS", 4.0)
+    monkeypatch.setattr(forms, "seconds", lambda s, runner, batch: slow_s if runner.form.dtype == "bfloat16" else 0.1)
+    assert settled([], compile=False).form == EXPLICIT
+    assert asked == [timed]
 
 
 def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monkeypatch):

@@ -49,6 +49,7 @@ LONG_S = 10.0  # if one pass of each form takes longer, it is timed once
 LEAST_ROUNDS = 2  # of forms that take turns ...
 MOST_ROUNDS = 50
 TURNS_S = 1.0  # ... and about the seconds that they may take
+HOPELESS = 4.0  # times the fastest on one sequence: bfloat16 takes 30 where no instruction multiplies it
 CLEARLY_FASTER = 0.97  # of the time of what comes first: a plainer form, or a smaller micro-batch
 
 # The kinds of devices on which auto_batch looks for a faster micro-batch. On others bench/sweep.py does.
@@ -370,19 +371,22 @@ def in_words(dtype: str, explicit: bool) -> str:
 
 
 def times_of(s: Search, forms: Mapping[str, Form]) -> dict[str, float]:
-    """Seconds of a forward and backward pass over part of the micro-batch in each of these forms."""
+    """Seconds of a forward and backward pass over part of the micro-batch in each form that is not hopelessly slow."""
     s.ranks.say(f"comparing {' and '.join(dict.fromkeys(form.dtype for form in forms.values()))} on this machine")
-    plain = Runner(s.model, s.plain)
-    seconds(s, plain, s.batch_of(1))  # the first pass allocates and prepares kernels
-    rows = max(1, min(s.batching.batch_size, int(PROBE_S / seconds(s, plain, s.batch_of(1)))))
-    runners = [Runner(s.model, form) for form in forms.values()]
+    one = s.batch_of(1)
+    runners = {name: Runner(s.model, form) for name, form in forms.items()}
+    # Twice: the first pass allocates and prepares kernels.
+    row_s = {name: min(seconds(s, runner, one), seconds(s, runner, one)) for name, runner in runners.items()}
+    names = [name for name in forms if row_s[name] <= HOPELESS * min(row_s.values())]
+    rows = max(1, min(s.batching.batch_size, int(PROBE_S / max(row_s[name] for name in names))))
+    hopeful = [runners[name] for name in names]
     try:
-        times = in_turns(s, runners, s.batch_of(rows))
+        times = in_turns(s, hopeful, s.batch_of(rows))
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e) or rows == 1:
             raise
-        times = in_turns(s, runners, s.batch_of(1))  # which micro-batch fits is found later
-    return dict(zip(forms, times, strict=True))
+        times = in_turns(s, hopeful, one)  # which micro-batch fits is found later
+    return dict(zip(names, times, strict=True))
 
 
 # ---- the fastest micro-batch ---------------------------------------------------------------------------------
