@@ -117,7 +117,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
-    attention: Literal["auto", "flash", "explicit"] = "auto"  # explicit: by matmuls, on a CPU only; auto: the faster
+    attention: Literal["auto", "flash", "explicit", "kernels"] = "auto"  # kernels: ours, on a CPU; auto: the faster
     compile: Literal["auto", True, False] = "auto"  # a slow start, faster steps; auto: on CUDA, and on a CPU if it pays
     activation_checkpoint: Literal["none", "full", "selective"] = "none"  # compute activations again: less memory
     seed: int = 1337  # of initial weights, batch order and dropout

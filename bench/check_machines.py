@@ -64,8 +64,12 @@ SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 4, "block_size": 128}
 BATCH_SIZE = 4
 VOCAB_SIZE = 65
 FORMS = {
-    "fast": [Form("bfloat16"), Form("bfloat16", explicit=True), Form("bfloat16", compiled=True, explicit=True)],
-    "GPT-2": [Form("float32", explicit=True), Form("bfloat16", explicit=True)],
+    "fast": [
+        Form("bfloat16"),
+        Form("bfloat16", attention="explicit"),
+        Form("bfloat16", compiled=True, attention="explicit"),
+    ],
+    "GPT-2": [Form("float32", attention="explicit"), Form("bfloat16", attention="explicit")],
 }
 # Compiling takes most of the time: float32 compiles on two machines only, whose other kernels differ as well.
 FLOAT32_COMPILED = Form("float32", compiled=True)

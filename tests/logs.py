@@ -18,7 +18,7 @@ def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None =
     s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
     start = {"parameters": 120.0, "flops_per_token": 1000, "tokens_per_step": per_step}
-    start |= {"device": "a chip", "dtype": "float32", "explicit_attention": False}
+    start |= {"device": "a chip", "dtype": "float32", "attention": "flash"}
     start |= {"compiled": False, "world_size": 1, "peak_flops": 4e6, "peak_source": "measured", "git_commit": "abc"}
     start |= {"tokenizer": "char", "val_tokens": 1000, "train_tokens": 9000, "val_sha256": "f00"}
     start |= {k: v for k, v in changed.items() if k not in SETTINGS}

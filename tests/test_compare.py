@@ -201,7 +201,7 @@ def test_scatter_of_evaluations_is_their_noise():
             [f"{NO_CAUSE}: 2 things", "batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1", "learning_rate"],
         ),
         (2.3, 100, {"n_embd": 32, "n_head": 4}, ["Only n_embd 16 -> 32 with n_head 2 -> 4 differs", CAUSE]),
-        (2.3, 100, {"explicit_attention": True}, ["Only explicit_attention False -> True differs", CAUSE]),
+        (2.3, 100, {"attention": "explicit"}, ["Only attention flash -> explicit differs", CAUSE]),
         (2.3, 100, {}, ["Nothing that is known changed"]),
     ],
 )

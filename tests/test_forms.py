@@ -27,7 +27,7 @@ from deskgpt.compute.forms import EarlierForm, Search, Wanted, drop_unfinished, 
 from deskgpt.compute.inference import Reading
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import held, kernels
+from deskgpt.faster import cpu_kernels, held, kernels
 from deskgpt.faster.definition import may_be_faster
 from deskgpt.machine import hardware, remembered, terminal
 from deskgpt.machine.terminal import not_silent
@@ -89,23 +89,30 @@ def settled(said: list[str] | None = None, earlier: dict[str, Any] | None = None
     return fastest_right_form(search_of(model, None, EarlierForm(**(earlier or {})), said, **settings))[0]
 
 
+@pytest.fixture(autouse=True)
+def _without_cpu_kernels(monkeypatch):
+    """tests/test_cpu_kernels.py has them."""
+    monkeypatch.setattr(cpu_kernels, "may_exist", lambda: False)
+
+
 # ---- the check -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def wrong_attention(monkeypatch):
     """Explicit attention whose last of 32 positions is wrong in bfloat16, by a little and without a NaN."""
-    plant(monkeypatch, [torch.bfloat16])
+    plant(monkeypatch, [torch.bfloat16], "explicit_attention")
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype]) -> None:
-    right = kernels.attention_by_matmuls
+def plant(monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype], *forms: str) -> None:
+    for name in forms:
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = right(q, k, v)
-        return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if q.dtype in dtypes else y
+        def wrong(right: Any, *args: Any) -> Tensor:
+            y = right(*args)
+            is_planted = args[1].dtype in dtypes
+            return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if is_planted else y
 
-    monkeypatch.setattr(kernels, "attention_by_matmuls", wrong)
+        monkeypatch.setattr(kernels, name, functools.partial(wrong, getattr(kernels, name)))
 
 
 def assert_names_the_worst_gradient(line: str, *named: str) -> None:
@@ -115,7 +122,7 @@ def assert_names_the_worst_gradient(line: str, *named: str) -> None:
 
 
 def test_wrong_kernel_is_found_and_the_run_goes_on_with_the_plain_form(wrong_attention):
-    earlier = {"dtype": "bfloat16", "explicit": True, "compiled": False}
+    earlier = {"dtype": "bfloat16", "attention": "explicit", "compiled": False}
     for is_remembered in (False, True):
         said: list[str] = []
         runner = settled(said, earlier, compile=False)
@@ -128,12 +135,12 @@ def test_wrong_kernel_is_found_and_the_run_goes_on_with_the_plain_form(wrong_att
 
 
 def test_kernel_that_is_wrong_in_float32_too_is_left_out_and_a_line_says_so(monkeypatch):
-    plant(monkeypatch, [torch.float32, torch.bfloat16])
-    earlier = {"dtype": "bfloat16", "explicit": True, "compiled": False}
+    plant(monkeypatch, [torch.float32, torch.bfloat16], "flash_attention")
+    earlier = {"dtype": "bfloat16", "attention": "explicit", "compiled": False}
     for _ in range(2):  # it is remembered, too
         said: list[str] = []
         runner = settled(said, earlier, compile=False)
-        assert runner.form == Form("bfloat16", explicit=True, as_written=("attention",))
+        assert runner.form == Form("bfloat16", attention="explicit", as_written=("attention",))
         assert "attention" not in runner.forms
         assert_one_line(said[0], "attention", "model.py", "may be slower")
 
@@ -167,7 +174,7 @@ def test_no_kernel_leaves_out_randomness_that_attention_has_in_model_py(kind, dr
     define_attention(monkeypatch, RANDOM.get(kind, usual_weights))
     is_usual = kind == "as it is" or (kind == "dropped scores" and not dropout)
     said: list[str] = []
-    form = settled(said, {"explicit": False}, dtype="float32", compile=False, dropout=dropout).form
+    form = settled(said, {"attention": "flash"}, dtype="float32", compile=False, dropout=dropout).form
     assert form.as_written == (() if is_usual else ("attention",)), said
     assert len(said) == (not is_usual)
 
@@ -201,9 +208,9 @@ def test_trials_of_a_model_with_a_running_mean_all_start_from_its_mean_and_leave
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.ones(32))
     block.register_forward_pre_hook(subtract_mean)
-    search = search_of(model, None, EarlierForm("float32", False, True), dtype="float32", compile=False)
+    search = search_of(model, None, EarlierForm("float32", False, "explicit"), dtype="float32", compile=False)
     runner, _ = fastest_right_form(search)  # raises ValueError where the forms differ
-    assert runner.form.explicit
+    assert runner.form.attention == "explicit"
     runner.forward_backward(*batch_of(4))
     Reading(model.train(), batch_of(1)[0][:, :4], "float32", remembers=False)
     assert torch.equal(block.mean, torch.ones(32))
@@ -211,11 +218,11 @@ def test_trials_of_a_model_with_a_running_mean_all_start_from_its_mean_and_leave
 
 def test_right_kernel_is_taken_and_checked_once():
     said: list[str] = []
-    earlier = {"dtype": "bfloat16", "explicit": True, "compiled": False}
+    earlier = {"dtype": "bfloat16", "attention": "explicit", "compiled": False}
     for settings, n_checks in (({}, 1), ({}, 0), ({"activation_checkpoint": "full"}, 1)):
         said.clear()
         form = settled(said, earlier, compile=False, **settings).form
-        assert replace(form, checkpoint="none") == Form("bfloat16", explicit=True)
+        assert replace(form, checkpoint="none") == Form("bfloat16", attention="explicit")
         assert len(said) == n_checks
 
 
@@ -227,7 +234,7 @@ def test_wrong_kernel_of_the_compiler_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     said: list[str] = []
     settings: dict[str, Any] = {"activation": "relu2", "dtype": "float32"}
-    earlier = {"compiled": True, "explicit": False}
+    earlier = {"compiled": True, "attention": "flash"}
     with inductor.patch({"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}):
         assert settled(said, earlier, **settings).form == Form()
         if "there is no C++ compiler" in said[-1]:
@@ -248,7 +255,7 @@ def test_compiling_that_fails_ends_a_run_that_asked_for_it_and_is_said_aloud_in_
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(sys, "platform", "linux")
     said: list[str] = []
-    earlier = {"dtype": "float32", "explicit": False, "compiled": True}
+    earlier = {"dtype": "float32", "attention": "flash", "compiled": True}
     with pytest.raises(ValueError, match="compile=True") as e:
         settled(said, earlier, compile=True)
     assert_one_line(str(e.value), "Triton", "pip install triton", "--compile=auto", "--compile=False")
@@ -310,7 +317,7 @@ def test_matrices_of_zeros_hide_no_gradient_from_the_check_and_are_zero_again():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_passes_the_check_with_all_choices_of_the_model(settings, dtype):
     said: list[str] = []
-    assert settled(said, {"explicit": False}, dtype=dtype, compile=False, **settings).form.dtype == dtype
+    assert settled(said, {"attention": "flash"}, dtype=dtype, compile=False, **settings).form.dtype == dtype
     assert said[0].startswith("comparing loss and gradients")
 
 
@@ -324,11 +331,11 @@ def test_dropout_hides_no_kernel_that_is_not_finite(monkeypatch):
     monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", not_finite)
     wrong_in = [torch.bfloat16]
     with pytest.raises(ValueError, match="dtype=bfloat16: .* nan"):
-        settled([], {"explicit": False}, dtype="bfloat16", compile=False, dropout=0.2)
+        settled([], {"attention": "flash"}, dtype="bfloat16", compile=False, dropout=0.2)
     remembered.path_of(held.FILE).unlink()
     wrong_in = [torch.bfloat16, torch.float32]
     said: list[str] = []
-    form = settled(said, {"explicit": False}, dtype="bfloat16", compile=False, dropout=0.2).form
+    form = settled(said, {"attention": "flash"}, dtype="bfloat16", compile=False, dropout=0.2).form
     assert form.as_written == ("attention",)
     assert_one_line(said[0], "attention", "inf")
 
@@ -350,9 +357,9 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_wrong_form(dropout):
     with torch.no_grad():
         model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="nan") as e:
-        fastest_right_form(search_of(model, None, EarlierForm(explicit=False), **settings))
+        fastest_right_form(search_of(model, None, EarlierForm(attention="flash"), **settings))
     assert_one_line(str(e.value), "plain float32", "weights", "take another checkpoint")
-    assert settled([], {"explicit": False}, **settings).form == Form("bfloat16")
+    assert settled([], {"attention": "flash"}, **settings).form == Form("bfloat16")
 
 
 def test_float32_takes_few_sequences_and_none_of_the_memory_that_a_run_reports(monkeypatch, wrong_attention):
@@ -368,9 +375,9 @@ def test_float32_takes_few_sequences_and_none_of_the_memory_that_a_run_reports(m
     monkeypatch.setattr(hardware, "forget_peak", lambda device: seen.append("forgotten"))
     earlier = {"dtype": "bfloat16", "compiled": False}
     settings: dict[str, Any] = {"compile": False, "batch_size": 12}
-    assert settled([], earlier | {"explicit": False}, **settings).form.dtype == "bfloat16"
+    assert settled([], earlier | {"attention": "flash"}, **settings).form.dtype == "bfloat16"
     said: list[str] = []
-    assert settled(said, earlier | {"explicit": True}, **settings).form == Form()
+    assert settled(said, earlier | {"attention": "explicit"}, **settings).form == Form()
     assert_names_the_worst_gradient(said[-1])
     assert seen == [2, "forgotten"] * 2
 
@@ -405,7 +412,7 @@ def test_float16_is_compared_in_full_however_small_a_part_of_the_step_a_micro_ba
     monkeypatch.setattr(checks, "compare", watched)
     said: list[str] = []
     settings: dict[str, Any] = {"dtype": "float16", "compile": False, "gradient_accumulation_steps": micro_steps}
-    assert settled(said, {"explicit": False}, **settings).form == Form("float16"), said
+    assert settled(said, {"attention": "flash"}, **settings).form == Form("float16"), said
     assert errors[0] < 0.01  # what float16 rounds, as with one micro-batch; underflow loses far more
 
 
@@ -415,7 +422,7 @@ def test_float32_of_mps_is_compared_once_with_a_cpu_and_refused_where_it_differs
     settings: dict[str, Any] = {"dtype": "float32", "compile": False}
     for n_lines in (1, 0):  # the second time it is remembered
         said: list[str] = []
-        assert settled(said, {"explicit": False}, **settings).form == Form()
+        assert settled(said, {"attention": "flash"}, **settings).form == Form()
         assert len(said) == n_lines
     remembered.path_of(held.FILE).unlink()
 
@@ -428,7 +435,7 @@ def test_float32_of_mps_is_compared_once_with_a_cpu_and_refused_where_it_differs
     )
     for _ in range(2):
         with pytest.raises(ValueError, match="plain float32") as e:
-            fastest_right_form(search_of(model, None, EarlierForm(explicit=False), **settings))
+            fastest_right_form(search_of(model, None, EarlierForm(attention="flash"), **settings))
         assert_one_line(str(e.value), "float32", "try --device=cpu")
 
 
@@ -453,7 +460,7 @@ def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path, monkeypatch):
         monkeypatch.setattr(torch, "compile", not_compiled)
         settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
         found = []
-        earlier = EarlierForm("bfloat16", compiled=False, explicit=False)
+        earlier = EarlierForm("bfloat16", compiled=False, attention="flash")
         runner, _ = fastest_right_form(search_of(a_model(), ranks, earlier, **settings))
         found.append(str(runner.form))
         monkeypatch.setattr(checks, "compare", compare)
@@ -483,8 +490,8 @@ def times_of(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> list[list[Form
     return asked
 
 
-EXPLICIT = Form("float32", explicit=True)
-FOUR = [Form(), EXPLICIT, Form("bfloat16"), Form("bfloat16", explicit=True)]
+EXPLICIT = Form("float32", attention="explicit")
+FOUR = [Form(), EXPLICIT, Form("bfloat16"), Form("bfloat16", attention="explicit")]
 
 
 def test_auto_takes_what_was_fastest_here_and_measures_once_on_a_machine(tmp_path, monkeypatch):
@@ -523,9 +530,10 @@ def test_form_that_is_hopeless_with_one_sequence_is_not_timed_with_more(slow_s, 
 
 def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monkeypatch):
     asked = times_of(monkeypatch, 1.0, 0.5)
-    assert settled([], {"dtype": "bfloat16", "explicit": True, "compiled": False}).form == Form("bfloat16", False, True)
+    earlier = {"dtype": "bfloat16", "attention": "explicit", "compiled": False}
+    assert settled([], earlier).form == Form("bfloat16", attention="explicit")
     assert not asked
-    assert settled([], dtype="bfloat16", compile=False).form == Form("bfloat16", explicit=True)
+    assert settled([], dtype="bfloat16", compile=False).form == Form("bfloat16", attention="explicit")
     assert settled([], compile=False, dropout=0.1).form == Form("bfloat16")  # explicit attention has no dropout
     assert asked == [FOUR[2:], [Form(), Form("bfloat16")]]
 
@@ -533,12 +541,12 @@ def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monke
 def test_attention_that_a_user_chooses_is_not_timed_and_refused_where_it_is_not_possible(monkeypatch):
     asked = times_of(monkeypatch, 1.0, 0.5)
     assert settled([], dtype="float32", compile=False, attention="explicit").form == EXPLICIT
-    assert settled([], {"explicit": True}, dtype="float32", compile=False, attention="flash").form == Form()
+    assert settled([], {"attention": "explicit"}, dtype="float32", compile=False, attention="flash").form == Form()
     assert not asked
     with pytest.raises(ValueError, match="attention=explicit") as e:
         settled([], attention="explicit", dropout=0.1)
     assert_one_line(e.value, "dropout=0.1", "--attention=flash")
-    plant(monkeypatch, [torch.float32, torch.bfloat16])
+    plant(monkeypatch, [torch.float32, torch.bfloat16], "flash_attention")
     with pytest.raises(ValueError, match="attention=explicit"):
         settled([], attention="explicit", activation="relu2")  # another model: nothing is remembered of its kernels
 
@@ -582,12 +590,12 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Form]:
     return asked
 
 
-@pytest.mark.parametrize(("attention", "explicit"), [("auto", True), ("flash", False), ("explicit", True)])
-def test_compiled_form_has_the_attention_that_a_user_chooses(attention, explicit, monkeypatch):
+@pytest.mark.parametrize(("attention", "kind"), [("auto", "explicit"), ("flash", "flash"), ("explicit", "explicit")])
+def test_compiled_form_has_the_attention_that_a_user_chooses(attention, kind, monkeypatch):
     asked = compilations(monkeypatch)
     times_of(monkeypatch, 1.0, 0.9)
     settled([], dtype="bfloat16", attention=attention, max_iters=100)
-    assert asked == [Form("bfloat16", compiled=True, explicit=explicit)]
+    assert asked == [Form("bfloat16", compiled=True, attention=kind)]
 
 
 @pytest.mark.parametrize(
@@ -604,7 +612,7 @@ def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tr
     for again in (False, True):
         said: list[str] = []
         asked.clear()
-        assert settled(said, {"dtype": "float32", "explicit": False}, max_iters=max_iters).form == best
+        assert settled(said, {"dtype": "float32", "attention": "flash"}, max_iters=max_iters).form == best
         assert len(asked) == (best.compiled if again else tried)
         assert all(line.startswith("compile=auto: ") for line in said)
 
@@ -639,7 +647,7 @@ def batch_found(said: list[str], before: int | None = None, **settings: Any) -> 
     before: the micro-batch of the run that it resumes, if it does.
     """
     c = TrainConfig(**SIZES | {"batch_size": 2, "gradient_accumulation_steps": 12} | settings)
-    kept = EarlierForm(None if c.init_from == "scratch" else "float32", False, False, before)
+    kept = EarlierForm(None if c.init_from == "scratch" else "float32", False, "flash", before)
     model = a_model(dropout=c.dropout)
     search = search_of(model, None, kept, said, **asdict(replace(c, compile=False)))
     _, batching = fastest_right_form(search)
@@ -728,7 +736,7 @@ def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
         {"compiled": None},
         {"device": "cpu"},
         {"device": "cuda", "dtype": "bfloat16", "compiled": True},
-        {"device": "cpu", "dtype": "int8", "compiled": "yes", "explicit": 3},
+        {"device": "cpu", "dtype": "int8", "compiled": "yes", "attention": 3},
     ],
 )
 def test_form_of_another_device_or_none_of_ours_is_not_taken_from_a_checkpoint(saved):

@@ -52,8 +52,8 @@ def test_attention_on_mps_is_none_of_torchs_fused_ones(config, grad, monkeypatch
     """They are wrong there without gradients (pytorch's issues 181133 and 195910), frozen weights in training too."""
     monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", lambda *args, **kwargs: pytest.fail("fused"))
     model, text = make(config).eval(), tokens(2, 30)
-    for explicit in (False, True):
-        forms = kernels.forms_for("mps", explicit)
+    for attention in ("flash", "explicit"):
+        forms = kernels.forms_for("mps", attention)
         with torch.set_grad_enabled(grad), using(forms):
             model(text, text)
         assert torch.equal(drawn(model, forms | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))

@@ -27,7 +27,7 @@ from deskgpt.share.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig, attention, rotate
 
 FASTER = kernels.forms_for("cpu")
-EXPLICIT = kernels.forms_for("cpu", explicit=True)
+EXPLICIT = kernels.forms_for("cpu", attention="explicit")
 as_written_and_faster = pytest.mark.parametrize("forms", [{}, FASTER], ids=["as written", "faster"])
 
 
@@ -68,8 +68,8 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
     idx = tokens(3, 32)
     results = []
     for which in ("none", "full", "selective"):
-        for explicit in (False, True):
-            runner = Runner(model, Form(dtype, explicit=explicit, checkpoint=which))
+        for kind in ("flash", "explicit"):
+            runner = Runner(model, Form(dtype, attention=kind, checkpoint=which))
             assert list(model.state_dict()) == names
             torch.manual_seed(3)
             loss = runner.forward_backward(idx, idx.roll(-1, 1))
@@ -283,18 +283,6 @@ print(peak_memory_bytes(cpu) - before)
 
 
 # ---- modern choices ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("T", [5, 64, 256, 300, 1024])  # in 1, 1, 2, 3 and 4 blocks
-def test_explicit_attention_is_attention_with_its_gradients(T):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, T, 16, requires_grad=True) for _ in range(3))
-    ours = kernels.attention_by_matmuls(q, k, v)
-    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    upstream = torch.randn_like(ours)
-    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), upstream) for y in (ours, theirs)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_rotated_queries_meet_keys_by_their_distance_alone():

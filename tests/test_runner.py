@@ -19,7 +19,7 @@ def make(bfloat16: bool = False, compiled: bool = False, checkpoint: str = "none
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     dtype = "bfloat16" if bfloat16 else "float32"
-    return Runner(model, Form(dtype, compiled, explicit=bfloat16, checkpoint=checkpoint))
+    return Runner(model, Form(dtype, compiled, attention="explicit" if bfloat16 else "flash", checkpoint=checkpoint))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,9 +92,9 @@ def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):
     t = torch.randint(0, 20, (12,))
     op = torch.ops.deskgpt.chunked_cross_entropy.default
     for needs_grad in (True, False):
-        args = (h, w, t, torch.float32, 5, needs_grad)
+        args = (h, w, t, torch.float32, 5, needs_grad, False)
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
-    ours = op(h, w, t, torch.float32, 5, True)[0]
+    ours = op(h, w, t, torch.float32, 5, True, False)[0]
     plain = F.cross_entropy(h @ w.t(), t, reduction="sum")
     torch.testing.assert_close(torch.autograd.grad(ours, (h, w)), torch.autograd.grad(plain, (h, w)))
 

@@ -325,7 +325,7 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
             monkeypatch.setenv("CXX", missing)
             monkeypatch.setattr(inductor.cpp, "cxx", (None, missing))  # it has read CXX before the fork
         model = build(ranks, -1)
-        runner, _ = found_form(model, c, ranks, EarlierForm("float32", compiled=True, explicit=False))
+        runner, _ = found_form(model, c, ranks, EarlierForm("float32", compiled=True, attention="flash"))
         return str(runner.form)
 
     assert on_ranks(work, 2, tmp_path) == ["float32, not compiled"] * 2

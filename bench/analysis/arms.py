@@ -18,7 +18,7 @@ SILENT |= {"dry_run", "plan_for", "always_save_checkpoint", "wandb_log", "wandb_
 SILENT |= {"seed", "dataset", "init_from", "sample_interval"}
 SILENT |= {"attention"}  # what ran is a fact of the form
 TOKENIZER = ("tokenizer", "vocab_size")
-OF_FORM = ("dtype", "explicit_attention", "compiled", "compiler")
+OF_FORM = ("dtype", "attention", "compiled", "compiler")
 FACTS = ("device", "world_size", *OF_FORM, "versions", "git_commit", *TOKENIZER)
 DATA_FACTS = ("train_tokens", "val_sha256")  # which on the same text follow from the tokenizer
 # A cause can be named only where all of these are known.

@@ -27,7 +27,7 @@ NANOGPT_DEFAULTS: dict[str, Any] = {"lr_decay_iters": 600000, "min_lr": 6e-5, "a
 # Settings that nanoGPT lacks or has other defaults for: where its log does not echo them, they are unknown.
 NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens", "dry_run", "plan_for")
 
-SPEED_FACTS = ("device", "dtype", "explicit_attention", "compiled", "world_size")  # where one differs, so does the time
+SPEED_FACTS = ("device", "dtype", "attention", "compiled", "world_size")  # where one differs, so does the time
 
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
 STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)")
@@ -82,7 +82,7 @@ START_FACTS |= dict.fromkeys(("bytes_per_token", "warm_up_s"), is_figure)
 START_FACTS |= dict.fromkeys(("tokens_per_step", "train_tokens", "val_tokens", "world_size"), is_count)
 START_FACTS |= dict.fromkeys(("val_bytes", "val_text_bytes", "vocab_size"), is_count)
 START_FACTS |= dict.fromkeys(("tokenizer", "val_sha256", "device", "dtype", "compiler", "git_commit"), str)
-START_FACTS |= dict.fromkeys(("peak_source", "val_text"), str)
+START_FACTS |= dict.fromkeys(("peak_source", "val_text", "attention"), str)
 END_FACTS: Kinds = dict.fromkeys(("iter", "train_s", "data_wait_s", "eval_s", "save_s", "peak_memory_bytes"), is_figure)
 RECORDS: dict[str, Kinds] = {
     "start": START_FACTS | {"settings": dict},
@@ -269,6 +269,8 @@ def begin_again(run: Run, step: int, event: dict[str, Any]) -> None:
     # In a run from before a setting existed, what is its default now was the only way.
     settings = {f.name: f.default for f in fields(TrainConfig) if f.name not in given} | usable_settings(given)
     start = {name: value for name, value in named(event, START_FACTS).items() if value is not None}
+    if "explicit_attention" in start:  # as written until 2026-11-24
+        start.setdefault("attention", "explicit" if start.pop("explicit_attention") else "flash")
     model_args = event.get("model_args")
     if isinstance(model_args, dict) and is_count(model_args.get("vocab_size")):
         start["vocab_size"] = model_args["vocab_size"]

@@ -77,7 +77,7 @@ def write_band(config: str, logs: Sequence[str | Path]) -> Path:
         "seeds": seeds,
         "date": time.strftime("%Y-%m-%d"),
         "device": start.get("device"),
-        "form": {name: start.get(name) for name in ("dtype", "compiled", "explicit_attention")},
+        "form": {name: start.get(name) for name in ("dtype", "compiled", "attention")},
         "versions": start.get("versions"),
         "commit": start.get("git_commit") or git_commit(),  # runs of bench/ask.py are those of a copy
         "experiment": expected,

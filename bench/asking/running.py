@@ -218,7 +218,7 @@ def figures(log: Path, diverged: bool) -> dict[str, Any]:
         "tokens_per_step": run.tokens_per_step,
         "flops_per_token": run.flops_per_token,
         "parameters": start.get("parameters"),
-        "form": [start.get(name) for name in ("dtype", "compiled", "explicit_attention")],
+        "form": [start.get(name) for name in ("dtype", "compiled", "attention")],
         "device": start.get("device"),
         "versions": start.get("versions"),
         "ended": round(time.time()),

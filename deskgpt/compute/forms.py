@@ -35,7 +35,7 @@ from deskgpt.compute.checks import (
 )
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import held, kernels
+from deskgpt.faster import cpu_kernels, held, kernels
 from deskgpt.faster.held import Problems, Wrong, machine
 from deskgpt.machine import hardware, peak_flops, remembered
 from deskgpt.machine.errors import is_out_of_memory
@@ -79,7 +79,7 @@ class EarlierForm:
 
     dtype: str | None = None
     compiled: bool | None = None
-    explicit: bool | None = None
+    attention: str | None = None
     batch_size: int | None = None
 
     @classmethod
@@ -89,11 +89,13 @@ class EarlierForm:
             return cls()
         dtype = saved.get("dtype")
         compiled = saved.get("compiled")
-        explicit = saved.get("explicit")
+        attention = saved.get("attention")
+        if isinstance(saved.get("explicit"), bool):  # as written until 2026-11-24
+            attention = "explicit" if saved["explicit"] else "flash"
         return cls(
             dtype if isinstance(dtype, str) and dtype in hardware.DTYPES else None,
             compiled if isinstance(compiled, bool) else None,
-            explicit if isinstance(explicit, bool) else None,
+            attention if attention in kernels.KINDS else None,
             batch_size,
         )
 
@@ -186,7 +188,7 @@ def fastest_right_form(s: Search) -> tuple[Runner, Batching]:
     wants it compiled and that fails, or memory runs out.
     """
     with held.keeping_buffers(s.model):
-        s.as_written = wrong_kernels(s, compiled=False)
+        s.as_written = wrong_kernels(s, "kernels", kernels.forms_for(s.device.type))
         # Ranks that share weights go through the same passes, while their clocks differ: none of these forms is timed.
         timed = not s.sharded and s.wanted.trains
         form = fastest_plain(s, timed and s.device.type == "cpu")
@@ -197,6 +199,8 @@ def fastest_right_form(s: Search) -> tuple[Runner, Batching]:
         is_compiled = s.wanted.compiled(s.device)
         runner = attempt(s, compiled(s, form)) if is_compiled else None
         runner = runner or attempt(s, form)
+        if runner is None and form.attention == "kernels":
+            runner = attempt(s, replace(s.plain, dtype=form.dtype))
         if runner is None and s.sharded:
             s.model = sharding.float32_copy(s.model)
         runner = runner or attempt(s, s.plain)
@@ -210,10 +214,10 @@ def fastest_right_form(s: Search) -> tuple[Runner, Batching]:
 # ---- kernels -------------------------------------------------------------------------------------------------
 
 
-def wrong_kernels(s: Search, compiled: bool) -> tuple[str, ...]:
-    """The functions of model.py whose faster forms compute something else here; says so of each.
+def wrong_kernels(s: Search, which: str, forms: Mapping[str, Any]) -> tuple[str, ...]:
+    """The functions of model.py for which these forms compute something else here; says so of each.
 
-    compiled: of the forms that only compiled models have.
+    which: the forms, in words under which the answer is remembered.
     """
     if not s.ranks.all(weights_are_finite(s.model)):
         return ()  # what this run finds must not be remembered; health.py will say why it ends
@@ -225,9 +229,10 @@ def wrong_kernels(s: Search, compiled: bool) -> tuple[str, ...]:
             nothing_is_zero(model),
             not_silent("still comparing faster forms with model.py", s.ranks.say),
         ):
-            return held.all_wrong_kernels(model, compiled, idx[:, :LONGEST_COMPARED], targets[:, :LONGEST_COMPARED])
+            tokens = slice(LONGEST_COMPARED)
+            return held.wrong_kernels(model, forms.items(), idx[:, tokens], targets[:, tokens])
 
-    key = f"{machine(s.device)}: {held.digest(s.model.config, compiled)}, kernels"
+    key = f"{machine(s.device)}: {held.digest(s.model.config)}, {which}"
     problems: Problems = {}
     for of_rank in s.ranks.gather(held.problems_of(key, compare, s.ranks.all)):
         problems |= of_rank
@@ -241,25 +246,67 @@ def may_be_explicit(s: Search) -> bool:
     return is_right and kernels.may_be_explicit(s.device.type, s.batching.block_size, s.model.config.dropout)
 
 
-def wanted_explicit(s: Search) -> bool | None:
-    """Whether attention is to be explicit, by the settings or the run before; None: the faster kind.
+def kinds_of_attention(s: Search, measured: bool) -> list[str]:
+    """The kinds from which the fastest is taken: one where the settings, or the run before, say which.
 
-    Raises ValueError where the settings want it and it is not possible.
+    Raises ValueError where the settings want one that is not possible.
     """
-    if s.wanted.attention == "auto":
-        return s.wanted.earlier.explicit
+    wanted = s.wanted.attention if s.wanted.attention != "auto" else s.wanted.earlier.attention
+    if wanted != "kernels" and (wanted or not measured):
+        check_explicit(s)
+        return [wanted or "flash"]
+    if s.device.type == "cpu" and cpu_kernels.may_exist() and has_cpu_kernels(s):
+        return [wanted] if wanted else ["flash", "kernels"]
+    if s.wanted.attention == "kernels":
+        raise ValueError(
+            f"attention=kernels is not possible with device={s.device.type}: it needs Linux, a processor with AVX2 or "
+            "AVX-512 and a C++ compiler; try --attention=flash"
+        )
+    return ["flash", "explicit"] if measured and may_be_explicit(s) else ["flash"]
+
+
+def has_cpu_kernels(s: Search) -> bool:
+    """Whether all ranks have the kernels in C++, compiled now if need be; says where one has not."""
+    if not cpu_kernels.is_ready():
+        s.ranks.say("compiling kernels for this processor, once")
+    problem = ""
+    try:
+        with not_silent("still compiling kernels", s.ranks.say):
+            cpu_kernels.load()
+    except cpu_kernels.Unavailable as e:
+        problem = str(e)
+    if not s.ranks.all(not problem):
+        s.ranks.say(f"NOT using C++ kernels, so steps are slower: {problem or 'another rank has none'}")
+        return False
+    return True
+
+
+def check_explicit(s: Search) -> None:
+    """Raises ValueError where the settings want explicit attention and it is not possible."""
     if s.wanted.attention == "explicit" and not may_be_explicit(s):
         raise ValueError(
             f"attention=explicit is not possible with device={s.device.type}, block_size={s.batching.block_size}, "
             f"dropout={s.model.config.dropout:g}: it needs a CPU, 2 to {kernels.LONGEST_EXPLICIT:,} tokens, no dropout "
             "and the attention of an unchanged model.py; try --attention=flash"
         )
-    return s.wanted.attention == "explicit"
+
+
+def with_attention(s: Search, kind: str) -> Form:
+    """The plain form with this kind of attention; kernels in C++ as far as they are right."""
+    form = replace(s.plain, attention=kind)
+    if kind != "kernels":
+        return form
+    all_forms = kernels.forms_for(s.device.type, kind)
+    wrong = wrong_kernels(s, "C++ kernels", {name: all_forms[name] for name in kernels.IN_CPP})
+    return replace(form, as_written=tuple(sorted({*form.as_written, *wrong})))
 
 
 def compiled(s: Search, form: Form) -> Form:
     """The form, compiled, with the kernels that are right then."""
-    return replace(form, compiled=True, as_written=(*s.as_written, *wrong_kernels(s, compiled=True)))
+    before = kernels.forms_for(s.device.type)
+    more = kernels.forms_for(s.device.type, compiled=True)
+    wrong = wrong_kernels(s, "kernels of compiled models", {n: form for n, form in more.items() if n not in before})
+    return replace(form, compiled=True, as_written=tuple(sorted({*form.as_written, *wrong})))
 
 
 # ---- timing and choosing -------------------------------------------------------------------------------------
@@ -338,13 +385,9 @@ def fastest_plain(s: Search, measured: bool) -> Form:
         dtype = dtype_of_shards(s.wanted.dtype, earlier, s.ranks)
     elif dtype is None and not measured:
         dtype = peak_flops.fast_dtype(s.device)
-    explicit = wanted_explicit(s)
-    if explicit is None and not (measured and may_be_explicit(s)):
-        explicit = False
-
     dtypes = [dtype] if dtype else ["float32", "bfloat16"]
-    kinds = [explicit] if explicit is not None else [False, True]
-    forms = {in_words(d, e): replace(s.plain, dtype=d, explicit=e) for d in dtypes for e in kinds}
+    kinds = {kind: with_attention(s, kind) for kind in kinds_of_attention(s, measured)}
+    forms = {f"{d} with {kernels.in_words(k)}": replace(form, dtype=d) for d in dtypes for k, form in kinds.items()}
     if len(forms) == 1:
         return forms.popitem()[1]
     key = f"{key_of(s, s.plain, s.batch_of(1))}: fastest of {', '.join(forms)}"
@@ -364,10 +407,6 @@ def dtype_of_shards(wanted: str, earlier: EarlierForm, ranks: Ranks) -> str:
     """
     dtype = wanted if wanted != "auto" else earlier.dtype or peak_flops.fast_dtype(ranks.device)
     return "bfloat16" if ranks.all(dtype == "bfloat16") else "float32"
-
-
-def in_words(dtype: str, explicit: bool) -> str:
-    return f"{dtype} with {'explicit' if explicit else 'flash'} attention"
 
 
 def times_of(s: Search, forms: Mapping[str, Form]) -> dict[str, float]:
@@ -599,8 +638,11 @@ def leave_out(s: Search, form: Form, problem: str) -> None:
         return
     if form == plain(form):  # TF32 on CUDA, float32 on MPS
         raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
-    if form.explicit and s.wanted.attention == "explicit":
-        raise ValueError(f"attention=explicit: {problem}; leave --attention out, or try --attention=flash")
+    if form.attention == s.wanted.attention != "flash":
+        raise ValueError(f"attention={form.attention}: {problem}; leave --attention out, or try --attention=flash")
+    if form.attention == "kernels":
+        s.ranks.say(f"{problem}; going on without the C++ kernels")
+        return
     if s.wanted.dtype != "auto":
         raise ValueError(f"dtype={form.dtype}: {problem}; try --dtype=auto, or --dtype=float32")
     s.ranks.say(f"{problem}; going on in float32")
@@ -624,8 +666,8 @@ def compiled_where_it_pays(s: Search, plain: Runner) -> Runner:
     # In graphs explicit attention was the faster in bfloat16 with AMX (LOG.md, 2026-11-21), flash attention in float32
     # without it (2026-11-22).
     form = compiled(s, plain.form)
-    if s.wanted.attention == "auto":
-        form = replace(form, explicit=form.dtype == "bfloat16" and may_be_explicit(s))
+    if s.wanted.attention == "auto" and form.attention != "kernels":
+        form = replace(form, attention="explicit" if form.dtype == "bfloat16" and may_be_explicit(s) else "flash")
     choices = [str(plain.form), str(form)]
     key = f"{key_of(s, form, batch)}: fastest of {'; '.join(choices)}"
     known = chosen_before(s, key, choices)

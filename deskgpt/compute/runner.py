@@ -38,18 +38,18 @@ class Form:
 
     dtype: str = "float32"  # of the matmuls
     compiled: bool = False
-    explicit: bool = False  # attention as in kernels.explicit_attention
+    attention: str = "flash"  # one of kernels.KINDS
     checkpoint: str = "none"  # activations that are computed again: none, full or selective
     as_written: tuple[str, ...] = ()  # functions of model.py whose faster forms are not right
 
     def facts(self) -> dict[str, Any]:
         """What is recorded of a form."""
-        return {"dtype": self.dtype, "compiled": self.compiled, "explicit": self.explicit}
+        return {"dtype": self.dtype, "compiled": self.compiled, "attention": self.attention}
 
     def __str__(self) -> str:
-        explicit = ", explicit attention" if self.explicit else ""
+        attention = "" if self.attention == "flash" else f", {kernels.in_words(self.attention)}"
         compiled = "compiled" if self.compiled else "not compiled"
-        return f"{self.dtype}{explicit}, {compiled}"
+        return f"{self.dtype}{attention}, {compiled}"
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Runner:
 
 def forms_of(form: Form, device: torch.device, dropout: float) -> dict[str, Callable[..., Any]]:
     """What stands in for functions of model.py in this form."""
-    forms = kernels.forms_for(device.type, form.explicit, form.compiled)
+    forms = kernels.forms_for(device.type, form.attention, form.compiled)
     if form.checkpoint != "none":
         forms["Block.forward"] = recompute.block_form(form.checkpoint, dropout)
     return {name: stand_in for name, stand_in in forms.items() if name not in form.as_written}

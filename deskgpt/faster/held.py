@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deskgpt.faster import kernels
+from deskgpt.faster import cpu_kernels, kernels
 from deskgpt.faster.definition import using
 from deskgpt.machine import hardware, remembered
 from deskgpt.machine.errors import is_out_of_memory
@@ -70,7 +70,8 @@ def machine(device: torch.device) -> str:
 
 def digest(*what: Any) -> str:
     """A name for these values, whose repr must say all that matters, and for our code as it is."""
-    return hashlib.sha256(repr((torch.__version__, *what)).encode() + digest_of_code(CODE)).hexdigest()[:16]
+    of_code = digest_of_code(CODE) + cpu_kernels.SOURCE.read_bytes()
+    return hashlib.sha256(repr((torch.__version__, *what)).encode() + of_code).hexdigest()[:16]
 
 
 def found_before(key: str | None) -> Problems | None:
@@ -139,19 +140,6 @@ def keeping_buffers(model: nn.Module) -> Iterator[None]:
 # ---- kernels -------------------------------------------------------------------------------------------------
 
 
-def all_wrong_kernels(model: nn.Module, compiled: bool, idx: Tensor, targets: Tensor) -> Problems:
-    """wrong_kernels of all kernels for the model's device; or, compiled, of those that only compiled models have."""
-    device = idx.device.type
-    forms = kernels.forms_for(device)
-    if compiled:
-        more = kernels.forms_for(device, compiled=True)
-        return wrong_kernels(model, [(name, form) for name, form in more.items() if name not in forms], idx, targets)
-    named = list(forms.items())
-    if kernels.may_be_explicit(device, idx.size(1), 0.0):
-        named.append(("attention", kernels.explicit_attention))
-    return wrong_kernels(model, named, idx, targets)
-
-
 def wrong_kernels(model: nn.Module, forms: Iterable[tuple[str, Form]], idx: Tensor, targets: Tensor) -> Problems:
     """Which of these forms compute something else than the definition in a pass of `model`, and how, by their names.
 
@@ -161,7 +149,8 @@ def wrong_kernels(model: nn.Module, forms: Iterable[tuple[str, Form]], idx: Tens
     problems: Problems = {}
     of_name: dict[str, list[Form]] = {}
     for name, form in forms:
-        of_name.setdefault(name, []).append(kernels.loss_in_thirds if form is kernels.chunked_loss else form)
+        in_chunks = form in (kernels.chunked_loss, kernels.kernel_loss)
+        of_name.setdefault(name, []).append(kernels.in_thirds(form) if in_chunks else form)
     if not of_name:
         return problems
     was_training = model.training

@@ -18,23 +18,37 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from deskgpt.faster import cpu_kernels
+
 Plain = Callable[..., Tensor]
 
 
-def forms_for(device_type: str, explicit: bool = False, compiled: bool = False) -> dict[str, Callable[..., Any]]:
+# The kinds of attention: torch's fused kernels, the matmuls of model.py, and our kernels in C++ (cpu_kernels.py), with
+# which come those of the activation and of the loss.
+KINDS = ("flash", "explicit", "kernels")
+IN_CPP = ("attention", "activation", "GPT.loss")  # what `kernels` brings
+
+
+def in_words(attention: str) -> str:
+    return "C++ kernels" if attention == "kernels" else f"{attention} attention"
+
+
+def forms_for(device_type: str, attention: str = "flash", compiled: bool = False) -> dict[str, Callable[..., Any]]:
     """The forms for this kind of device, by the names of what they stand in for.
 
-    explicit: explicit_attention in training passes. compiled: whether torch.compile comes over it.
+    attention: one of KINDS. compiled: whether torch.compile comes over it.
     """
     forms: dict[str, Callable[..., Any]] = {"GPT.loss": chunked_loss}
     # On MPS, torch's fused attention lets tokens see later ones in 16 bits (pytorch's issue 195910) and is wrong for
     # few queries that are transposed (181133, in 2.11). It is for passes without gradients only, so that model.py's
     # matmuls are as fast in training.
     if device_type != "mps":
-        forms["attention"] = explicit_attention if explicit else flash_attention
+        forms["attention"] = explicit_attention if attention == "explicit" else flash_attention
     if compiled and device_type == "cpu":
         register_operators()
         forms |= {"activation": opaque_gelu, "Linear.forward": transposed_linear}
+    if attention == "kernels":
+        forms |= {"attention": kernel_attention, "activation": kernel_activation, "GPT.loss": kernel_loss}
     return forms
 
 
@@ -67,32 +81,25 @@ def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
 def explicit_attention(
     plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float
 ) -> Tensor:
-    """Causal attention with gradients as plain matmuls around a softmax; without gradients, flash_attention.
-
-    Which of the two is faster depends on the processor and on the shapes. forms.py measures it.
-    """
+    """With gradients, the matmuls of model.py, which bfloat16 with AMX prefers; without, flash_attention."""
     if not torch.is_grad_enabled() or not may_be_explicit(q.device.type, q.size(2), dropout):
         return flash_attention(plain, q, k, v, query_at, key_at, dropout)
-    return attention_by_matmuls(q, k, v)
+    return plain(q, k, v, query_at, key_at, dropout)
 
 
-def attention_by_matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q, k, v (B, H, T, D) as plain matmuls around a softmax.
+def kernel_attention(
+    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float
+) -> Tensor:
+    """Causal attention by our kernel; by flash_attention with dropout, and for a new token after those in a cache.
 
-    From T = 256 on, queries go in blocks of rows, which skip the keys that come after all of them.
+    bench/results/2026-11-25-cpu-kernels.md has the times of both.
     """
-    T, D = q.shape[-2:]
-    q = q * D**-0.5
-    rows = max(128, T // 4) if T >= 256 else T
-    mask = torch.full((T, T), -torch.inf, device=q.device).triu(1)  # 0, and -inf above the diagonal
-    blocks = []
-    for first in range(0, T, rows):
-        end = min(first + rows, T)
-        scores = q[:, :, first:end] @ k[:, :, :end].transpose(-2, -1)  # (B, H, rows, end)
-        scores = scores.float() + mask[first:end, :end]
-        weights = scores.softmax(-1).type_as(v)
-        blocks.append(weights @ v[:, :, :end])  # (B, H, rows, D)
-    return torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]
+    T = q.size(2)
+    is_alike = q.dtype == k.dtype == v.dtype and k.size(2) == T
+    if dropout or T == 1 or not is_alike or q.dtype not in cpu_kernels.dtypes():
+        return flash_attention(plain, q, k, v, query_at, key_at, dropout)
+    o, _ = torch.ops.deskgpt.causal_attention(q, k, v)
+    return o
 
 
 # ---- activation and linear layer -----------------------------------------------------------------------------
@@ -101,6 +108,11 @@ def attention_by_matmuls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def opaque_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
     """The exact GELU as one operator: inductor's own takes more than twice the time of torch's kernel on a CPU."""
     return torch.ops.deskgpt.gelu.default(x) if name == "gelu" else plain(x, name)
+
+
+def kernel_activation(plain: Plain, x: Tensor, name: str) -> Tensor:
+    """An activation by our kernel: half the time of torch's tanh, a third of relu2 in two steps."""
+    return torch.ops.deskgpt.activation(x, name) if x.dtype in cpu_kernels.dtypes() else plain(x, name)
 
 
 def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
@@ -124,6 +136,7 @@ def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
 # takes 0.4 GB compiled and 2 GB not compiled, by rehearsal. Other sizes are measured by bench/qualify.py.
 LOGITS_ON_CPU = 1 << 25
 LOGITS_ON_GPU = 4096 * 50304
+BYTES_WITH_KERNEL = 1 << 28  # of a chunk's logits, in place of LOGITS_ON_CPU: our softmax takes no memory but theirs
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
 
 
@@ -141,50 +154,63 @@ def tokens_per_chunk(N: int, V: int, logits: int) -> int:
     return largest
 
 
-def chunked_loss(plain: Plain, model: Any, x: Tensor, targets: Tensor, loss_logits: int | None = None) -> Tensor:
+def chunked_loss(
+    plain: Plain, model: Any, x: Tensor, targets: Tensor, loss_logits: int | None = None, by_kernel: bool = False
+) -> Tensor:
     """The mean cross-entropy of a linear head, in float32, whose logits are never kept whole.
 
     model: the GPT; x (B, T, C) hidden states, targets (B, T) with -1 ignored. loss_logits: how many logits to compute
-    at once, None for what suits the device.
+    at once, None for what suits the device. by_kernel: with the softmax of cpu_kernels.py.
     """
     h = x.flatten(0, 1)  # (N, C)
     targets_of_h = targets.flatten()
     weight = model.lm_head.weight
     N, V = h.size(0), weight.size(0)
-    usual = LOGITS_ON_GPU if h.device.type == "cuda" else LOGITS_ON_CPU
+    device = h.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+    by_kernel = by_kernel and dtype in cpu_kernels.dtypes()
+    usual = LOGITS_ON_GPU if device == "cuda" else LOGITS_ON_CPU
+    if by_kernel:
+        usual = BYTES_WITH_KERNEL // dtype.itemsize
     chunk = tokens_per_chunk(N, V, loss_logits or usual)
     if chunk == N and N * V <= LOGITS_ON_CPU:
         return plain(model, x, targets)
-    device = h.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     needs_grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling() and _registered:
         operator = torch.ops.deskgpt.chunked_cross_entropy.default
-        total, _, _ = operator(h, weight, targets_of_h, dtype, chunk, needs_grad)
+        total, _, _ = operator(h, weight, targets_of_h, dtype, chunk, needs_grad, by_kernel)
     else:
-        total = ChunkedCrossEntropy.apply(h, weight, targets_of_h, dtype, chunk, needs_grad)
+        in_place = cpu_kernels.softmax_ if by_kernel else softmax_
+        total = ChunkedCrossEntropy.apply(h, weight, targets_of_h, dtype, chunk, needs_grad, in_place)
     return total / (targets_of_h >= 0).sum().clamp(min=1)
 
 
-def loss_in_thirds(plain: Plain, model: Any, x: Tensor, targets: Tensor) -> Tensor:
-    """chunked_loss in three chunks or more, to be compared: it would leave a few tokens to plain."""
-    V = model.lm_head.weight.size(0)
-    return chunked_loss(plain, model, x, targets, loss_logits=V * max(1, targets.numel() // 3))
+kernel_loss = functools.partial(chunked_loss, by_kernel=True)
+
+
+def in_thirds(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """chunked_loss or kernel_loss in three chunks or more, to be compared: it would leave a few tokens to plain."""
+
+    def loss(plain: Plain, model: Any, x: Tensor, targets: Tensor) -> Tensor:
+        V = model.lm_head.weight.size(0)
+        return form(plain, model, x, targets, loss_logits=V * max(1, targets.numel() // 3))
+
+    return loss
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """chunked_cross_entropy for autograd. Its forward pass runs with gradients off, hence needs_grad."""
 
     @staticmethod
-    def forward(ctx, h, weight, targets, dtype, chunk, needs_grad):
-        loss, *grads = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, softmax_)
+    def forward(ctx, h, weight, targets, dtype, chunk, needs_grad, in_place):
+        loss, *grads = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, in_place)
         ctx.save_for_backward(*grads)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None, None
+        return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None, None, None
 
 
 def chunked_cross_entropy(
@@ -209,23 +235,30 @@ def chunked_cross_entropy(
     with torch.autocast(h.device.type, enabled=False):
         w = weight.to(dtype)
         loss = torch.zeros((), dtype=torch.float32, device=h.device)
-        grad_h = torch.zeros_like(h) if needs_grad else h.new_empty(0)
-        grad_w = torch.zeros_like(weight) if needs_grad else weight.new_empty(0)
+        grad_h = torch.empty_like(h) if needs_grad else h.new_empty(0)
+        grad_w = torch.empty_like(weight) if needs_grad else weight.new_empty(0)
         for first in range(0, h.size(0), chunk):
             rows = slice(first, first + chunk)
             h_rows = h[rows].to(dtype)
             in_place = softmax_of_full_chunk_ if len(h_rows) == chunk else softmax_
-            loss += cross_entropy_of_chunk(h_rows, w, targets[rows], grad_h[rows], grad_w, in_place)
+            loss += cross_entropy_of_chunk(h_rows, w, targets[rows], grad_h[rows], grad_w, in_place, first == 0)
     return loss, grad_h, grad_w
 
 
 def cross_entropy_of_chunk(
-    h: Tensor, w: Tensor, targets: Tensor, grad_h: Tensor, grad_w: Tensor, in_place: Callable[[Tensor, Tensor], Tensor]
+    h: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    grad_h: Tensor,
+    grad_w: Tensor,
+    in_place: Callable[[Tensor, Tensor], Tensor],
+    is_first: bool,
 ) -> Tensor:
     """Sum of the cross-entropy of `h @ w.T`. Writes its gradient by h into grad_h and adds that by w to grad_w.
 
     h and grad_h (chunk, C), w and grad_w (V, C), targets (chunk,) with -1 ignored. Empty grad_w: no gradients wanted.
-    in_place: softmax_. The logits are dropped before the next chunk: otherwise two of them would overlap.
+    in_place: softmax_. is_first: grad_w holds nothing yet. The logits are dropped before the next chunk: otherwise two
+    of them would overlap.
     """
     kept = targets >= 0
     targets = targets.clamp(min=0)
@@ -237,7 +270,7 @@ def cross_entropy_of_chunk(
         grad_logits[torch.arange(len(h), device=h.device), targets] = log_p_target.expm1().to(h.dtype)
         # Ignored rows drop out of the narrow factors.
         torch.mul(grad_logits @ w, kept[:, None], out=grad_h)
-        add_matmul_(grad_w, grad_logits.t(), h * kept[:, None])
+        add_matmul_(grad_w, grad_logits.t(), h * kept[:, None], is_first)
     return -(log_p_target * kept).sum()
 
 
@@ -249,11 +282,20 @@ def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
     return log_p_target
 
 
-def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to total. On CUDA, a matmul of 16 bits sums into a float32 total itself (meta: as there).
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
+    """Adds a @ b to total or, is_first, writes it there: zeros to add to would cost a pass over the head's gradient.
 
-    torch takes a float32 total there since github.com/pytorch/pytorch/pull/167931.
+    On CUDA, a matmul of 16 bits sums into a float32 total itself (meta: as there). torch takes a float32 total there
+    since github.com/pytorch/pytorch/pull/167931.
     """
+    if is_first and total.device.type == "cpu":
+        if a.dtype == total.dtype:
+            torch.mm(a, b, out=total)
+        else:
+            total.copy_(a @ b)
+        return
+    if is_first:
+        total.zero_()
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.device.type in ("cuda", "meta") and not torch.version.hip:
@@ -300,13 +342,14 @@ def _register_gelu() -> None:
 def _register_chunked_cross_entropy() -> None:
     @torch.library.custom_op("deskgpt::chunked_cross_entropy", mutates_args=())
     def operator(
-        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool, by_kernel: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, compiled_softmax_())
+        in_place = cpu_kernels.softmax_ if by_kernel else compiled_softmax_()
+        return chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, in_place)
 
     @operator.register_fake
     def fake(
-        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool
+        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool, by_kernel: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_h = torch.empty_like(h) if needs_grad else h.new_empty(0)
         grad_w = torch.empty_like(weight) if needs_grad else weight.new_empty(0)
@@ -314,7 +357,7 @@ def _register_chunked_cross_entropy() -> None:
 
     def backward(ctx, grad_loss, *_):  # the saved gradients are results of the operator, not inputs: nothing for them
         grad_h, grad_w = ctx.saved_tensors
-        return grad_loss * grad_h, grad_loss * grad_w, None, None, None, None
+        return grad_loss * grad_h, grad_loss * grad_w, None, None, None, None, None
 
     operator.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output[1:]))
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from deskgpt.faster import cpu_kernels
 from deskgpt.machine import torch_internals
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -59,4 +60,4 @@ def is_kept(dropout: float, context: Any, op: Any, *args: Any, **kwargs: Any) ->
     if op in MATMULS:
         n_in, n_out = args[-1].shape  # to 3C and C in attention, to 4C and C in the MLP
         return n_in <= n_out < 4 * n_in
-    return op in ATTENTION and not dropout
+    return (op in ATTENTION or str(op) == cpu_kernels.ATTENTION) and not dropout

@@ -22,7 +22,7 @@ from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.ranks import Ranks, open_files
 from deskgpt.compute.runner import Form
-from deskgpt.faster import held, kernels
+from deskgpt.faster import cpu_kernels, held, kernels
 from deskgpt.machine import gpu_peaks, hardware, peak_flops
 from deskgpt.machine.gpu_peaks import Card
 from deskgpt.machine.words import BYTES, clock, millions, with_unit
@@ -102,8 +102,9 @@ class Planned:
     def step(self, machine: Machine) -> Step:
         """A step of this run on that machine. Where weights are shared: to be called within sharding.fake_ranks."""
         # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
-        possible = kernels.may_be_explicit(machine.device_type, self.config.block_size, self.config.dropout)
-        explicit = possible and self.attention != "flash"
+        is_option = kernels.may_be_explicit(machine.device_type, self.config.block_size, self.config.dropout)
+        is_wanted = self.attention == "explicit" or (self.attention == "auto" and not cpu_kernels.may_exist())
+        attention = "explicit" if is_option and is_wanted else "flash"
         as_written = functions_as_written(self.config)
         shard = None
         shards = sharding.shards_of(self.dp_shard, self.batching.world)
@@ -114,7 +115,7 @@ class Planned:
         return Step(
             self.config,
             self.batching.batch_size,
-            Form(machine.dtype, self.compiled, explicit, self.activation_checkpoint, as_written),
+            Form(machine.dtype, self.compiled, attention, self.activation_checkpoint, as_written),
             machine.device_type,
             accumulates=self.batching.micro_steps > 1,
             make_optimizer=self.make_optimizer,
@@ -137,7 +138,7 @@ def functions_as_written(config: GPTConfig) -> tuple[str, ...]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             tokens = torch.randint(narrow.vocab_size, (2, length))
-            return held.all_wrong_kernels(GPT(narrow), False, tokens[:1], tokens[1:])
+            return held.wrong_kernels(GPT(narrow), kernels.forms_for("cpu").items(), tokens[:1], tokens[1:])
 
     return tuple(sorted(held.problems_of(f"plan: {held.digest(narrow)}, kernels", compare)))
 

@@ -108,7 +108,7 @@ class Report:
             world_size=self.ranks.world,
             dtype=form.dtype,
             compiled=form.compiled,
-            explicit_attention=form.explicit,
+            attention=form.attention,
             compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,

@@ -1,0 +1,707 @@
+// Kernels for processors with AVX2 or AVX-512: causal attention, activations, and softmax in place.
+//
+// cpu_kernels.py compiles this file, once per machine, and calls the functions under `extern "C"` at its end. All sums
+// are in float32. T is float or bfloat16, in which matrices come and are multiplied. Matmuls of blocks are torch's
+// brgemm, which is oneDNN's: it takes AMX, AVX512-BF16 or AVX2, whichever the processor has. Vectors are at::vec's.
+//
+// Attention follows FlashAttention-2 (Dao, arXiv:2307.08691): blocks of scores stay in the cache, the forward pass
+// keeps the logarithm of each softmax's sum, and the backward pass computes the scores again. One thread does a whole
+// head, or a part of its rows where there are few heads; no two threads add to one number, so results do not depend on
+// their timing.
+//
+// Shape legend: B batch, H heads, T time, D width of a head. Padded to whole blocks: Tp, Dp.
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <string>
+#include <utility>
+
+namespace {
+
+using at::BFloat16;
+using Vec = at::vec::Vectorized<float>;
+using VecBF16 = at::vec::Vectorized<BFloat16>;
+
+constexpr int64_t W = Vec::size();      // floats of a vector: 16 with AVX-512, 8 with AVX2
+constexpr int64_t PANEL = 64;           // columns of a packed matrix that lie together: the most that AMX tiles take
+constexpr int64_t BLOCK = 64;           // rows of queries, and of keys, that are computed together
+constexpr int64_t CHUNK = 512;          // keys whose scores exist at once in the forward pass; queries in the backward
+constexpr int64_t ROWS_OF_A_TASK = 256; // at least so many rows of a head go to a task of its own
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// ---- vectors of either type: two at a time, since as many bfloat16 as floats fit in one register twice -----------
+
+std::pair<Vec, Vec> load(const float* p) { return {Vec::loadu(p), Vec::loadu(p + W)}; }
+
+std::pair<Vec, Vec> load(const BFloat16* p) {
+  auto [a, b] = at::vec::convert_bfloat16_float(VecBF16::loadu(p));
+  return {a, b};
+}
+
+void store(float* p, Vec a, Vec b) {
+  a.store(p);
+  b.store(p + W);
+}
+
+void store(BFloat16* p, Vec a, Vec b) { at::vec::convert_float_bfloat16(a, b).store(p); }
+
+// n floats, a multiple of 16: GCC makes slow string instructions of memcpy here.
+void copy(const float* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += W) Vec::loadu(from + i).store(to + i);
+}
+
+// Writes factor * from[0..n) to `to`. from may be read up to a multiple of 2W.
+template <typename T> void store_row(const float* from, float factor, T* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 2 * W) {
+    Vec a = Vec::loadu(from + i) * Vec(factor);
+    Vec b = Vec::loadu(from + i + W) * Vec(factor);
+    if (i + 2 * W <= n) {
+      store(to + i, a, b);
+    } else {
+      T rest[2 * W];
+      store(rest, a, b);
+      std::memcpy(to + i, rest, (n - i) * sizeof(T));
+    }
+  }
+}
+
+float sum_of(Vec x) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, x);
+}
+
+float max_of(Vec x) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, x);
+}
+
+// The larger one; NaN where one is.
+float larger(float a, float b) { return b > a || std::isnan(b) ? b : a; }
+
+// ---- memory of a thread, kept between calls ----------------------------------------------------------------------
+
+struct Arena {
+  char* start = nullptr;
+  size_t size = 0;
+  size_t used = 0;
+
+  ~Arena() { std::free(start); }
+
+  void reset(size_t bytes) {
+    used = 0;
+    if (bytes <= size) return;
+    std::free(start);
+    size = 0;
+    start = static_cast<char*>(std::aligned_alloc(4096, round_up(bytes, 4096)));
+    if (start == nullptr) throw std::bad_alloc();
+    size = bytes;
+  }
+
+  template <typename X> X* take(int64_t n) {
+    X* taken = reinterpret_cast<X*>(start + used);
+    used += round_up(n * sizeof(X), 64);
+    return taken;
+  }
+};
+
+thread_local Arena arena;
+
+// ---- matrices as brgemm wants them -------------------------------------------------------------------------------
+
+template <typename T> constexpr int64_t unit_of_width() { return sizeof(T) == 2 ? 32 : 16; }  // a row of an AMX tile
+
+// The rows of one head of q, k, v or of a result.
+template <typename T> struct Rows {
+  T* at;
+  int64_t stride;
+};
+
+// A copy (np, Dp) of n rows of width D, with zeros beyond them: a left operand.
+template <typename T> void copy_rows(Rows<const T> from, int64_t n, int64_t D, T* to, int64_t np, int64_t Dp) {
+  for (int64_t r = 0; r < np; r++) {
+    int64_t kept = r < n ? D : 0;
+    if (kept) std::memcpy(to + r * Dp, from.at + r * from.stride, kept * sizeof(T));
+    std::memset(static_cast<void*>(to + r * Dp + kept), 0, (Dp - kept) * sizeof(T));
+  }
+}
+
+// The same rows where they are, if they need no zeros; else a copy in `room`.
+template <typename T>
+Rows<const T> padded(Rows<const T> x, int64_t n, int64_t D, T* room, int64_t np, int64_t Dp) {
+  if (n >= np && D == Dp) return x;
+  copy_rows(x, n, D, room, np, Dp);
+  return {room, Dp};
+}
+
+// A right operand: x (n, Dp) in panels of at most 64 columns. In bfloat16 two rows are interleaved.
+template <typename T> void pack(Rows<const T> x, int64_t n, int64_t Dp, T* to) {
+  for (int64_t first = 0; first < Dp; first += PANEL) {
+    int64_t width = std::min(PANEL, Dp - first);
+    T* panel = to + first * n;
+    if constexpr (sizeof(T) == 2) {
+      for (int64_t r = 0; r < n; r += 2) {
+        const uint16_t* even = reinterpret_cast<const uint16_t*>(x.at + r * x.stride + first);
+        const uint16_t* odd = even + x.stride;
+        uint32_t* pairs = reinterpret_cast<uint32_t*>(panel + r * width);
+        for (int64_t c = 0; c < width; c++) pairs[c] = even[c] | static_cast<uint32_t>(odd[c]) << 16;
+      }
+    } else {
+      for (int64_t r = 0; r < n; r++) copy(x.at + r * x.stride + first, panel + r * width, width);
+    }
+  }
+}
+
+// A right operand: the transpose of x (n, Dp) in panels of 64 of its rows, n a multiple of 64. Pairs of bfloat16 move
+// as one float, which leaves them interleaved as `pack` has them.
+template <typename T> void pack_transposed(Rows<const T> x, int64_t n, int64_t Dp, T* to) {
+  int64_t words = Dp * sizeof(T) / sizeof(float);
+  for (int64_t first = 0; first < n; first += PANEL) {
+    float* panel = reinterpret_cast<float*>(to + first * Dp);
+    for (int64_t r = 0; r < PANEL; r += 16) {
+      for (int64_t w = 0; w < words; w += 16) {
+        const float* from = reinterpret_cast<const float*>(x.at + (first + r) * x.stride) + w;
+        at::vec::transpose_mxn<float, 16, 16>(from, x.stride * sizeof(T) / sizeof(float), panel + w * PANEL + r, PANEL);
+      }
+    }
+  }
+}
+
+// A left operand (Dp, n) from what pack_transposed has made.
+template <typename T> void unpack_transposed(const T* panels, int64_t n, int64_t Dp, T* to) {
+  for (int64_t first = 0; first < n; first += PANEL) {
+    const T* panel = panels + first * Dp;
+    if constexpr (sizeof(T) == 2) {
+      for (int64_t d = 0; d < Dp; d += 2) {
+        const uint32_t* pairs = reinterpret_cast<const uint32_t*>(panel + d * PANEL);
+        uint16_t* even = reinterpret_cast<uint16_t*>(to + d * n + first);
+        uint16_t* odd = even + n;
+        for (int64_t c = 0; c < PANEL; c++) even[c] = static_cast<uint16_t>(pairs[c]);
+        for (int64_t c = 0; c < PANEL; c++) odd[c] = static_cast<uint16_t>(pairs[c] >> 16);
+      }
+    } else {
+      for (int64_t d = 0; d < Dp; d++) copy(panel + d * PANEL, to + d * n + first, PANEL);
+    }
+  }
+}
+
+// c (M, N) = a (M, K) @ b, or c + a @ b. b: one packed panel (K, N).
+template <typename T>
+void multiply(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, float* c, int64_t ldc, bool add) {
+  at::native::cpublas::brgemm(M, N, K, lda, N, ldc, add, a, b, c, sizeof(T) == 2);
+}
+
+// c (M, Dp) = a (M, K) @ rows [first, first + K) of a packed matrix of n rows, or c + that.
+template <typename T>
+void multiply_packed(int64_t M, int64_t K, const T* a, int64_t lda, const T* packed, int64_t n, int64_t first,
+                     float* c, int64_t Dp, bool add) {
+  for (int64_t d = 0; d < Dp; d += PANEL) {
+    int64_t width = std::min(PANEL, Dp - d);
+    multiply(M, width, K, a, lda, packed + d * n + first * width, c + d, Dp, add);
+  }
+}
+
+// ---- attention, forward ------------------------------------------------------------------------------------------
+
+// What queries [begin, end) of one head find: rows of o, and the logarithms of the sums of exponentials in lse.
+template <typename T>
+void forward_head(Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> o, float* lse, int64_t begin, int64_t end,
+                  int64_t D) {
+  int64_t n = round_up(end, BLOCK);
+  int64_t Dp = round_up(D, unit_of_width<T>());
+  arena.reset(3 * n * Dp * sizeof(T) + BLOCK * (Dp + CHUNK) * (sizeof(T) + sizeof(float)) + 4096);
+  T* room = arena.take<T>(n * Dp);
+  T* k_packed = arena.take<T>(n * Dp);
+  T* v_packed = arena.take<T>(n * Dp);
+  T* q_rows = arena.take<T>(BLOCK * Dp);
+  T* weights = arena.take<T>(BLOCK * CHUNK);
+  float* scores = arena.take<float>(BLOCK * CHUNK);
+  float* out = arena.take<float>(BLOCK * Dp);
+  pack_transposed(padded(k, end, D, room, n, Dp), n, Dp, k_packed);
+  pack(padded(v, end, D, room, n, Dp), n, Dp, v_packed);
+  const float scale = 1 / std::sqrt(static_cast<float>(D));
+
+  for (int64_t block = begin; block < end; block += BLOCK) {
+    int64_t n_rows = std::min(BLOCK, end - block);
+    copy_rows(Rows<const T>{q.at + block * q.stride, q.stride}, n_rows, D, q_rows, BLOCK, Dp);
+    float largest[BLOCK];
+    float sum[BLOCK];
+    std::fill(largest, largest + BLOCK, -INF);
+    std::fill(sum, sum + BLOCK, 0.0f);
+    int64_t seen = block + BLOCK;  // keys that the last row of the block sees
+    for (int64_t chunk = 0; chunk < seen; chunk += CHUNK) {
+      int64_t n_keys = std::min(CHUNK, seen - chunk);
+      for (int64_t key = 0; key < n_keys; key += PANEL) {
+        multiply(BLOCK, PANEL, Dp, q_rows, Dp, k_packed + (chunk + key) * Dp, scores + key, CHUNK, false);
+      }
+      for (int64_t r = 0; r < n_rows; r++) {
+        float* s = scores + r * CHUNK;
+        T* w = weights + r * CHUNK;
+        int64_t visible = std::min(n_keys, block + r + 1 - chunk);
+        int64_t computed = round_up(visible, 2 * W);
+        std::fill(s + visible, s + computed, -INF);
+        std::fill(w + computed, w + n_keys, T(0));
+        Vec most(-INF);
+        for (int64_t c = 0; c < computed; c += W) most = at::vec::maximum(most, Vec::loadu(s + c));
+        float before = largest[r];
+        largest[r] = larger(before, scale * max_of(most));
+        Vec total(0.0f);
+        for (int64_t c = 0; c < computed; c += 2 * W) {
+          Vec a = at::vec::fmadd(Vec::loadu(s + c), Vec(scale), Vec(-largest[r])).exp_u20();
+          Vec b = at::vec::fmadd(Vec::loadu(s + c + W), Vec(scale), Vec(-largest[r])).exp_u20();
+          total = total + a + b;
+          store(w + c, a, b);
+        }
+        if (chunk == 0) {
+          sum[r] = sum_of(total);
+        } else {
+          float shrink = std::exp(before - largest[r]);  // of what earlier chunks have given
+          sum[r] = sum[r] * shrink + sum_of(total);
+          for (int64_t d = 0; d < Dp; d += W) (Vec::loadu(out + r * Dp + d) * Vec(shrink)).store(out + r * Dp + d);
+        }
+      }
+      multiply_packed(n_rows, n_keys, weights, CHUNK, v_packed, n, chunk, out, Dp, chunk > 0);
+    }
+    float log_sums[BLOCK];
+    for (int64_t r = 0; r < BLOCK; r += W) (Vec::loadu(largest + r) + Vec::loadu(sum + r).log()).store(log_sums + r);
+    std::memcpy(lse + block, log_sums, n_rows * sizeof(float));
+    for (int64_t r = 0; r < n_rows; r++) {
+      float factor = std::isfinite(largest[r]) ? 1 / sum[r] : NAN;  // which exp_u20 would hide
+      store_row(out + r * Dp, factor, o.at + (block + r) * o.stride, D);
+    }
+  }
+}
+
+// ---- attention, backward -----------------------------------------------------------------------------------------
+
+template <typename T> float dot(const T* a, const T* b, int64_t n) {
+  Vec sum(0.0f);
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    auto [a0, a1] = load(a + i);
+    auto [b0, b1] = load(b + i);
+    sum = at::vec::fmadd(a1, b1, at::vec::fmadd(a0, b0, sum));
+  }
+  float rest = 0;
+  for (; i < n; i++) rest += static_cast<float>(a[i]) * static_cast<float>(b[i]);
+  return sum_of(sum) + rest;
+}
+
+// The gradients by keys and values [begin, end) of one head, as rows of dk and dv, and what these keys add to that by
+// queries, transposed (Dp, Tp) and without its scale, in dq, whose columns before `begin` are left alone.
+//
+// Scores are computed transposed, (keys, queries): what belongs to a query is then a vector, and probabilities are left
+// operands as they are. With P the probabilities, dP = g v^T and dS = P (dP - delta): dv = P^T g, dk = dS^T q scale,
+// dq = dS k scale (FlashAttention-2, algorithm 2).
+template <typename T>
+void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const T> o, const float* lse,
+                   Rows<T> dk, Rows<T> dv, float* dq, int64_t begin, int64_t end, int64_t n_rows, int64_t D) {
+  constexpr int64_t KEYS = 2 * BLOCK;  // that are computed together: dq is then read and written half as often
+  int64_t Tp = round_up(n_rows, BLOCK);
+  int64_t n = Tp - begin;  // queries from `begin` on see these keys
+  int64_t n_keys = std::min(round_up(end, BLOCK), Tp) - begin;
+  int64_t Dp = round_up(D, unit_of_width<T>());
+  arena.reset(((5 * n + 4 * n_keys) * Dp + 2 * KEYS * CHUNK + KEYS * PANEL) * sizeof(T) +
+              (2 * n + 2 * KEYS * PANEL + 2 * KEYS * Dp) * sizeof(float) + 8192);
+  T* room = arena.take<T>(n * Dp);
+  T* q_transposed = arena.take<T>(n * Dp);
+  T* q_packed = arena.take<T>(n * Dp);
+  T* g_transposed = arena.take<T>(n * Dp);
+  T* g_packed = arena.take<T>(n * Dp);
+  T* k_rows = arena.take<T>(n_keys * Dp);
+  T* k_panels = arena.take<T>(n_keys * Dp);
+  T* k_transposed = arena.take<T>(n_keys * Dp);
+  T* v_rows = arena.take<T>(n_keys * Dp);
+  T* p = arena.take<T>(KEYS * CHUNK);
+  T* ds = arena.take<T>(KEYS * CHUNK);
+  T* ds_packed = arena.take<T>(KEYS * PANEL);
+  float* log_sums = arena.take<float>(n);
+  float* delta = arena.take<float>(n);
+  float* scores = arena.take<float>(KEYS * PANEL);
+  float* dp = arena.take<float>(KEYS * PANEL);
+  float* dk_sum = arena.take<float>(KEYS * Dp);
+  float* dv_sum = arena.take<float>(KEYS * Dp);
+
+  auto from = [&](Rows<const T> x) { return Rows<const T>{x.at + begin * x.stride, x.stride}; };
+  Rows<const T> rows = padded(from(q), n_rows - begin, D, room, n, Dp);
+  pack_transposed(rows, n, Dp, q_transposed);
+  pack(rows, n, Dp, q_packed);
+  rows = padded(from(g), n_rows - begin, D, room, n, Dp);
+  pack_transposed(rows, n, Dp, g_transposed);
+  pack(rows, n, Dp, g_packed);
+  copy_rows(from(k), n_rows - begin, D, k_rows, n_keys, Dp);
+  pack_transposed(Rows<const T>{k_rows, Dp}, n_keys, Dp, k_panels);
+  unpack_transposed(k_panels, n_keys, Dp, k_transposed);
+  copy_rows(from(v), n_rows - begin, D, v_rows, n_keys, Dp);
+  for (int64_t i = 0; i < n; i++) {
+    bool is_query = begin + i < n_rows;
+    log_sums[i] = is_query ? lse[begin + i] : INF;  // those beyond the last have no probabilities
+    delta[i] = is_query ? dot(from(g).at + i * g.stride, from(o).at + i * o.stride, D) : 0;
+  }
+  const float scale = 1 / std::sqrt(static_cast<float>(D));
+
+  for (int64_t key = 0; key < n_keys; key += KEYS) {
+    int64_t keys = std::min(KEYS, n_keys - key);
+    for (int64_t chunk = key; chunk < n; chunk += CHUNK) {
+      int64_t queries = std::min(CHUNK, n - chunk);
+      for (int64_t panel = chunk; panel < chunk + queries; panel += PANEL) {
+        int64_t m = std::min(keys, panel + PANEL - key);  // the keys that some query of the panel sees
+        multiply(m, PANEL, Dp, k_rows + key * Dp, Dp, q_transposed + panel * Dp, scores, PANEL, false);
+        multiply(m, PANEL, Dp, v_rows + key * Dp, Dp, g_transposed + panel * Dp, dp, PANEL, false);
+        for (int64_t r = 0; r < m; r++) {
+          float* s = scores + r * PANEL;
+          float* d = dp + r * PANEL;
+          T* p_row = p + r * CHUNK + panel - chunk;
+          T* ds_row = ds + r * CHUNK + panel - chunk;
+          int64_t hidden = std::max<int64_t>(0, key + r - panel);  // queries of the panel that do not see this key
+          int64_t skipped = hidden / (2 * W) * (2 * W);
+          std::fill(p_row, p_row + skipped, T(0));
+          std::fill(ds_row, ds_row + skipped, T(0));
+          std::fill(d, d + skipped, 0.0f);
+          std::fill(s + skipped, s + hidden, -INF);
+          for (int64_t c = skipped; c < PANEL; c += 2 * W) {
+            std::pair<Vec, Vec> weights;
+            std::pair<Vec, Vec> gradients;
+            for (int64_t half = 0; half < 2; half++) {
+              int64_t i = c + half * W;
+              Vec x = at::vec::fmadd(Vec::loadu(s + i), Vec(scale), Vec(0.0f) - Vec::loadu(log_sums + panel + i));
+              Vec weight = x.exp_u20();
+              Vec gradient = weight * (Vec::loadu(d + i) - Vec::loadu(delta + panel + i));
+              gradient.store(d + i);
+              (half ? weights.second : weights.first) = weight;
+              (half ? gradients.second : gradients.first) = gradient;
+            }
+            store(p_row + c, weights.first, weights.second);
+            store(ds_row + c, gradients.first, gradients.second);
+          }
+        }
+        if constexpr (sizeof(T) == 2) {
+          for (int64_t r = 0; r < m; r += 2) {
+            for (int64_t c = 0; c < PANEL; c += W) {
+              auto [a, b] = at::vec::interleave2(Vec::loadu(dp + r * PANEL + c), Vec::loadu(dp + (r + 1) * PANEL + c));
+              store(ds_packed + r * PANEL + 2 * c, a, b);
+            }
+          }
+          multiply(Dp, PANEL, m, k_transposed + key, n_keys, ds_packed, dq + begin + panel, Tp, key > 0);
+        } else {
+          multiply(Dp, PANEL, m, k_transposed + key, n_keys, dp, dq + begin + panel, Tp, key > 0);
+        }
+      }
+      for (int64_t half = 0; half < keys; half += BLOCK) {
+        int64_t hidden = std::max<int64_t>(0, key + half - chunk);  // queries before these keys
+        int64_t first = half * CHUNK + hidden;
+        bool add = chunk > key;
+        multiply_packed(BLOCK, queries - hidden, p + first, CHUNK, g_packed, n, chunk + hidden, dv_sum + half * Dp, Dp,
+                        add);
+        multiply_packed(BLOCK, queries - hidden, ds + first, CHUNK, q_packed, n, chunk + hidden, dk_sum + half * Dp,
+                        Dp, add);
+      }
+    }
+    for (int64_t r = 0; r < std::min(keys, n_rows - begin - key); r++) {
+      int64_t row = begin + key + r;
+      store_row(dv_sum + r * Dp, 1.0f, dv.at + row * dv.stride, D);
+      store_row(dk_sum + r * Dp, scale, dk.at + row * dk.stride, D);
+    }
+  }
+}
+
+// Rows of the gradient by queries from its parts (Dp, Tp), one for each range of keys: part i knows queries from
+// first(i) on.
+template <typename T, typename First>
+void store_query_gradients(float* parts, int64_t n_parts, First first, Rows<T> dq, int64_t n_rows, int64_t D) {
+  int64_t Tp = round_up(n_rows, BLOCK);
+  int64_t Dp = round_up(D, unit_of_width<T>());
+  const float scale = 1 / std::sqrt(static_cast<float>(D));
+  for (int64_t i = 1; i < n_parts; i++) {
+    for (int64_t d = 0; d < Dp; d++) {
+      float* sum = parts + d * Tp;
+      const float* part = parts + (i * Dp + d) * Tp;
+      for (int64_t t = first(i); t < Tp; t += W) (Vec::loadu(sum + t) + Vec::loadu(part + t)).store(sum + t);
+    }
+  }
+  arena.reset(16 * Dp * sizeof(float) + 256);  // what it held before is no longer needed
+  float* rows = arena.take<float>(16 * Dp);
+  for (int64_t t = 0; t < n_rows; t += 16) {
+    for (int64_t d = 0; d < Dp; d += 16) {
+      at::vec::transpose_mxn<float, 16, 16>(parts + d * Tp + t, Tp, rows + d, Dp);
+    }
+    for (int64_t r = 0; r < std::min<int64_t>(16, n_rows - t); r++) {
+      store_row(rows + r * Dp, scale, dq.at + (t + r) * dq.stride, D);
+    }
+  }
+}
+
+// ---- heads on threads --------------------------------------------------------------------------------------------
+
+// A tensor (B, H, T, D) whose last dimension is contiguous; strides in elements.
+struct Heads {
+  void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+
+  template <typename T> Rows<T> head(int64_t b, int64_t h) const {
+    return {static_cast<T*>(data) + b * batch_stride + h * head_stride, row_stride};
+  }
+};
+
+struct Shape {
+  int64_t B, H, T, D;
+};
+
+// The parts of a head that are tasks of their own: one where there are enough heads for all threads.
+int64_t parts_of_a_head(Shape x) {
+  int64_t wanted = (4 * at::get_num_threads() + x.B * x.H - 1) / (x.B * x.H);
+  return std::max<int64_t>(1, std::min(x.B * x.H >= 4 * at::get_num_threads() ? 1 : wanted, x.T / ROWS_OF_A_TASK));
+}
+
+// Where part i of n begins, such that all have the same work: the first rows of a triangle are short, or the last.
+int64_t begin_of_part(int64_t i, int64_t n, int64_t T, bool first_are_short) {
+  if (i == n) return T;
+  double share = static_cast<double>(i) / n;
+  double at = first_are_short ? std::sqrt(share) : 1 - std::sqrt(1 - share);
+  return static_cast<int64_t>(at * T) / (2 * BLOCK) * (2 * BLOCK);
+}
+
+template <typename Task> void for_tasks(int64_t n, Task task) {
+  at::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) task(i);
+    at::native::cpublas::brgemm_release();  // AMX's tiles are left as they were found
+  });
+}
+
+template <typename T>
+void attention_forward_of(const Heads& q, const Heads& k, const Heads& v, const Heads& o, float* lse, Shape x) {
+  int64_t parts = parts_of_a_head(x);
+  for_tasks(x.B * x.H * parts, [&](int64_t task) {
+    int64_t head = task / parts;
+    int64_t b = head / x.H;
+    int64_t h = head % x.H;
+    int64_t begin = begin_of_part(task % parts, parts, x.T, true);
+    int64_t end = begin_of_part(task % parts + 1, parts, x.T, true);
+    if (begin < end) {
+      forward_head<T>(q.head<const T>(b, h), k.head<const T>(b, h), v.head<const T>(b, h), o.head<T>(b, h),
+                      lse + head * x.T, begin, end, x.D);
+    }
+  });
+}
+
+// dq_parts: (B, H, parts, Dp, Tp) floats where a head has several parts.
+template <typename T>
+void attention_backward_of(const Heads& g, const Heads& q, const Heads& k, const Heads& v, const Heads& o,
+                           const float* lse, const Heads& dq, const Heads& dk, const Heads& dv, Shape x) {
+  int64_t parts = parts_of_a_head(x);
+  int64_t size = round_up(x.D, unit_of_width<T>()) * round_up(x.T, BLOCK);  // of a part of dq
+  auto begin_of = [&](int64_t part) { return begin_of_part(part, parts, x.T, false); };
+  auto gradients = [&](int64_t head, int64_t part, float* dq_part) {
+    int64_t b = head / x.H;
+    int64_t h = head % x.H;
+    if (begin_of(part) == begin_of(part + 1)) {  // too few rows: another part has them
+      std::fill(dq_part, dq_part + size, 0.0f);
+      return;
+    }
+    backward_head<T>(g.head<const T>(b, h), q.head<const T>(b, h), k.head<const T>(b, h), v.head<const T>(b, h),
+                     o.head<const T>(b, h), lse + head * x.T, dk.head<T>(b, h), dv.head<T>(b, h), dq_part,
+                     begin_of(part), begin_of(part + 1), x.T, x.D);
+  };
+  auto store = [&](int64_t head, float* dq_parts) {
+    store_query_gradients(dq_parts, parts, begin_of, dq.head<T>(head / x.H, head % x.H), x.T, x.D);
+  };
+  if (parts == 1) {
+    for_tasks(x.B * x.H, [&](int64_t head) {
+      static thread_local Arena own;
+      own.reset(size * sizeof(float));
+      gradients(head, 0, own.take<float>(size));
+      store(head, reinterpret_cast<float*>(own.start));
+    });
+    return;
+  }
+  Arena shared;
+  shared.reset(x.B * x.H * parts * size * sizeof(float));
+  float* all = shared.take<float>(x.B * x.H * parts * size);
+  for_tasks(x.B * x.H * parts, [&](int64_t task) { gradients(task / parts, task % parts, all + task * size); });
+  for_tasks(x.B * x.H, [&](int64_t head) { store(head, all + head * parts * size); });
+}
+
+// ---- activations -------------------------------------------------------------------------------------------------
+
+// Each has its value at x, and its slope there.
+
+struct GeluTanh {  // x * sigmoid(2u), which is x * (1 + tanh(u)) / 2, with u = sqrt(2 / pi) * (x + 0.044715 * x^3)
+  static Vec gate(Vec x) {
+    Vec u2 = x * at::vec::fmadd(x * x, Vec(0.0713548162726f), Vec(1.5957691216057f));
+    return Vec(1.0f) / (Vec(1.0f) + at::vec::minimum(Vec(0.0f) - u2, Vec(80.0f)).exp_u20());  // no overflow
+  }
+  static Vec value(Vec x) { return x * gate(x); }
+  static Vec slope(Vec x) {
+    Vec s = gate(x);
+    Vec slope_of_u2 = at::vec::fmadd(x * x, Vec(0.2140644488178f), Vec(1.5957691216057f));
+    return at::vec::fmadd(x * slope_of_u2, s - s * s, s);
+  }
+};
+
+struct Gelu {  // x * Phi(x), Phi the normal distribution
+  // Phi(x) and exp(-x^2 / 2), with erf by formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7.
+  static std::pair<Vec, Vec> phi_and_exponential(Vec x) {
+    Vec t = Vec(1.0f) / at::vec::fmadd(x.abs(), Vec(0.3275911f * 0.7071067811865f), Vec(1.0f));
+    Vec e = (x * x * Vec(-0.5f)).exp_u20();
+    Vec sum = at::vec::fmadd(t, Vec(1.061405429f), Vec(-1.453152027f));
+    sum = at::vec::fmadd(t, sum, Vec(1.421413741f));
+    sum = at::vec::fmadd(t, sum, Vec(-0.284496736f));
+    sum = at::vec::fmadd(t, sum, Vec(0.254829592f));
+    Vec tail = Vec(0.5f) * sum * t * e;  // Phi(-|x|)
+    return {Vec::blendv(tail, Vec(1.0f) - tail, x > Vec(0.0f)), e};
+  }
+  static Vec value(Vec x) { return x * phi_and_exponential(x).first; }
+  static Vec slope(Vec x) {
+    auto [phi, e] = phi_and_exponential(x);
+    return at::vec::fmadd(x * Vec(0.3989422804014f), e, phi);
+  }
+};
+
+struct Relu2 {
+  static Vec value(Vec x) {
+    Vec positive = at::vec::maximum(x, Vec(0.0f));
+    return positive * positive;
+  }
+  static Vec slope(Vec x) {
+    Vec positive = at::vec::maximum(x, Vec(0.0f));
+    return positive + positive;
+  }
+};
+
+// y = the value at 2W numbers x or, with gradients g, g * the slope there.
+template <typename F, typename T> void activate(const T* x, const T* g, T* y) {
+  auto [a, b] = load(x);
+  if (g == nullptr) {
+    store(y, F::value(a), F::value(b));
+  } else {
+    auto [g0, g1] = load(g);
+    store(y, g0 * F::slope(a), g1 * F::slope(b));
+  }
+}
+
+// The same of n numbers.
+template <typename F, typename T> void activation_of(const T* x, const T* g, T* y, int64_t n) {
+  int64_t whole = n / (2 * W);
+  at::parallel_for(0, whole, 512, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * 2 * W; i < end * 2 * W; i += 2 * W) activate<F>(x + i, g ? g + i : nullptr, y + i);
+  });
+  int64_t first = whole * 2 * W;
+  if (first == n) return;
+  T rest[3][2 * W] = {};
+  std::memcpy(rest[0], x + first, (n - first) * sizeof(T));
+  if (g) std::memcpy(rest[1], g + first, (n - first) * sizeof(T));
+  activate<F>(rest[0], g ? rest[1] : nullptr, rest[2]);
+  std::memcpy(y + first, rest[2], (n - first) * sizeof(T));
+}
+
+template <typename T> void activation_named(int64_t which, const T* x, const T* g, T* y, int64_t n) {
+  if (which == 0) activation_of<GeluTanh>(x, g, y, n);
+  if (which == 1) activation_of<Gelu>(x, g, y, n);
+  if (which == 2) activation_of<Relu2>(x, g, y, n);
+}
+
+// ---- softmax in place --------------------------------------------------------------------------------------------
+
+// Turns logits (N, V) into probabilities; log_p (N,) are the logarithms of the targets' (targets from 0 to V - 1).
+template <typename T> void softmax_rows(T* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
+  int64_t whole = V / (2 * W) * (2 * W);
+  at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
+    arena.reset((V + 2 * W) * sizeof(float) + 256);
+    float* p = arena.take<float>(V);
+    for (int64_t row = begin; row < end; row++) {
+      T* x = logits + row * V;
+      float target = static_cast<float>(x[targets[row]]);
+      Vec most(-INF);
+      for (int64_t i = 0; i < whole; i += 2 * W) {
+        auto [a, b] = load(x + i);
+        most = at::vec::maximum(most, at::vec::maximum(a, b));
+      }
+      float largest = max_of(most);
+      for (int64_t i = whole; i < V; i++) largest = larger(largest, static_cast<float>(x[i]));
+      Vec total(0.0f);
+      for (int64_t i = 0; i < whole; i += 2 * W) {
+        auto [a, b] = load(x + i);
+        a = (a - Vec(largest)).exp_u20();
+        b = (b - Vec(largest)).exp_u20();
+        total = total + a + b;
+        a.store(p + i);
+        b.store(p + i + W);
+      }
+      float sum = sum_of(total);
+      for (int64_t i = whole; i < V; i++) sum += p[i] = std::exp(static_cast<float>(x[i]) - largest);
+      if (!std::isfinite(largest)) sum = NAN;  // exp_u20 would hide it
+      log_p[row] = target - largest - std::log(sum);
+      store_row(p, 1 / sum, x, V);
+    }
+  });
+}
+
+// ---- calls from outside ------------------------------------------------------------------------------------------
+
+// Runs function; returns nullptr, or what went wrong.
+template <typename F> const char* guarded(F function) {
+  static thread_local std::string problem;
+  try {
+    function();
+    return nullptr;
+  } catch (const std::exception& e) {
+    problem = e.what();
+  } catch (...) {
+    problem = "unknown error";
+  }
+  return problem.c_str();
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* attention_forward(bool bf16, const Heads* q, const Heads* k, const Heads* v, const Heads* o, float* lse,
+                              int64_t B, int64_t H, int64_t T, int64_t D) {
+  return guarded([&] {
+    auto run = bf16 ? attention_forward_of<BFloat16> : attention_forward_of<float>;
+    run(*q, *k, *v, *o, lse, {B, H, T, D});
+  });
+}
+
+const char* attention_backward(bool bf16, const Heads* g, const Heads* q, const Heads* k, const Heads* v,
+                               const Heads* o, const float* lse, const Heads* dq, const Heads* dk, const Heads* dv,
+                               int64_t B, int64_t H, int64_t T, int64_t D) {
+  return guarded([&] {
+    auto run = bf16 ? attention_backward_of<BFloat16> : attention_backward_of<float>;
+    run(*g, *q, *k, *v, *o, lse, *dq, *dk, *dv, {B, H, T, D});
+  });
+}
+
+// which: 0 gelu_tanh, 1 gelu, 2 relu2. g: nullptr for the value.
+const char* activation(bool bf16, int64_t which, const void* x, const void* g, void* y, int64_t n) {
+  return guarded([&] {
+    if (bf16) {
+      activation_named(which, static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(g),
+                       static_cast<BFloat16*>(y), n);
+    } else {
+      activation_named(which, static_cast<const float*>(x), static_cast<const float*>(g), static_cast<float*>(y), n);
+    }
+  });
+}
+
+const char* softmax_in_place(bool bf16, void* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
+  return guarded([&] {
+    if (bf16) {
+      softmax_rows(static_cast<BFloat16*>(logits), targets, log_p, N, V);
+    } else {
+      softmax_rows(static_cast<float*>(logits), targets, log_p, N, V);
+    }
+  });
+}
+}

@@ -1,0 +1,339 @@
+"""The kernels in C++: their numbers, how they are compiled, and that a wrong one is refused."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from hypothesis import given, settings
+from test_forms import a_model, assert_one_line, search_of, settled, times_of
+from torch import Tensor
+
+import model as definition
+from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import cpu_kernels, kernels
+
+pytestmark = pytest.mark.skipif(
+    not cpu_kernels.may_exist(), reason="the kernels are for Linux on a processor with AVX2 or AVX-512"
+)
+GRAD_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # |difference| / |gradient in float64|
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _loaded():
+    if cpu_kernels.may_exist():
+        cpu_kernels.load()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "remembered"))
+
+
+def distance(a: Tensor, b: Tensor, least: float = 1e-9) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=least)).item()
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at = torch.arange(q.size(2))
+    scores = q @ k.mT * q.size(-1) ** -0.5
+    weights = scores.masked_fill(~definition.sees(at[:, None], at), -torch.inf).softmax(-1)
+    return weights @ v
+
+
+def attention_errors(q: Tensor, k: Tensor, v: Tensor, g: Tensor, call: Any) -> list[float]:
+    """Of the result and the gradients by q, k and v, each against the definition in float64."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    found = call(*inputs)
+    expected = by_definition(*exact)
+    gradients = torch.autograd.grad(found, inputs, g)
+    right = torch.autograd.grad(expected, exact, g.double())
+    least = 0.1 * max(x.norm().item() for x in right)  # those by q and k cancel where a softmax is almost one-hot
+    return [distance(found, expected)] + [distance(a, b, least) for a, b in zip(gradients, right, strict=True)]
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.deskgpt.causal_attention(q, k, v)[0]
+
+
+by_flash = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+def heads_of(B: int, T: int, H: int, D: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """q, k, v and a gradient (B, H, T, D), laid out as the layer has them."""
+    draw = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(B, T, 3, H, D, generator=draw).to(dtype) * 1.5
+    g = torch.randn(B, T, H, D, generator=draw).to(dtype)
+    return [*qkv.transpose(1, 3).unbind(2), g.transpose(1, 2)]
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [2, 63, 64, 65, 300, 1100])  # 1100: three chunks of keys
+@pytest.mark.parametrize("D", [7, 16, 64, 80, 192])
+def test_attention_and_its_gradients_are_those_of_the_definition(T, D, dtype):
+    if dtype not in cpu_kernels.dtypes():
+        pytest.skip("oneDNN does not multiply this type here")
+    q, k, v, g = heads_of(2, T, 2, D, dtype)
+    ours = attention_errors(q, k, v, g, kernel)
+    flash = attention_errors(q, k, v, g, by_flash)
+    assert max(ours) <= GRAD_LIMIT[dtype]
+    assert max(ours) <= 2 * max(flash) + 1e-6  # as near as torch's
+
+
+@given(
+    st.integers(1, 3), st.integers(2, 400), st.integers(1, 5), st.integers(1, 100), st.sampled_from([1, 2, 3, 16]),
+    st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_random_shapes_threads_and_layouts_give_the_definition(B, T, H, D, threads, is_bf16, seed):
+    dtype = torch.bfloat16 if is_bf16 and torch.bfloat16 in cpu_kernels.dtypes() else torch.float32
+    q, k, v, g = heads_of(B, T, H, D, dtype, seed)
+    if seed % 3 == 0:  # not contiguous in the last dimension
+        q, g = q.mT.contiguous().mT, g.mT.contiguous().mT
+    if seed % 3 == 1:  # one gradient for all sequences, as from a sum
+        g = g[:1].expand(B, -1, -1, -1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)  # with more threads than heads, several take a part of one head
+    try:
+        ours = max(attention_errors(q, k, v, g, kernel))
+        flash = max(attention_errors(q, k, v, g, by_flash))
+        assert ours <= max(3 * GRAD_LIMIT[dtype], 3 * flash)  # two tokens of one channel may round badly in either
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_parts_of_one_long_head_give_what_the_whole_gives():
+    q, k, v, g = heads_of(1, 2000, 1, 32, torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert max(attention_errors(q, k, v, g, kernel)) <= GRAD_LIMIT[torch.float32]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_results_are_the_same_to_the_last_bit_each_time():
+    q, k, v, g = heads_of(3, 200, 3, 32, torch.float32)
+    o, lse = torch.ops.deskgpt.causal_attention(q, k, v)
+    first = torch.ops.deskgpt.causal_attention_backward(g, q, k, v, o, lse)
+    for _ in range(20):
+        assert torch.equal(kernel(q, k, v), o)
+        again = torch.ops.deskgpt.causal_attention_backward(g, q, k, v, o, lse)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_later_tokens_leave_earlier_results_alone():
+    q, k, v, _ = heads_of(1, 100, 2, 32, torch.float32)
+    before = kernel(q, k, v)
+    for x in (q, k, v):
+        x[:, :, 70:] = 1e4
+    assert torch.equal(kernel(q, k, v)[:, :, :70], before[:, :, :70])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_visible(bad):
+    """exp_u20 would turn NaN into a number: a run would go on with it."""
+    q, k, v, g = heads_of(1, 80, 1, 16, torch.float32)
+    q[:, :, 40] = bad
+    q.requires_grad_()
+    o = kernel(q, k, v)
+    assert o[:, :, 40].isnan().all()
+    assert o[:, :, :40].isfinite().all()
+    assert not torch.autograd.grad(o, q, g)[0].isfinite().all()
+    logits = torch.randn(4, 100)
+    logits[2, 50] = bad
+    log_p = cpu_kernels.softmax_(logits, torch.zeros(4, dtype=torch.int64))
+    assert logits[2].isnan().all()
+    assert not log_p[2].isfinite()
+    assert logits[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", cpu_kernels.ACTIVATIONS)
+@pytest.mark.parametrize("n", [1, 31, 1000, 100_003])
+def test_activations_and_their_slopes_are_those_of_the_definition(n, name, dtype):
+    x = (torch.linspace(-12, 12, n) if n > 1 else torch.ones(1)).to(dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    g = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    y = torch.ops.deskgpt.activation(x, name)
+    expected = definition.activation(exact, name)
+    limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    assert distance(y, expected) <= limit
+    found = torch.autograd.grad(y, x, g)[0]
+    assert distance(found, torch.autograd.grad(expected, exact, g.double())[0]) <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [1, 33, 1000, 50_257])
+def test_loss_by_kernel_is_the_definition_with_ignored_targets_and_chunks(V, dtype):
+    if dtype not in cpu_kernels.dtypes():
+        pytest.skip("oneDNN does not multiply this type here")
+    draw = torch.Generator().manual_seed(0)
+    h = torch.randn(37, 16, generator=draw).to(dtype)
+    w = torch.randn(V, 16, generator=draw).to(dtype)
+    targets = torch.randint(V, (37,), generator=draw)
+    targets[[0, 5, 36]] = -1
+    for chunk in (10, 37):
+        loss, dh, dw = kernels.chunked_cross_entropy(h, w, targets, dtype, chunk, True, cpu_kernels.softmax_)
+        exact = [x.double().requires_grad_() for x in (h, w)]
+        expected = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=-1, reduction="sum")
+        limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        assert distance(loss, expected) <= limit
+        if V > 1:
+            for a, b in zip((dh, dw), torch.autograd.grad(expected, exact), strict=True):
+                assert distance(a, b) <= limit
+
+
+# ---- in training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpoint", ["none", "selective"])
+def test_model_with_kernels_has_the_gradients_of_the_plain_one(checkpoint, compile):
+    model = a_model()
+    x, y = search_of(model, None).batch_of(2)
+    expected: list[Any] = []
+    found: list[Any] = []
+    for form, into in ((Form(), expected), (Form("float32", compile, "kernels", checkpoint), found)):
+        runner = Runner(model, form)
+        into.append(runner.forward_backward(x, y))
+        into += [p.grad for p in runner.parameters]
+        runner.drop_gradients()
+    assert all(distance(a, b) <= 1e-4 for a, b in zip(found, expected, strict=True))
+
+
+def test_kernels_are_taken_where_they_are_the_fastest_and_remembered(monkeypatch):
+    asked = times_of(monkeypatch, 1.0, 0.5)
+    said: list[str] = []
+    assert settled(said, dtype="float32", compile=False).form == Form(attention="kernels")
+    assert asked == [[Form(), Form(attention="kernels")]]
+    assert any("float32 with C++ kernels" in line for line in said)
+    assert settled([], dtype="float32", compile=False).form == Form(attention="kernels")
+    assert len(asked) == 1
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype]) -> None:
+    right = kernels.kernel_attention
+
+    def wrong(*args: Any) -> Tensor:
+        y = right(*args)
+        return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if args[1].dtype in dtypes else y
+
+    monkeypatch.setattr(kernels, "kernel_attention", wrong)
+
+
+def test_kernel_that_is_wrong_is_left_out_and_the_other_kernels_stay(monkeypatch):
+    plant(monkeypatch, [torch.float32, torch.bfloat16])
+    said: list[str] = []
+    runner = settled(said, dtype="float32", compile=False, attention="kernels")
+    assert runner.form == Form(attention="kernels", as_written=("attention",))
+    assert sorted(runner.forms) == ["GPT.loss", "activation"]
+    assert_one_line(said[0], "attention", "model.py", "may be slower")
+
+
+def test_kernel_that_is_wrong_in_bfloat16_alone_is_refused(monkeypatch):
+    plant(monkeypatch, [torch.bfloat16])
+    earlier = {"dtype": "bfloat16", "attention": "kernels", "compiled": False}
+    said: list[str] = []
+    assert settled(said, earlier, compile=False).form == Form("bfloat16")
+    line = next(line for line in said if "going on without" in line)
+    assert_one_line(line, "bfloat16, C++ kernels, not compiled", "going on without the C++ kernels")
+    with pytest.raises(ValueError, match="attention=kernels") as e:
+        settled([], dtype="bfloat16", compile=False, attention="kernels")
+    assert_one_line(str(e.value), "--attention=flash")
+
+
+def test_model_whose_activation_is_changed_trains_with_its_own(monkeypatch):
+    monkeypatch.setattr(definition, "activation", lambda x, name: x * x.sigmoid())
+    runner = settled([], dtype="float32", compile=False, attention="kernels")
+    x, y = search_of(runner.model, None).batch_of(2)
+    expected = Runner(runner.model, Form(as_written=("activation",))).forward_backward(x, y)
+    assert distance(runner.forward_backward(x, y), expected) <= 1e-5
+
+
+# ---- compiling and loading ---------------------------------------------------------------------------------------
+
+LOAD = "from deskgpt.faster import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
+
+
+def load_elsewhere(cache: Path, **env: str) -> subprocess.Popen[str]:
+    """A process that loads the kernels, with a cache of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", LOAD],
+        cwd=ROOT,
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_compiler_that_is_killed_leaves_nothing_that_is_loaded(tmp_path):
+    first = load_elsewhere(tmp_path)
+    folder = tmp_path / "deskgpt"
+    while first.poll() is None and not list(folder.glob("*.lock")):
+        time.sleep(0.05)
+    time.sleep(1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    out, err = load_elsewhere(tmp_path).communicate()
+    assert "float32" in out, err
+    assert len(list(folder.glob("*.so"))) == 1
+
+
+def test_two_processes_that_compile_at_once_share_one_library(tmp_path):
+    for process in [load_elsewhere(tmp_path) for _ in range(2)]:
+        out, err = process.communicate()
+        assert "float32" in out, err
+    assert len(list((tmp_path / "deskgpt").glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/c++", "false", str(ROOT)])
+def test_machine_without_a_compiler_goes_on_with_one_line(compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_kernels, "_library", None)
+    said: list[str] = []
+    runner = settled(said, dtype="float32", compile=False)
+    assert runner.form.attention != "kernels"
+    line = next(line for line in said if "NOT using" in line)
+    assert_one_line(line, "C++ kernels", "slower")
+
+
+def test_library_is_named_after_all_that_it_is_made_of(monkeypatch):
+    usual = cpu_kernels.path()
+    for target, name, value in [
+        (torch, "__version__", "9.9"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX2" if "512" in usual_capability else "AVX512"),
+        (cpu_kernels, "FLAGS", ("-O1",)),
+    ]:
+        with monkeypatch.context() as changed:
+            changed.setattr(target, name, value)
+            assert cpu_kernels.path() != usual
+
+
+usual_capability = torch.backends.cpu.get_cpu_capability()
+
+
+def test_damaged_library_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_kernels.path().parent.mkdir()
+    cpu_kernels.path().write_bytes(b"no library")
+    out, err = load_elsewhere(tmp_path).communicate()
+    assert "float32" in out, err
