@@ -5,8 +5,9 @@
 
 Each machine is a process that uses only a part of the processor, by the variables of ATen, oneDNN and inductor. There,
 small models in the shapes of the fast recipe and of GPT-2 go through the check that train.py makes, in several forms
-(dtype, compiled or not, kind of attention). A form that is refused does no harm. A form that passes must learn as plain
-float32 does, step by step. Ends with exit status 1 where one does not, or where a form that is not compiled is refused.
+(dtype, compiled or not, kind of attention; the kernels in C++ where the machine can run them). A form that is refused
+does no harm. A form that passes must learn as plain float32 does, step by step. Ends with exit status 1 where one does
+not, or where a form that is not compiled is refused.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.ranks import Ranks
 from deskgpt.compute.runner import Form, Runner
+from deskgpt.faster import cpu_kernels
 from deskgpt.machine import hardware
 from deskgpt.machine.errors import one_line_errors
 from model import GPT, GPTConfig
@@ -66,10 +68,10 @@ VOCAB_SIZE = 65
 FORMS = {
     "fast": [
         Form("bfloat16"),
-        Form("bfloat16", attention="explicit"),
+        Form("bfloat16", attention="kernels"),
         Form("bfloat16", compiled=True, attention="explicit"),
     ],
-    "GPT-2": [Form("float32", attention="explicit"), Form("bfloat16", attention="explicit")],
+    "GPT-2": [Form("float32", attention="kernels"), Form("bfloat16", attention="explicit")],
 }
 # Compiling takes most of the time: float32 compiles on two machines only, whose other kernels differ as well.
 FLOAT32_COMPILED = Form("float32", compiled=True)
@@ -172,11 +174,15 @@ def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
 def child(name: str) -> None:
     """Prints a JSON line for each form on the machine called `name`, which this process acts as."""
     act_as(machines()[name])
+    if cpu_kernels.may_exist():
+        cpu_kernels.load()
     for model_name, some in FORMS.items():
         model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, bias=False, **SIZES, **MODELS[model_name]))
         wanted = [*some, FLOAT32_COMPILED] if model_name == "fast" and name in WITH_FLOAT32_COMPILED else some
         for form in wanted:
             if name in (NOT_COMPILED if form.compiled else ONLY_COMPILED):
+                continue
+            if form.attention == "kernels" and not cpu_kernels.may_exist():
                 continue
             print(json.dumps(check_form(model, model_name, form)), flush=True)
 

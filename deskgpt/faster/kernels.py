@@ -46,7 +46,7 @@ def forms_for(device_type: str, attention: str = "flash", compiled: bool = False
         forms["attention"] = explicit_attention if attention == "explicit" else flash_attention
     if compiled and device_type == "cpu":
         register_operators()
-        forms |= {"activation": opaque_gelu, "Linear.forward": transposed_linear}
+        forms |= {"activation": compiled_gelu, "Linear.forward": transposed_linear}
     if attention == "kernels":
         forms |= {"attention": kernel_attention, "activation": kernel_activation, "GPT.loss": kernel_loss}
     return forms
@@ -105,9 +105,18 @@ def kernel_attention(
 # ---- activation and linear layer -----------------------------------------------------------------------------
 
 
-def opaque_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
-    """The exact GELU as one operator: inductor's own takes more than twice the time of torch's kernel on a CPU."""
-    return torch.ops.deskgpt.gelu.default(x) if name == "gelu" else plain(x, name)
+def compiled_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
+    """GELU on a CPU, where inductor's erf and tanh take most of its time.
+
+    The exact one as one operator of torch, which takes less than half the time of inductor's; that with tanh by the
+    identity (1 + tanh(u)) / 2 = sigmoid(2u), which takes 0.4 of the time (bench/results/2026-11-25-cpu-kernels.md).
+    """
+    if name == "gelu":
+        return torch.ops.deskgpt.gelu.default(x)
+    if name == "gelu_tanh":
+        z = x.float()
+        return (z * torch.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))).type_as(x)
+    return plain(x, name)
 
 
 def kernel_activation(plain: Plain, x: Tensor, name: str) -> Tensor:
