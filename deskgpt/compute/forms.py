@@ -276,7 +276,7 @@ def has_cpu_kernels(s: Search) -> bool:
     except cpu_kernels.Unavailable as e:
         problem = str(e)
     if not s.ranks.all(not problem):
-        s.ranks.say(f"NOT using C++ kernels, so steps are slower: {problem or 'another rank has none'}")
+        s.ranks.say(f"NOT using C++ kernels, so steps may be slower: {problem or 'another rank has none'}")
         return False
     return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,7 +54,12 @@ def may_exist() -> bool:
 
 def is_ready() -> bool:
     """Whether `load` takes no time."""
-    return _library is not None or (may_exist() and path().is_file())
+    if _library is not None:
+        return True
+    try:
+        return may_exist() and path().is_file()
+    except RuntimeError:
+        return False
 
 
 def path() -> Path:
@@ -81,7 +87,7 @@ def load() -> None:
             except OSError:  # damaged on the disk
                 compile_to(library)
                 loaded = ctypes.CDLL(str(library))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as e:
         raise Unavailable(" ".join(str(e).split())[:200]) from None
     for name in ("attention_forward", "attention_backward", "activation", "softmax_in_place"):
         getattr(loaded, name).restype = ctypes.c_char_p
@@ -92,20 +98,21 @@ def load() -> None:
 
 def compile_to(library: Path) -> None:
     """Compiles the kernels. A run that is killed leaves no half of a library under this name. Raises RuntimeError."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        raise RuntimeError(f"there is no C++ compiler {os.environ.get('CXX', 'c++')}: install g++, or set CXX")
+    wanted = os.environ.get("CXX") or "c++"
+    compiler = shlex.split(wanted)  # which may be "ccache g++"
+    if not compiler or shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"there is no C++ compiler {wanted}: install g++, or set CXX")
     torch_folder = Path(torch.__file__).parent
     capability = torch.backends.cpu.get_cpu_capability()
     unfinished = library.with_suffix(".tmp")
-    command = [compiler, *FLAGS, f"-march={ARCHITECTURES[capability]}"]
+    command = [*compiler, *FLAGS, f"-march={ARCHITECTURES[capability]}"]
     command += [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     command += [f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(unfinished)]
     command += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or ["it says nothing"]
-        raise RuntimeError(f"{compiler} fails: {errors[0]}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit status {done.returncode}"]
+        raise RuntimeError(f"{wanted} fails: {errors[0]}")
     os.replace(unfinished, library)
 
 
