@@ -367,20 +367,19 @@ void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const
           std::fill(ds_row, ds_row + skipped, T(0));
           std::fill(d, d + skipped, 0.0f);
           std::fill(s + skipped, s + hidden, -INF);
+          auto probability = [&](int64_t c) {
+            return (Vec::loadu(s + c) * Vec(scale) - Vec::loadu(log_sums + panel + c)).exp_u20();
+          };
+          auto gradient = [&](int64_t c, Vec probability) {
+            Vec found = probability * (Vec::loadu(d + c) - Vec::loadu(delta + panel + c));
+            found.store(d + c);
+            return found;
+          };
           for (int64_t c = skipped; c < PANEL; c += 2 * W) {
-            std::pair<Vec, Vec> weights;
-            std::pair<Vec, Vec> gradients;
-            for (int64_t half = 0; half < 2; half++) {
-              int64_t i = c + half * W;
-              Vec x = at::vec::fmadd(Vec::loadu(s + i), Vec(scale), Vec(0.0f) - Vec::loadu(log_sums + panel + i));
-              Vec weight = x.exp_u20();
-              Vec gradient = weight * (Vec::loadu(d + i) - Vec::loadu(delta + panel + i));
-              gradient.store(d + i);
-              (half ? weights.second : weights.first) = weight;
-              (half ? gradients.second : gradients.first) = gradient;
-            }
-            store(p_row + c, weights.first, weights.second);
-            store(ds_row + c, gradients.first, gradients.second);
+            Vec a = probability(c);
+            Vec b = probability(c + W);
+            store(p_row + c, a, b);
+            store(ds_row + c, gradient(c, a), gradient(c + W, b));
           }
         }
         if constexpr (sizeof(T) == 2) {
@@ -459,8 +458,9 @@ struct Shape {
 
 // The parts of a head that are tasks of their own: one where there are enough heads for all threads.
 int64_t parts_of_a_head(Shape x) {
-  int64_t wanted = (4 * at::get_num_threads() + x.B * x.H - 1) / (x.B * x.H);
-  return std::max<int64_t>(1, std::min(x.B * x.H >= 4 * at::get_num_threads() ? 1 : wanted, x.T / ROWS_OF_A_TASK));
+  int64_t heads = x.B * x.H;
+  int64_t wanted = round_up(4 * at::get_num_threads(), heads) / heads;  // four tasks for each thread
+  return std::clamp<int64_t>(x.T / ROWS_OF_A_TASK, 1, wanted);
 }
 
 // Where part i of n begins, such that all have the same work: the first rows of a triangle are short, or the last.

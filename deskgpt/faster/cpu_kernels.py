@@ -174,7 +174,9 @@ def empty_like_heads(x: Tensor) -> Tensor:
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention of q, k, v (B, H, T, D), and the log-sum-exp of each query's scores (B, H, T), for backward."""
-    q, k, v = by_rows(q), by_rows(k), by_rows(v)
+    q = by_rows(q)
+    k = by_rows(k)
+    v = by_rows(v)
     o = empty_like_heads(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     call("attention_forward", q.dtype, heads(q), heads(k), heads(v), heads(o), pointer(lse), *q.shape)
@@ -185,11 +187,12 @@ def attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by q, k and v. g: that by o, the result of attention_forward."""
-    g, q, k, v = by_rows(g.to(q.dtype)), by_rows(q), by_rows(k), by_rows(v)
-    dq, dk, dv = empty_like_heads(q), empty_like_heads(q), empty_like_heads(q)
-    inputs = [heads(x) for x in (g, q, k, v, o)]
-    outputs = [heads(x) for x in (dq, dk, dv)]
-    call("attention_backward", q.dtype, *inputs, pointer(lse), *outputs, *q.shape)
+    inputs = [by_rows(x) for x in (g.to(q.dtype), q, k, v, o)]
+    dq = empty_like_heads(q)
+    dk = empty_like_heads(q)
+    dv = empty_like_heads(q)
+    outputs = (dq, dk, dv)
+    call("attention_backward", q.dtype, *map(heads, inputs), pointer(lse), *map(heads, outputs), *q.shape)
     return dq, dk, dv
 
 
@@ -205,7 +208,8 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
     """The gradient by x; g: that by activation(x, name)."""
-    g, x = g.to(x.dtype).contiguous(), x.contiguous()
+    g = g.to(x.dtype).contiguous()
+    x = x.contiguous()
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
     return y
