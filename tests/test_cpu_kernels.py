@@ -203,6 +203,12 @@ def test_loss_by_kernel_is_the_definition_with_ignored_targets_and_chunks(V, dty
                 assert distance(a, b) <= limit
 
 
+def test_target_beyond_the_vocabulary_is_an_error_and_reads_nothing_else():
+    for target in (10, 10**9, -1):
+        with pytest.raises(RuntimeError, match=f"target {target} is not a token below 10"):
+            cpu_kernels.softmax_(torch.randn(2, 10), torch.tensor([0, target]))
+
+
 # ---- in training -----------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/native/CPUBlas.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
@@ -620,6 +621,7 @@ template <typename T> void softmax_rows(T* logits, const int64_t* targets, float
     float* p = arena.take<float>(V);
     for (int64_t row = begin; row < end; row++) {
       T* x = logits + row * V;
+      TORCH_CHECK(0 <= targets[row] && targets[row] < V, "target ", targets[row], " is not a token below ", V);
       float target = static_cast<float>(x[targets[row]]);
       Vec most(-INF);
       for (int64_t i = 0; i < whole; i += 2 * W) {
