@@ -52,15 +52,19 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights @ v
 
 
-def attention_errors(q: Tensor, k: Tensor, v: Tensor, g: Tensor, call: Any) -> list[float]:
-    """Of the result and the gradients by q, k and v, each against the definition in float64."""
+def attention_errors(q: Tensor, k: Tensor, v: Tensor, g: Tensor, call: Any, share: float = 0.1) -> list[float]:
+    """Of the result and the gradients by q, k and v, each against the definition in float64.
+
+    share: of the largest gradient, by which smaller ones are measured. Those by q and k cancel where a softmax is
+    almost one-hot.
+    """
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     found = call(*inputs)
     expected = by_definition(*exact)
     gradients = torch.autograd.grad(found, inputs, g)
     right = torch.autograd.grad(expected, exact, g.double())
-    least = 0.1 * max(x.norm().item() for x in right)  # those by q and k cancel where a softmax is almost one-hot
+    least = share * max(x.norm().item() for x in right)
     return [distance(found, expected)] + [distance(a, b, least) for a, b in zip(gradients, right, strict=True)]
 
 
@@ -110,9 +114,8 @@ def test_random_shapes_threads_and_layouts_give_the_definition(B, T, H, D, threa
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # with more threads than heads, several take a part of one head
     try:
-        ours = max(attention_errors(q, k, v, g, kernel))
-        flash = max(attention_errors(q, k, v, g, by_flash))
-        assert ours <= max(3 * GRAD_LIMIT[dtype], 3 * flash)  # two tokens of one channel may round badly in either
+        # Two tokens can cancel as far as one likes.
+        assert max(attention_errors(q, k, v, g, kernel, share=1.0)) <= GRAD_LIMIT[dtype]
     finally:
         torch.set_num_threads(before)
 
