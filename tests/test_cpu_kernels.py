@@ -23,6 +23,7 @@ from torch import Tensor
 import model as definition
 from deskgpt.compute.runner import Form, Runner
 from deskgpt.faster import cpu_kernels, kernels
+from deskgpt.machine import hardware
 
 pytestmark = pytest.mark.skipif(
     not cpu_kernels.may_exist(), reason="the kernels are for Linux on a processor with AVX2 or AVX-512"
@@ -342,10 +343,12 @@ def test_user_without_a_home_goes_on_without_kernels(monkeypatch):
 
 
 def test_library_is_named_after_all_that_it_is_made_of(monkeypatch):
+    monkeypatch.setattr(hardware, "processor", lambda: ("one", ["AVX512-BF16"]))
     usual = cpu_kernels.path()
     for target, name, value in [
         (torch, "__version__", "9.9"),
         (torch.backends.cpu, "get_cpu_capability", lambda: "AVX2" if "512" in usual_capability else "AVX512"),
+        (hardware, "processor", lambda: ("another", [])),  # which has not its bfloat16
         (cpu_kernels, "FLAGS", ("-O1",)),
     ]:
         with monkeypatch.context() as changed:

@@ -19,6 +19,8 @@ from deskgpt.machine import torch_internals
 FIRST_FIXED_GCC = 14
 NO_ALIGNING_COPIES = "-mno-align-stringops"
 
+VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
+
 
 def set_up_inductor() -> None:
     """Sets inductor up for a CPU, before anything is compiled. The user's own settings win.
@@ -33,6 +35,10 @@ def set_up_inductor() -> None:
     # headers does. The check took 8 of 30 s with an empty cache, 2.5 of 8 s with a warm one (LOG.md, 2026-11-22).
     if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
         inductor.cpp.vec_isa_ok = True
+    # Inductor's cache does not tell graphs for AVX2 from those for AVX-512, unless a setting does: a disk that moves to
+    # another processor would bring it graphs that write beyond their tensors (torch 2.13).
+    if inductor.cpp.simdlen is None:
+        inductor.cpp.simdlen = VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
     work_around_gcc()
 
 

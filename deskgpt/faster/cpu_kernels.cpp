@@ -37,6 +37,7 @@ constexpr int64_t PANEL = 64;           // columns of a packed matrix that lie t
 constexpr int64_t BLOCK = 64;           // rows of queries, and of keys, that are computed together
 constexpr int64_t CHUNK = 512;          // keys whose scores exist at once in the forward pass; queries in the backward
 constexpr int64_t ROWS_OF_A_TASK = 256; // at least so many rows of a head go to a task of its own
+constexpr int64_t APART = 32;           // more elements from row to row: 4096 bytes apart, they would share cache lines
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -55,7 +56,16 @@ void store(float* p, Vec a, Vec b) {
   b.store(p + W);
 }
 
-void store(BFloat16* p, Vec a, Vec b) { at::vec::convert_float_bfloat16(a, b).store(p); }
+void store(BFloat16* p, Vec a, Vec b) {
+#ifdef __AVX512BF16__  // one instruction in place of at::vec's twenty
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+#else
+  at::vec::convert_float_bfloat16(a, b).store(p);
+#endif
+}
+
+// exp(x), off by 2e-7 of it for float and by 1.1e-4 for bfloat16, whose own numbers are 4e-3 apart. Hides NaN.
+template <typename T> Vec exponential(Vec x) { return sizeof(T) == 2 ? x.fexp_u20() : x.exp_u20(); }
 
 // n floats, a multiple of 16: GCC makes slow string instructions of memcpy here.
 void copy(const float* from, float* to, int64_t n) {
@@ -176,20 +186,37 @@ template <typename T> void pack_transposed(Rows<const T> x, int64_t n, int64_t D
   }
 }
 
-// A left operand (Dp, n) from what pack_transposed has made.
-template <typename T> void unpack_transposed(const T* panels, int64_t n, int64_t Dp, T* to) {
-  for (int64_t first = 0; first < n; first += PANEL) {
-    const T* panel = panels + first * Dp;
-    if constexpr (sizeof(T) == 2) {
-      for (int64_t d = 0; d < Dp; d += 2) {
-        const uint32_t* pairs = reinterpret_cast<const uint32_t*>(panel + d * PANEL);
-        uint16_t* even = reinterpret_cast<uint16_t*>(to + d * n + first);
-        uint16_t* odd = even + n;
-        for (int64_t c = 0; c < PANEL; c++) even[c] = static_cast<uint16_t>(pairs[c]);
-        for (int64_t c = 0; c < PANEL; c++) odd[c] = static_cast<uint16_t>(pairs[c] >> 16);
-      }
-    } else {
-      for (int64_t d = 0; d < Dp; d++) copy(panel + d * PANEL, to + d * n + first, PANEL);
+// A left operand (Dp, n), whose rows are ld apart: the transpose of x (n, Dp).
+template <typename T> void transpose(Rows<const T> x, int64_t n, int64_t Dp, T* to, int64_t ld) {
+  constexpr int64_t UNIT = unit_of_width<T>();
+  for (int64_t r = 0; r < n; r += UNIT) {
+    for (int64_t d = 0; d < Dp; d += UNIT) {
+      at::vec::transpose_mxn<T, UNIT, UNIT>(x.at + r * x.stride + d, x.stride, to + d * ld + r, ld);
+    }
+  }
+}
+
+// Columns [c, c + W) of two rows of a right operand of 64 columns, which begin at `rows`.
+void store_pair(float* rows, int64_t c, Vec first, Vec second) {
+  first.store(rows + c);
+  second.store(rows + PANEL + c);
+}
+
+void store_pair(BFloat16* rows, int64_t c, Vec first, Vec second) {
+  auto [a, b] = at::vec::interleave2(first, second);
+  store(rows + 2 * c, a, b);
+}
+
+// Rows of `to` from their transpose (Dp, n_rows), whose rows are ld apart; row r times factor(r). room: 16 * Dp floats.
+template <typename T, typename Factor>
+void store_transposed(const float* from, int64_t ld, Factor factor, Rows<T> to, int64_t n_rows, int64_t D, float* room) {
+  int64_t Dp = round_up(D, unit_of_width<T>());
+  for (int64_t t = 0; t < n_rows; t += 16) {
+    for (int64_t d = 0; d < Dp; d += 16) {
+      at::vec::transpose_mxn<float, 16, 16>(from + d * ld + t, ld, room + d, Dp);
+    }
+    for (int64_t r = 0; r < std::min<int64_t>(16, n_rows - t); r++) {
+      store_row(room + r * Dp, factor(t + r), to.at + (t + r) * to.stride, D);
     }
   }
 }
@@ -213,71 +240,90 @@ void multiply_packed(int64_t M, int64_t K, const T* a, int64_t lda, const T* pac
 // ---- attention, forward ------------------------------------------------------------------------------------------
 
 // What queries [begin, end) of one head find: rows of o, and the logarithms of the sums of exponentials in lse.
+//
+// Scores are computed transposed, (keys, queries): what belongs to a query is then one number of a vector.
 template <typename T>
 void forward_head(Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> o, float* lse, int64_t begin, int64_t end,
                   int64_t D) {
+  constexpr int64_t N_VECS = BLOCK / W;  // of the queries of a block
   int64_t n = round_up(end, BLOCK);
+  int64_t ld = n + APART;
   int64_t Dp = round_up(D, unit_of_width<T>());
-  arena.reset(3 * n * Dp * sizeof(T) + BLOCK * (Dp + CHUNK) * (sizeof(T) + sizeof(float)) + 4096);
+  arena.reset((n * Dp + Dp * ld + BLOCK * (2 * Dp + CHUNK)) * sizeof(T) +
+              (BLOCK * (Dp + CHUNK) + 16 * Dp) * sizeof(float) + 4096);
   T* room = arena.take<T>(n * Dp);
-  T* k_packed = arena.take<T>(n * Dp);
-  T* v_packed = arena.take<T>(n * Dp);
-  T* q_rows = arena.take<T>(BLOCK * Dp);
-  T* weights = arena.take<T>(BLOCK * CHUNK);
-  float* scores = arena.take<float>(BLOCK * CHUNK);
-  float* out = arena.take<float>(BLOCK * Dp);
-  pack_transposed(padded(k, end, D, room, n, Dp), n, Dp, k_packed);
-  pack(padded(v, end, D, room, n, Dp), n, Dp, v_packed);
-  const float scale = 1 / std::sqrt(static_cast<float>(D));
+  T* v_transposed = arena.take<T>(Dp * ld);
+  T* q_packed = arena.take<T>(BLOCK * Dp);
+  T* q_room = arena.take<T>(BLOCK * Dp);
+  T* weights = arena.take<T>(CHUNK * BLOCK);
+  float* scores = arena.take<float>(CHUNK * BLOCK);
+  float* out = arena.take<float>(Dp * BLOCK);
+  float* out_rows = arena.take<float>(16 * Dp);
+  transpose(padded(v, end, D, room, n, Dp), n, Dp, v_transposed, ld);
+  Rows<const T> keys = padded(k, end, D, room, n, Dp);
+  const Vec scale(1 / std::sqrt(static_cast<float>(D)));
 
   for (int64_t block = begin; block < end; block += BLOCK) {
     int64_t n_rows = std::min(BLOCK, end - block);
-    copy_rows(Rows<const T>{q.at + block * q.stride, q.stride}, n_rows, D, q_rows, BLOCK, Dp);
+    Rows<const T> q_rows{q.at + block * q.stride, q.stride};
+    pack_transposed(padded(q_rows, n_rows, D, q_room, BLOCK, Dp), BLOCK, Dp, q_packed);
     float largest[BLOCK];
     float sum[BLOCK];
     std::fill(largest, largest + BLOCK, -INF);
     std::fill(sum, sum + BLOCK, 0.0f);
-    int64_t seen = block + BLOCK;  // keys that the last row of the block sees
+    int64_t seen = block + BLOCK;  // keys that the last query of the block sees
     for (int64_t chunk = 0; chunk < seen; chunk += CHUNK) {
       int64_t n_keys = std::min(CHUNK, seen - chunk);
-      for (int64_t key = 0; key < n_keys; key += PANEL) {
-        multiply(BLOCK, PANEL, Dp, q_rows, Dp, k_packed + (chunk + key) * Dp, scores + key, CHUNK, false);
+      multiply(n_keys, BLOCK, Dp, keys.at + chunk * keys.stride, keys.stride, q_packed, scores, BLOCK, false);
+      auto hidden_from = [&](int64_t key) { return std::max<int64_t>(0, chunk + key - block); };  // queries before it
+      for (int64_t key = 0; key < n_keys; key++) {
+        std::fill(scores + key * BLOCK, scores + key * BLOCK + hidden_from(key), -INF);
       }
-      for (int64_t r = 0; r < n_rows; r++) {
-        float* s = scores + r * CHUNK;
-        T* w = weights + r * CHUNK;
-        int64_t visible = std::min(n_keys, block + r + 1 - chunk);
-        int64_t computed = round_up(visible, 2 * W);
-        std::fill(s + visible, s + computed, -INF);
-        std::fill(w + computed, w + n_keys, T(0));
-        Vec most(-INF);
-        for (int64_t c = 0; c < computed; c += W) most = at::vec::maximum(most, Vec::loadu(s + c));
-        float before = largest[r];
-        largest[r] = larger(before, scale * max_of(most));
-        Vec total(0.0f);
-        for (int64_t c = 0; c < computed; c += 2 * W) {
-          Vec a = at::vec::fmadd(Vec::loadu(s + c), Vec(scale), Vec(-largest[r])).exp_u20();
-          Vec b = at::vec::fmadd(Vec::loadu(s + c + W), Vec(scale), Vec(-largest[r])).exp_u20();
-          total = total + a + b;
-          store(w + c, a, b);
-        }
-        if (chunk == 0) {
-          sum[r] = sum_of(total);
-        } else {
-          float shrink = std::exp(before - largest[r]);  // of what earlier chunks have given
-          sum[r] = sum[r] * shrink + sum_of(total);
-          for (int64_t d = 0; d < Dp; d += W) (Vec::loadu(out + r * Dp + d) * Vec(shrink)).store(out + r * Dp + d);
+      Vec before[N_VECS];
+      Vec most[N_VECS];
+      Vec total[N_VECS];
+      for (int64_t i = 0; i < N_VECS; i++) {
+        before[i] = Vec::loadu(largest + i * W);
+        most[i] = Vec(-INF);
+        total[i] = Vec(0.0f);
+      }
+      for (int64_t key = 0; key < n_keys; key++) {
+        for (int64_t i = 0; i < N_VECS; i++) {
+          most[i] = at::vec::maximum(most[i], Vec::loadu(scores + key * BLOCK + i * W));
         }
       }
-      multiply_packed(n_rows, n_keys, weights, CHUNK, v_packed, n, chunk, out, Dp, chunk > 0);
+      for (int64_t i = 0; i < N_VECS; i++) {
+        most[i] = at::vec::maximum(before[i], most[i] * scale);
+        most[i].store(largest + i * W);
+      }
+      for (int64_t key = 0; key < n_keys; key += 2) {
+        T* pair = weights + key * BLOCK;
+        for (int64_t i = 0; i < N_VECS; i++) {
+          const float* s = scores + key * BLOCK + i * W;
+          Vec a = exponential<T>(Vec::loadu(s) * scale - most[i]);
+          Vec b = exponential<T>(Vec::loadu(s + BLOCK) * scale - most[i]);
+          total[i] = total[i] + a + b;
+          store_pair(pair, i * W, a, b);
+        }
+      }
+      for (int64_t i = 0; i < N_VECS; i++) {
+        if (chunk > 0) {
+          Vec shrink = exponential<T>(before[i] - most[i]);  // of what earlier chunks have given
+          total[i] = at::vec::fmadd(Vec::loadu(sum + i * W), shrink, total[i]);
+          for (int64_t d = 0; d < Dp; d++) {
+            float* at = out + d * BLOCK + i * W;
+            (Vec::loadu(at) * shrink).store(at);
+          }
+        }
+        total[i].store(sum + i * W);
+      }
+      multiply(Dp, BLOCK, n_keys, v_transposed + chunk, ld, weights, out, BLOCK, chunk > 0);
     }
     float log_sums[BLOCK];
     for (int64_t r = 0; r < BLOCK; r += W) (Vec::loadu(largest + r) + Vec::loadu(sum + r).log()).store(log_sums + r);
     std::memcpy(lse + block, log_sums, n_rows * sizeof(float));
-    for (int64_t r = 0; r < n_rows; r++) {
-      float factor = std::isfinite(largest[r]) ? 1 / sum[r] : NAN;  // which exp_u20 would hide
-      store_row(out + r * Dp, factor, o.at + (block + r) * o.stride, D);
-    }
+    auto factor = [&](int64_t r) { return std::isfinite(largest[r]) ? 1 / sum[r] : NAN; };  // see exponential
+    store_transposed(out, BLOCK, factor, Rows<T>{o.at + block * o.stride, o.stride}, n_rows, D, out_rows);
   }
 }
 
@@ -306,11 +352,13 @@ template <typename T>
 void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const T> o, const float* lse,
                    Rows<T> dk, Rows<T> dv, float* dq, int64_t begin, int64_t end, int64_t n_rows, int64_t D) {
   constexpr int64_t KEYS = 2 * BLOCK;  // that are computed together: dq is then read and written half as often
+  constexpr int64_t LD = CHUNK + APART;
   int64_t Tp = round_up(n_rows, BLOCK);
   int64_t n = Tp - begin;  // queries from `begin` on see these keys
   int64_t n_keys = std::min(round_up(end, BLOCK), Tp) - begin;
+  int64_t ld_keys = n_keys + APART;
   int64_t Dp = round_up(D, unit_of_width<T>());
-  arena.reset(((5 * n + 4 * n_keys) * Dp + 2 * KEYS * CHUNK + KEYS * PANEL) * sizeof(T) +
+  arena.reset(((5 * n + 2 * n_keys + ld_keys) * Dp + 2 * KEYS * LD + KEYS * PANEL) * sizeof(T) +
               (2 * n + 2 * KEYS * PANEL + 2 * KEYS * Dp) * sizeof(float) + 8192);
   T* room = arena.take<T>(n * Dp);
   T* q_transposed = arena.take<T>(n * Dp);
@@ -318,16 +366,15 @@ void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const
   T* g_transposed = arena.take<T>(n * Dp);
   T* g_packed = arena.take<T>(n * Dp);
   T* k_rows = arena.take<T>(n_keys * Dp);
-  T* k_panels = arena.take<T>(n_keys * Dp);
-  T* k_transposed = arena.take<T>(n_keys * Dp);
+  T* k_transposed = arena.take<T>(Dp * ld_keys);
   T* v_rows = arena.take<T>(n_keys * Dp);
-  T* p = arena.take<T>(KEYS * CHUNK);
-  T* ds = arena.take<T>(KEYS * CHUNK);
+  T* p = arena.take<T>(KEYS * LD);
+  T* ds = arena.take<T>(KEYS * LD);
   T* ds_packed = arena.take<T>(KEYS * PANEL);
   float* log_sums = arena.take<float>(n);
   float* delta = arena.take<float>(n);
-  float* scores = arena.take<float>(KEYS * PANEL);
-  float* dp = arena.take<float>(KEYS * PANEL);
+  float* scores = arena.take<float>(BLOCK * PANEL);
+  float* dp = arena.take<float>(BLOCK * PANEL);
   float* dk_sum = arena.take<float>(KEYS * Dp);
   float* dv_sum = arena.take<float>(KEYS * Dp);
 
@@ -339,8 +386,7 @@ void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const
   pack_transposed(rows, n, Dp, g_transposed);
   pack(rows, n, Dp, g_packed);
   copy_rows(from(k), n_rows - begin, D, k_rows, n_keys, Dp);
-  pack_transposed(Rows<const T>{k_rows, Dp}, n_keys, Dp, k_panels);
-  unpack_transposed(k_panels, n_keys, Dp, k_transposed);
+  transpose(Rows<const T>{k_rows, Dp}, n_keys, Dp, k_transposed, ld_keys);
   copy_rows(from(v), n_rows - begin, D, v_rows, n_keys, Dp);
   for (int64_t i = 0; i < n; i++) {
     bool is_query = begin + i < n_rows;
@@ -355,53 +401,52 @@ void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const
       int64_t queries = std::min(CHUNK, n - chunk);
       for (int64_t panel = chunk; panel < chunk + queries; panel += PANEL) {
         int64_t m = std::min(keys, panel + PANEL - key);  // the keys that some query of the panel sees
-        multiply(m, PANEL, Dp, k_rows + key * Dp, Dp, q_transposed + panel * Dp, scores, PANEL, false);
-        multiply(m, PANEL, Dp, v_rows + key * Dp, Dp, g_transposed + panel * Dp, dp, PANEL, false);
-        for (int64_t r = 0; r < m; r++) {
-          float* s = scores + r * PANEL;
-          float* d = dp + r * PANEL;
-          T* p_row = p + r * CHUNK + panel - chunk;
-          T* ds_row = ds + r * CHUNK + panel - chunk;
-          int64_t hidden = std::max<int64_t>(0, key + r - panel);  // queries of the panel that do not see this key
-          int64_t skipped = hidden / (2 * W) * (2 * W);
-          std::fill(p_row, p_row + skipped, T(0));
-          std::fill(ds_row, ds_row + skipped, T(0));
-          std::fill(d, d + skipped, 0.0f);
-          std::fill(s + skipped, s + hidden, -INF);
-          auto probability = [&](int64_t c) {
-            return (Vec::loadu(s + c) * Vec(scale) - Vec::loadu(log_sums + panel + c)).exp_u20();
-          };
-          auto gradient = [&](int64_t c, Vec probability) {
-            Vec found = probability * (Vec::loadu(d + c) - Vec::loadu(delta + panel + c));
-            found.store(d + c);
-            return found;
-          };
-          for (int64_t c = skipped; c < PANEL; c += 2 * W) {
-            Vec a = probability(c);
-            Vec b = probability(c + W);
-            store(p_row + c, a, b);
-            store(ds_row + c, gradient(c, a), gradient(c + W, b));
-          }
-        }
-        if constexpr (sizeof(T) == 2) {
-          for (int64_t r = 0; r < m; r += 2) {
-            for (int64_t c = 0; c < PANEL; c += W) {
-              auto [a, b] = at::vec::interleave2(Vec::loadu(dp + r * PANEL + c), Vec::loadu(dp + (r + 1) * PANEL + c));
-              store(ds_packed + r * PANEL + 2 * c, a, b);
+        for (int64_t part = 0; part < m; part += BLOCK) {  // so that scores stay in the first cache
+          multiply(BLOCK, PANEL, Dp, k_rows + (key + part) * Dp, Dp, q_transposed + panel * Dp, scores, PANEL, false);
+          multiply(BLOCK, PANEL, Dp, v_rows + (key + part) * Dp, Dp, g_transposed + panel * Dp, dp, PANEL, false);
+          bool is_diagonal = key + part == panel;
+          for (int64_t r = 0; r < BLOCK; r += 2) {
+            int64_t hidden = is_diagonal ? r : 0;  // queries of the panel that do not see key r, and one more the next
+            int64_t skipped = hidden / (2 * W) * (2 * W);
+            float* s = scores + r * PANEL;
+            std::fill(s, s + hidden, -INF);
+            std::fill(s + PANEL, s + PANEL + (is_diagonal ? hidden + 1 : 0), -INF);
+            T* p_rows = p + (part + r) * LD + panel - chunk;
+            T* ds_rows = ds + (part + r) * LD + panel - chunk;
+            T* ds_pair = ds_packed + (part + r) * PANEL;
+            for (int64_t row = 0; row < 2; row++) {
+              std::fill(p_rows + row * LD, p_rows + row * LD + skipped, T(0));
+              std::fill(ds_rows + row * LD, ds_rows + row * LD + skipped, T(0));
+            }
+            for (int64_t c = 0; c < skipped; c += W) store_pair(ds_pair, c, Vec(0.0f), Vec(0.0f));
+            for (int64_t c = skipped; c < PANEL; c += 2 * W) {
+              Vec found[2][2];
+              for (int64_t row = 0; row < 2; row++) {
+                Vec probability[2];
+                for (int64_t half = 0; half < 2; half++) {
+                  int64_t query = c + half * W;
+                  const float* score = s + row * PANEL + query;
+                  const float* d = dp + (r + row) * PANEL + query;
+                  probability[half] = exponential<T>(Vec::loadu(score) * Vec(scale) - Vec::loadu(log_sums + panel + query));
+                  found[row][half] = probability[half] * (Vec::loadu(d) - Vec::loadu(delta + panel + query));
+                }
+                store(p_rows + row * LD + c, probability[0], probability[1]);
+                store(ds_rows + row * LD + c, found[row][0], found[row][1]);
+              }
+              store_pair(ds_pair, c, found[0][0], found[1][0]);
+              store_pair(ds_pair, c + W, found[0][1], found[1][1]);
             }
           }
-          multiply(Dp, PANEL, m, k_transposed + key, n_keys, ds_packed, dq + begin + panel, Tp, key > 0);
-        } else {
-          multiply(Dp, PANEL, m, k_transposed + key, n_keys, dp, dq + begin + panel, Tp, key > 0);
         }
+        multiply(Dp, PANEL, m, k_transposed + key, ld_keys, ds_packed, dq + begin + panel, Tp, key > 0);
       }
       for (int64_t half = 0; half < keys; half += BLOCK) {
         int64_t hidden = std::max<int64_t>(0, key + half - chunk);  // queries before these keys
-        int64_t first = half * CHUNK + hidden;
+        int64_t first = half * LD + hidden;
         bool add = chunk > key;
-        multiply_packed(BLOCK, queries - hidden, p + first, CHUNK, g_packed, n, chunk + hidden, dv_sum + half * Dp, Dp,
+        multiply_packed(BLOCK, queries - hidden, p + first, LD, g_packed, n, chunk + hidden, dv_sum + half * Dp, Dp,
                         add);
-        multiply_packed(BLOCK, queries - hidden, ds + first, CHUNK, q_packed, n, chunk + hidden, dk_sum + half * Dp,
+        multiply_packed(BLOCK, queries - hidden, ds + first, LD, q_packed, n, chunk + hidden, dk_sum + half * Dp,
                         Dp, add);
       }
     }
@@ -428,15 +473,8 @@ void store_query_gradients(float* parts, int64_t n_parts, First first, Rows<T> d
     }
   }
   arena.reset(16 * Dp * sizeof(float) + 256);  // what it held before is no longer needed
-  float* rows = arena.take<float>(16 * Dp);
-  for (int64_t t = 0; t < n_rows; t += 16) {
-    for (int64_t d = 0; d < Dp; d += 16) {
-      at::vec::transpose_mxn<float, 16, 16>(parts + d * Tp + t, Tp, rows + d, Dp);
-    }
-    for (int64_t r = 0; r < std::min<int64_t>(16, n_rows - t); r++) {
-      store_row(rows + r * Dp, scale, dq.at + (t + r) * dq.stride, D);
-    }
-  }
+  auto factor = [&](int64_t) { return scale; };
+  store_transposed(parts, Tp, factor, dq, n_rows, D, arena.take<float>(16 * Dp));
 }
 
 // ---- heads on threads --------------------------------------------------------------------------------------------
@@ -537,13 +575,13 @@ void attention_backward_of(const Heads& g, const Heads& q, const Heads& k, const
 // Each has its value at x, and its slope there.
 
 struct GeluTanh {  // x * sigmoid(2u), which is x * (1 + tanh(u)) / 2, with u = sqrt(2 / pi) * (x + 0.044715 * x^3)
-  static Vec gate(Vec x) {
+  template <typename T> static Vec gate(Vec x) {
     Vec u2 = x * at::vec::fmadd(x * x, Vec(0.0713548162726f), Vec(1.5957691216057f));
-    return Vec(1.0f) / (Vec(1.0f) + at::vec::minimum(Vec(0.0f) - u2, Vec(80.0f)).exp_u20());  // no overflow
+    return Vec(1.0f) / (Vec(1.0f) + exponential<T>(at::vec::minimum(Vec(0.0f) - u2, Vec(80.0f))));  // no overflow
   }
-  static Vec value(Vec x) { return x * gate(x); }
-  static Vec slope(Vec x) {
-    Vec s = gate(x);
+  template <typename T> static Vec value(Vec x) { return x * gate<T>(x); }
+  template <typename T> static Vec slope(Vec x) {
+    Vec s = gate<T>(x);
     Vec slope_of_u2 = at::vec::fmadd(x * x, Vec(0.2140644488178f), Vec(1.5957691216057f));
     return at::vec::fmadd(x * slope_of_u2, s - s * s, s);
   }
@@ -551,9 +589,9 @@ struct GeluTanh {  // x * sigmoid(2u), which is x * (1 + tanh(u)) / 2, with u = 
 
 struct Gelu {  // x * Phi(x), Phi the normal distribution
   // Phi(x) and exp(-x^2 / 2), with erf by formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7.
-  static std::pair<Vec, Vec> phi_and_exponential(Vec x) {
+  template <typename T> static std::pair<Vec, Vec> phi_and_exponential(Vec x) {
     Vec t = Vec(1.0f) / at::vec::fmadd(x.abs(), Vec(0.3275911f * 0.7071067811865f), Vec(1.0f));
-    Vec e = (x * x * Vec(-0.5f)).exp_u20();
+    Vec e = exponential<T>(x * x * Vec(-0.5f));
     Vec sum = at::vec::fmadd(t, Vec(1.061405429f), Vec(-1.453152027f));
     sum = at::vec::fmadd(t, sum, Vec(1.421413741f));
     sum = at::vec::fmadd(t, sum, Vec(-0.284496736f));
@@ -561,19 +599,19 @@ struct Gelu {  // x * Phi(x), Phi the normal distribution
     Vec tail = Vec(0.5f) * sum * t * e;  // Phi(-|x|)
     return {Vec::blendv(tail, Vec(1.0f) - tail, x > Vec(0.0f)), e};
   }
-  static Vec value(Vec x) { return x * phi_and_exponential(x).first; }
-  static Vec slope(Vec x) {
-    auto [phi, e] = phi_and_exponential(x);
+  template <typename T> static Vec value(Vec x) { return x * phi_and_exponential<T>(x).first; }
+  template <typename T> static Vec slope(Vec x) {
+    auto [phi, e] = phi_and_exponential<T>(x);
     return at::vec::fmadd(x * Vec(0.3989422804014f), e, phi);
   }
 };
 
 struct Relu2 {
-  static Vec value(Vec x) {
+  template <typename T> static Vec value(Vec x) {
     Vec positive = at::vec::maximum(x, Vec(0.0f));
     return positive * positive;
   }
-  static Vec slope(Vec x) {
+  template <typename T> static Vec slope(Vec x) {
     Vec positive = at::vec::maximum(x, Vec(0.0f));
     return positive + positive;
   }
@@ -583,10 +621,10 @@ struct Relu2 {
 template <typename F, typename T> void activate(const T* x, const T* g, T* y) {
   auto [a, b] = load(x);
   if (g == nullptr) {
-    store(y, F::value(a), F::value(b));
+    store(y, F::template value<T>(a), F::template value<T>(b));
   } else {
     auto [g0, g1] = load(g);
-    store(y, g0 * F::slope(a), g1 * F::slope(b));
+    store(y, g0 * F::template slope<T>(a), g1 * F::template slope<T>(b));
   }
 }
 

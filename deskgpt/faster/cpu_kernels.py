@@ -20,11 +20,11 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from deskgpt.machine import remembered
+from deskgpt.machine import hardware, remembered
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
-# What the compiler may use, by the vectors that ATen uses here: the library runs on all processors that have these.
+# What the compiler may use, by the vectors that ATen uses here.
 ARCHITECTURES = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
 
 # GCC up to 13 deletes stores without the last one (compute/compiling.py).
@@ -64,9 +64,19 @@ def is_ready() -> bool:
 
 def path() -> Path:
     """Of the library for this processor, this torch and this source. Raises RuntimeError where the user has no home."""
-    made_of = (SOURCE.read_bytes(), repr((FLAGS, torch.__version__, torch.backends.cpu.get_cpu_capability())).encode())
-    digest = hashlib.sha256(b"".join(made_of)).hexdigest()[:16]
+    made_of = SOURCE.read_bytes() + repr((flags(), torch.__version__)).encode()
+    digest = hashlib.sha256(made_of).hexdigest()[:16]
     return remembered.path_of("forms").with_name(f"cpu_kernels-{digest}.so")
+
+
+def flags() -> list[str]:
+    """For the compiler, by what ATen uses here and what the processor has."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    found = [*FLAGS, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    found.append(f"-march={ARCHITECTURES[capability]}")
+    if capability == "AVX512" and "AVX512-BF16" in hardware.processor()[1]:
+        found.append("-mavx512bf16")
+    return found
 
 
 def load() -> None:
@@ -103,11 +113,8 @@ def compile_to(library: Path) -> None:
     if not compiler or shutil.which(compiler[0]) is None:
         raise RuntimeError(f"there is no C++ compiler {wanted}: install g++, or set CXX")
     torch_folder = Path(torch.__file__).parent
-    capability = torch.backends.cpu.get_cpu_capability()
     unfinished = library.with_suffix(".tmp")
-    command = [*compiler, *FLAGS, f"-march={ARCHITECTURES[capability]}"]
-    command += [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
-    command += [f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(unfinished)]
+    command = [*compiler, *flags(), f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(unfinished)]
     command += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
     if done.returncode:
