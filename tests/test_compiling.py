@@ -57,6 +57,25 @@ def test_without_a_compiler_or_a_private_part_of_torch_something_else_is_done(tm
     assert not torch_internals.traces_autograd()
 
 
+GRAPH_IS_RIGHT = """
+import torch
+from deskgpt.compute import compiling
+compiling.set_up_inductor()
+x = torch.arange(1000.0)
+print(torch.equal(torch.compile(lambda x: x * 2 + 1)(x), x * 2 + 1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor with one kind of vectors")
+def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
+    """Inductor would take the graph of the first process for the second, and write beyond the tensor."""
+    for capability in ("avx2", "avx512"):
+        env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = shell("python", "-c", GRAPH_IS_RIGHT, env=env)
+        assert done.stdout == "True\n", done.stderr
+
+
 # ---- why it failed -------------------------------------------------------------------------------------------
 
 

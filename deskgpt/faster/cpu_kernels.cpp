@@ -2,7 +2,8 @@
 //
 // cpu_kernels.py compiles this file, once per machine, and calls the functions under `extern "C"` at its end. All sums
 // are in float32. T is float or bfloat16, in which matrices come and are multiplied. Matmuls of blocks are torch's
-// brgemm, which is oneDNN's: it takes AMX, AVX512-BF16 or AVX2, whichever the processor has. Vectors are at::vec's.
+// brgemm, which is oneDNN's: it takes AMX, AVX512-BF16 or AVX2, whichever the processor has. Vectors are at::vec's, but
+// for one instruction that rounds to bfloat16.
 //
 // Attention follows FlashAttention-2 (Dao, arXiv:2307.08691): blocks of scores stay in the cache, the forward pass
 // keeps the logarithm of each softmax's sum, and the backward pass computes the scores again. One thread does a whole
@@ -37,7 +38,7 @@ constexpr int64_t PANEL = 64;           // columns of a packed matrix that lie t
 constexpr int64_t BLOCK = 64;           // rows of queries, and of keys, that are computed together
 constexpr int64_t CHUNK = 512;          // keys whose scores exist at once in the forward pass; queries in the backward
 constexpr int64_t ROWS_OF_A_TASK = 256; // at least so many rows of a head go to a task of its own
-constexpr int64_t APART = 32;           // more elements from row to row: 4096 bytes apart, they would share cache lines
+constexpr int64_t APART = 32;           // more elements to the next row: rows 4096 bytes apart share a cache set
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -209,7 +210,8 @@ void store_pair(BFloat16* rows, int64_t c, Vec first, Vec second) {
 
 // Rows of `to` from their transpose (Dp, n_rows), whose rows are ld apart; row r times factor(r). room: 16 * Dp floats.
 template <typename T, typename Factor>
-void store_transposed(const float* from, int64_t ld, Factor factor, Rows<T> to, int64_t n_rows, int64_t D, float* room) {
+void store_transposed(const float* from, int64_t ld, Factor factor, Rows<T> to, int64_t n_rows, int64_t D,
+                      float* room) {
   int64_t Dp = round_up(D, unit_of_width<T>());
   for (int64_t t = 0; t < n_rows; t += 16) {
     for (int64_t d = 0; d < Dp; d += 16) {
@@ -349,8 +351,9 @@ template <typename T> float dot(const T* a, const T* b, int64_t n) {
 // operands as they are. With P the probabilities, dP = g v^T and dS = P (dP - delta): dv = P^T g, dk = dS^T q scale,
 // dq = dS k scale (FlashAttention-2, algorithm 2).
 template <typename T>
-void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const T> o, const float* lse,
-                   Rows<T> dk, Rows<T> dv, float* dq, int64_t begin, int64_t end, int64_t n_rows, int64_t D) {
+void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const T> o,
+                   const float* lse, Rows<T> dk, Rows<T> dv, float* dq, int64_t begin, int64_t end, int64_t n_rows,
+                   int64_t D) {
   constexpr int64_t KEYS = 2 * BLOCK;  // that are computed together: dq is then read and written half as often
   constexpr int64_t LD = CHUNK + APART;
   int64_t Tp = round_up(n_rows, BLOCK);
@@ -359,7 +362,7 @@ void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const
   int64_t ld_keys = n_keys + APART;
   int64_t Dp = round_up(D, unit_of_width<T>());
   arena.reset(((5 * n + 2 * n_keys + ld_keys) * Dp + 2 * KEYS * LD + KEYS * PANEL) * sizeof(T) +
-              (2 * n + 2 * KEYS * PANEL + 2 * KEYS * Dp) * sizeof(float) + 8192);
+              (2 * n + 2 * BLOCK * PANEL + 2 * KEYS * Dp) * sizeof(float) + 8192);
   T* room = arena.take<T>(n * Dp);
   T* q_transposed = arena.take<T>(n * Dp);
   T* q_packed = arena.take<T>(n * Dp);
@@ -427,7 +430,8 @@ void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const
                   int64_t query = c + half * W;
                   const float* score = s + row * PANEL + query;
                   const float* d = dp + (r + row) * PANEL + query;
-                  probability[half] = exponential<T>(Vec::loadu(score) * Vec(scale) - Vec::loadu(log_sums + panel + query));
+                  Vec log_sum = Vec::loadu(log_sums + panel + query);
+                  probability[half] = exponential<T>(Vec::loadu(score) * Vec(scale) - log_sum);
                   found[row][half] = probability[half] * (Vec::loadu(d) - Vec::loadu(delta + panel + query));
                 }
                 store(p_rows + row * LD + c, probability[0], probability[1]);
