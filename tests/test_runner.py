@@ -78,11 +78,11 @@ def test_evaluation_of_a_compiled_graph_is_that_of_the_plain_model():
 def test_opaque_gelu_is_gelu_with_its_gradient():
     kernels.register_operators()
     x = torch.randn(1000, requires_grad=True)
-    y = torch.ops.deskgpt.gelu(x)
+    y = torch.ops.deskgpt.activation(x, "gelu")
     z = F.gelu(x)
     assert torch.equal(y, z)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(z.sum(), x)[0])
-    torch.library.opcheck(torch.ops.deskgpt.gelu.default, (x,))
+    torch.library.opcheck(torch.ops.deskgpt.activation.default, (x, "gelu"))
 
 
 def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):

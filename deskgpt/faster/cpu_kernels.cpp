@@ -591,25 +591,6 @@ struct GeluTanh {  // x * sigmoid(2u), which is x * (1 + tanh(u)) / 2, with u = 
   }
 };
 
-struct Gelu {  // x * Phi(x), Phi the normal distribution
-  // Phi(x) and exp(-x^2 / 2), with erf by formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7.
-  template <typename T> static std::pair<Vec, Vec> phi_and_exponential(Vec x) {
-    Vec t = Vec(1.0f) / at::vec::fmadd(x.abs(), Vec(0.3275911f * 0.7071067811865f), Vec(1.0f));
-    Vec e = exponential<T>(x * x * Vec(-0.5f));
-    Vec sum = at::vec::fmadd(t, Vec(1.061405429f), Vec(-1.453152027f));
-    sum = at::vec::fmadd(t, sum, Vec(1.421413741f));
-    sum = at::vec::fmadd(t, sum, Vec(-0.284496736f));
-    sum = at::vec::fmadd(t, sum, Vec(0.254829592f));
-    Vec tail = Vec(0.5f) * sum * t * e;  // Phi(-|x|)
-    return {Vec::blendv(tail, Vec(1.0f) - tail, x > Vec(0.0f)), e};
-  }
-  template <typename T> static Vec value(Vec x) { return x * phi_and_exponential<T>(x).first; }
-  template <typename T> static Vec slope(Vec x) {
-    auto [phi, e] = phi_and_exponential<T>(x);
-    return at::vec::fmadd(x * Vec(0.3989422804014f), e, phi);
-  }
-};
-
 struct Relu2 {
   template <typename T> static Vec value(Vec x) {
     Vec positive = at::vec::maximum(x, Vec(0.0f));
@@ -649,8 +630,7 @@ template <typename F, typename T> void activation_of(const T* x, const T* g, T* 
 
 template <typename T> void activation_named(int64_t which, const T* x, const T* g, T* y, int64_t n) {
   if (which == 0) activation_of<GeluTanh>(x, g, y, n);
-  if (which == 1) activation_of<Gelu>(x, g, y, n);
-  if (which == 2) activation_of<Relu2>(x, g, y, n);
+  if (which == 1) activation_of<Relu2>(x, g, y, n);
 }
 
 // ---- softmax in place --------------------------------------------------------------------------------------------
@@ -727,7 +707,7 @@ const char* attention_backward(bool bf16, const Heads* g, const Heads* q, const 
   });
 }
 
-// which: 0 gelu_tanh, 1 gelu, 2 relu2. g: nullptr for the value.
+// which: 0 gelu_tanh, 1 relu2. g: nullptr for the value.
 const char* activation(bool bf16, int64_t which, const void* x, const void* g, void* y, int64_t n) {
   return guarded([&] {
     if (bf16) {

@@ -7,6 +7,7 @@ compute is held to model.py as every form is (faster/held.py, compute/checks.py)
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import shlex
@@ -31,7 +32,7 @@ ARCHITECTURES = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
 FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-mno-align-stringops")
 COMPILE_S = 300  # it takes 5; longer, and the compiler hangs
 
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu2")  # as the library numbers them
+ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 ATTENTION = "deskgpt.causal_attention.default"  # the operator's name
 
@@ -204,10 +205,10 @@ def attention_backward(
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """One of ACTIVATIONS, elementwise. The exact GELU is torch's, which is oneDNN's and faster."""
+    """One of ACTIVATIONS, elementwise, or the exact GELU, which is torch's and needs no `load`."""
+    x = x.contiguous()
     if name == "gelu":
         return torch.ops.aten.gelu.default(x)
-    x = x.contiguous()
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(None), pointer(y), x.numel())
     return y
@@ -217,6 +218,8 @@ def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
     """The gradient by x; g: that by activation(x, name)."""
     g = g.to(x.dtype).contiguous()
     x = x.contiguous()
+    if name == "gelu":
+        return torch.ops.aten.gelu_backward.default(g, x)
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
     return y
@@ -232,8 +235,9 @@ def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
 # ---- operators -----------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def register_operators() -> None:
-    """torch.ops.deskgpt.causal_attention and deskgpt.activation, with their gradients."""
+    """torch.ops.deskgpt.causal_attention and deskgpt.activation, with their gradients. Later calls do nothing."""
     library = torch.library
     library.define("deskgpt::causal_attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
     library.impl("deskgpt::causal_attention", "CPU", attention_forward)

@@ -112,7 +112,7 @@ def compiled_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
     identity (1 + tanh(u)) / 2 = sigmoid(2u), which takes 0.4 of the time (bench/results/2026-11-25-cpu-kernels.md).
     """
     if name == "gelu":
-        return torch.ops.deskgpt.gelu.default(x)
+        return torch.ops.deskgpt.activation(x, name)
     if name == "gelu_tanh":
         z = x.float()
         return (z * torch.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))).type_as(x)
@@ -120,8 +120,13 @@ def compiled_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
 
 
 def kernel_activation(plain: Plain, x: Tensor, name: str) -> Tensor:
-    """An activation by our kernel: half the time of torch's tanh, a third of relu2 in two steps."""
-    return torch.ops.deskgpt.activation(x, name) if x.dtype in cpu_kernels.dtypes() else plain(x, name)
+    """An activation by our kernel: half the time of torch's tanh, a third of relu2 in two steps.
+
+    The exact GELU is oneDNN's already.
+    """
+    if name in cpu_kernels.ACTIVATIONS and x.dtype in cpu_kernels.dtypes():
+        return torch.ops.deskgpt.activation(x, name)
+    return compiled_gelu(plain, x, name) if torch.compiler.is_compiling() else plain(x, name)
 
 
 def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
@@ -327,25 +332,9 @@ def register_operators() -> None:
     global _registered
     if _registered:
         return
-    _register_gelu()
+    cpu_kernels.register_operators()
     _register_chunked_cross_entropy()
     _registered = True
-
-
-def _register_gelu() -> None:
-    torch.library.define("deskgpt::gelu", "(Tensor x) -> Tensor")
-    torch.library.impl("deskgpt::gelu", "CPU", F.gelu)
-    torch.library.register_fake("deskgpt::gelu", torch.empty_like)
-
-    torch.library.define("deskgpt::gelu_backward", "(Tensor grad, Tensor x) -> Tensor")
-    torch.library.impl("deskgpt::gelu_backward", "CPU", torch.ops.aten.gelu_backward.default)
-    torch.library.register_fake("deskgpt::gelu_backward", lambda grad, x: torch.empty_like(x))
-
-    torch.library.register_autograd(
-        "deskgpt::gelu",
-        lambda ctx, grad: torch.ops.deskgpt.gelu_backward(grad, *ctx.saved_tensors),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
 
 
 def _register_chunked_cross_entropy() -> None:
