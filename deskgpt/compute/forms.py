@@ -58,12 +58,14 @@ SPARE = 0.1  # of the memory stays free with a micro-batch that the user has not
 
 # ---- compiling ----
 # What compiling takes and the share of a step that it saves: round figures of 2 to 6 layers on two cores with AMX
-# (LOG.md, 2026-11-22). They decide whether to try; whether a compiled step is faster is measured.
+# (LOG.md, 2026-11-22). They decide whether to try; whether a compiled step is faster is measured. With kernels in C++
+# less is left to save: 9 to 10% for two and three layers of 256 (LOG.md, 2026-11-25), without AMX.
 COLD_S = 15.0
 COLD_S_PER_LAYER = 3.0
 WARM_S = 2.0
 WARM_S_PER_LAYER = 1.0
 SAVED = 0.25
+SAVED_WITH_KERNELS = 0.1
 
 LONGEST_COMPARED = 2048  # tokens on which kernels are compared
 
@@ -657,7 +659,8 @@ def compiled_where_it_pays(s: Search, plain: Runner) -> Runner:
     with not_silent("still timing a micro-batch", s.ranks.say):
         plain_s = min(seconds(s, plain, batch), seconds(s, plain, batch))
     limit_s = math.inf if s.wanted.seconds is None else s.wanted.seconds
-    saved_s = SAVED * min(limit_s, plain_s * s.batching.micro_steps * s.wanted.steps)
+    share = SAVED_WITH_KERNELS if plain.form.attention == "kernels" else SAVED
+    saved_s = share * min(limit_s, plain_s * s.batching.micro_steps * s.wanted.steps)
     pays, words = pays_to_compile(s, saved_s, is_cached=True)
     if not pays:
         s.ranks.say(f"compile=auto: not compiling, which {words}")
