@@ -11,7 +11,7 @@ from conftest import assert_equal, assert_one_line
 
 from deskgpt.checkpoint import archive
 from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.compute.optimizer import make_optimizer, orthogonalized, step_if_finite, step_unless
+from deskgpt.compute.optimizer import NEWTON_SCHULZ, make_optimizer, orthogonalized, step_if_finite, step_unless
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
@@ -74,13 +74,15 @@ def test_muon_takes_the_steps_of_torchs_own_and_adamw_the_rest():
         theirs.step()
         adamw.step()
     for p, parts in expected.items():
-        torch.testing.assert_close(p.detach(), torch.cat(parts).detach(), rtol=0, atol=3e-4)  # bfloat16 inside
+        torch.testing.assert_close(
+            p.detach(), torch.cat(parts).detach(), rtol=0, atol=5e-4
+        )  # bfloat16 inside, rounded elsewhere
     for p, q in zip(rest, others, strict=True):
         assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 16, 64), (1, 8, 256)])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 64, 16), (1, 256, 8)])
 def test_orthogonalized_matrices_have_singular_values_near_one_and_the_directions_they_had(shape, dtype):
     torch.manual_seed(1)
     x = torch.randn(shape) * 100 + torch.randn(shape[0], 1, 1)
@@ -92,6 +94,27 @@ def test_orthogonalized_matrices_have_singular_values_near_one_and_the_direction
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
     rotated = u.mT @ y @ vh.mT  # near a diagonal of ones
     assert (rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("rows", [64, 100, 128, 256])
+def test_iterations_of_tall_matrices_are_newton_and_schulz_whatever_their_singular_values(rows):
+    torch.manual_seed(1)
+    falling = torch.linspace(0, 1, 64)
+    first = (torch.arange(64) < 1).float()
+    spectra = [torch.ones(64), 10 ** (-2 * falling), 10 ** (-8 * falling), first, 1 + 99 * first]
+    for singular in spectra:
+        u = torch.linalg.qr(torch.randn(rows, 64, dtype=torch.float64))[0]
+        v = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64))[0]
+        x = (u * singular) @ v.mT
+        expected = x / x.norm()
+        a, b, c = NEWTON_SCHULZ
+        for _ in range(5):
+            gram = expected.mT @ expected
+            expected = a * expected + expected @ (b * gram + c * gram @ gram)
+        found = orthogonalized(x.float()[None], torch.float32)[0]
+        assert (found - expected).norm() <= 1e-3 * expected.norm()
+        rough = orthogonalized(x.float()[None], torch.bfloat16)[0]
+        assert torch.linalg.matrix_norm(rough, 2) < 1.3
 
 
 def step_on_device(optimizer: torch.optim.AdamW, norm: torch.Tensor) -> None:

@@ -18,7 +18,9 @@ from model import GPT
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-NEWTON_SCHULZ_STEPS = 5
+# After how many of these iterations the matrix itself is multiplied. For a square one, after each is least work. A tall
+# one takes two thirds of the time so; multiplied only once, it would go wrong in bfloat16 (LOG.md, 2026-11-25).
+APPLIED_AFTER = {"square": (1, 1, 1, 1, 1), "tall": (3, 2)}
 
 
 def make_optimizer(
@@ -173,11 +175,22 @@ def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
     dtype.
 
     Its five iterations leave singular values between 0.7 and 1.2. Compared with that, bfloat16's rounding is small.
+    Each takes y to y @ p, where p is a polynomial of gram = y.mT @ y, and so gram to p @ gram @ p: several iterations
+    of a tall y can multiply small matrices alone (Zhang et al. 2026, dao-lab.ai/blog/2026/gram-newton-schulz).
     """
     a, b, c = NEWTON_SCHULZ
     y = x.to(dtype)
     y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    identity = torch.eye(y.size(2), dtype=dtype, device=y.device)
+    is_tall = y.size(1) >= 2 * y.size(2)
+    for iterations in APPLIED_AFTER["tall" if is_tall else "square"]:
         gram = y.mT @ y
-        y = torch.baddbmm(y, y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
+        product = identity.expand_as(gram) if is_tall else y
+        for i in range(iterations):
+            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # + a, which bfloat16 would round with it
+            product = torch.baddbmm(product, product, p, beta=a)
+            if i + 1 < iterations:
+                half = torch.baddbmm(gram, gram, p, beta=a)
+                gram = torch.baddbmm(half, p, half, beta=a)
+        y = y @ product if is_tall else product
     return y.type_as(x)
