@@ -628,21 +628,21 @@ template <typename F, typename T> void activation_of(const T* x, const T* g, T* 
   std::memcpy(y + first, rest[2], (n - first) * sizeof(T));
 }
 
-template <typename T> void activation_named(int64_t which, const T* x, const T* g, T* y, int64_t n) {
-  if (which == 0) activation_of<GeluTanh>(x, g, y, n);
-  if (which == 1) activation_of<Relu2>(x, g, y, n);
+template <typename T> void activation_named(int64_t which, const void* x, const void* g, void* y, int64_t n) {
+  auto run = which == 0 ? activation_of<GeluTanh, T> : activation_of<Relu2, T>;
+  run(static_cast<const T*>(x), static_cast<const T*>(g), static_cast<T*>(y), n);
 }
 
 // ---- softmax in place --------------------------------------------------------------------------------------------
 
 // Turns logits (N, V) into probabilities; log_p (N,) are the logarithms of the targets' (targets from 0 to V - 1).
-template <typename T> void softmax_rows(T* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
+template <typename T> void softmax_rows(void* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
   int64_t whole = V / (2 * W) * (2 * W);
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
     arena.reset((V + 2 * W) * sizeof(float) + 256);
     float* p = arena.take<float>(V);
     for (int64_t row = begin; row < end; row++) {
-      T* x = logits + row * V;
+      T* x = static_cast<T*>(logits) + row * V;
       TORCH_CHECK(0 <= targets[row] && targets[row] < V, "target ", targets[row], " is not a token below ", V);
       float target = static_cast<float>(x[targets[row]]);
       Vec most(-INF);
@@ -710,22 +710,15 @@ const char* attention_backward(bool bf16, const Heads* g, const Heads* q, const 
 // which: 0 gelu_tanh, 1 relu2. g: nullptr for the value.
 const char* activation(bool bf16, int64_t which, const void* x, const void* g, void* y, int64_t n) {
   return guarded([&] {
-    if (bf16) {
-      activation_named(which, static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(g),
-                       static_cast<BFloat16*>(y), n);
-    } else {
-      activation_named(which, static_cast<const float*>(x), static_cast<const float*>(g), static_cast<float*>(y), n);
-    }
+    auto run = bf16 ? activation_named<BFloat16> : activation_named<float>;
+    run(which, x, g, y, n);
   });
 }
 
 const char* softmax_in_place(bool bf16, void* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
   return guarded([&] {
-    if (bf16) {
-      softmax_rows(static_cast<BFloat16*>(logits), targets, log_p, N, V);
-    } else {
-      softmax_rows(static_cast<float*>(logits), targets, log_p, N, V);
-    }
+    auto run = bf16 ? softmax_rows<BFloat16> : softmax_rows<float>;
+    run(logits, targets, log_p, N, V);
   });
 }
 }
