@@ -74,9 +74,8 @@ def test_muon_takes_the_steps_of_torchs_own_and_adamw_the_rest():
         theirs.step()
         adamw.step()
     for p, parts in expected.items():
-        torch.testing.assert_close(
-            p.detach(), torch.cat(parts).detach(), rtol=0, atol=5e-4
-        )  # bfloat16 inside, rounded elsewhere
+        # Both iterate in bfloat16 and round at other places.
+        torch.testing.assert_close(p.detach(), torch.cat(parts).detach(), rtol=0, atol=5e-4)
     for p, q in zip(rest, others, strict=True):
         assert torch.equal(p, q)
 

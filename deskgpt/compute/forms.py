@@ -59,7 +59,7 @@ SPARE = 0.1  # of the memory stays free with a micro-batch that the user has not
 # ---- compiling ----
 # What compiling takes and the share of a step that it saves: round figures of 2 to 6 layers on two cores with AMX
 # (LOG.md, 2026-11-22). They decide whether to try; whether a compiled step is faster is measured. With kernels in C++
-# less is left to save: 9 to 10% for two and three layers of 256 (LOG.md, 2026-11-25), without AMX.
+# less is left to save: 8 to 9% for two and three layers of 256 (LOG.md, 2026-11-25), without AMX.
 COLD_S = 15.0
 COLD_S_PER_LAYER = 3.0
 WARM_S = 2.0

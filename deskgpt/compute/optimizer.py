@@ -18,8 +18,8 @@ from model import GPT
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# After how many of these iterations the matrix itself is multiplied. For a square one, after each is least work. A tall
-# one takes two thirds of the time so; multiplied only once, it would go wrong in bfloat16 (LOG.md, 2026-11-25).
+# The five iterations in runs; the matrix itself is multiplied only at the end of a run. Runs of one are least work for
+# a square matrix. For a tall one two runs take less time; in one run bfloat16's rounding grows (LOG.md, 2026-11-25).
 APPLIED_AFTER = {"square": (1, 1, 1, 1, 1), "tall": (3, 2)}
 
 
