@@ -207,6 +207,12 @@ def test_python_of_the_clone_starts_as_python_does_and_reports_what_fails(clone)
     code = "import os, sys; print(sys.argv, os.getcwd(), input(), __name__); print('odd', file=sys.stderr); sys.exit(3)"
     assert python("-c", code, "a b") == (3, f"['-c', 'a b'] {clone / 'docs'} typed __main__\n", "odd\n")
     assert python("-c", "import os; os.kill(os.getpid(), 9)")[0] != 0
+    command = [clone / ".venv" / "bin" / "python", "-u", "-c", "import time; print(1); time.sleep(100)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        killed.stdout.readline()
+        killed.kill()
+        assert killed.communicate(timeout=20)[0] == b""  # what held the other end is gone too
     assert python("-c", "import sys; print([name for name in sys.modules if 'deskgpt' in name])")[1] == "[]\n"
 
 

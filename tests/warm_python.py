@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import shlex
 import signal
 import socket
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 STUCK_S = 150  # less than the limits of the tests that wait for it
@@ -88,8 +89,13 @@ def answer(connection: socket.socket) -> list[str]:
         request += connection.recv(1 << 16)
     process = os.fork()
     if process:
+        ended = os.pidfd_open(process)
+        ready, _, _ = select.select([ended, connection], [], [])
+        if ended not in ready:  # the client was killed, which is meant for the fork
+            os.kill(process, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        connection.sendall(str(status % 256).encode())
+        with suppress(BrokenPipeError):
+            connection.sendall(str(status % 256).encode())
         os._exit(0)
     connection.close()
     for standard, file in enumerate(files):
