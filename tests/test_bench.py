@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -50,6 +51,20 @@ def test_speed_times_the_peers_on_the_same_work_and_saves_every_step(tmp_path, m
     assert [path.name[11:] for path in (page, figures)] == ["speed-1.5b.md", "speed-1.5b.json"]  # a dot in the name
     assert rows["deskGPT"] in page.read_text()
     assert [len(r) for r in json.loads(figures.read_text())["raw"][0]["rounds_ms"]] == [3]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_signal_that_ends_a_benchmark_ends_the_run_that_it_times(tmp_path):
+    code = "import os, signal, time; print(os.getpid(), file=open('pid', 'w'), flush=True); "
+    code += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(100)"
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            timing.run(timing.Contestant("x", [sys.executable, "-c", code], tmp_path), steps=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(
