@@ -217,7 +217,7 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(world, dp_shard, chars,
         backward = Runner.backward
 
         def asleep(*args: Any) -> None:
-            time.sleep(24)
+            time.sleep(14)
             backward(*args)
 
         setattr(Runner, "backward", asleep)  # noqa: B010
