@@ -82,7 +82,10 @@ def serve(number: int) -> list[str]:
 
 
 def answer(connection: socket.socket) -> list[str]:
-    """Forks once more, waits for that fork and reports its exit status. Returns, in that fork, its arguments."""
+    """Forks once more, waits for that fork and reports its exit status. Returns, in that fork, its arguments.
+
+    A client that is killed takes the fork with it.
+    """
     size, files, _, _ = socket.recv_fds(connection, 8, 3)
     request = b""
     while len(request) < int.from_bytes(size, "little"):
@@ -91,7 +94,7 @@ def answer(connection: socket.socket) -> list[str]:
     if process:
         ended = os.pidfd_open(process)
         ready, _, _ = select.select([ended, connection], [], [])
-        if ended not in ready:  # the client was killed, which is meant for the fork
+        if ended not in ready:  # the client's end was closed
             os.kill(process, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         with suppress(BrokenPipeError):
