@@ -93,7 +93,7 @@ def answer(connection: socket.socket) -> list[str]:
     process = os.fork()
     if process:
         ended = os.pidfd_open(process)
-        ready, _, _ = select.select([ended, connection], [], [])
+        ready, _, _ = select.select([ended, connection.fileno()], [], [])
         if ended not in ready:  # the client's end was closed
             os.kill(process, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
