@@ -38,7 +38,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
@@ -295,13 +294,9 @@ def main() -> int:
     return status
 
 
-def interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_MODE", "offline")
-    signal.signal(signal.SIGTERM, interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with one_line_errors():
             status = main()

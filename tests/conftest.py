@@ -35,7 +35,7 @@ BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
 
 # `make test` runs two tests at a time, and the waiting threads of two torches would take each other's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # without processes of its own, which would import torch first
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more would be processes, which import torch first
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("whole", deadline=None)  # a slow machine fails no test
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)

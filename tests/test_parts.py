@@ -187,7 +187,7 @@ def test_killed_workers_leave_the_same_bytes(tmp_path, source):
             worker.join()
             assert worker.exitcode in (0, -signal.SIGKILL)
             killed += worker.exitcode != 0
-    assert killed > 0  # on a fast machine some end before
+    assert killed > 0  # on a fast machine some end before they are killed
     made(*options, "--merge", "--out", out)
     assert everything(out) == everything(tmp_path / "whole")
 
