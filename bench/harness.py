@@ -52,6 +52,9 @@ Figures = dict[str, dict[str, float | None]]  # by task and metric
 # lm_eval's own seeds: of Python's random numbers, and of numpy's and the few-shot examples.
 RANDOM_SEED = 0
 SEED = 1234
+# Resampling stays in this process. lm_eval would fork others, which inherit its handlers of signals: SIGTERM, by which
+# they are ended, would then tell this run to stop, or be lost, so that both wait for ever.
+os.environ["DISABLE_MULTIPROC"] = "1"
 
 
 # ---- the backend ---------------------------------------------------------------------------------------------
@@ -341,9 +344,6 @@ class Tasks:
         The model is in evaluation mode meanwhile, and random numbers go on afterwards as if nothing had been.
         "truncated" counts the requests that lost the beginning of their context.
         """
-        # lm_eval would resample for standard errors in processes that it forks. They inherit the signals' socket of
-        # deskgpt/run/stops.py: when they are ended with SIGTERM, this run would take that for a wish to stop.
-        os.environ["DISABLE_MULTIPROC"] = "1"
         was_training = backend.model.training
         backend.model.eval()
         backend.n_truncated = 0

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -285,5 +286,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_MODE", "offline")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C; else the run that is timed would train on
     with one_line_errors():
         main()

@@ -23,6 +23,7 @@ import math
 import os
 import random
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -319,5 +320,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_MODE", "offline")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C; else the run that is timed would train on
     with one_line_errors():
         main()

@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -122,7 +121,6 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
     Raises Failed where x ends earlier.
     """
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C: else it would leave x training for ever
     process = subprocess.Popen(x.command, cwd=x.cwd, env=os.environ | x.env, **options)
     assert process.stdout is not None
     peak = None
