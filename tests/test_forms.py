@@ -558,8 +558,8 @@ def test_explicit_attention_that_a_user_chooses_ends_the_run_where_its_gradients
 
 
 def test_fresh_runs_are_equal_bit_for_bit_where_no_setting_leaves_the_form_to_timing(chars, tmp_path, monkeypatch):
-    for name, settings, is_same in (("chosen", {"attention": "explicit"}, True), ("timed", {}, False)):
-        run = tiny(chars, tmp_path / name, **settings)
+    for name, attention, is_same in (("chosen", "explicit", True), ("timed", "auto", False)):
+        run = tiny(chars, tmp_path / name, attention=attention)
         for times in ((2.0, 1.0), (1.0, 2.0)):  # of another moment
             times_of(monkeypatch, *times)
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"{name}-{times[0]}"))
@@ -718,8 +718,9 @@ def test_larger_micro_batch_leaves_some_memory_free_and_the_given_one_need_not(s
 
 def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
     times_of(monkeypatch, 2.0, 3.0, 1.0, 4.0)
-    main(tiny(chars, tmp_path / "whole", dtype="auto"))
-    main(tiny(chars, tmp_path / "halves", dtype="auto", max_iters=3, lr_decay_iters=6))
+    chosen = {"dtype": "auto", "attention": "auto"}
+    main(tiny(chars, tmp_path / "whole", **chosen))
+    main(tiny(chars, tmp_path / "halves", max_iters=3, lr_decay_iters=6, **chosen))
     assert events(tmp_path / "halves", "start")[0]["dtype"] == "bfloat16"
     monkeypatch.setattr(forms, "in_turns", lambda *_: pytest.fail("asked again"))
     argv = [f"--out_dir={tmp_path / 'halves'}", "--init_from=resume", "--max_iters=6"]
