@@ -157,6 +157,7 @@ def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, docu
     draw = random.Random(os.getpid())
     out = tmp_path / "killed"
     meta = out / "meta.json"
+    killed = 0
     for kill in (True, True, True, True, False):
         finished = json.loads(meta.read_text())["files"] if meta.exists() else {}
         before = {name: (out / name).stat().st_mtime_ns for name in finished}
@@ -165,11 +166,13 @@ def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, docu
         while kill and process.is_alive() and len(list(out.glob("*.bin"))) < until:
             time.sleep(0.001)
         if kill:
-            time.sleep(draw.random() * 0.02)
+            time.sleep(draw.random() * 0.002)
             process.kill()
         process.join()
-        assert process.exitcode == (-signal.SIGKILL if kill else 0)
+        assert process.exitcode == 0 or (kill and process.exitcode == -signal.SIGKILL)
+        killed += process.exitcode != 0
         assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert killed > 0  # on a fast machine some end before they are killed
     assert contents(out) == contents(tmp_path / "whole")
 
 

@@ -147,6 +147,8 @@ def test_checkpoint_of_a_stranger_starts_no_tasks_and_sends_nothing_away(out, sc
         (line,) = [line for line in done.out.splitlines() if line.startswith("note: ") and name in line]
         assert_one_line(line, f"{value!r}", out, f"--{name}=")
         assert not events(out, "start")[1]["settings"][name]
+    store.save(replace(saved, config=saved.config | {"tasks": torch.tensor([])}), out, best=False)
+    assert resumed_settings(argv, str(out))["tasks"] == ""
     store.save(replace(saved, config=saved.config | {"dataset": r"\\host\share"}), out, best=False)
     done = script("train.py", *argv)
     assert done.code == 2

@@ -131,7 +131,11 @@ def said_again(settings: Settings) -> dict[str, Any]:
 
     Tasks may be files with code, wandb_log sends data away, and Windows logs in to the host that a path names.
     """
-    found = {name: settings[name] for name in ("tasks", "wandb_log") if settings.get(name)}
+    found = {}
+    for name, unset in (("tasks", ""), ("wandb_log", False)):
+        value = settings.get(name, unset)
+        if type(value) is not type(unset) or value != unset:  # a stranger's may be a tensor, which has no truth
+            found[name] = value
     dataset = settings.get("dataset")
     if isinstance(dataset, str) and not is_local(dataset):
         found["dataset"] = dataset
