@@ -52,8 +52,8 @@ Figures = dict[str, dict[str, float | None]]  # by task and metric
 # lm_eval's own seeds: of Python's random numbers, and of numpy's and the few-shot examples.
 RANDOM_SEED = 0
 SEED = 1234
-# Resampling stays in this process. lm_eval would fork others, which inherit its handlers of signals: SIGTERM, by which
-# they are ended, would then tell this run to stop, or be lost, so that both wait for ever.
+# Resampling stays in this process. lm_eval would fork others, which inherit this one's handlers of signals: SIGTERM,
+# which is to end them, would then tell this run to stop, or do nothing, so that both wait for ever.
 os.environ["DISABLE_MULTIPROC"] = "1"
 
 
