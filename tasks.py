@@ -180,8 +180,11 @@ def install(venv: Path, kind: str) -> Path:
     say(f"installing {packages} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
     if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
         say("no NVIDIA card was found: docs/install.md explains how to get a much smaller torch")
+    options = ["--disable-pip-version-check"]
+    if not sys.dont_write_bytecode:
+        options.append("--no-compile")  # Python compiles what it imports, which is a small part of these packages
     files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
-    code = call(python, "-m", "pip", "install", "--disable-pip-version-check", *files)
+    code = call(python, "-m", "pip", "install", *options, *files)
     if code:
         # Without a network pip reports "conflicting dependencies", because it finds nothing that fits the constraints.
         sys.exit(

@@ -71,11 +71,12 @@ def machine(tmp_path, monkeypatch) -> Machine:
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path)
     monkeypatch.setattr(sys, "executable", str(machine.python))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     return machine
 
 
 def pip(name: str) -> str:
-    return f"-m pip install --disable-pip-version-check -r {name} -c constraints.txt"
+    return f"-m pip install --disable-pip-version-check --no-compile -r {name} -c constraints.txt"
 
 
 def test_train_on_a_new_machine_installs_prepares_trains_and_samples(machine):
@@ -172,6 +173,12 @@ def test_what_could_not_be_installed_is_installed_by_the_next_call(missing, name
     tasks.install(machine.venv, "run")
     made = [call.replace("VENV", str(machine.venv)) for call in again]
     assert machine.calls() == [PING, *made, pip("requirements.txt")]
+
+
+def test_packages_are_compiled_in_advance_where_python_would_not_keep_what_it_compiles(machine, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    tasks.install(machine.venv, "run")
+    assert machine.calls()[1:] == [pip("requirements.txt").replace(" --no-compile", "")]
 
 
 def test_environment_whose_python_is_gone_is_made_again(machine):
