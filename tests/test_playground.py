@@ -249,16 +249,19 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
         assert found, url
         of_api = process.stdout.readline()
         assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in of_api
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
-        connection.request("GET", f"/{found[2]}/page.json")
-        page = json.loads(connection.getresponse().read())
+
+        def ask(*request: str) -> http.client.HTTPResponse:
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
+            connection.request(*request)
+            return connection.getresponse()
+
+        page = json.loads(ask("GET", f"/{found[2]}/page.json").read())
         assert page["name"] == run.name
         assert {"step 6", "best val loss 4.5000", "context of 32 tokens"} < set(page["facts"])
         assert page["settings"]["max_new_tokens"] == 2000
-        connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
-        response = connection.getresponse()
-        response.readline()
-        response.readline()  # of a token: the main thread no longer starts the one that writes, and only waits
+        response = ask("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
+        # Answers to another request only once the thread that writes has been started: a signal amid that would end it.
+        ask("GET", f"/{found[2]}/page.json").read()
         process.send_signal(signal.SIGINT)
         *_, last = response.read().splitlines()
         out, err = process.communicate(timeout=20)
