@@ -352,7 +352,7 @@ class RealRank(Real):
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 @pytest.mark.usefixtures("no_onednn")
 def test_prediction_of_a_sharded_rank_is_the_peak_of_a_real_step(tmp_path):
-    config = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=512)
+    config = GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=64, vocab_size=512)
     cases = [
         (Form(), True, True),
         (Form(checkpoint="full"), False, True),
