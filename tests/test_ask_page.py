@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,15 @@ def test_pairs_that_scatter_far_less_than_seeds_lower_the_price(tmp_path, monkey
     price = question.after(2).price()
     assert price.paired
     assert price.needed == LEAST
+
+
+def test_figure_that_is_known_takes_no_job(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.8]).after(2)
+    question.arms[1] = replace(question.arms[1], known=1.8)
+    for run in question.runs["b"]:
+        run["wall_s"] = 0.0
+    question.place = replace(question.place, jobs=2)
+    assert question.round_s() == 10.0  # of a, which runs beside nothing
 
 
 def test_arms_that_cannot_win_are_named_after_the_two_best_ones(tmp_path):

@@ -121,20 +121,22 @@ class Question:
 
     def is_known(self, n: int) -> bool:
         """Whether the ledger has the runs of round n, so that they cost nothing."""
-        labels = self.looks[-1].alive
-        arms = [arm for arm in self.arms if arm.label in labels and arm.known is None]
-        keys = [self.place.key(arm, self.first_seed + n) for arm in arms]
+        keys = [self.place.key(arm, self.first_seed + n) for arm in self.run_next()]
         return bool(keys) and all(self.place.ledger.run(key) for key in keys)
+
+    def run_next(self) -> list[Arm]:
+        """The arms that can still win, but for figures that are known."""
+        labels = self.looks[-1].alive if self.looks else list(self.runs)
+        return [arm for arm in self.arms if arm.label in labels and arm.known is None]
 
     def spent_s(self) -> float:
         return time.perf_counter() - self.began
 
     def round_s(self) -> float:
         """Seconds of a round of the arms that can still win, runs from the ledger counted as what they took."""
-        labels = self.looks[-1].alive if self.looks else list(self.runs)
-        each = [statistics.median(run["wall_s"] for run in self.runs[label]) for label in labels]
+        each = [statistics.median(run["wall_s"] for run in self.runs[arm.label]) for arm in self.run_next()]
         waves = math.ceil(len(each) / self.place.jobs)
-        return sum(each) / len(each) * waves
+        return sum(each) / max(1, len(each)) * waves
 
     # ---- what is known -----------------------------------------------------------------------------------
 
