@@ -250,18 +250,18 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
         of_api = process.stdout.readline()
         assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in of_api
 
-        def ask(*request: str) -> http.client.HTTPResponse:
+        def ask(method: str, place: str, body: str | None = None) -> http.client.HTTPResponse:
             connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
-            connection.request(*request)
+            connection.request(method, f"/{found[2]}/{place}", body)
             return connection.getresponse()
 
-        page = json.loads(ask("GET", f"/{found[2]}/page.json").read())
+        page = json.loads(ask("GET", "page.json").read())
         assert page["name"] == run.name
         assert {"step 6", "best val loss 4.5000", "context of 32 tokens"} < set(page["facts"])
         assert page["settings"]["max_new_tokens"] == 2000
-        response = ask("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
+        response = ask("POST", "write", json.dumps(page["settings"]))
         # Answers to another request only once the thread that writes has been started: a signal amid that would end it.
-        ask("GET", f"/{found[2]}/page.json").read()
+        ask("GET", "page.json").read()
         process.send_signal(signal.SIGINT)
         *_, last = response.read().splitlines()
         out, err = process.communicate(timeout=20)
