@@ -59,8 +59,10 @@ def test_without_a_compiler_or_a_private_part_of_torch_something_else_is_done(tm
 
 GRAPH_IS_RIGHT = """
 import torch
+import torch._inductor.config as inductor
 from deskgpt.compute import compiling
 compiling.set_up_inductor()
+inductor.cpp_cache_precompile_headers = False  # for one kernel they take longer than they save
 x = torch.arange(1000.0)
 print(torch.equal(torch.compile(lambda x: x * 2 + 1)(x), x * 2 + 1))
 """

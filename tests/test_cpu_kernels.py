@@ -216,8 +216,10 @@ def test_target_beyond_the_vocabulary_is_an_error_and_reads_nothing_else():
 # ---- in training -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("checkpoint", ["none", "selective"])
+@pytest.mark.parametrize(
+    ("checkpoint", "compile"),
+    [("none", False), ("selective", False), pytest.param("none", True, marks=pytest.mark.slow)],
+)
 def test_model_with_kernels_has_the_gradients_of_the_plain_one(checkpoint, compile):
     model = a_model()
     x, y = search_of(model, None).batch_of(2)

@@ -43,8 +43,6 @@ def taken(runner: Runner, micro_steps: int) -> tuple[float, list[torch.Tensor]]:
     ("settings", "chunked", "bfloat16", "checkpoint"),
     [
         ({"activation": "gelu"}, True, True, "none"),
-        (MODERN_SETTINGS, True, False, "none"),
-        ({"activation": "gelu"}, False, False, "full"),
         (MODERN_SETTINGS, False, False, "selective"),
     ],
 )
