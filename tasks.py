@@ -182,7 +182,8 @@ def install(venv: Path, kind: str) -> Path:
         say("no NVIDIA card was found: docs/install.md explains how to get a much smaller torch")
     options = ["--disable-pip-version-check"]
     if not sys.dont_write_bytecode:
-        options.append("--no-compile")  # Python compiles what it imports, which is a small part of these packages
+        # pip would compile all modules; Python compiles the small part that is imported, once, since it keeps that.
+        options.append("--no-compile")
     files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
     code = call(python, "-m", "pip", "install", *options, *files)
     if code:

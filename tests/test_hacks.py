@@ -24,7 +24,7 @@ TINY = [
     *("--warmup_iters=2", "--lr_decay_iters=8", "--device=cpu", "--dtype=float32"),
 ]
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
-# Whether the model is one graph that computes the same is seen without inductor, which takes 20 s for each hack.
+# Compiling takes 20 s for each hack. Whether its model is one graph that computes the same is seen without that.
 CAPTURED = """
 import functools, runpy, sys, torch
 torch.compile = functools.partial(torch.compile, backend="aot_eager")

@@ -260,7 +260,7 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
         assert {"step 6", "best val loss 4.5000", "context of 32 tokens"} < set(page["facts"])
         assert page["settings"]["max_new_tokens"] == 2000
         response = ask("POST", "write", json.dumps(page["settings"]))
-        # Answers to another request only once the thread that writes has been started: a signal amid that would end it.
+        # The server answers another request only once the thread that writes runs. A signal before would cut it off.
         ask("GET", "page.json").read()
         process.send_signal(signal.SIGINT)
         *_, last = response.read().splitlines()
