@@ -14,7 +14,7 @@ from conftest import ROOT, assert_equal
 
 PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
 PATCHES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "hacks").glob("*.patch"))}
-LONG = ("logit_softcap", "value_embeddings", "weight_averaging")  # test_candidates.py has all, for some steps
+LONG = ("value_embeddings", "weight_averaging")  # test_candidates.py has all, for some steps
 HACKS = dict(re.findall(r"^### (.+?)\n.*?```diff\n(.*?)```", PAGE, re.M | re.S)) | {n: PATCHES[n] for n in LONG}
 NUMBERS = {"z-loss": ["z_loss"], "A logged number": ["weight_norm/0", "weight_norm/1"]}
 SETTINGS = {"A setting": ["--embd_scale=2"], "A data set of one's own": ["--dataset=digits"]}

@@ -110,11 +110,11 @@ def test_compiled_sampling_that_cannot_be_right_ends_in_one_line(chars, tmp_path
     import torch._inductor.config as inductor
 
     run = small_run(chars, tmp_path / "run", activation="relu2")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     patched: dict[str, Any] = {"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}  # its ReLU adds one
     if fault == "no compiler":
         patched = {"cpp.cxx": (None, str(tmp_path / "no-c++"))}
         monkeypatch.setenv("CXX", str(tmp_path / "no-c++"))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     with inductor.patch(patched), pytest.raises(ValueError, match="take --compile=False") as e:
         samples(run, compile=True)
     if fault == "a wrong compiler" and "CXX" in str(e.value):

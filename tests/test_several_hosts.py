@@ -295,12 +295,12 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begun, 
 
 
 @pytest.mark.slow
-def test_error_of_all_ranks_is_one_line_and_one_of_a_rank_is_the_cause_that_torchrun_names(chars, tmp_path):
-    python = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+def test_error_of_all_ranks_is_one_line_and_one_of_a_rank_is_the_cause_that_torchrun_names(chars, python, tmp_path):
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "--no-python", "sh", "-c"]
     settings = shlex.join(flags(**TINY | {"gradient_accumulation_steps": 3}, out_dir=tmp_path / "out"))
-    train_on = f"exec {sys.executable} train.py {settings} --dataset="
-    of_all = shell(*python, "--no-python", "sh", "-c", train_on + "missing")
-    of_one = shell(*python, "--no-python", "sh", "-c", f"[ $RANK = 1 ] || data={chars}; {train_on}${{data-missing}}")
+    train_on = f"exec {python} train.py {settings} --dataset="
+    of_all = shell(*torchrun, train_on + "missing")
+    of_one = shell(*torchrun, f"[ $RANK = 1 ] || data={chars}; {train_on}${{data-missing}}")
     for done, rank in ((of_all, 0), (of_one, 1)):
         assert done.returncode == 1
         own = f"rank {rank} on {platform.node()}: dataset folder"

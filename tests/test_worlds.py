@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, TORCHRUN, events, flags, shell, tiny, vector
+from conftest import events, tiny, vector
 from gloo import on_ranks
 
 import train
@@ -83,19 +83,6 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
         for a, b in zip(events(tmp_path / "one", kind), events(tmp_path / "two", kind), strict=True):
             assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=1e-5)
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_compiled_ranks_drop_out_alike(chars, tmp_path):
-    own = {"dropout": 0.3, "gradient_accumulation_steps": 4, "n_layer": 1, "max_iters": 3, "compile": True}
-    train.main(tiny(chars, tmp_path / "one", **own))
-    if not events(tmp_path / "one", "start")[0]["compiled"]:
-        pytest.skip("no working C++ compiler here")
-    done = shell(*TORCHRUN, *flags(**TINY | own, dataset=chars, out_dir=tmp_path / "two"))
-    assert done.returncode == 0, done.stderr
-    assert events(tmp_path / "two", "start")[0]["compiled"]
-    one, two = ([e["loss"] for e in events(tmp_path / run, "iter")] for run in ("one", "two"))
-    assert two == pytest.approx(one, rel=1e-5)
 
 
 def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(chars, tmp_path):
