@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,22 +106,23 @@ def test_compiled_model_writes_the_same(chars, tmp_path):
     assert not counters["graph_break"]
 
 
+def wrong_compiler(graph: Callable[..., Any], _: Any) -> Callable[..., list[Any]]:
+    """A backend of torch.compile after which all tensors are too large."""
+    return lambda *inputs: [1.1 * out if isinstance(out, torch.Tensor) else out for out in graph(*inputs)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["a wrong compiler", "no compiler"])
 def test_compiled_sampling_that_cannot_be_right_ends_in_one_line(chars, tmp_path, monkeypatch, fault):
-    import torch._inductor.config as inductor
-
     run = small_run(chars, tmp_path / "run", activation="relu2")
-    patched: dict[str, Any] = {"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}  # its ReLU adds one
     if fault == "no compiler":
-        patched = {"cpp.cxx": (None, str(tmp_path / "no-c++"))}
         monkeypatch.setenv("CXX", str(tmp_path / "no-c++"))
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    with inductor.patch(patched), pytest.raises(ValueError, match="take --compile=False") as e:
+    else:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=wrong_compiler))
+    with pytest.raises(ValueError, match="take --compile=False") as e:
         samples(run, compile=True)
-    if fault == "a wrong compiler" and "CXX" in str(e.value):
-        pytest.skip(str(e.value))  # none works here
-    assert_one_line(e.value, "no-c++" if fault == "no compiler" else "compile=True")
+    assert_one_line(e.value, "compile=True", "no-c++" if fault == "no compiler" else "differ from those")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def sent_by(c: TrainConfig, ranks: Ranks) -> dict[str, float]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
-@pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (4, 8))])
+@pytest.mark.parametrize("world", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_real_ranks_send_what_the_plan_says(world, tmp_path):
     runs = [settings(world, shards) for shards in (1, 2, 4, 8) if shards <= world]
     runs += [settings(world, 2, reshard_after_forward=False), settings(world, world, optimizer="muon")]
