@@ -196,7 +196,9 @@ def run(name: str, told: dict[str, str], folder: Path) -> list[dict[str, Any]]:
     # What is remembered and what is compiled is each machine's own: inductor's cache would take code that was made for
     # wider vectors. The path has no blanks, with which inductor's g++ fails.
     own = folder / name.replace(" ", "-")
-    env |= {"XDG_CACHE_HOME": str(own), "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"), "OMP_NUM_THREADS": "1"}
+    env |= {"XDG_CACHE_HOME": str(own), "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor")}
+    # More threads that compile would be processes, which import torch first.
+    env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, __file__, "--child", name]
     try:
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
