@@ -76,32 +76,26 @@ FORMS = {
 # Compiling takes most of the time: float32 compiles on two machines only, whose other kernels differ as well.
 FLOAT32_COMPILED = Form("float32", compiled=True)
 WITH_FLOAT32_COMPILED = ("this processor", "AVX2")
-# And a machine that differs from this processor only in ATen's or oneDNN's kernels does not compile: the code that
-# inductor writes for it is the same.
-NOT_COMPILED = ("oneDNN AVX512_CORE", "oneDNN AVX512_CORE_BF16")
-ONLY_COMPILED = ("inductor x86-64-v4",)
+# And the code that inductor writes without AMX is the same as with it.
+NOT_COMPILED = "no AMX"
 
 
 def machines() -> dict[str, dict[str, str]]:
-    """What makes a process act as each machine: environment variables, inductor's simdlen, or no AMX in torch.
+    """What makes a process act as each machine: environment variables, inductor's simdlen, or what torch is told.
 
     Machines that this processor cannot act as are left out.
     """
-    sets = hardware.processor()[1]
-    x86 = bool({"AVX2", "AVX-512"} & set(sets))
-    wide = "AVX-512" in sets
+    sets = set(hardware.processor()[1])
     out: dict[str, dict[str, str]] = {"this processor": {}}
-    if x86:
+    if sets & {"AVX2", "AVX-512"}:
         v3 = {"TORCHINDUCTOR_CPP_MARCH": "x86-64-v3", "simdlen": "256"}
         out["AVX2"] = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", **v3}
     out["no vectors"] = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "simdlen": "0"}
-    if wide:
-        out |= {
-            "inductor x86-64-v4": {"TORCHINDUCTOR_CPP_MARCH": "x86-64-v4"},
-            "oneDNN AVX512_CORE": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-            "oneDNN AVX512_CORE_BF16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
-            "torch without AMX and AVX512-BF16": {"torch": "no"},
-        }
+    if "AVX-512" in sets:
+        v4 = {"TORCHINDUCTOR_CPP_MARCH": "x86-64-v4", "torch": "no"}
+        out["AVX-512 without bfloat16"] = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", **v4}
+    if "AMX-BF16" in sets:
+        out["no AMX"] = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     return out
 
 
@@ -180,7 +174,7 @@ def child(name: str) -> None:
         model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, bias=False, **SIZES, **MODELS[model_name]))
         wanted = [*some, FLOAT32_COMPILED] if model_name == "fast" and name in WITH_FLOAT32_COMPILED else some
         for form in wanted:
-            if name in (NOT_COMPILED if form.compiled else ONLY_COMPILED):
+            if form.compiled and name == NOT_COMPILED:
                 continue
             if form.attention == "kernels" and not cpu_kernels.may_exist():
                 continue
