@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import events, tiny, vector
-from gloo import on_ranks
+from gloo import on_ranks, run
 
 import train
 from data.loader import eval_batches
@@ -83,6 +84,19 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
         for a, b in zip(events(tmp_path / "one", kind), events(tmp_path / "two", kind), strict=True):
             assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=1e-5)
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_compiled_ranks_train_as_one_process_that_is_not_compiled(dropout, chars, tmp_path, monkeypatch):
+    """Without inductor, which draws masks of its own: test_runner.py."""
+    own = {"dropout": dropout, "gradient_accumulation_steps": 4, "max_iters": 3}
+    train.main(tiny(chars, tmp_path / "one", **own))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    run(2, tiny(chars, tmp_path / "two", compile=True, **own))
+    assert events(tmp_path / "two", "start")[0]["compiled"]
+    one, two = ([e["loss"] for e in events(tmp_path / out_dir, "iter")] for out_dir in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5)
 
 
 def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(chars, tmp_path):
