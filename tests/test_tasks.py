@@ -40,7 +40,7 @@ esac
 
 
 PING = "-m pip --version"
-FIRST = "train.py config/train_shakespeare_char_fast.py --max_minutes=3"
+FIRST = "train.py config/train_shakespeare_char_fast.py --max_minutes=3 --max_iters=1600"
 
 
 class Machine:
@@ -102,8 +102,7 @@ def test_first_model_fits_the_machine(matmul, layers, machine, capsys):
     (machine.folder / "matmul").write_text(matmul)
     tasks.main(["train"])
     [train] = [call for call in machine.calls() if call.startswith("train.py")]
-    slower = f" --n_layer={layers} --norm=layer --learning_rate=8e-3 --momentum=0.85 --max_iters=1500"
-    settings = slower if layers < 4 else ""
+    settings = f" --n_layer={layers} --norm=layer --learning_rate=8e-3 --momentum=0.85" if layers < 4 else ""
     assert train == f"{FIRST}{settings} --dataset=python_char --out_dir=out-first"
     assert f"a model of {layers} layer" in capsys.readouterr().out
 
