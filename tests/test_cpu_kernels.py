@@ -300,6 +300,7 @@ def load_elsewhere(cache: Path, **env: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_compiler_that_is_killed_leaves_nothing_that_is_loaded(tmp_path):
     first = load_elsewhere(tmp_path)
     folder = tmp_path / "deskgpt"
@@ -313,6 +314,7 @@ def test_compiler_that_is_killed_leaves_nothing_that_is_loaded(tmp_path):
     assert len(list(folder.glob("*.so"))) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_that_compile_at_once_share_one_library(tmp_path):
     for process in [load_elsewhere(tmp_path) for _ in range(2)]:
         out, err = process.communicate()
@@ -359,6 +361,7 @@ def test_library_is_named_after_all_that_it_is_made_of(monkeypatch):
             assert cpu_kernels.path() != usual
 
 
+@pytest.mark.slow
 def test_damaged_library_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu_kernels.path().parent.mkdir()

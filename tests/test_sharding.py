@@ -186,6 +186,7 @@ def found_form(
     return fastest_right_form(Search(model, batching, wanted, ranks, batch_of, smaller))
 
 
+@pytest.mark.slow
 def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
     def no_room_above_four(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if q.size(0) > 4:
@@ -386,6 +387,7 @@ def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
     assert on_ranks(work, 2, tmp_path) == ["ended"] * 2
 
 
+@pytest.mark.slow
 def test_no_group_of_ranks_waits_longer_than_the_runs_timeout(tmp_path):
     """With torch's own groups of a mesh, the first rank would wait until the one that hangs has ended."""
 
