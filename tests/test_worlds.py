@@ -95,7 +95,8 @@ def test_compiled_ranks_train_as_one_process_that_is_not_compiled(dropout, chars
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     run(2, tiny(chars, tmp_path / "two", compile=True, **own))
     assert events(tmp_path / "two", "start")[0]["compiled"]
-    one, two = ([e["loss"] for e in events(tmp_path / out_dir, "iter")] for out_dir in ("one", "two"))
+    one = [e["loss"] for e in events(tmp_path / "one", "iter")]
+    two = [e["loss"] for e in events(tmp_path / "two", "iter")]
     assert two == pytest.approx(one, rel=1e-5)
 
 
