@@ -162,6 +162,19 @@ def test_curve_is_the_mean_of_runs_within_their_range_without_those_that_diverge
     assert "2 of 2 runs of c diverged and are left out" in chart.note
 
 
+def test_arms_that_take_different_numbers_of_steps_are_drawn_by_their_shares(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.8]).after(2)
+    runs = [page.as_run(question, arm) for arm in question.arms]
+    for steps, places in ((100, [0, 10, 50, 100]), (200, [0, 5, 25, 50])):
+        question.arms[1].steps = steps
+        chart = page.curves_chart(question, runs)
+        line = traces(chart, 1)[-1]
+        assert [*line.meta["x"]["steps"]] == places
+        assert [*line.customdata] == [*CURVE]
+        assert [*traces(chart, 0)[-1].meta["x"]["steps"]] == [*CURVE]
+    assert chart.figure.layout.xaxis.title.text == "% of the arm's steps"
+
+
 def test_interval_is_drawn_from_the_round_that_has_one(tmp_path):
     question = MadeUp(tmp_path, [1.9, 1.89], resolve=0.001).after(6)
     chart = page.difference_chart(question)

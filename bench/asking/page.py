@@ -83,23 +83,30 @@ def line_style(number: int) -> dict[str, Any]:
 
 
 def curves_chart(question: Question, runs: list[Run]) -> Chart:
-    """The val loss of each arm: the mean of its runs, and their range. runs: the arms, as as_run gives them."""
+    """The val loss of each arm: the mean of its runs, and their range. runs: the arms, as as_run gives them.
+
+    Against steps or, where arms end at different ones, the share of each arm's: what is equal then grows with that.
+    """
     from plotly import graph_objects
 
     data = []
     note = "A line is the mean of an arm's runs, its band the range from the lowest to the highest of them."
+    by_share = len({arm.steps for arm in question.arms if arm.known is None}) > 1
+    if by_share:
+        note += " Arms take different numbers of steps, so a point's place is its share of those of its arm."
     for number, (arm, run) in enumerate(zip(question.arms, runs, strict=True)):
         ended = not_diverged(question, arm)
-        steps = [e["iter"] for e in run.evals]
-        if steps:
+        steps = np.array([e["iter"] for e in run.evals], float)
+        if len(steps):
             losses = np.array([[dict(of_run["curve"])[step] for step in steps] for of_run in ended])  # (runs, steps)
-            x = {"steps": np.array(steps, float)}
+            x = {"steps": 100 * steps / arm.steps if by_share else steps}
             c = Curve(x, losses.mean(0), losses.min(0), losses.max(0), len(ended) > 1)
-            data += page.traces(number, arm.label, c, "", ".4f", **line_style(number))
+            data += page.traces(number, arm.label, c, "", ".4f", customdata=steps, **line_style(number))
         every = len(question.runs[arm.label])
         left_out = every - len(ended)
         note += f" {left_out} of {every} runs of {arm.label} diverged and are left out." if left_out else ""
-    figure = graph_objects.Figure(data, page.layout(HEIGHT, "steps", "val loss (nats per token)"))
+    x_title = "% of the arm's steps" if by_share else "steps"
+    figure = graph_objects.Figure(data, page.layout(HEIGHT, x_title, "val loss (nats per token)"))
     limits = page.loss_range(runs)
     if limits:
         figure.update_yaxes(range=limits)
