@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_one_line, events, tiny
+from conftest import assert_one_line, events, tiny
 
 from deskgpt.checkpoint import store
 from deskgpt.machine import provenance
@@ -93,22 +91,3 @@ def test_git_commit_marks_changes(tmp_path, monkeypatch):
     assert len(commit) == 12
     (tmp_path / "a").write_text("2")
     assert provenance.git_commit() == commit + "+changes"
-
-
-def imports_of(path: Path) -> set[Path]:
-    """The files of the repository that a file names, as Python's parser reads it."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    paths = {ROOT / f"{name.replace('.', '/')}.py" for name in names}
-    return {path for path in paths if path.is_file()}
-
-
-@pytest.mark.parametrize("script", ["train.py", "export.py", "bench/ask.py", "deskgpt/compute/forms.py"])
-def test_code_of_a_script_is_all_that_it_imports_itself_or_through_others(script):
-    found = provenance.with_imports([ROOT / script], ROOT)
-    assert found == {ROOT / script}.union(*map(imports_of, found))
-    assert ROOT / "model.py" in found

@@ -85,7 +85,8 @@ def line_style(number: int) -> dict[str, Any]:
 def curves_chart(question: Question, runs: list[Run]) -> Chart:
     """The val loss of each arm: the mean of its runs, and their range. runs: the arms, as as_run gives them.
 
-    Against steps or, where arms end at different ones, the share of each arm's: what is equal then grows with that.
+    Against steps. Where arms end at different ones, so that time, tokens or FLOPs are equal, against the share of each
+    arm's steps: all of them grow in proportion to it.
     """
     from plotly import graph_objects
 
@@ -93,7 +94,7 @@ def curves_chart(question: Question, runs: list[Run]) -> Chart:
     note = "A line is the mean of an arm's runs, its band the range from the lowest to the highest of them."
     by_share = len({arm.steps for arm in question.arms if arm.known is None}) > 1
     if by_share:
-        note += " Arms take different numbers of steps, so a point's place is its share of those of its arm."
+        note += " Arms take different numbers of steps, so the axis is the share of each arm's own."
     for number, (arm, run) in enumerate(zip(question.arms, runs, strict=True)):
         ended = not_diverged(question, arm)
         steps = np.array([e["iter"] for e in run.evals], float)

@@ -91,7 +91,7 @@ def card_of(device: torch.device) -> Card | None:
 MATMUL_SIZES: dict[str, tuple[int, ...]] = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
 QUICK_SIZES: dict[str, tuple[int, ...]] = {"cpu": (1024,), "gpu": (4096,)}
 
-REPEATS = 3  # timed matmuls of one size, after one to warm up
+REPEATS = 5  # timed matmuls of one size, after one to warm up
 LONGEST_SIZE_S = 2.0  # a size that would take longer than this in all is left out
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 import torch
-
-# "import a.b as c, d" and "from a import (b, c)". Python's own parser takes half of what a tiny run takes.
-IMPORT = re.compile(r"^[ \t]*(?:from ([\w.]+) )?import (\([^)]*\)|[^\n(]+)", re.MULTILINE)
 
 
 def versions() -> dict[str, str]:
@@ -55,9 +52,11 @@ def with_imports(files: Iterable[Path], root: Path) -> set[Path]:
         if path in found or not path.is_file():
             continue
         found.add(path)
-        for module, listed in IMPORT.findall(path.read_text(encoding="utf-8")):
-            names = [words.split()[0] for words in listed.strip("()\n ").split(",") if words.strip()]
-            if module:
-                names = [module, *(f"{module}.{name}" for name in names)]
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             to_do += [root / f"{name.replace('.', '/')}.py" for name in names]
     return found
