@@ -334,6 +334,12 @@ def test_machine_without_a_compiler_goes_on_with_one_line(compiler, tmp_path, mo
     assert_one_line(line, "C++ kernels", "may be slower")
 
 
+def test_clang_is_not_called(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "echo Debian clang")
+    with pytest.raises(RuntimeError, match="echo Debian clang is clang.*set CXX=g"):
+        cpu_kernels.compile_to(tmp_path / "kernels.so")
+
+
 def test_user_without_a_home_goes_on_without_kernels(monkeypatch):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -28,8 +28,8 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 # What the compiler may use, by the vectors that ATen uses here.
 ARCHITECTURES = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
 
-FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
-GCC_FLAG = "-mno-align-stringops"  # GCC up to 13 deletes stores without it (compute/compiling.py); clang refuses it
+# GCC up to 13 deletes stores without the last one (compute/compiling.py).
+FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-mno-align-stringops")
 COMPILE_S = 300  # it takes 5; longer, and the compiler hangs
 
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
@@ -114,10 +114,11 @@ def compile_to(library: Path) -> None:
     if not compiler or shutil.which(compiler[0]) is None:
         raise RuntimeError(f"there is no C++ compiler {wanted}: install g++, or set CXX")
     said = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
-    own_flags = [] if "clang" in said.stdout else [GCC_FLAG]
+    if "clang" in said.stdout:
+        raise RuntimeError(f"{wanted} is clang, whose OpenMP threads compete with torch's: set CXX=g++")
     torch_folder = Path(torch.__file__).parent
     unfinished = library.with_suffix(".tmp")
-    command = [*compiler, *flags(), *own_flags, f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(unfinished)]
+    command = [*compiler, *flags(), f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(unfinished)]
     command += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
     if done.returncode:
