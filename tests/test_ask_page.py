@@ -97,6 +97,8 @@ def test_time_is_compared_only_between_runs_that_took_turns(tmp_path):
         run["ended"] = 86400  # a day later
     assert "more steps" in words.answer(question)[0]
     assert "of the time" not in words.answer(question)[0]
+    question.arms[0].steps = 10  # that is the worse one's, at --at=time
+    assert "steps" not in words.answer(question)[0]
 
 
 def test_pairs_that_scatter_far_less_than_seeds_lower_the_price(tmp_path, monkeypatch):

@@ -206,7 +206,7 @@ def open_sentence(question: Question) -> str:
 
 
 def price_of_worse(question: Question, best: Arm, worse: Arm) -> str:
-    """How many more steps, and how much more time, the worse arm's loss costs; empty where that is not known.
+    """How many more steps, and how much more time, the worse arm's loss costs; empty where that is not known or none.
 
     The better arm reaches the worse one's last loss at some step of its own, so the worse one spends that much more. In
     the middle of a schedule the learning rate is still high, so the figure is a lower limit.
@@ -215,7 +215,7 @@ def price_of_worse(question: Question, best: Arm, worse: Arm) -> str:
         return ""
     goal = statistics.fmean(question.values(worse.label))
     step = spent_until(mean_curve(best.what, question.runs[best.label]), "steps", goal)
-    if step is None:
+    if step is None or step >= worse.steps:
         return ""
     more_steps = worse.steps / step - 1
     text = f" {worse.label} takes at least {more_steps:.0%} more steps for the same loss"
