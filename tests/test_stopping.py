@@ -198,7 +198,7 @@ def test_signal_during_set_up_ends_in_one_line_and_loses_nothing(chars, tmp_path
 @pytest.mark.slow
 @NEEDS_SIGNALS
 def test_ranks_stop_at_the_same_step_whether_one_of_them_or_torchrun_is_hit(chars, tmp_path):
-    settings = TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
+    settings = TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 320, "eval_interval": 160}
     run(2, tiny(chars, tmp_path / "whole", **settings))
     torchrun = [sys.executable, *TORCHRUN[1:]]
     out_dir = f"--out_dir={tmp_path / 'stopped'}"
@@ -206,7 +206,7 @@ def test_ranks_stop_at_the_same_step_whether_one_of_them_or_torchrun_is_hit(char
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGTERM)
     assert process.wait(60) == 1
-    process = begin([*torchrun, "--init_from=resume", out_dir], "iter 45:", tmp_path / "2")
+    process = begin([*torchrun, "--init_from=resume", out_dir], "iter 200:", tmp_path / "2")
     process.terminate()
     assert process.wait(60) == 1
     for terminal in ("1", "2"):
