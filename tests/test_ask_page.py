@@ -97,7 +97,7 @@ def test_time_is_compared_only_between_runs_that_took_turns(tmp_path):
         run["ended"] = 86400  # a day later
     assert "more steps" in words.answer(question)[0]
     assert "of the time" not in words.answer(question)[0]
-    question.arms[0].steps = 10  # that is the worse one's, at --at=time
+    question.arms[0].steps = 10  # the worse arm took fewer, as it may with --at=time
     assert "steps" not in words.answer(question)[0]
 
 
