@@ -4,7 +4,8 @@
 #   make train TEXT=input.txt   the same on your own text
 #   make train ARGS="--max_iters=5000 --n_embd=256"   with other settings
 #   make test                   the quick tests
-#   make test-all               all tests, and training on the processors that this one can emulate (check-machines)
+#   make test-all               all tests but the nightly ones
+#   make test-nightly           emulated machines, soak, several hosts, notebook, lm_eval, browsers
 #   make check                  lint and types
 #   make qualify                checks and measures this card; ARGS="--stages=0-3" a part of it (docs/qualify.md)
 
@@ -14,10 +15,10 @@ OUT ?= out-first
 TEXT ?=
 ARGS ?=
 
-.PHONY: train test test-all check check-machines qualify
+.PHONY: train test test-all test-nightly check check-machines qualify
 
 train:
 	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" -- $(ARGS)
 
-test test-all check check-machines qualify:
+test test-all test-nightly check check-machines qualify:
 	@$(PYTHON) tasks.py $@ --venv "$(VENV)" -- $(ARGS)

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.words import shortened
+from deskgpt.system.errors import ConfigError
+from deskgpt.system.formatting import shortened
 
 Config = TypeVar("Config")
 

@@ -29,13 +29,13 @@ from data.chat import template
 from data.token_files import read_record
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.faster.held import SAME_LOGITS, distance
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.files import check_unused, new_folder, replacing, write_atomically
-from deskgpt.machine.strangers import is_local
-from deskgpt.machine.words import millions
-from deskgpt.share import gguf_format, hub, hugging_face
-from deskgpt.share.hugging_face import MODELING_FILE
+from deskgpt.export import gguf_format, hub, hugging_face
+from deskgpt.export.hugging_face import MODELING_FILE
+from deskgpt.kernels.verify import SAME_LOGITS, distance
+from deskgpt.system.errors import one_line_errors
+from deskgpt.system.files import check_unused, new_folder, replacing, write_atomically
+from deskgpt.system.formatting import millions
+from deskgpt.system.untrusted import is_local
 from model import GPT, GPTConfig
 from sample import DATA, SampleConfig, Trained, load
 
@@ -183,7 +183,7 @@ def compare(folder: Path, ours: GPT) -> str:
         return "transformers is not installed: nothing was compared with model.py"
     cls: Any = GPT2LMHeadModel
     if not hugging_face.is_gpt2(ours.config):
-        from deskgpt.share.modeling_deskgpt import DeskGPTForCausalLM as cls  # which the folder has a copy of
+        from deskgpt.export.modeling_deskgpt import DeskGPTForCausalLM as cls  # which the folder has a copy of
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # a table of what does not fit would hide our one line

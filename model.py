@@ -1,7 +1,7 @@
 """GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count, generation.
 
 This file is the definition: what it computes, as written, is what training, sampling and exporting mean. Faster forms
-stand in for the functions under `may_be_faster` where they have been found to compute the same (deskgpt/faster/). A
+stand in for the functions under `may_be_faster` where they have been found to compute the same (deskgpt/kernels/). A
 change here needs no other: a form that then computes something else is left out, and a line says so (docs/hacking.md).
 
 With GPT-2's choices, the names, order and shapes of the parameters are those of nanoGPT's `GPT`, so its checkpoints
@@ -22,8 +22,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from deskgpt.faster.decoding import KVCache
-from deskgpt.faster.definition import may_be_faster
+from deskgpt.kernels.kv_cache import KVCache
+from deskgpt.kernels.overridable import overridable
 
 # ---- settings ------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class GPTConfig(ModelSettings):
 # ---- attention -----------------------------------------------------------------------------------------------
 
 
-def sees(query: Tensor, key: Tensor) -> Tensor:
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
     """Whether a query looks at a key, by their positions: at itself and all before it.
 
     The one place that says so, in training, in evaluation, and for a new token beside a cache.
@@ -138,11 +138,13 @@ def sees(query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
 
-@may_be_faster
-def attention(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
+@overridable
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
+) -> Tensor:
     """What queries q (B, H, T, D) find in keys and values k, v (B, H, S, D), which stand at positions (T,) and (S,)."""
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)
-    scores = scores.float().masked_fill(~sees(query_at[:, None], key_at), -torch.inf)
+    scores = scores.float().masked_fill(~causal_mask(query_positions[:, None], key_positions), -torch.inf)
     weights = F.dropout(scores.softmax(-1), dropout)
     return weights.type_as(v) @ v  # (B, H, T, D)
 
@@ -165,7 +167,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 @dataclass
-class Span:
+class ForwardContext:
     """The tokens of one pass: which they are, where they stand, and what earlier passes of a generation have left."""
 
     tokens: Tensor  # (B, T)
@@ -181,12 +183,12 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 
 class Linear(nn.Linear):
-    @may_be_faster
+    @overridable
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
-@may_be_faster
+@overridable
 def activation(x: Tensor, name: str) -> Tensor:
     """gelu_tanh (GPT-2's), gelu (nanoGPT's) or relu2 of x, elementwise."""
     if name == "gelu_tanh":
@@ -203,7 +205,7 @@ class TokenShift(nn.Module):
     After RWKV, arXiv:2305.13048.
     """
 
-    def forward(self, x: Tensor, span: Span) -> Tensor:
+    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
         n = x.size(-1) // 4
         shifted = x[:, :, :n]  # (B, T, C // 4)
         kept = x[:, :, n:]
@@ -225,7 +227,7 @@ class CausalSelfAttention(nn.Module):
         self.qk_norm = config.qk_norm
         self.shift = TokenShift() if config.token_shift else None
 
-    def forward(self, x: Tensor, span: Span) -> Tensor:
+    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
         B, T, C = x.shape
         if self.shift is not None:
             x = self.shift(x, span)
@@ -240,12 +242,12 @@ class CausalSelfAttention(nn.Module):
         if span.rotary is not None:
             q = rotate(q, span.rotary)
             k = rotate(k, span.rotary)
-        key_at = span.at
+        key_positions = span.at
         if span.cache is not None:
-            k, v, key_at = span.cache.append(self, k, v)
+            k, v, key_positions = span.cache.append(self, k, v)
 
         dropout = self.dropout if self.training else 0.0
-        y = attention(q, k, v, span.at, key_at, dropout)  # (B, H, T, D)
+        y = attention(q, k, v, span.at, key_positions, dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -259,7 +261,7 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.shift = TokenShift() if config.token_shift else None
 
-    def forward(self, x: Tensor, span: Span) -> Tensor:
+    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
         if self.shift is not None:
             x = self.shift(x, span)
         x = activation(self.c_fc(x), self.activation)  # (B, T, 4C)
@@ -274,8 +276,8 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    @may_be_faster
-    def forward(self, x: Tensor, span: Span) -> Tensor:
+    @overridable
+    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
         x = x + self.attn(self.ln_1(x), span)
         return x + self.mlp(self.ln_2(x), span)
 
@@ -316,7 +318,7 @@ class Transformer(nn.Module):
             rotary = self.rotary[:, at]
         else:
             x = x + self.wpe(at)
-        span = Span(idx, at, rotary, cache)
+        span = ForwardContext(idx, at, rotary, cache)
         x = self.drop(x)
         for block in self.h:
             x = block(x, span)
@@ -365,7 +367,7 @@ class GPT(nn.Module):
         """(..., V) of hidden states x (..., C): the one place that says so, for the loss and for generation."""
         return self.lm_head(x)
 
-    @may_be_faster
+    @overridable
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy, in float32, of what follows hidden states x (B, T, C); 0 without any target."""
         logits = self.logits(x).flatten(0, 1).float()  # (B * T, V)
@@ -422,7 +424,7 @@ class GPT(nn.Module):
 
     # ---- generation --------------------------------------------------------------------------------------
 
-    @may_be_faster
+    @overridable
     def next_logits(self, idx: Tensor) -> Tensor:
         """The logits (B, V) of the token that follows idx (B, T), of its last block_size tokens."""
         x = self.transformer(idx[:, -self.config.block_size :])

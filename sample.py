@@ -30,17 +30,17 @@ from data.token_files import read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.inference import Reading
-from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.generation import GenerationConfig, Sample, write
+from deskgpt.compute.inference import InferenceEngine
 from deskgpt.compute.runner import Runner
-from deskgpt.compute.writing import Sample, Wish, write
-from deskgpt.machine import hardware, peak_flops
-from deskgpt.machine.errors import message_for_user, one_line_errors
-from deskgpt.machine.strangers import is_local
-from deskgpt.machine.words import millions, shortened
-from deskgpt.predict import fit
-from deskgpt.share import openai_api, page_server, playground
-from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.estimate import fit
+from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.serve import openai_api, page_server, playground
+from deskgpt.system import hardware, peak_flops
+from deskgpt.system.errors import message_for_user, one_line_errors
+from deskgpt.system.formatting import millions, shortened
+from deskgpt.system.untrusted import is_local
 from model import GPT, GPTConfig
 
 DATA = Path(__file__).parent / "data"
@@ -108,7 +108,7 @@ def main(c: SampleConfig) -> list[str]:
     model = trained.model.eval().to(device)
     rows = 1 if c.stream else c.num_samples  # generated in one batch
     prompts = encoded(wish.prompt, trained.tokenizer, model).to(device).repeat(rows, 1)
-    reading = Reading(model, prompts, dtype_of(c, device), compiled=c.compile)
+    reading = InferenceEngine(model, prompts, dtype_of(c, device), compiled=c.compile)
 
     # ---- generate --------------------------------------------------------------------------------------------
     texts = []
@@ -116,7 +116,7 @@ def main(c: SampleConfig) -> list[str]:
         samples = [Sample(trained.tokenizer, wish.prompt, c.stop) for _ in range(rows)]
         if c.stream:
             print(wish.prompt, end="", flush=True)
-        with reading.using():
+        with reading.replacing():
             for shown in write(model, prompts, samples, replace(wish, seed=c.seed + first)):
                 if c.stream:
                     print(shown[0], end="", flush=True)
@@ -206,14 +206,14 @@ def dtype_of(c: SampleConfig, device: torch.device) -> str:
     return "float32" if device.type == "cpu" else peak_flops.fast_dtype(device)
 
 
-def wish_of(c: SampleConfig) -> Wish:
+def wish_of(c: SampleConfig) -> GenerationConfig:
     """The text that c asks for. Raises ValueError if the prompt is empty or is not UTF-8."""
     prompt = read_text([Path(c.start[5:])]) if c.start.startswith("FILE:") else c.start
     if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of other bytes than UTF-8
         raise ValueError(f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv")
     if not prompt:
         raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
-    return Wish(
+    return GenerationConfig(
         prompt=prompt,
         stop=c.stop,
         max_new_tokens=c.max_new_tokens,
@@ -235,7 +235,7 @@ def encoded(prompt: str, tokenizer: Tokenizer, model: GPT) -> Tensor:
 # ---- talking -------------------------------------------------------------------------------------------------
 
 
-def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
+def chat(c: SampleConfig, wish: GenerationConfig, trained: Trained, device: torch.device) -> None:
     """Answers on the terminal until the input ends. Raises ValueError if the model cannot talk."""
     model = trained.model.eval().to(device)
     of_chat = template_for(trained)
@@ -244,12 +244,12 @@ def chat(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) ->
     def as_prompts(ids: Ids) -> Tensor:
         return torch.from_numpy(ids.astype("int64")).to(device)[None]
 
-    reading = Reading(model, as_prompts(dialogue.prompt()), dtype_of(c, device), compiled=c.compile)
+    reading = InferenceEngine(model, as_prompts(dialogue.prompt()), dtype_of(c, device), compiled=c.compile)
 
     def answer(ids: Ids, n: int) -> Iterator[str]:
         """The n-th answer, in pieces as they come."""
         sample = Sample(trained.tokenizer, "", c.stop, template.FORGED_TURN, last_token=of_chat.end_of_text)
-        with reading.using():
+        with reading.replacing():
             for shown in write(model, as_prompts(ids), [sample], replace(wish, seed=c.seed + n)):
                 yield shown[0]
 
@@ -266,13 +266,13 @@ def template_for(trained: Trained) -> template.Template:
 # ---- page ----------------------------------------------------------------------------------------------------
 
 
-def serve(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> None:
+def serve(c: SampleConfig, wish: GenerationConfig, trained: Trained, device: torch.device) -> None:
     """Runs the page until Ctrl+C. Raises ValueError and OSError."""
     playground.check(wish)
     page_server.serve(page_of(c, wish, trained, device), c.port)
 
 
-def page_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device) -> openai_api.Api:
+def page_of(c: SampleConfig, wish: GenerationConfig, trained: Trained, device: torch.device) -> openai_api.Api:
     """The page, and OpenAI's API: a chat with a model that saw chat data, or with --chat."""
     model = trained.model.eval().to(device)
     saved = trained.checkpoint
@@ -281,9 +281,9 @@ def page_of(c: SampleConfig, wish: Wish, trained: Trained, device: torch.device)
         facts.append(f"best val loss {saved.best_val_loss:.4f}")
     facts += [f"{millions(model.num_params())} parameters", f"context of {model.config.block_size:,} tokens"]
     encode = functools.partial(encoded, tokenizer=trained.tokenizer, model=model)
-    reading = Reading(model, encode(wish.prompt).to(device), dtype_of(c, device))
+    reading = InferenceEngine(model, encode(wish.prompt).to(device), dtype_of(c, device))
     chat = chat_of(c, trained) if c.chat or trained.saw_chat else None
-    return openai_api.Api(trained.name, facts, model, trained.tokenizer, encode, reading.using, wish, chat)
+    return openai_api.Api(trained.name, facts, model, trained.tokenizer, encode, reading.replacing, wish, chat)
 
 
 def chat_of(c: SampleConfig, trained: Trained) -> playground.Chat:
@@ -312,15 +312,15 @@ class Sampler:
     TEXTS = 2
     TOKENS = 200
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer, every: int, say: Callable[[str], None]) -> None:
+    def __init__(self, runner: Runner, tokenizer: Tokenizer, every: int, print0: Callable[[str], None]) -> None:
         """every: evaluations from one sample to the next."""
         self.model = runner.model
-        self.as_written = runner.form.as_written
+        self.reference_only = runner.form.reference_only
         self.tokenizer = tokenizer
         self.dtype = "float32" if runner.device.type == "cpu" else runner.form.dtype
         self.cached = True  # until that is found to be wrong
         self.every = every
-        self.say = say
+        self.print0 = print0
         self.wish = wish_of(SampleConfig())
         self.prompt = encoded(self.wish.prompt, tokenizer, self.model)  # (1, T)
 
@@ -333,17 +333,17 @@ class Sampler:
         n_tokens = min(self.TOKENS, max(1, self.model.config.block_size - self.prompt.size(1)))
         prompts = self.prompt.to(next(self.model.parameters()).device).repeat(self.TEXTS, 1)
         self.model.eval()
-        reading = Reading(
+        reading = InferenceEngine(
             self.model,
             prompts,
             self.dtype,
             cached=self.cached,
-            as_written=self.as_written,
+            reference_only=self.reference_only,
             remembers=False,
-            say=self.say,
+            print0=self.print0,
         )
         self.cached = reading.cached
-        with reading.using():
+        with reading.replacing():
             for _ in write(self.model, prompts, samples, replace(self.wish, max_new_tokens=n_tokens)):
                 if break_off():
                     break
@@ -351,7 +351,7 @@ class Sampler:
         return [] if break_off() else [sample.text for sample in samples]
 
 
-def sampler_for(every: int, runner: Runner, ranks: Ranks, tokenizer: dict[str, Any]) -> Sampler | None:
+def sampler_for(every: int, runner: Runner, ranks: DistContext, tokenizer: dict[str, Any]) -> Sampler | None:
     """What writes samples at every `every`-th evaluation; None for 0, and on ranks that only wait meanwhile.
 
     tokenizer: as in meta.json. Says in one line if it cannot be had: the run does not need it.
@@ -359,9 +359,9 @@ def sampler_for(every: int, runner: Runner, ranks: Ranks, tokenizer: dict[str, A
     if not every or not ranks.is_first:
         return None
     try:
-        return Sampler(runner, from_meta(tokenizer), every, ranks.say)
+        return Sampler(runner, from_meta(tokenizer), every, ranks.print0)
     except (ValueError, ModuleNotFoundError) as e:
-        ranks.say(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
+        ranks.print0(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
         return None
 
 

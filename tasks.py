@@ -4,7 +4,8 @@
     python tasks.py train --text novel.txt     the same on your own text
     python tasks.py train -- --n_embd=256      with other settings of train.py
     python tasks.py test                       the quick tests; with `-- -k word` those with this word in their name
-    python tasks.py test-all                   all tests, and check-machines
+    python tasks.py test-all                   all tests but the nightly ones
+    python tasks.py test-nightly               emulated machines, soak, several hosts, notebook, lm_eval, browsers
     python tasks.py check                      lint and types
     python tasks.py check-machines             training on the processors that this one can emulate
     python tasks.py qualify                    checks and measures this card; with `-- --stages=0-3` a part of it
@@ -40,7 +41,9 @@ def main(argv: list) -> None:
         arguments = argv[:separator]
         extra = argv[separator + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["train", "test", "test-all", "check", "check-machines", "qualify"])
+    parser.add_argument(
+        "task", choices=["train", "test", "test-all", "check", "test-nightly", "check-machines", "qualify"]
+    )
     parser.add_argument("--text", metavar="FILE", default="", help="train on this file, not on Shakespeare's plays")
     parser.add_argument(
         "--out", metavar="FOLDER", default="out-first", help="where the run is saved (default: %(default)s)"
@@ -62,10 +65,12 @@ def main(argv: list) -> None:
         run(python, "-m", "ruff", "format", "--check", ".")
         run(python, "-m", "mypy")
     if args.task == "test":
-        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "not slow", *extra)
+        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "not slow and not nightly", *extra)
     if args.task == "test-all":
-        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", *extra)
-    if args.task in ("test-all", "check-machines"):
+        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "not nightly", *extra)
+    if args.task == "test-nightly":
+        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "nightly", *extra)
+    if args.task in ("test-nightly", "check-machines"):
         run(python, "bench/check_machines.py")
     if args.task == "qualify":
         run(python, "bench/qualify.py", *extra)
@@ -115,8 +120,8 @@ def train(python: Path, text: str, out: str, settings: list) -> None:
 
 def first_model(python: Path) -> list:
     """Settings of the model that learns most in three minutes here, chosen by how fast matmuls are."""
-    say("measuring how fast this machine multiplies matrices")
-    code = "from deskgpt.machine import hardware, peak_flops; device = hardware.resolve_device('auto'); "
+    print0("measuring how fast this machine multiplies matrices")
+    code = "from deskgpt.system import hardware, peak_flops; device = hardware.resolve_device('auto'); "
     code += "print(device.type, peak_flops.fastest_matmul(device))"
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -126,8 +131,8 @@ def first_model(python: Path) -> list:
     tflops = float(words[1]) / 1e12
     model = first_model_for(device, tflops)
     layers = "1 layer" if model.n_layer == 1 else f"{model.n_layer} layers"
-    say(f"matmuls reach {tflops:.2g} TFLOP/s on {device}: training a model of {layers} for three minutes;")
-    say(f"on Shakespeare's plays its validation loss is then about {model.expected_loss}")
+    print0(f"matmuls reach {tflops:.2g} TFLOP/s on {device}: training a model of {layers} for three minutes;")
+    print0(f"on Shakespeare's plays its validation loss is then about {model.expected_loss}")
     return model.settings
 
 
@@ -150,14 +155,14 @@ def prepare(python: Path, text: str) -> str:
         return "shakespeare_char"
     if (python_source / "val.bin").exists() and not (shakespeare / "input.txt").exists():
         return "python_char"
-    say("preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives up after 20 seconds")
+    print0("preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives up after 20 seconds")
     command = [str(python), "data/shakespeare_char/prepare.py"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = done.stdout.strip()
     if done.returncode == 0:
-        say(output)
+        print0(output)
         return "shakespeare_char"
-    say(f"No Shakespeare ({output}): training on the source code of Python's standard library instead.")
+    print0(f"No Shakespeare ({output}): training on the source code of Python's standard library instead.")
     run(python, "data/python_char/prepare.py")
     return "python_char"
 
@@ -178,9 +183,11 @@ def install(venv: Path, kind: str) -> Path:
     packages = "torch and the other packages"
     if kind == "dev":
         packages += ", also the ones that tests need,"
-    say(f"installing {packages} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch")
+    print0(
+        f"installing {packages} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch"
+    )
     if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
-        say("no NVIDIA card was found: docs/install.md explains how to get a much smaller torch")
+        print0("no NVIDIA card was found: docs/install.md explains how to get a much smaller torch")
     options = ["--disable-pip-version-check"]
     if not sys.dont_write_bytecode:
         # pip would compile all modules; Python compiles the small part that is imported, once, since it keeps that.
@@ -222,7 +229,7 @@ def make_environment(venv: Path) -> None:
         return
     if venv.exists() and not (venv / "pyvenv.cfg").exists():
         sys.exit(f"error: {venv} is no virtual environment; name another folder: make VENV=.venv-2")
-    say(f"making the environment {venv.name}")
+    print0(f"making the environment {venv.name}")
     options = [] if python.exists() else ["--clear"]
     code = call(sys.executable, "-m", "venv", *options, venv)
     if code:
@@ -242,7 +249,7 @@ def python_of(venv: Path) -> Path:
 def run(*command: object) -> None:
     """Prints a command and runs it; if it fails, ends this script with the command's exit status."""
     shown = " ".join(shlex.quote(str(word)) for word in command)
-    say("+ " + shown.replace(str(ROOT) + os.sep, ""))
+    print0("+ " + shown.replace(str(ROOT) + os.sep, ""))
     code = call(*command)
     if code < 0:  # a signal ended it; a shell's status is then 128 + the signal's number
         sys.exit(128 - code)
@@ -256,7 +263,7 @@ def call(*command: object, quiet: bool = False) -> int:
     return subprocess.run([str(word) for word in command], stdout=output, stderr=output).returncode
 
 
-def say(line: str) -> None:
+def print0(line: str) -> None:
     """Prints a line at once, before what the next command prints."""
     print(line, flush=True)
 

@@ -11,12 +11,12 @@ what the terminal shows.
 
 from __future__ import annotations
 
-from deskgpt.machine.terminal import lasting_output, open_standard_files
-from deskgpt.run.stops import Stops, listener
+from deskgpt.run.stopping import StopController, signal_handler
+from deskgpt.system.terminal import lasting_output, open_standard_files
 
 if __name__ == "__main__":
     open_standard_files()
-    listener.listen()  # before torch is imported, which takes seconds
+    signal_handler.listen()  # before torch is imported, which takes seconds
 
 import functools
 import math
@@ -40,23 +40,23 @@ from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
+from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
 from deskgpt.compute.optimizer import step_if_finite
-from deskgpt.compute.ranks import Ranks, place_of, start_ranks
-from deskgpt.machine import peak_flops
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.gpu_peaks import find_card
-from deskgpt.machine.hardware import seed_all
-from deskgpt.predict import plan
+from deskgpt.estimate import plan
+from deskgpt.export.gpt2_weights import exported_model_args
 from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.health import Health
+from deskgpt.run.init_state import RESUMED_SETTINGS, facts_of_code, open_log, prepare_machine, starting_point
 from deskgpt.run.lock import RESTART_S, only_run_in
-from deskgpt.run.minutes import PLANNED, steps_within
 from deskgpt.run.report import Report
 from deskgpt.run.resuming import refuse_differences, said_again, say_left_out
-from deskgpt.run.run import Run
 from deskgpt.run.saver import Saver
-from deskgpt.run.start import RESUMED_SETTINGS, facts_of_code, open_log, prepare_machine, starting_point
-from deskgpt.share.gpt2_weights import exported_model_args
+from deskgpt.run.time_budget import PLANNED, steps_within
+from deskgpt.run.train_state import Run
+from deskgpt.system import peak_flops
+from deskgpt.system.errors import one_line_errors
+from deskgpt.system.gpu_peaks import find_card
+from deskgpt.system.hardware import seed_all
 from model import GPT, GPTConfig, ModelSettings
 from sample import sampler_for
 
@@ -168,7 +168,7 @@ def main(asked: TrainConfig) -> float:
     began = time.perf_counter()
     settings = asdict(asked)
     make = functools.partial(make_optimizer, asked)
-    ranks = start_ranks("cpu" if asked.plan_for else asked.device, asked.backend, asked.dist_timeout_s)
+    ranks = init_distributed("cpu" if asked.plan_for else asked.device, asked.backend, asked.dist_timeout_s)
     prepare_machine(settings, ranks)
     split = Batching.of(settings, ranks.rank, ranks.world)
     sharding.shards_for(settings, asked.world or ranks.world)
@@ -200,7 +200,7 @@ def main(asked: TrainConfig) -> float:
     batching = Batching.of(run.settings, ranks.rank, ranks.world)
     code = facts_of_code(runner)
     start.say_changes_of_code(code)
-    run.know(data.facts | code | data.eval_facts(batching), data.tokenizer, data.chat)
+    run.set_metadata(data.facts | code | data.eval_facts(batching), data.tokenizer, data.chat)
     start.resume(run)
     warm_up_s = time.perf_counter() - began
 
@@ -210,9 +210,11 @@ def main(asked: TrainConfig) -> float:
     about_data = data.lines(verification.state, batching, ranks)
     report.start(about_data, data.log_facts(), warm_up_s)
     writers = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
-    saver = Saver(report.out_dir, ranks.say, run.best_val_loss, c.keep_checkpoints, c.save_async, writers, start.kept)
+    saver = Saver(
+        report.out_dir, ranks.print0, run.best_val_loss, c.keep_checkpoints, c.save_async, writers, start.kept
+    )
     health = Health(run, report, saver)
-    stops = Stops(ranks, began, c.max_hours, c.save_interval, c.save_minutes, shared=runner.sharded)
+    stops = StopController(ranks, began, c.max_hours, c.save_interval, c.save_minutes, shared=runner.sharded)
     sampler = sampler_for(0 if c.eval_only else c.sample_interval, runner, ranks, data.tokenizer)
     loader = Loader(data.train, batching, ranks.device, run.position, report.timer.waited)
     report.timer.resume()
@@ -225,8 +227,8 @@ def main(asked: TrainConfig) -> float:
         is_last = run.step >= c.max_iters or c.eval_only
         evaluates = (run.step % c.eval_interval == 0 or is_last) and not due.stop
         if evaluates or due.save or due.stop:
-            health.look_back()
-        if health.went_back():
+            health.flush()
+        if health.rewind_if_spiked():
             loader.seek(run.position)
             continue
 
@@ -236,7 +238,9 @@ def main(asked: TrainConfig) -> float:
             with stops.catching(), report.evaluating():
                 train = runner.evaluate(stops.until_signal(eval_batches(data.train, batching, ranks.device)), ranks)
                 val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, ranks.device)), ranks)
-                texts = sampler.texts_at(run.step // c.eval_interval, is_last, listener.has_signal) if sampler else []
+                texts = (
+                    sampler.texts_at(run.step // c.eval_interval, is_last, signal_handler.has_signal) if sampler else []
+                )
         stop = due.stop or (stops.interrupted() if evaluates else None)
         evaluated = evaluates and not stop
         improved = evaluated and run.evaluated(train, val)
@@ -292,7 +296,7 @@ def main(asked: TrainConfig) -> float:
 
         # ---- log ---------------------------------------------------------------------------------------------
         if report.is_due() or health.is_full:
-            health.look_back()
+            health.flush()
         report.step(lr=lr, **numbers)
         run.step += 1
 
@@ -304,7 +308,7 @@ def main(asked: TrainConfig) -> float:
         report.end(stop, out_of_patience, saver.kept.path if saver.kept else None)
     loader.close()
     if not verification.close():
-        ranks.say("note: the run ended before the checksums of all its data were verified")
+        ranks.print0("note: the run ended before the checksums of all its data were verified")
     log.close()
     runner.leave_ranks()
     ranks.close()
@@ -342,7 +346,7 @@ def make_optimizer(c: TrainConfig, model: GPT, dtype: str = "float32") -> torch.
 # ---- set-up --------------------------------------------------------------------------------------------------
 
 
-def dry_run(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
+def dry_run(c: TrainConfig, config: GPTConfig, ranks: DistContext) -> None:
     """Says what a run of c with this model needs."""
     world = c.world or ranks.world
     planned = plan.Planned(
@@ -361,7 +365,7 @@ def dry_run(c: TrainConfig, config: GPTConfig, ranks: Ranks) -> None:
     plan.dry_run(planned, c.plan_for, ranks)
 
 
-def benchmark_for(c: TrainConfig, model: GPT, tokenizer: dict[str, Any], ranks: Ranks) -> Any:
+def benchmark_for(c: TrainConfig, model: GPT, tokenizer: dict[str, Any], ranks: DistContext) -> Any:
     """bench/harness.py's Benchmark, if c names tasks: it needs lm_eval, which takes seconds to import."""
     if not c.tasks:
         return None
@@ -453,9 +457,9 @@ def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keeps other runs out of out_dir, where this process is one that writes there."""
     reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"] or settings["world"]
-    if reads_only or place_of(os.environ).rank > 0:
+    if reads_only or dist_env(os.environ).rank > 0:
         return nullcontext()
-    restarts = settings["init_from"] == "auto" and place_of(os.environ).distributed
+    restarts = settings["init_from"] == "auto" and dist_env(os.environ).distributed
     return only_run_in(store.folder_of(settings["out_dir"]), RESTART_S if restarts else 0.0)
 
 
@@ -464,7 +468,7 @@ if __name__ == "__main__":
         "with --auto_batch=False, halve --batch_size and double --gradient_accumulation_steps, the same training; or "
         "take a smaller model"
     )
-    with lasting_output(), one_line_errors(if_out_of_memory, listener.has_signal):
+    with lasting_output(), one_line_errors(if_out_of_memory, signal_handler.has_signal):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings):
             main(build(TrainConfig, settings_of_start(sys.argv[1:], settings)))

@@ -18,7 +18,7 @@ judged by that. After two runs of each arm the price is said: the noise between 
 budget resolves. The intervals hold however often one looks (bench/asking/statistics.py), so a question stops as soon
 as it is decided, and the same command goes on where the last one stopped. The same words with --confirm ask a win
 again: on fresh seeds, text that no question was judged by, and a model twice as deep. --null asks a config against
-itself, as many times as it says, and counts false answers. --band writes config/usual/NAME.json.
+itself, as many times as it says, and counts false answers. --band writes config/loss_bands/NAME.json.
 
 Exit status: 0 where another arm is better than a, 1 where it is worse or not different by --resolve, 3 where the budget
 was not enough, 2 for what cannot be asked, also where an arm cannot run.
@@ -53,10 +53,10 @@ from bench.asking.ledger import Ledger, default_folder, digest
 from bench.asking.null import ask_itself
 from bench.asking.page import write_page
 from bench.asking.question import FIGURES, PILOT, Question
-from bench.asking.running import Place
+from bench.asking.running import DistEnv
 from bench.asking.tune import tokens_per_step, tuned_arms
 from bench.asking.written import spelled_out
-from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 
 UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 ARMS = "abcdefghijklmnopqrstuvwxyz"
@@ -164,7 +164,7 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     if len({arm.settings["dataset"] for arm in arms}) > 1:
         raise ConfigError("the arms have different data sets: their losses do not compare")
     folder = train.DATA / arms[0].settings["dataset"]
-    place = Place(ledger, set_aside(folder, ledger.folder / "data"), arms[0].settings["device"], a.jobs)
+    place = DistEnv(ledger, set_aside(folder, ledger.folder / "data"), arms[0].settings["device"], a.jobs)
     if a.band:
         place = replace(place, data=folder, evaluations=0)
     if FIGURES[a.figure].is_rate:
@@ -176,7 +176,7 @@ def question_of(a: argparse.Namespace, common: list[str]) -> Question:
     return Question(arms, place, a.resolve, budget_s, first_seed, a.figure, a.together, a.tune, a.anyway, began=began)
 
 
-def set_steps(arms: list[Arm], at: str, place: Place) -> None:
+def set_steps(arms: list[Arm], at: str, place: DistEnv) -> None:
     """The step at which each arm's runs end: for all runs of an arm the same one. Raises ConfigError."""
     arms = [arm for arm in arms if arm.known is None]
     steps = arms[0].settings["max_iters"]
@@ -194,7 +194,7 @@ def set_steps(arms: list[Arm], at: str, place: Place) -> None:
         arm.steps = max(1, round(steps * costs[0] / cost))
 
 
-def measured_costs(arms: list[Arm], at: str, place: Place) -> list[float]:
+def measured_costs(arms: list[Arm], at: str, place: DistEnv) -> list[float]:
     """Milliseconds or FLOPs of a step of each arm, which are remembered, so that the question can go on later.
 
     Arms take turns, so that a slow spell of the machine hits all.

@@ -32,14 +32,14 @@ from torch import Tensor
 
 from bench.output import markdown_row
 from bench.timing import ROOT
-from deskgpt.compute import checks, compiling, forms
+from deskgpt.compute import checks, compiling, implementation
 from deskgpt.compute.batching import Batching
+from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import cpu_kernels
-from deskgpt.machine import hardware
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.kernels import cpu_kernels
+from deskgpt.system import hardware
+from deskgpt.system.errors import one_line_errors
 from model import GPT, GPTConfig
 
 STEPS = 4
@@ -67,14 +67,14 @@ BATCH_SIZE = 4
 VOCAB_SIZE = 65
 FORMS = {
     "fast": [
-        Form("bfloat16"),
-        Form("bfloat16", attention="kernels"),
-        Form("bfloat16", compiled=True, attention="explicit"),
+        Variant("bfloat16"),
+        Variant("bfloat16", attention="kernels"),
+        Variant("bfloat16", compiled=True, attention="explicit"),
     ],
-    "GPT-2": [Form("float32", attention="kernels"), Form("bfloat16", attention="explicit")],
+    "GPT-2": [Variant("float32", attention="kernels"), Variant("bfloat16", attention="explicit")],
 }
 # Compiling takes most of the time: float32 compiles on two machines only, whose other kernels differ as well.
-FLOAT32_COMPILED = Form("float32", compiled=True)
+FLOAT32_COMPILED = Variant("float32", compiled=True)
 WITH_FLOAT32_COMPILED = ("this processor", "AVX2")
 # And the code that inductor writes without AMX is the same as with it.
 NOT_COMPILED = "no AMX"
@@ -138,21 +138,23 @@ def learn(runner: Runner) -> tuple[list[float], list[Tensor]]:
     return losses, checks.taken_gradients(runner, 1)
 
 
-def check_form(model: GPT, name: str, form: Form) -> dict[str, Any]:
+def check_form(model: GPT, name: str, form: Variant) -> dict[str, Any]:
     """What became of one form: why it was refused, or how far its losses and gradients are from plain float32's."""
     torch.compiler.reset()
     cpu = torch.device("cpu")
     batching = Batching(BATCH_SIZE, block_size=SIZES["block_size"])
-    search = forms.Search(model, batching, forms.Wanted(), Ranks(cpu), batch_of, lambda batching, *_: batching)
+    search = implementation.Tuner(
+        model, batching, implementation.Options(), DistContext(cpu), batch_of, lambda batching, *_: batching
+    )
     t0 = time.perf_counter()
     with redirect_stdout(io.StringIO()) as said:
-        runner = forms.attempt(search, form)
+        runner = implementation.try_variant(search, form)
     found: dict[str, Any] = {"model": name, "form": str(form), "compiled": form.compiled}
     found["compiler"] = compiling.compiler_name(cpu)
     if runner is None:
         return found | {"refused": said.getvalue().splitlines()[-1], "seconds": time.perf_counter() - t0}
     losses, gradients = learn(runner)
-    expected_losses, _ = learn(Runner(model, Form()))
+    expected_losses, _ = learn(Runner(model, Variant()))
     # float32 has come to slightly other weights. The gradients are compared at the weights that this form came to.
     learn(runner)
     _, expected_gradients = checks.plain_float32(model, batch_of(BATCH_SIZE), form)

@@ -35,7 +35,7 @@ from bench.analysis.runs import Run, complete, give
 from bench.analysis.speed import speed_rows
 from bench.analysis.verdict import headline, verdict
 from bench.output import markdown_table
-from deskgpt.machine.errors import OneLineParser, one_line_errors
+from deskgpt.system.errors import OneLineParser, one_line_errors
 
 OF_REPEATS = ("tokens/s", "training", "lowest val loss", "at step", "bits per byte there")  # run by run
 LOSS_HELP = "val losses to be reached, in nats per token; in bits per byte where these are ranked"

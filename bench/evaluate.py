@@ -26,12 +26,12 @@ from bench import output
 from bench.output import markdown_table
 from configurator import configure
 from deskgpt.checkpoint import folders
-from deskgpt.compute.inference import Reading
-from deskgpt.machine import hardware
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.files import write_atomically
-from deskgpt.machine.provenance import git_commit, versions
-from deskgpt.share.gpt2_weights import download_gpt2
+from deskgpt.compute.inference import InferenceEngine
+from deskgpt.export.gpt2_weights import download_gpt2
+from deskgpt.system import hardware
+from deskgpt.system.errors import one_line_errors
+from deskgpt.system.files import write_atomically
+from deskgpt.system.provenance import git_commit, versions
 from sample import Trained, load
 
 HERE = Path(__file__).resolve().parent
@@ -79,7 +79,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     backend = harness.Backend(model, trained.tokenizer, batch_size=c.batch_size)
     tasks.check(backend)
     prompt = torch.tensor([[backend.prefix_token_id]], device=device)
-    backend.using = Reading(model, prompt, c.dtype, cached=c.use_cache).using
+    backend.replacing = InferenceEngine(model, prompt, c.dtype, cached=c.use_cache).replacing
     t0 = time.perf_counter()
     found = tasks.evaluate(backend)
 

@@ -36,10 +36,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.compute.inference import Reading
-from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.inference import InferenceEngine
 from deskgpt.compute.runner import Runner
-from deskgpt.run.stops import listener
+from deskgpt.run.stopping import signal_handler
 from model import GPT
 
 END_OF_TEXT = "<|endoftext|>"  # the end_of_text of all tokenizers, as text
@@ -89,20 +89,20 @@ class Backend(TemplateLM):
         self,
         model: GPT,
         tokenizer: Tokenizer,
-        using: Callable[[], AbstractContextManager[None]] = nullcontext,
+        replacing: Callable[[], AbstractContextManager[None]] = nullcontext,
         batch_size: int = 16,
-        ranks: Ranks | None = None,
+        ranks: DistContext | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
-        self.using = using
+        self.replacing = replacing
         self.batch_size = batch_size
         self.stopped = stopped
         self.n_truncated = 0  # requests that lost the beginning of their context
         self.weights_device = next(model.parameters()).device
-        self.ranks = ranks or Ranks(self.weights_device)
+        self.ranks = ranks or DistContext(self.weights_device)
         self._rank = self.ranks.rank
         self._world_size = self.ranks.world
         self._device = torch.device("cpu")  # where lm_eval puts what the ranks exchange
@@ -207,7 +207,7 @@ class Backend(TemplateLM):
             asked = [(b, i) for b, row in enumerate(batch) for i in requests_of[row]]
             continuations = [requests[i][2] for _, i in asked]
             targets = [token for continuation in continuations for token in continuation]
-            with self.using():
+            with self.replacing():
                 h = self.model.transformer(torch.tensor(padded, device=self.weights_device))  # (B, T, C)
                 before = []  # for each request, the places before each token of its continuation
                 for (b, _), continuation in zip(asked, continuations, strict=True):
@@ -280,7 +280,7 @@ class Backend(TemplateLM):
         )
         written: list[int] = []
         text = ""
-        with self.using():
+        with self.replacing():
             for token in tokens:
                 if self.stopped() or int(token) == self.tokenizer.end_of_text:
                     break
@@ -483,7 +483,7 @@ def number(value: float | None) -> str:
 class Benchmark:
     """Tasks of lm_eval for the model as it trains, which they leave as it is; the ranks share the items."""
 
-    def __init__(self, settings: Mapping[str, Any], model: GPT, tokenizer: dict[str, Any], ranks: Ranks) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: GPT, tokenizer: dict[str, Any], ranks: DistContext) -> None:
         """Loads and checks the tasks that train.py's settings name.
 
         Raises ValueError where one cannot be had or does not fit model and tokenizer.
@@ -496,7 +496,9 @@ class Benchmark:
         self.interval = settings["tasks_interval"]
         self.eval_interval = settings["eval_interval"]
         self.ranks = ranks
-        self.backend = Backend(model, from_meta(tokenizer), ranks=ranks, stopped=lambda: listener.signal is not None)
+        self.backend = Backend(
+            model, from_meta(tokenizer), ranks=ranks, stopped=lambda: signal_handler.signal is not None
+        )
         if ranks.is_first:
             self.tasks.check(self.backend)
 
@@ -509,15 +511,15 @@ class Benchmark:
         A signal breaks it off: its figures then mean nothing.
         """
         prompt = torch.tensor([[self.backend.prefix_token_id]], device=runner.device)
-        reading = Reading(
+        reading = InferenceEngine(
             runner.model,
             prompt,
             runner.form.dtype,
-            as_written=runner.form.as_written,
+            reference_only=runner.form.reference_only,
             remembers=False,
-            say=self.ranks.say,
+            print0=self.ranks.print0,
         )
-        self.backend.using = reading.using
+        self.backend.replacing = reading.replacing
         self.backend.batch_size = batch_size
         found = figures(self.tasks.evaluate(self.backend))
         return found, self.tasks.describe(found)

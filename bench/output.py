@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.files import write_atomically
+from deskgpt.system.errors import ConfigError
+from deskgpt.system.files import write_atomically
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

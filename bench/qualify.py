@@ -35,8 +35,8 @@ from bench.qualifying import facts, page, work
 from bench.qualifying.session import CARD, TOY, Session, Sizes
 from bench.qualifying.stages import STAGES, Stage, numbers_of
 from deskgpt.compute import compiling
-from deskgpt.machine import hardware, provenance
-from deskgpt.machine.errors import ConfigError, one_line_errors
+from deskgpt.system import hardware, provenance
+from deskgpt.system.errors import ConfigError, one_line_errors
 
 KILLED = "did not end: its process was killed"
 STATUS_IF_NOT_FINISHED = 3
@@ -103,7 +103,7 @@ def measure_stages(s: Session, report: Report, due: list[int]) -> None:
     """Measures the stages that are due, one after the other, until the device no longer computes."""
     for number in due:
         stage = STAGES[number]
-        s.say(f"\n## {number}. {stage.heading}\n")
+        s.print0(f"\n## {number}. {stage.heading}\n")
         report.entries[number] = {"error": KILLED}  # unless this process lives to replace it
         s.results.pop(number, None)
         report.write()
@@ -113,9 +113,9 @@ def measure_stages(s: Session, report: Report, due: list[int]) -> None:
         if "result" in entry:
             s.results[number] = entry["result"]
         report.write()
-        s.say(page.section(entry))
+        s.print0(page.section(entry))
         if not answers:
-            s.say("\nthe device no longer computes; the same command goes on with the stages that are left")
+            s.print0("\nthe device no longer computes; the same command goes on with the stages that are left")
             return
 
 

@@ -27,8 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
-from deskgpt.machine.errors import one_line_errors
 from deskgpt.run.log import read_events
+from deskgpt.system.errors import one_line_errors
 
 HALF, STEPS = 25, 50
 

@@ -27,8 +27,8 @@ from bench.analysis.logs import read_run
 from bench.analysis.page import Figure, Headline, Table, page
 from bench.analysis.runs import Run, complete
 from bench.analysis.speed import median_ms, mfu, speed_rows, tokens_per_s
-from deskgpt.machine.errors import OneLineParser, one_line_errors
-from deskgpt.machine.words import in_tera
+from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.formatting import in_tera
 
 ROOT = Path(__file__).resolve().parents[1]
 

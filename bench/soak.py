@@ -40,8 +40,8 @@ from bench.timing import ROOT
 from data.text.prepare import prepare
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.machine.errors import ConfigError, one_line_errors
 from deskgpt.run import log
+from deskgpt.system.errors import ConfigError, one_line_errors
 
 SAVE_INTERVAL = 10  # steps
 START_S = 1.0  # a run that is killed while it starts is killed within this time

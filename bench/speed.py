@@ -46,8 +46,8 @@ from bench.timing import (
     write_data,
 )
 from configurator import build, read_settings
-from deskgpt.machine import hardware
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.system import hardware
+from deskgpt.system.errors import one_line_errors
 from model import MODERN_CHOICES
 
 # Settings that make the work the same, and that nanoGPT's train.py knows too.

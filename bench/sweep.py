@@ -39,9 +39,9 @@ from bench import output, timing
 from bench.output import markdown_table
 from bench.timing import OURS, PYTHON, ROOT, Contestant, Failed, vocab_size_for, write_data
 from configurator import build, read_settings
-from deskgpt.compute.forms import clearly_fastest
-from deskgpt.machine.errors import ConfigError, one_line_errors
-from deskgpt.machine.words import clock
+from deskgpt.compute.implementation import clearly_fastest
+from deskgpt.system.errors import ConfigError, one_line_errors
+from deskgpt.system.formatting import clock
 
 SPLIT = ("batch_size", "gradient_accumulation_steps")
 # What the sweep gives to each run itself.

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from data.token_files import write_tokens
-from deskgpt.machine.files import sha256
 from deskgpt.run.log import read_events
+from deskgpt.system.files import sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines

@@ -14,7 +14,7 @@ from data.token_files import check_vocabulary, listed_sha256, read_meta, read_re
 from data.tokenizer import from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.distributed import DistContext
 
 SPLITS = ("train", "val")
 
@@ -93,7 +93,7 @@ class Dataset:
 
     # ---- for the log -------------------------------------------------------------------------------------
 
-    def lines(self, checksums: str, batching: Batching, ranks: Ranks) -> list[str]:
+    def lines(self, checksums: str, batching: Batching, ranks: DistContext) -> list[str]:
         """What a run says of its data, whose text it finds, for bits per byte. checksums: Verification.state."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
         warnings = [self.train.single_token(), self.val.single_token()]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data.token_files import damaged, listed_with_masks, read_meta, read_record, read_tokens, token_files
 from data.tokenizer import from_meta
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.system.errors import one_line_errors
 
 SHOWN_TOKENS = 60  # of the beginning of a split
 

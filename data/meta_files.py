@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import tokens_of
-from deskgpt.machine.files import read_small, sha256
-from deskgpt.machine.strangers import PLAIN, Fields, check_record, instructions, is_number, is_text
+from deskgpt.system.files import read_small, sha256
+from deskgpt.system.untrusted import PLAIN, Fields, check_record, instructions, is_number, is_text
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 MOST_IDS = 1 << 16  # uint16

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.documents import Row, Source
 from data.token_files import HEADER_BYTES, llmc_header, read_tokens, write_meta
 from data.tokenizer import Ids, Tokenizer, pieces
-from deskgpt.machine.files import file_sha256, replacing
+from deskgpt.system.files import file_sha256, replacing
 
 TASK_CHARS = 1 << 19  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
 

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from data.meta_files import from_json, from_pickle, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
-from deskgpt.machine.files import file_sha256, sha256, write_atomically
 from deskgpt.run.lock import if_free
+from deskgpt.system.files import file_sha256, sha256, write_atomically
 
 MAGIC = 20240520
 VERSION = 1

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from deskgpt.machine.files import sha256
+from deskgpt.system.files import sha256
 
 Ids = npt.NDArray[np.uint16]
 Lengths = npt.NDArray[np.int64]

@@ -20,7 +20,7 @@ from data.tokenizer import (
     of_bytes,
 )
 
-OUR_KEY = "deskgpt"  # the one of config.json, too: deskgpt/share/hugging_face.py
+OUR_KEY = "deskgpt"  # the one of config.json, too: deskgpt/export/hugging_face.py
 NO_SUCH_TOKEN = "<unknown>"  # longer than any character, so that it is in no vocabulary: unknown ones are an error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from data.meta_files import CHECKSUM
 from data.splits import Split
 from data.token_files import OpenFile, listed_with_masks, read_record
-from deskgpt.machine import remembered
+from deskgpt.system import cache
 
 REMEMBERED = ".checked.json"
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
@@ -41,7 +41,7 @@ class Verification:
         listed = listed_with_masks(meta)
         files = [file for split in splits for file in split.files()]
         self._checksums = {name: entry["sha256"] for name, entry in listed.items()}
-        self._known = remembered.read_file(self._memory)
+        self._known = cache.read_file(self._memory)
         to_do = [file for file in files if file.path.name in listed and not self._is_known(file)]
         n_bytes = sum(file.facts.size for file in to_do)
 
@@ -100,7 +100,7 @@ class Verification:
         except Exception as e:  # may be in a thread of its own: raised by `check`
             self._fault = e
         if found:
-            remembered.keep_in_file(self._memory, found)
+            cache.keep_in_file(self._memory, found)
 
     def _is_known(self, file: OpenFile) -> bool:
         return self._known.get(file.path.name) == self._entry(file)

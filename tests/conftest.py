@@ -26,7 +26,7 @@ from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
 from deskgpt.checkpoint import store
 from deskgpt.run.log import read_events
-from deskgpt.run.stops import SIGNALS
+from deskgpt.run.stopping import SIGNALS
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,7 @@ needs_bpe = pytest.mark.skipif(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "whole")
+    hypothesis.settings.load_profile("quick" if "not slow" in config.option.markexpr else "whole")
 
 
 @pytest.fixture(autouse=True)

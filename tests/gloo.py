@@ -17,8 +17,8 @@ from conftest import flags, spare_what_is_imported
 
 import train
 from configurator import build
-from deskgpt.compute.ranks import Ranks
-from deskgpt.machine.errors import message_for_user
+from deskgpt.compute.distributed import DistContext
+from deskgpt.system.errors import message_for_user
 
 
 def forked(world: int, work: Callable[[int], Any], killed: int = 0) -> list[int | None]:
@@ -47,7 +47,7 @@ def forked(world: int, work: Callable[[int], Any], killed: int = 0) -> list[int 
     return statuses
 
 
-def on_ranks(work: Callable[[Ranks], Any], world: int, folder: Path, timeout_s: float = 300.0) -> list[Any]:
+def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path, timeout_s: float = 300.0) -> list[Any]:
     """What `work` returns on each rank, or what it tells a user of a ValueError or RuntimeError that it raises."""
     # Import these once, not once in each rank.
     import torch._dynamo
@@ -59,7 +59,7 @@ def on_ranks(work: Callable[[Ranks], Any], world: int, folder: Path, timeout_s: 
         meet = f"file://{folder / 'meet'}"
         dist.init_process_group("gloo", meet, timedelta(seconds=timeout_s), rank=rank, world_size=world)
         try:
-            found = work(Ranks(torch.device("cpu"), rank, world, distributed=True))
+            found = work(DistContext(torch.device("cpu"), rank, world, distributed=True))
         except (ValueError, RuntimeError) as e:
             found = message_for_user(e, "")
         torch.save(found, folder / f"{rank}.pt")

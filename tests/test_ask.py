@@ -24,7 +24,7 @@ from bench.asking.ledger import Ledger
 from bench.asking.statistics import LEAST
 from bench.asking.tune import SEEDS_AFTER, untuned
 from data.token_files import read_tokens
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 
 MODEL = flags(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=1)
 MODEL += flags(max_iters=20, eval_tokens=512, warmup_iters=2, compile=False, device="cpu", dtype="float32")

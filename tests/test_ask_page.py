@@ -22,9 +22,9 @@ from bench.asking import page, words
 from bench.asking.arms import Arm
 from bench.asking.ledger import Ledger
 from bench.asking.question import Question
-from bench.asking.running import Place
+from bench.asking.running import DistEnv
 from bench.asking.statistics import LEAST
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>%{y}"
 CURVE = {0: 1.5, 10: 0.5, 50: 0.1, 100: 0.0}  # a val loss above the last one, by step
@@ -37,7 +37,7 @@ class MadeUp(Question):
         texts = ["", "--learning_rate=3e-2", "docs/hacks/value_embeddings.patch", "commit:HEAD~3", EVIL]
         arms = [Arm("abcde"[i], texts[i], [], folder, f"code {i}", {"n_layer": 1}, 100) for i in range(len(losses))]
         given = {"resolve": None, "budget_s": 3600.0, "first_seed": 1} | given
-        super().__init__(arms, Place(Ledger(folder / "ledger"), folder, "cpu"), **given)
+        super().__init__(arms, DistEnv(Ledger(folder / "ledger"), folder, "cpu"), **given)
         self.losses = losses
         self.draw = random.Random(0)
 

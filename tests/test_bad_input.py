@@ -18,8 +18,8 @@ from conftest import TINY, assert_one_line, contents, files_of_at_most, flags
 from data.token_files import write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
-from deskgpt.compute import forms
-from deskgpt.machine import hardware
+from deskgpt.compute import implementation
+from deskgpt.system import hardware
 from train import TrainConfig, main
 
 
@@ -228,7 +228,7 @@ def test_micro_batch_larger_than_the_memory_is_refused_before_any_is_taken(
 ):
     """Of a stranger's checkpoint, or of the command line."""
     monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: 1 << 30)
-    monkeypatch.setattr(forms, "try_out", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(implementation, "try_out", lambda *_: pytest.fail("it was tried"))
     if not settings:
         settings = TINY | {"dataset": chars, "batch_size": 1 << 20}
     else:

@@ -168,7 +168,7 @@ def test_check_of_machines_finds_a_kernel_that_is_wrong(monkeypatch):
     from bench import check_machines
 
     model = check_machines.GPT(check_machines.GPTConfig(vocab_size=65, **check_machines.SIZES, n_embd=32))
-    right = check_machines.check_form(model, "GPT-2", check_machines.Form("float32", attention="explicit"))
+    right = check_machines.check_form(model, "GPT-2", check_machines.Variant("float32", attention="explicit"))
     assert right["right"]
     # It passes the check of a run and is wrong afterwards: the steps show it.
     monkeypatch.setattr("deskgpt.compute.checks.compare", lambda *_: None)
@@ -181,5 +181,5 @@ def test_check_of_machines_finds_a_kernel_that_is_wrong(monkeypatch):
         return loss
 
     monkeypatch.setattr(check_machines.Runner, "forward_backward", planted)
-    wrong = check_machines.check_form(model, "GPT-2", check_machines.Form("float32", attention="explicit"))
+    wrong = check_machines.check_form(model, "GPT-2", check_machines.Variant("float32", attention="explicit"))
     assert not wrong["right"]

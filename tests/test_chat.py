@@ -29,8 +29,8 @@ from data.token_files import read_record
 from data.tokenizer import BytesTokenizer, CharTokenizer, TiktokenTokenizer, Tokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.runner import Runner, Variant
 from model import GPT, GPTConfig
 from train import main as train
 
@@ -257,7 +257,7 @@ def test_tokenizer_and_window_of_a_checkpoint(chat_data, chars, tmp_path, script
 
 def small() -> Runner:
     torch.manual_seed(0)
-    return Runner(GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=2, n_head=2, n_embd=16)), Form())
+    return Runner(GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=2, n_head=2, n_embd=16)), Variant())
 
 
 def by_hand(runner: Runner, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
@@ -351,14 +351,14 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
     runner = small()
     expected = by_hand(runner, *split.eval_batch(np.arange(3), 3)).item()
     batches = [*eval_batches(split, Batching(1, eval_windows=99), CPU)]
-    assert runner.evaluate(batches, Ranks(CPU)).loss == pytest.approx(expected, rel=1e-5)
+    assert runner.evaluate(batches, DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
     for world in (2, 4):  # ranks with padding only
         batchings = [Batching(1, world, eval_windows=99, rank=rank, world=world) for rank in range(world)]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
-        assert runner.evaluate(chain(*shares), Ranks(CPU)).loss == pytest.approx(expected, rel=1e-5)
+        assert runner.evaluate(chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
     of_three = eval_batches(split, Batching(3, eval_windows=99), CPU)
-    assert runner.evaluate(of_three, Ranks(CPU)).loss == pytest.approx(expected, 1e-5)
+    assert runner.evaluate(of_three, DistContext(CPU)).loss == pytest.approx(expected, 1e-5)
     few = eval_batches(split, Batching(1, eval_windows=2), CPU)
     assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from deskgpt.checkpoint import archive, store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.share.gpt2_weights import load_gpt2
+from deskgpt.export.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)

@@ -19,7 +19,7 @@ from bench.analysis.learning import at, spent_until, standard_error
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run, complete, give
 from bench.ask import read_arguments
-from deskgpt.machine.words import clock
+from deskgpt.system.formatting import clock
 
 NO_CAUSE = "No cause can be named"
 CAUSE = "the cause of the difference in"

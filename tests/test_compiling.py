@@ -12,7 +12,7 @@ from conftest import assert_one_line, flags, shell, tiny
 
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
-from deskgpt.machine import torch_internals
+from deskgpt.system import torch_internals
 from train import main
 
 CPU = torch.device("cpu")

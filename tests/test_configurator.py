@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configurator import configure, read_settings
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 from sample import SampleConfig
 from train import TrainConfig
 

@@ -21,9 +21,9 @@ from test_forms import a_model, assert_one_line, search_of, settled, times_of
 from torch import Tensor
 
 import model as definition
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import cpu_kernels, kernels
-from deskgpt.machine import hardware
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.kernels import cpu_kernels, replacements
+from deskgpt.system import hardware
 
 pytestmark = pytest.mark.skipif(
     not cpu_kernels.may_exist(), reason="the kernels are for Linux on a processor with AVX2 or AVX-512"
@@ -49,7 +49,7 @@ def distance(a: Tensor, b: Tensor, least: float = 1e-9) -> float:
 def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     at = torch.arange(q.size(2))
     scores = q @ k.mT * q.size(-1) ** -0.5
-    weights = scores.masked_fill(~definition.sees(at[:, None], at), -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~definition.causal_mask(at[:, None], at), -torch.inf).softmax(-1)
     return weights @ v
 
 
@@ -197,7 +197,7 @@ def test_loss_by_kernel_is_the_definition_with_ignored_targets_and_chunks(V, dty
     targets = torch.randint(V, (37,), generator=draw)
     targets[[0, 5, 36]] = -1
     for chunk in (10, 37):
-        loss, dh, dw = kernels.chunked_cross_entropy(h, w, targets, dtype, chunk, True, cpu_kernels.softmax_)
+        loss, dh, dw = replacements.chunked_cross_entropy(h, w, targets, dtype, chunk, True, cpu_kernels.softmax_)
         exact = [x.double().requires_grad_() for x in (h, w)]
         expected = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=-1, reduction="sum")
         limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
@@ -225,7 +225,7 @@ def test_model_with_kernels_has_the_gradients_of_the_plain_one(checkpoint, compi
     x, y = search_of(model, None).batch_of(2)
     expected: list[Any] = []
     found: list[Any] = []
-    for form, into in ((Form(), expected), (Form("float32", compile, "kernels", checkpoint), found)):
+    for form, into in ((Variant(), expected), (Variant("float32", compile, "kernels", checkpoint), found)):
         runner = Runner(model, form)
         into.append(runner.forward_backward(x, y))
         into += [p.grad for p in runner.parameters]
@@ -236,28 +236,28 @@ def test_model_with_kernels_has_the_gradients_of_the_plain_one(checkpoint, compi
 def test_kernels_are_taken_where_they_are_the_fastest_and_remembered(monkeypatch):
     asked = times_of(monkeypatch, 1.0, 0.5)
     said: list[str] = []
-    assert settled(said, dtype="float32", compile=False).form == Form(attention="kernels")
-    assert asked == [[Form(), Form(attention="kernels")]]
+    assert settled(said, dtype="float32", compile=False).form == Variant(attention="kernels")
+    assert asked == [[Variant(), Variant(attention="kernels")]]
     assert any("float32 with C++ kernels" in line for line in said)
-    assert settled([], dtype="float32", compile=False).form == Form(attention="kernels")
+    assert settled([], dtype="float32", compile=False).form == Variant(attention="kernels")
     assert len(asked) == 1
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype]) -> None:
-    right = kernels.kernel_attention
+    right = replacements.kernel_attention
 
     def wrong(*args: Any) -> Tensor:
         y = right(*args)
         return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if args[1].dtype in dtypes else y
 
-    monkeypatch.setattr(kernels, "kernel_attention", wrong)
+    monkeypatch.setattr(replacements, "kernel_attention", wrong)
 
 
 def test_kernel_that_is_wrong_is_left_out_and_the_other_kernels_stay(monkeypatch):
     plant(monkeypatch, [torch.float32, torch.bfloat16])
     said: list[str] = []
     runner = settled(said, dtype="float32", compile=False, attention="kernels")
-    assert runner.form == Form(attention="kernels", as_written=("attention",))
+    assert runner.form == Variant(attention="kernels", reference_only=("attention",))
     assert sorted(runner.forms) == ["GPT.loss", "activation"]
     assert_one_line(said[0], "attention", "model.py", "may be slower")
 
@@ -266,7 +266,7 @@ def test_kernel_that_is_wrong_in_bfloat16_alone_is_refused(monkeypatch):
     plant(monkeypatch, [torch.bfloat16])
     earlier = {"dtype": "bfloat16", "attention": "kernels", "compiled": False}
     said: list[str] = []
-    assert settled(said, earlier, compile=False).form == Form("bfloat16")
+    assert settled(said, earlier, compile=False).form == Variant("bfloat16")
     line = next(line for line in said if "going on without" in line)
     assert_one_line(line, "bfloat16, C++ kernels, not compiled", "going on without the C++ kernels")
     with pytest.raises(ValueError, match="attention=kernels") as e:
@@ -278,13 +278,13 @@ def test_model_whose_activation_is_changed_trains_with_its_own(monkeypatch):
     monkeypatch.setattr(definition, "activation", lambda x, name: x * x.sigmoid())
     runner = settled([], dtype="float32", compile=False, attention="kernels")
     x, y = search_of(runner.model, None).batch_of(2)
-    expected = Runner(runner.model, Form(as_written=("activation",))).forward_backward(x, y)
+    expected = Runner(runner.model, Variant(reference_only=("activation",))).forward_backward(x, y)
     assert distance(runner.forward_backward(x, y), expected) <= 1e-5
 
 
 # ---- compiling and loading ---------------------------------------------------------------------------------------
 
-LOAD = "from deskgpt.faster import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
+LOAD = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
 
 
 def load_elsewhere(cache: Path, **env: str) -> subprocess.Popen[str]:

@@ -11,8 +11,8 @@ import pytest
 from conftest import assert_one_line, shell
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from deskgpt.machine import errors
-from deskgpt.machine.errors import ConfigError, is_out_of_memory, one_line_errors
+from deskgpt.system import errors
+from deskgpt.system.errors import ConfigError, is_out_of_memory, one_line_errors
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.share import hugging_face
-from deskgpt.share.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.export import hugging_face
+from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
 from export import ExportConfig, main
 from model import GPT, GPTConfig
 from sample import load
@@ -168,7 +168,7 @@ def as_theirs(model: GPT) -> Any:
     """The model in its class of transformers, as if loaded from a folder."""
     import transformers
 
-    from deskgpt.share import modeling_deskgpt
+    from deskgpt.export import modeling_deskgpt
 
     name = hugging_face.class_name(model.config)
     cls: Any = getattr(modeling_deskgpt, name, transformers.GPT2LMHeadModel)
@@ -201,7 +201,7 @@ def test_logits_and_greedy_tokens_are_ours_for_every_combination_of_the_choices(
 
 def test_own_code_asks_for_no_attention_that_is_wrong_on_mps(monkeypatch):
     """Such as that of pytorch's issues 181133 and 195910. Here the CPU counts as MPS."""
-    from deskgpt.share import modeling_deskgpt
+    from deskgpt.export import modeling_deskgpt
 
     right = F.scaled_dot_product_attention
     masks = []

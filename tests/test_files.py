@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from conftest import assert_one_line, files_of_at_most
 
-from deskgpt.machine.files import replacing, write_atomically
+from deskgpt.system.files import replacing, write_atomically
 
 
 def test_of_two_writers_at_once_the_last_one_to_end_wins_with_its_whole_content(tmp_path):

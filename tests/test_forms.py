@@ -20,19 +20,19 @@ from gloo import on_ranks
 from tiny_models import MODERN_SETTINGS
 from torch import Tensor
 
-from deskgpt.compute import checks, forms
+from deskgpt.compute import checks, implementation
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.checks import gradient_errors, nothing_is_zero
-from deskgpt.compute.forms import EarlierForm, Search, Wanted, drop_unfinished, fastest_right_form
-from deskgpt.compute.inference import Reading
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import cpu_kernels, held, kernels
-from deskgpt.faster.definition import may_be_faster
-from deskgpt.machine import hardware, remembered, terminal
-from deskgpt.machine.terminal import not_silent
-from deskgpt.predict import fit
-from model import GPT, MLP, GPTConfig, sees
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.implementation import EarlierVariant, Options, Tuner, choose_implementation, drop_unfinished
+from deskgpt.compute.inference import InferenceEngine
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.estimate import fit
+from deskgpt.kernels import cpu_kernels, replacements, verify
+from deskgpt.kernels.overridable import overridable
+from deskgpt.system import cache, hardware, terminal
+from deskgpt.system.terminal import not_silent
+from model import GPT, MLP, GPTConfig, causal_mask
 from train import TrainConfig, main, make_optimizer, resumed_settings
 
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
@@ -58,35 +58,35 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Listening(Ranks):
+class Listening(DistContext):
     """One rank that keeps its lines instead of printing them."""
 
     said: list[str] = field(default_factory=list)
 
-    def say(self, line: str) -> None:
+    def print0(self, line: str) -> None:
         self.said.append(line)
 
 
 def search_of(
     model: GPT,
-    ranks: Ranks | None = None,
-    earlier: EarlierForm | None = None,
+    ranks: DistContext | None = None,
+    earlier: EarlierVariant | None = None,
     said: list[str] | None = None,
     **settings: Any,
-) -> Search:
+) -> Tuner:
     """What a run of this model with these settings searches. Its lines go to said."""
     c = TrainConfig(**SIZES | settings)
-    wanted = Wanted.of(asdict(c), earlier or EarlierForm(), c.max_iters, None)
+    wanted = Options.of(asdict(c), earlier or EarlierVariant(), c.max_iters, None)
     make = functools.partial(make_optimizer, c)
     smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, wanted.may_split_anew(CPU))
     ranks = ranks or Listening(CPU, said=[] if said is None else said)
-    return Search(model, Batching.of(asdict(c), ranks.rank, ranks.world), wanted, ranks, batch_of, smaller)
+    return Tuner(model, Batching.of(asdict(c), ranks.rank, ranks.world), wanted, ranks, batch_of, smaller)
 
 
 def settled(said: list[str] | None = None, earlier: dict[str, Any] | None = None, **settings: Any) -> Runner:
     """The runner of a run with these settings; its lines go to said."""
     model = a_model(**{k: v for k, v in settings.items() if k in MODERN_SETTINGS or k == "dropout"})
-    return fastest_right_form(search_of(model, None, EarlierForm(**(earlier or {})), said, **settings))[0]
+    return choose_implementation(search_of(model, None, EarlierVariant(**(earlier or {})), said, **settings))[0]
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype], *forms: st
             is_planted = args[1].dtype in dtypes
             return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if is_planted else y
 
-        monkeypatch.setattr(kernels, name, functools.partial(wrong, getattr(kernels, name)))
+        monkeypatch.setattr(replacements, name, functools.partial(wrong, getattr(replacements, name)))
 
 
 def assert_names_the_worst_gradient(line: str, *named: str) -> None:
@@ -126,9 +126,9 @@ def test_wrong_kernel_is_found_and_the_run_goes_on_with_the_plain_form(wrong_att
     for is_remembered in (False, True):
         said: list[str] = []
         runner = settled(said, earlier, compile=False)
-        assert runner.form == Form()
+        assert runner.form == Variant()
         assert_names_the_worst_gradient(said[-1], "going on in float32")
-        assert (str(remembered.path_of(held.FILE)) in said[-1]) == is_remembered
+        assert (str(cache.path_of(verify.FILE)) in said[-1]) == is_remembered
     with pytest.raises(ValueError, match="dtype=bfloat16") as e:  # a user who has asked for it
         settled([], earlier, dtype="bfloat16", compile=False)
     assert_names_the_worst_gradient(str(e.value), "--dtype=float32")
@@ -140,7 +140,7 @@ def test_kernel_that_is_wrong_in_float32_too_is_left_out_and_a_line_says_so(monk
     for _ in range(2):  # it is remembered, too
         said: list[str] = []
         runner = settled(said, earlier, compile=False)
-        assert runner.form == Form("bfloat16", attention="explicit", as_written=("attention",))
+        assert runner.form == Variant("bfloat16", attention="explicit", reference_only=("attention",))
         assert "attention" not in runner.forms
         assert_one_line(said[0], "attention", "model.py", "may be slower")
 
@@ -148,12 +148,16 @@ def test_kernel_that_is_wrong_in_float32_too_is_left_out_and_a_line_says_so(monk
 def define_attention(monkeypatch: pytest.MonkeyPatch, weights_of: Callable[[Tensor, float], Tensor]) -> None:
     """Attention in model.py now has the weights that weights_of makes of its masked scores and the dropout."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
-        scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~sees(query_at[:, None], key_at), -1e9)
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
+    ) -> Tensor:
+        scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(
+            ~causal_mask(query_positions[:, None], key_positions), -1e9
+        )
         return weights_of(scores, dropout) @ v
 
     attention.__qualname__ = "attention"
-    monkeypatch.setattr("model.attention", may_be_faster(attention))
+    monkeypatch.setattr("model.attention", overridable(attention))
 
 
 def usual_weights(scores: Tensor, dropout: float) -> Tensor:
@@ -175,7 +179,7 @@ def test_no_kernel_leaves_out_randomness_that_attention_has_in_model_py(kind, dr
     is_usual = kind == "as it is" or (kind == "dropped scores" and not dropout)
     said: list[str] = []
     form = settled(said, {"attention": "flash"}, dtype="float32", compile=False, dropout=dropout).form
-    assert form.as_written == (() if is_usual else ("attention",)), said
+    assert form.reference_only == (() if is_usual else ("attention",)), said
     assert len(said) == (not is_usual)
 
 
@@ -189,7 +193,7 @@ def test_run_whose_kernel_is_refused_says_so_once_and_trains_as_model_py_says(ch
     said = capsys.readouterr().out
     assert len(re.findall(r"^.*attention differs from model\.py.*$", said, re.M)) == 1
     assert said.count("writing without a cache") == 1
-    monkeypatch.setattr(kernels, "forms_for", lambda *args, **options: {})
+    monkeypatch.setattr(replacements, "replacements_for", lambda *args, **options: {})
     main(tiny(chars, tmp_path / "as-written"))
     assert_equal(weights(tmp_path / "run"), weights(tmp_path / "as-written"))
 
@@ -208,11 +212,11 @@ def test_trials_of_a_model_with_a_running_mean_all_start_from_its_mean_and_leave
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.ones(32))
     block.register_forward_pre_hook(subtract_mean)
-    search = search_of(model, None, EarlierForm("float32", False, "explicit"), dtype="float32", compile=False)
-    runner, _ = fastest_right_form(search)  # raises ValueError where the forms differ
+    search = search_of(model, None, EarlierVariant("float32", False, "explicit"), dtype="float32", compile=False)
+    runner, _ = choose_implementation(search)  # raises ValueError where the forms differ
     assert runner.form.attention == "explicit"
     runner.forward_backward(*batch_of(4))
-    Reading(model.train(), batch_of(1)[0][:, :4], "float32", remembers=False)
+    InferenceEngine(model.train(), batch_of(1)[0][:, :4], "float32", remembers=False)
     assert torch.equal(block.mean, torch.ones(32))
 
 
@@ -222,7 +226,7 @@ def test_right_kernel_is_taken_and_checked_once():
     for settings, n_checks in (({}, 1), ({}, 0), ({"activation_checkpoint": "full"}, 1)):
         said.clear()
         form = settled(said, earlier, compile=False, **settings).form
-        assert replace(form, checkpoint="none") == Form("bfloat16", attention="explicit")
+        assert replace(form, checkpoint="none") == Variant("bfloat16", attention="explicit")
         assert len(said) == n_checks
 
 
@@ -235,7 +239,7 @@ def test_wrong_kernel_of_the_compiler_is_found():
     settings: dict[str, Any] = {"activation": "relu2", "dtype": "float32"}
     earlier = {"compiled": True, "attention": "flash"}
     with inductor.patch({"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}):
-        assert settled(said, earlier, **settings).form == Form()
+        assert settled(said, earlier, **settings).form == Variant()
         if "there is no C++ compiler" in said[-1]:
             pytest.skip("no working C++ compiler here")
         assert_one_line(said[-1], "in float32, compiled", "NOT compiled")
@@ -259,7 +263,7 @@ def test_compiling_that_fails_ends_a_run_that_asked_for_it_and_is_said_aloud_in_
         settled(said, earlier, compile=True)
     assert_one_line(str(e.value), "Triton", "pip install triton", "--compile=auto", "--compile=False")
     assert not said
-    assert settled(said, earlier, compile="auto").form == Form()
+    assert settled(said, earlier, compile="auto").form == Variant()
     (line,) = said
     assert_one_line(line, "NOT compiled", "slower", "pip install triton")
 
@@ -301,7 +305,7 @@ def test_bfloat16s_rounding_of_queries_that_learn_nothing_is_no_error_and_a_lost
 def test_matrices_of_zeros_hide_no_gradient_from_the_check_and_are_zero_again():
     model = a_model(**MODERN_SETTINGS)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    runner = Runner(model, Form())
+    runner = Runner(model, Variant())
     runner.forward_backward(*batch_of(4))
     assert not all(g.any() for g in runner.gradients())  # which is why
     for p in model.parameters():
@@ -321,32 +325,32 @@ def test_low_precision_passes_the_check_with_all_choices_of_the_model(settings, 
 
 
 def test_dropout_hides_no_kernel_that_is_not_finite(monkeypatch):
-    right = kernels.F.scaled_dot_product_attention
+    right = replacements.F.scaled_dot_product_attention
     wrong_in: list[torch.dtype] = []
 
     def not_finite(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
         return v * torch.nan if v.dtype in wrong_in else right(q, k, v, **kwargs)
 
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", not_finite)
+    monkeypatch.setattr(replacements.F, "scaled_dot_product_attention", not_finite)
     wrong_in = [torch.bfloat16]
     with pytest.raises(ValueError, match="dtype=bfloat16: .* nan"):
         settled([], {"attention": "flash"}, dtype="bfloat16", compile=False, dropout=0.2)
-    remembered.path_of(held.FILE).unlink()
+    cache.path_of(verify.FILE).unlink()
     wrong_in = [torch.bfloat16, torch.float32]
     said: list[str] = []
     form = settled(said, {"attention": "flash"}, dtype="bfloat16", compile=False, dropout=0.2).form
-    assert form.as_written == ("attention",)
+    assert form.reference_only == ("attention",)
     assert_one_line(said[0], "attention", "inf")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_noise_where_gradients_are_wanted_counts_as_random(dropout):
     model = a_model(dropout=dropout)
-    assert checks.draws_random_numbers(model, batch_of(2), Form()) == (dropout > 0)
+    assert checks.draws_random_numbers(model, batch_of(2), Variant()) == (dropout > 0)
     model.transformer.drop.register_forward_hook(
         lambda module, args, x: x + 0.1 * torch.randn_like(x) if torch.is_grad_enabled() else x
     )
-    assert checks.draws_random_numbers(model, batch_of(2), Form())
+    assert checks.draws_random_numbers(model, batch_of(2), Variant())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -356,16 +360,16 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_wrong_form(dropout):
     with torch.no_grad():
         model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="nan") as e:
-        fastest_right_form(search_of(model, None, EarlierForm(attention="flash"), **settings))
+        choose_implementation(search_of(model, None, EarlierVariant(attention="flash"), **settings))
     assert_one_line(str(e.value), "plain float32", "weights", "take another checkpoint")
-    assert settled([], {"attention": "flash"}, **settings).form == Form("bfloat16")
+    assert settled([], {"attention": "flash"}, **settings).form == Variant("bfloat16")
 
 
 def test_float32_takes_few_sequences_and_none_of_the_memory_that_a_run_reports(monkeypatch, wrong_attention):
     plain = checks.plain_float32
     seen: list[Any] = []
 
-    def watched(model: GPT, batch: tuple[Tensor, Tensor], form: Form) -> Any:
+    def watched(model: GPT, batch: tuple[Tensor, Tensor], form: Variant) -> Any:
         seen.append(batch[0].size(0))
         return plain(model, batch, form)
 
@@ -376,7 +380,7 @@ def test_float32_takes_few_sequences_and_none_of_the_memory_that_a_run_reports(m
     settings: dict[str, Any] = {"compile": False, "batch_size": 12}
     assert settled([], earlier | {"attention": "flash"}, **settings).form.dtype == "bfloat16"
     said: list[str] = []
-    assert settled(said, earlier | {"attention": "explicit"}, **settings).form == Form()
+    assert settled(said, earlier | {"attention": "explicit"}, **settings).form == Variant()
     assert_names_the_worst_gradient(said[-1])
     assert seen == [2, "forgotten"] * 2
 
@@ -389,7 +393,7 @@ def test_batch_of_repeated_sequences_has_their_loss_and_gradients(B, T, rows):
     assert checks.compared_rows(B, T) == rows
     ids = torch.randint(0, 100, (B, T + 1), generator=torch.Generator().manual_seed(1))
     x, y = ids[:, :-1], ids[:, 1:]
-    runner = Runner(GPT(GPTConfig(block_size=T, vocab_size=100, n_layer=1, n_head=1, n_embd=16)), Form())
+    runner = Runner(GPT(GPTConfig(block_size=T, vocab_size=100, n_layer=1, n_head=1, n_embd=16)), Variant())
     found = []
     for batch in (checks.repeating((x, y)), (x[:rows], y[:rows])):
         loss = runner.forward_backward(*batch).item()
@@ -404,14 +408,14 @@ def test_float16_is_compared_in_full_however_small_a_part_of_the_step_a_micro_ba
     compare = checks.compare
     errors: list[float] = []
 
-    def watched(form: Form, precision: str, names: list[str], *found: Any) -> None:
+    def watched(form: Variant, precision: str, names: list[str], *found: Any) -> None:
         compare(form, precision, names, *found)
         errors.append(max(gradient_errors(names, found[1], found[3], precision).values()))
 
     monkeypatch.setattr(checks, "compare", watched)
     said: list[str] = []
     settings: dict[str, Any] = {"dtype": "float16", "compile": False, "gradient_accumulation_steps": micro_steps}
-    assert settled(said, {"attention": "flash"}, **settings).form == Form("float16"), said
+    assert settled(said, {"attention": "flash"}, **settings).form == Variant("float16"), said
     assert errors[0] < 0.01  # what float16 rounds, as with one micro-batch; underflow loses far more
 
 
@@ -421,9 +425,9 @@ def test_float32_of_mps_is_compared_once_with_a_cpu_and_refused_where_it_differs
     settings: dict[str, Any] = {"dtype": "float32", "compile": False}
     for n_lines in (1, 0):  # the second time it is remembered
         said: list[str] = []
-        assert settled(said, {"attention": "flash"}, **settings).form == Form()
+        assert settled(said, {"attention": "flash"}, **settings).form == Variant()
         assert len(said) == n_lines
-    remembered.path_of(held.FILE).unlink()
+    cache.path_of(verify.FILE).unlink()
 
     model = a_model()
     block: Any = model.transformer.h[0]
@@ -434,7 +438,7 @@ def test_float32_of_mps_is_compared_once_with_a_cpu_and_refused_where_it_differs
     )
     for _ in range(2):
         with pytest.raises(ValueError, match="plain float32") as e:
-            fastest_right_form(search_of(model, None, EarlierForm(attention="flash"), **settings))
+            choose_implementation(search_of(model, None, EarlierVariant(attention="flash"), **settings))
         assert_one_line(str(e.value), "float32", "try --device=cpu")
 
 
@@ -443,10 +447,10 @@ def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path, monkeypatch):
     """Rank 1 finds bfloat16 wrong, and cannot compile."""
     compare = checks.compare
 
-    def work(ranks: Ranks) -> list[str]:
+    def work(ranks: DistContext) -> list[str]:
         def planted(*args: Any) -> None:
             if ranks.rank == 1:
-                raise held.Wrong("planted")
+                raise verify.Mismatch("planted")
             compare(*args)
 
         def not_compiled(*args: Any, **kwargs: Any) -> Any:
@@ -459,12 +463,12 @@ def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path, monkeypatch):
         monkeypatch.setattr(torch, "compile", not_compiled)
         settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
         found = []
-        earlier = EarlierForm("bfloat16", compiled=False, attention="flash")
-        runner, _ = fastest_right_form(search_of(a_model(), ranks, earlier, **settings))
+        earlier = EarlierVariant("bfloat16", compiled=False, attention="flash")
+        runner, _ = choose_implementation(search_of(a_model(), ranks, earlier, **settings))
         found.append(str(runner.form))
         monkeypatch.setattr(checks, "compare", compare)
         with pytest.raises(ValueError, match="compile=True") as e:
-            fastest_right_form(search_of(a_model(), ranks, EarlierForm("float32"), **settings, compile=True))
+            choose_implementation(search_of(a_model(), ranks, EarlierVariant("float32"), **settings, compile=True))
         return [*found, str(e.value)]
 
     first, second = on_ranks(work, 2, tmp_path)
@@ -476,21 +480,21 @@ def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path, monkeypatch):
 # ---- the fastest ---------------------------------------------------------------------------------------------
 
 
-def times_of(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> list[list[Form]]:
+def times_of(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> list[list[Variant]]:
     """A machine on which forms take these seconds, in order of trial; returns the forms that were timed."""
     asked = []
 
-    def in_turns(s: Search, runners: list[Runner], batch: Any) -> list[float]:
+    def in_turns(s: Tuner, runners: list[Runner], batch: Any) -> list[float]:
         asked.append([runner.form for runner in runners])
         return list(seconds[: len(runners)])
 
-    monkeypatch.setattr(forms, "in_turns", in_turns)
-    monkeypatch.setattr(forms, "HOPELESS", math.inf)  # whatever this machine really takes
+    monkeypatch.setattr(implementation, "in_turns", in_turns)
+    monkeypatch.setattr(implementation, "HOPELESS", math.inf)  # whatever this machine really takes
     return asked
 
 
-EXPLICIT = Form("float32", attention="explicit")
-FOUR = [Form(), EXPLICIT, Form("bfloat16"), Form("bfloat16", attention="explicit")]
+EXPLICIT = Variant("float32", attention="explicit")
+FOUR = [Variant(), EXPLICIT, Variant("bfloat16"), Variant("bfloat16", attention="explicit")]
 
 
 def test_auto_takes_what_was_fastest_here_and_measures_once_on_a_machine(tmp_path, monkeypatch):
@@ -501,7 +505,7 @@ def test_auto_takes_what_was_fastest_here_and_measures_once_on_a_machine(tmp_pat
     said.clear()
     assert settled(said, compile=False).form == EXPLICIT
     (line,) = said
-    path = remembered.path_of(held.FILE)
+    path = cache.path_of(verify.FILE)
     assert_one_line(line, "float32 with explicit attention", path)
     assert asked == [FOUR]
     settled([], compile=False, activation="relu2")  # another model
@@ -521,8 +525,10 @@ def test_auto_takes_what_was_fastest_here_and_measures_once_on_a_machine(tmp_pat
 @pytest.mark.parametrize(("slow_s", "timed"), [(0.3, FOUR), (0.5, FOUR[:2])])
 def test_form_that_is_hopeless_with_one_sequence_is_not_timed_with_more(slow_s, timed, monkeypatch):
     asked = times_of(monkeypatch, 0.2, 0.1, 0.3, 0.3)
-    monkeypatch.setattr(forms, "HOPELESS", 4.0)
-    monkeypatch.setattr(forms, "seconds", lambda s, runner, batch: slow_s if runner.form.dtype == "bfloat16" else 0.1)
+    monkeypatch.setattr(implementation, "HOPELESS", 4.0)
+    monkeypatch.setattr(
+        implementation, "seconds", lambda s, runner, batch: slow_s if runner.form.dtype == "bfloat16" else 0.1
+    )
     assert settled([], compile=False).form == EXPLICIT
     assert asked == [timed]
 
@@ -530,17 +536,17 @@ def test_form_that_is_hopeless_with_one_sequence_is_not_timed_with_more(slow_s, 
 def test_explicit_settings_and_what_the_run_had_before_are_not_asked_again(monkeypatch):
     asked = times_of(monkeypatch, 1.0, 0.5)
     earlier = {"dtype": "bfloat16", "attention": "explicit", "compiled": False}
-    assert settled([], earlier).form == Form("bfloat16", attention="explicit")
+    assert settled([], earlier).form == Variant("bfloat16", attention="explicit")
     assert not asked
-    assert settled([], dtype="bfloat16", compile=False).form == Form("bfloat16", attention="explicit")
-    assert settled([], compile=False, dropout=0.1).form == Form("bfloat16")  # explicit attention has no dropout
-    assert asked == [FOUR[2:], [Form(), Form("bfloat16")]]
+    assert settled([], dtype="bfloat16", compile=False).form == Variant("bfloat16", attention="explicit")
+    assert settled([], compile=False, dropout=0.1).form == Variant("bfloat16")  # explicit attention has no dropout
+    assert asked == [FOUR[2:], [Variant(), Variant("bfloat16")]]
 
 
 def test_attention_that_a_user_chooses_is_not_timed_and_refused_where_it_is_not_possible(monkeypatch):
     asked = times_of(monkeypatch, 1.0, 0.5)
     assert settled([], dtype="float32", compile=False, attention="explicit").form == EXPLICIT
-    assert settled([], {"attention": "explicit"}, dtype="float32", compile=False, attention="flash").form == Form()
+    assert settled([], {"attention": "explicit"}, dtype="float32", compile=False, attention="flash").form == Variant()
     assert not asked
     with pytest.raises(ValueError, match="attention=explicit") as e:
         settled([], attention="explicit", dropout=0.1)
@@ -573,19 +579,19 @@ def test_auto_leaves_a_short_run_uncompiled_and_the_terminal_says_so(chars, tmp_
     assert "compile=auto: not compiling, which takes about" in capsys.readouterr().out
 
 
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Form]:
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     """Passes take a second and nothing is compiled; returns the forms that would have been."""
     asked = []
 
-    def attempt(s: Search, form: Form) -> Runner:
+    def try_variant(s: Tuner, form: Variant) -> Runner:
         if form.compiled:
             asked.append(form)
         runner = Runner(s.model, replace(form, compiled=False))
         runner.form = form
         return runner
 
-    monkeypatch.setattr(forms, "attempt", attempt)
-    monkeypatch.setattr(forms, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(implementation, "try_variant", try_variant)
+    monkeypatch.setattr(implementation, "seconds", lambda *_: 1.0)
     return asked
 
 
@@ -594,15 +600,15 @@ def test_compiled_form_has_the_attention_that_a_user_chooses(attention, kind, mo
     asked = compilations(monkeypatch)
     times_of(monkeypatch, 1.0, 0.9)
     settled([], dtype="bfloat16", attention=attention, max_iters=100)
-    assert asked == [Form("bfloat16", compiled=True, attention=kind)]
+    assert asked == [Variant("bfloat16", compiled=True, attention=kind)]
 
 
 @pytest.mark.parametrize(
     ("max_iters", "times", "best", "tried"),
     [
-        (50, (), Form(), 0),  # 50 s of steps: compiling with an empty cache takes longer than it saves
-        (100, (1.0, 0.9), Form(compiled=True), 1),
-        (10**6, (1.0, 0.98), Form(), 1),  # the plainer form stays: the other is not clearly faster
+        (50, (), Variant(), 0),  # 50 s of steps: compiling with an empty cache takes longer than it saves
+        (100, (1.0, 0.9), Variant(compiled=True), 1),
+        (10**6, (1.0, 0.98), Variant(), 1),  # the plainer form stays: the other is not clearly faster
     ],
 )
 def test_auto_compiles_long_runs_where_that_is_faster(max_iters, times, best, tried, monkeypatch):
@@ -624,10 +630,10 @@ def searched(monkeypatch):
     """Searches on this CPU as on CUDA. Sequences take these seconds by micro-batch; others do not fit."""
     seconds: dict[int, float] = {}
     asked: list[int] = []
-    monkeypatch.setattr(forms, "BATCH_IS_SEARCHED_ON", ("cpu",))
+    monkeypatch.setattr(implementation, "BATCH_IS_SEARCHED_ON", ("cpu",))
     forward_backward = Runner.forward_backward
 
-    def timed(s: Search, runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
+    def timed(s: Tuner, runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
         rows = batch[0].size(0)
         asked.append(rows)
         if rows not in seconds:
@@ -635,8 +641,8 @@ def searched(monkeypatch):
         forward_backward(runner, *batch)
         return seconds[rows] * rows
 
-    monkeypatch.setattr(forms, "seconds", timed)
-    monkeypatch.setattr(forms, "LEAST_ROUNDS", 0)
+    monkeypatch.setattr(implementation, "seconds", timed)
+    monkeypatch.setattr(implementation, "LEAST_ROUNDS", 0)
     return SimpleNamespace(seconds=seconds, asked=asked)
 
 
@@ -646,10 +652,10 @@ def batch_found(said: list[str], before: int | None = None, **settings: Any) -> 
     before: the micro-batch of the run that it resumes, if it does.
     """
     c = TrainConfig(**SIZES | {"batch_size": 2, "gradient_accumulation_steps": 12} | settings)
-    kept = EarlierForm(None if c.init_from == "scratch" else "float32", False, "flash", before)
+    kept = EarlierVariant(None if c.init_from == "scratch" else "float32", False, "flash", before)
     model = a_model(dropout=c.dropout)
     search = search_of(model, None, kept, said, **asdict(replace(c, compile=False)))
-    _, batching = fastest_right_form(search)
+    _, batching = choose_implementation(search)
     assert all(p.grad is None for p in model.parameters())
     c = TrainConfig(**asdict(c) | batching.changed(asdict(c)))
     return c.batch_size, c.gradient_accumulation_steps, c.eval_tokens
@@ -682,7 +688,7 @@ def test_micro_batch_doubles_while_that_is_clearly_faster_and_fits(seconds, sett
 
 def test_micro_batch_is_kept_without_timing_where_there_is_nothing_to_double_and_without_cuda(searched, monkeypatch):
     assert batch_found([], gradient_accumulation_steps=3, dtype="float32")[:2] == (2, 3)
-    monkeypatch.setattr(forms, "BATCH_IS_SEARCHED_ON", ())
+    monkeypatch.setattr(implementation, "BATCH_IS_SEARCHED_ON", ())
     assert batch_found([], dtype="float32", auto_batch=True)[:2] == (2, 12)
     assert searched.asked == []
 
@@ -695,7 +701,7 @@ def test_identical_runs_take_the_same_micro_batch_though_timing_differs(searched
     searched.asked.clear()
     assert batch_found(said, dtype="float32")[0] == 4
     assert searched.asked == []
-    assert_one_line(said[-1], "auto_batch", "batch_size=4", str(remembered.path_of(held.FILE)))
+    assert_one_line(said[-1], "auto_batch", "batch_size=4", str(cache.path_of(verify.FILE)))
     assert batch_found(said, dtype="float32", gradient_accumulation_steps=6)[0] == 2  # another run
 
 
@@ -721,7 +727,7 @@ def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
     main(tiny(chars, tmp_path / "whole", **chosen))
     main(tiny(chars, tmp_path / "halves", max_iters=3, lr_decay_iters=6, **chosen))
     assert events(tmp_path / "halves", "start")[0]["dtype"] == "bfloat16"
-    monkeypatch.setattr(forms, "in_turns", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(implementation, "in_turns", lambda *_: pytest.fail("asked again"))
     argv = [f"--out_dir={tmp_path / 'halves'}", "--init_from=resume", "--max_iters=6"]
     main(TrainConfig(**resumed_settings(argv, str(tmp_path / "halves"))))
     assert [e["dtype"] for e in events(tmp_path / "halves", "start")] == ["bfloat16"] * 2
@@ -740,9 +746,9 @@ def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
     ],
 )
 def test_form_of_another_device_or_none_of_ours_is_not_taken_from_a_checkpoint(saved):
-    assert EarlierForm.of(saved, CPU) == EarlierForm()
+    assert EarlierVariant.of(saved, CPU) == EarlierVariant()
     # Older checkpoints say only whether they were compiled.
-    assert EarlierForm.of({"compiled": True}, CPU) == EarlierForm(compiled=True)
+    assert EarlierVariant.of({"compiled": True}, CPU) == EarlierVariant(compiled=True)
 
 
 # ---- the rest ------------------------------------------------------------------------------------------------

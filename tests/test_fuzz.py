@@ -56,15 +56,15 @@ from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_data
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
 from data.verify import Verification
 from deskgpt.checkpoint import store
-from deskgpt.compute import forms
+from deskgpt.compute import implementation
 from deskgpt.compute.batching import Batching
+from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine import hardware
-from deskgpt.machine.errors import is_out_of_memory, one_line_errors
-from deskgpt.machine.files import file_sha256
-from deskgpt.run.run import Run
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.run.train_state import Run
+from deskgpt.system import hardware
+from deskgpt.system.errors import is_out_of_memory, one_line_errors
+from deskgpt.system.files import file_sha256
 from model import GPT, GPTConfig
 from sample import SampleConfig
 from train import TrainConfig
@@ -178,7 +178,7 @@ odd_json = st.recursive(
 )
 
 
-def place_of(where: bytes, length: int) -> int:
+def dist_env(where: bytes, length: int) -> int:
     """The index, below length, that a drawn `share` stands for."""
     return int.from_bytes(where, "big") * length >> 32
 
@@ -186,7 +186,7 @@ def place_of(where: bytes, length: int) -> int:
 def damaged(content: bytes, edits: list[tuple[bytes, int, int | bytes]]) -> bytes:
     """content with bits flipped, and pieces replaced by other bytes, inserted or cut off."""
     for where, length, new in edits:
-        at = place_of(where, len(content))
+        at = dist_env(where, len(content))
         if isinstance(new, int):
             flipped = bytes([content[at] ^ (1 << new)]) if content else b""
             content = content[:at] + flipped + content[at + 1 :]
@@ -207,7 +207,7 @@ def with_changes(value: Any, changes: list[tuple[bytes, Any]]) -> Any:
     made = copy.deepcopy(value)
     paths = paths_in(value)
     for where, new in changes if paths else ():
-        *way, last = paths[place_of(where, len(paths))]
+        *way, last = paths[dist_env(where, len(paths))]
         with suppress(LookupError, TypeError):  # an earlier change may have replaced what is there
             inner = functools.reduce(operator.getitem, way, made)
             if isinstance(inner, dict | list):
@@ -333,7 +333,7 @@ def changed_log(text: str, edits: list[tuple[str, bytes, Any]]) -> bytes:
     """A log with some of its lines changed."""
     lines = text.splitlines()
     for kind, where, new in edits:
-        at = place_of(where, len(lines))
+        at = dist_env(where, len(lines))
         if kind == "field":
             with suppress(ValueError, RecursionError):
                 lines[at] = json.dumps(with_changes(json.loads(lines[at]), [new]))
@@ -536,11 +536,11 @@ def resume(file: Path) -> None:
     saved = store.load(file)
     model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
     cpu = torch.device("cpu")
-    runner = Runner(model, Form("float16" if saved.scaler else "float32"))
+    runner = Runner(model, Variant("float16" if saved.scaler else "float32"))
     optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
-    run = Run(asdict(c), runner, optimizer, Ranks(cpu))
+    run = Run(asdict(c), runner, optimizer, DistContext(cpu))
     run.resume(saved, str(file), saved.best_val_loss, saved.health, trains=True)
-    forms.EarlierForm.of(saved.form, cpu)
+    implementation.EarlierVariant.of(saved.form, cpu)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()

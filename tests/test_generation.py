@@ -10,11 +10,11 @@ from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
 
 from deskgpt.compute import checks
-from deskgpt.compute.inference import Reading
-from deskgpt.faster import held, kernels
-from deskgpt.faster.decoding import Decoder
-from deskgpt.faster.definition import may_be_faster, using
-from deskgpt.machine import remembered
+from deskgpt.compute.inference import InferenceEngine
+from deskgpt.kernels import replacements, verify
+from deskgpt.kernels.kv_cache import Decoder
+from deskgpt.kernels.overridable import overridable, replacing
+from deskgpt.system import cache
 from model import GPT, MLP, activation, sample_tokens
 
 
@@ -24,7 +24,7 @@ def cached(model: GPT) -> dict[str, Any]:
 
 def drawn(model: GPT, forms: dict[str, Any], idx: torch.Tensor, n: int, **options: Any) -> torch.Tensor:
     """The next n tokens (n, B), with these forms in use."""
-    with using(forms):
+    with replacing(forms):
         return torch.stack(list(model.generate(idx, n, **options)))
 
 
@@ -36,7 +36,12 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
     n = max(6, 38 - prompt)  # past block_size=32
     found = [
         drawn(model, forms, idx, n, temperature=temperature, seed=5)
-        for forms in ({}, cached(model), kernels.forms_for("cpu"), kernels.forms_for("cpu") | cached(model))
+        for forms in (
+            {},
+            cached(model),
+            replacements.replacements_for("cpu"),
+            replacements.replacements_for("cpu") | cached(model),
+        )
     ]
     assert all(torch.equal(other, found[0]) for other in found)
     if temperature == 0:  # and all are what the whole model says
@@ -50,11 +55,11 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 def test_attention_on_mps_is_none_of_torchs_fused_ones(config, grad, monkeypatch):
     """They are wrong there without gradients (pytorch's issues 181133 and 195910), frozen weights in training too."""
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", lambda *args, **kwargs: pytest.fail("fused"))
+    monkeypatch.setattr(replacements.F, "scaled_dot_product_attention", lambda *args, **kwargs: pytest.fail("fused"))
     model, text = make(config).eval(), tokens(2, 30)
     for attention in ("flash", "explicit"):
-        forms = kernels.forms_for("mps", attention)
-        with torch.set_grad_enabled(grad), using(forms):
+        forms = replacements.replacements_for("mps", attention)
+        with torch.set_grad_enabled(grad), replacing(forms):
             model(text, text)
         assert torch.equal(drawn(model, forms | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))
 
@@ -65,8 +70,8 @@ def test_model_that_mps_computes_wrongly_is_not_sampled_from(tmp_path, monkeypat
     monkeypatch.setattr(checks, "REFERENCES", ())
     model, prompt = make(), tokens(1, 9)
     for _ in range(2):  # the second time it is remembered
-        Reading(model, prompt, "float32")
-    remembered.path_of(held.FILE).unlink()
+        InferenceEngine(model, prompt, "float32")
+    cache.path_of(verify.FILE).unlink()
 
     block: Any = model.transformer.h[0]
     linear = F.linear
@@ -75,18 +80,20 @@ def test_model_that_mps_computes_wrongly_is_not_sampled_from(tmp_path, monkeypat
     )
     for _ in range(2):
         with pytest.raises(ValueError, match="CPU") as e:
-            Reading(model, prompt, "float32")
+            InferenceEngine(model, prompt, "float32")
         assert_one_line(e.value, "float32", "try --device=cpu")
 
 
-def by_shape(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
+def by_shape(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float) -> Tensor:
     """Attention that does not ask where its keys are: as many as there are, up to the query's own, the last ones."""
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)
     later = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.size(2) - q.size(2))
     return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
-def square_window(q: Tensor, k: Tensor, v: Tensor, query_at: Tensor, key_at: Tensor, dropout: float) -> Tensor:
+def square_window(
+    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
+) -> Tensor:
     """Attention to the last 16 tokens, written for passes over whole texts."""
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)
     T = q.size(2)
@@ -118,10 +125,10 @@ def whole_texts(self: MLP, x: Tensor, span: Any) -> Tensor:
 )
 def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(name, change, monkeypatch):
     change.__qualname__ = name
-    monkeypatch.setattr(f"model.{name}", may_be_faster(change) if name == "attention" else change)
+    monkeypatch.setattr(f"model.{name}", overridable(change) if name == "attention" else change)
     model, idx = make().eval(), tokens(2, 9)
     said: list[str] = []
-    reading = Reading(model, idx, "float32", remembers=False, say=said.append)
+    reading = InferenceEngine(model, idx, "float32", remembers=False, print0=said.append)
     is_right = change is by_shape
     assert ("GPT.next_logits" in reading.forms) == is_right
     about_cache = [line for line in said if "cache" in line]

@@ -22,7 +22,7 @@ from data.bpe import train as train_bpe
 from data.chat import template
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, Tokenizer, from_meta
 from deskgpt.checkpoint import store
-from deskgpt.share import gguf_format, llama_cpp
+from deskgpt.export import gguf_format, llama_cpp
 from export import ExportConfig, main
 from model import GPT, GPTConfig
 from sample import SampleConfig
@@ -226,7 +226,7 @@ def test_without_llama_cpp_a_line_says_that_nothing_was_compared(tmp_path, monke
 
 @needs_llama
 def test_file_that_llama_cpp_does_not_load_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("deskgpt.share.gguf_format.NAMES", gguf_format.NAMES | {"ln_1": "ln_1"})
+    monkeypatch.setattr("deskgpt.export.gguf_format.NAMES", gguf_format.NAMES | {"ln_1": "ln_1"})
     saved(tmp_path / "out", SMALL, BYTES)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="does not run") as e:

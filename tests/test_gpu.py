@@ -29,13 +29,13 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.checks import gradient_errors, nothing_is_zero
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
-from deskgpt.faster.decoding import Decoder
-from deskgpt.faster.definition import using
-from deskgpt.machine import hardware, peak_flops
-from deskgpt.predict.memory import Step, memory
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.estimate.memory import Step, memory
+from deskgpt.kernels import replacements
+from deskgpt.kernels.kv_cache import Decoder
+from deskgpt.kernels.overridable import replacing
 from deskgpt.run.saver import Saver
+from deskgpt.system import hardware, peak_flops
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -114,7 +114,7 @@ def test_every_form_passes_the_check_against_float32(compiled, dtype, chars, tmp
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_step_whose_gradients_are_not_finite_changes_nothing(name):
     model = make(GPT2)
-    runner = Runner(model, Form())
+    runner = Runner(model, Variant())
     optimizer = make_optimizer(model, name, 0.1, 1e-3, (0.9, 0.95), 0.95)
     for bad in (False, True, False):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
@@ -133,7 +133,7 @@ def test_step_whose_gradients_are_not_finite_changes_nothing(name):
 
 def test_checkpoint_holds_what_the_weights_were_although_training_goes_on(tmp_path):
     model = make(GPT2)
-    runner = Runner(model, Form())
+    runner = Runner(model, Variant())
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
     saver = Saver(tmp_path, print, math.inf)
     for step in (1, 2):  # the second one takes the buffers of the first
@@ -174,10 +174,10 @@ def test_loss_in_chunks_equals_the_plain_loss_and_holds_less(compiled):
     y[0, :10] = -1
     passes = []
     peaks = []
-    whole_at_once = Runner(model, Form("bfloat16", compiled, as_written=("GPT.loss",)))
-    in_chunks = Runner(model, Form("bfloat16", compiled))
+    whole_at_once = Runner(model, Variant("bfloat16", compiled, reference_only=("GPT.loss",)))
+    in_chunks = Runner(model, Variant("bfloat16", compiled))
     loss_logits = 100 * vocab_size  # 100 tokens: the last chunk is not full
-    in_chunks.forms["GPT.loss"] = functools.partial(kernels.chunked_loss, loss_logits=loss_logits)
+    in_chunks.forms["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=loss_logits)
     for runner in (whole_at_once, in_chunks):
         pass_of(runner, x, y)
         if ON_CUDA:
@@ -197,10 +197,12 @@ def test_head_gradient_of_many_chunks_is_as_exact_as_that_of_one():
     h = torch.randn(8192, 256, device=DEVICE)
     w = torch.randn(4096, 256, device=DEVICE) * 0.02
     t = torch.randint(0, 4096, (8192,), device=DEVICE)
-    _, _, exact = kernels.chunked_cross_entropy(h.double(), w.double(), t, torch.float64, 8192, True, kernels.softmax_)
+    _, _, exact = replacements.chunked_cross_entropy(
+        h.double(), w.double(), t, torch.float64, 8192, True, replacements.softmax_
+    )
     errors = []
     for chunk in (8192, 128):
-        _, _, grad = kernels.chunked_cross_entropy(h, w, t, torch.bfloat16, chunk, True, kernels.softmax_)
+        _, _, grad = replacements.chunked_cross_entropy(h, w, t, torch.bfloat16, chunk, True, replacements.softmax_)
         errors.append(((grad - exact).norm() / exact.norm()).item())
     assert errors[1] < 1.2 * errors[0]
 
@@ -215,7 +217,11 @@ def test_cache_gives_the_logits_of_the_whole_model(config, dtype):
     model = make(config).eval()
     text = batch(config, rows=3)[0]
     forms = {"GPT.next_logits": Decoder(model)}
-    with nothing_is_zero(model), hardware.autocast(DEVICE, dtype), using(forms):  # all logits of a new one are zeros
+    with (
+        nothing_is_zero(model),
+        hardware.autocast(DEVICE, dtype),
+        replacing(forms),
+    ):  # all logits of a new one are zeros
         for end in range(7, 65):
             found = model.next_logits(text[:, :end]).float()
             expected = model(text[:, :end])[0][:, -1].float()
@@ -280,7 +286,7 @@ def test_predicted_total_is_what_cuda_allocates(dtype, settings):
     before = torch.cuda.memory_allocated()
     model = make(config)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-    runner = Runner(model, Form(dtype))
+    runner = Runner(model, Variant(dtype))
     x, y = batch(config, rows=8)
     for _ in range(2):  # the second step has AdamW's moments
         torch.cuda.reset_peak_memory_stats()
@@ -289,7 +295,7 @@ def test_predicted_total_is_what_cuda_allocates(dtype, settings):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    predicted = sum(memory(Step(config, 8, Form(dtype), "cuda")).values())
+    predicted = sum(memory(Step(config, 8, Variant(dtype), "cuda")).values())
     allocated = torch.cuda.max_memory_allocated() - before
     assert 0.9 * allocated < predicted < 1.05 * allocated
 
@@ -299,7 +305,7 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(chars, tmp_path):
     """With most of the memory forbidden; the losses are those of a run that began with the smaller micro-batch."""
     settings = {"n_embd": 256, "block_size": 256, "dtype": "float32", "gradient_accumulation_steps": 1, "max_iters": 3}
     model = GPTConfig(block_size=256, vocab_size=65, n_layer=2, n_head=2, n_embd=256, bias=False)
-    limit = sum(memory(Step(model, 64, Form(), "cuda")).values()) + 200 * 2**20
+    limit = sum(memory(Step(model, 64, Variant(), "cuda")).values()) + 200 * 2**20
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from deskgpt.machine import gpu_peaks
+from deskgpt.system import gpu_peaks
 
 
 def test_figures_of_a_card_agree_with_each_other():

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, flags
 
-from deskgpt.machine import hardware, peak_flops
-from deskgpt.machine.hardware import resolve_device
+from deskgpt.system import hardware, peak_flops
+from deskgpt.system.hardware import resolve_device
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

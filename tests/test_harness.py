@@ -16,10 +16,10 @@ from gloo import on_ranks
 
 import train
 from data.tokenizer import BytesTokenizer, CharTokenizer
-from deskgpt.compute.inference import Reading
-from deskgpt.compute.ranks import Ranks
-from deskgpt.faster.decoding import Decoder
-from deskgpt.share.gpt2_weights import load_gpt2
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.inference import InferenceEngine
+from deskgpt.export.gpt2_weights import load_gpt2
+from deskgpt.kernels.kv_cache import Decoder
 from model import GPT, GPTConfig
 
 if TYPE_CHECKING:
@@ -195,9 +195,9 @@ def answers(results: dict[str, Any], task: str) -> list[Any]:
 
 def test_every_answer_is_that_of_lm_evals_own_hf_backend(gpt, tasks, theirs):
     backend = harness.Backend(gpt, BytesTokenizer(), batch_size=7)
-    reading = Reading(gpt, torch.tensor([[backend.prefix_token_id]]), "float32")
+    reading = InferenceEngine(gpt, torch.tensor([[backend.prefix_token_id]]), "float32")
     assert isinstance(reading.forms.get("GPT.next_logits"), Decoder)
-    backend.using = reading.using
+    backend.replacing = reading.replacing
     ours = tasks.evaluate(backend, log_samples=True)
     for name in ("choices", "letters", "last_word"):
         found = answers(ours, name)
@@ -219,7 +219,7 @@ def test_every_answer_is_that_of_lm_evals_own_hf_backend(gpt, tasks, theirs):
 def test_ranks_share_the_items_and_find_what_one_finds(gpt, tasks, tmp_path):
     alone = tasks.evaluate(harness.Backend(gpt, BytesTokenizer()))
 
-    def work(ranks: Ranks) -> list[Any]:
+    def work(ranks: DistContext) -> list[Any]:
         found = tasks.evaluate(harness.Backend(gpt, BytesTokenizer(), ranks=ranks))
         return [json.loads(json.dumps(harness.figures(found))), found.get("truncated")]
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from data.loader import Loader
 from data.splits import Split
 from deskgpt.checkpoint import store
-from deskgpt.compute.runner import Evaluation, Form, Runner
+from deskgpt.compute.runner import Evaluation, Runner, Variant
 from deskgpt.run.diagnosis import Evaluated, SpikeWatch, advice, without_improvement
 from deskgpt.run.health import Health
-from deskgpt.run.stops import Due, Stops
+from deskgpt.run.stopping import Due, StopController
 from train import main
 
 # ---- planting what goes wrong --------------------------------------------------------------------------------
@@ -149,10 +149,15 @@ def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, mo
 @pytest.mark.parametrize(
     ("form", "no_update_before", "broken_weight", "tries"),
     [
-        (Form("bfloat16", compiled=True), False, None, ["--learning_rate", "--compile=False", "--dtype=float32"]),
-        (Form("bfloat16", compiled=True), True, None, ["not the learning rate", "--compile=False", "--dtype=float32"]),
-        (Form(), True, None, ["not the learning rate", "the weights", "the data"]),
-        (Form(), False, "lm_head.weight", ["lm_head.weight", "another checkpoint"]),
+        (Variant("bfloat16", compiled=True), False, None, ["--learning_rate", "--compile=False", "--dtype=float32"]),
+        (
+            Variant("bfloat16", compiled=True),
+            True,
+            None,
+            ["not the learning rate", "--compile=False", "--dtype=float32"],
+        ),
+        (Variant(), True, None, ["not the learning rate", "the weights", "the data"]),
+        (Variant(), False, "lm_head.weight", ["lm_head.weight", "another checkpoint"]),
     ],
 )
 def test_advice_follows_from_the_evidence(form, no_update_before, broken_weight, tries):
@@ -230,7 +235,7 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars,
         return Due(stop=None, save=False)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Stops, "due", killed)
+        patched.setattr(StopController, "due", killed)
         with pytest.raises(KeyboardInterrupt):
             main(tiny(chars, tmp_path / "halves", on_spike="rewind", **SPIKED))
     for thread in threading.enumerate():

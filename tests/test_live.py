@@ -27,7 +27,7 @@ from bench.analysis import live
 from bench.analysis.live import Follower, Live, status
 from bench.analysis.logs import read_run
 from bench.analysis.runs import Run, complete
-from deskgpt.share.page_server import Server
+from deskgpt.serve.page_server import Server
 
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
 

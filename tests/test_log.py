@@ -8,8 +8,8 @@ import pytest
 from conftest import assert_one_line, events, tiny
 
 from deskgpt.checkpoint import store
-from deskgpt.machine import provenance
 from deskgpt.run.log import RunLog, event_of
+from deskgpt.system import provenance
 from train import main
 
 

@@ -19,15 +19,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
+from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.runner import Runner, Variant
 from deskgpt.compute.sharding import local
-from deskgpt.faster import kernels
-from deskgpt.faster.definition import using
-from deskgpt.machine import hardware
-from deskgpt.predict import fit
-from deskgpt.predict.memory import MakeOptimizer, Step, fake_tensors, memory
+from deskgpt.estimate import fit
+from deskgpt.estimate.memory import MakeOptimizer, Step, fake_tensors, memory
+from deskgpt.kernels import replacements
+from deskgpt.kernels.overridable import replacing
+from deskgpt.system import hardware
 from model import GPT, GPTConfig
 from train import TrainConfig, main, resumed_settings, settings_of_earlier_run
 
@@ -46,7 +46,7 @@ def muon(model: GPT) -> torch.optim.Optimizer:
 class Real:
     """A model on the CPU that takes steps, and the bytes that torch's allocator then holds, by its profiler."""
 
-    def __init__(self, config: GPTConfig, batch_size: int, form: Form) -> None:
+    def __init__(self, config: GPTConfig, batch_size: int, form: Variant) -> None:
         self.model = GPT(config)
         self.optimizer = adamw(self.model)
         self.x, self.y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
@@ -58,7 +58,7 @@ class Real:
 
     def step(self, micro_steps: int) -> None:
         for _ in range(micro_steps):
-            with using(self.runner.forms):
+            with replacing(self.runner.forms):
                 self.loss().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -98,7 +98,7 @@ def kept_by(real: Real) -> int:
         return t
 
     runner = real.runner
-    with using(runner.forms), runner.amp, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with replacing(runner.forms), runner.amp, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         h = real.model.transformer(real.x)
     for t in (real.x, real.y, h):
         keep(t)
@@ -117,11 +117,11 @@ def no_onednn(monkeypatch):
 
 # Not compiled, a block of GPT-2's keeps 16 tensors of its input's size and full checkpointing one; selective keeps 6.
 CASES = [  # model, batch, form, tokens in a chunk of the loss (some make it in one piece), micro-batches
-    (SMALL, 16, Form("float16"), 256, 1),
-    (replace(SMALL, vocab_size=64, n_head=1), 4, Form("bfloat16"), 256, 2),
-    (replace(SMALL, dropout=0.1, block_size=48), 8, Form("float32"), 128, 2),
-    (replace(SMALL, dropout=0.1, block_size=48), 8, Form("float32", checkpoint="full"), 128, 2),
-    (replace(SMALL, **MODERN_SETTINGS), 4, Form("bfloat16", checkpoint="selective"), 64, 2),
+    (SMALL, 16, Variant("float16"), 256, 1),
+    (replace(SMALL, vocab_size=64, n_head=1), 4, Variant("bfloat16"), 256, 2),
+    (replace(SMALL, dropout=0.1, block_size=48), 8, Variant("float32"), 128, 2),
+    (replace(SMALL, dropout=0.1, block_size=48), 8, Variant("float32", checkpoint="full"), 128, 2),
+    (replace(SMALL, **MODERN_SETTINGS), 4, Variant("bfloat16", checkpoint="selective"), 64, 2),
 ]
 
 
@@ -130,7 +130,7 @@ CASES = [  # model, batch, form, tokens in a chunk of the loss (some make it in 
 def test_prediction_is_what_autograd_keeps_and_the_peak_of_a_real_step(
     config, batch_size, form, chunk, micro_steps, monkeypatch
 ):
-    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
+    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", chunk * config.vocab_size)
     predicted = memory(Step(config, batch_size, form, "cpu", accumulates=micro_steps > 1))
     real = Real(config, batch_size, form)
     if form.checkpoint == "none":
@@ -144,10 +144,10 @@ def test_prediction_is_what_autograd_keeps_and_the_peak_of_a_real_step(
 
 @pytest.mark.usefixtures("no_onednn")
 def test_muon_needs_no_more_than_is_predicted():
-    real = Real(SMALL, 4, Form())
+    real = Real(SMALL, 4, Variant())
     real.optimizer = muon(real.model)
     (peak,) = real.peaks_of_steps(2)
-    assert peak < 1.02 * sum(memory(Step(SMALL, 4, Form(), "cpu", make_optimizer=muon)).values())
+    assert peak < 1.02 * sum(memory(Step(SMALL, 4, Variant(), "cpu", make_optimizer=muon)).values())
 
 
 @pytest.mark.slow
@@ -157,10 +157,10 @@ def test_muon_needs_no_more_than_is_predicted():
 )
 def test_predicted_activations_are_what_a_compiled_model_keeps_or_more(settings, which, at_most):
     config = replace(SMALL, n_layer=3, block_size=256, **settings)
-    real = Real(config, 5, Form("bfloat16", checkpoint=which))
+    real = Real(config, 5, Variant("bfloat16", checkpoint=which))
     # Dynamo, AOTAutograd and the partitioner, as for inductor, and its kernels left out: they need a compiler.
     real.model.transformer.compile(backend="aot_eager_decomp_partition")
-    predicted = memory(Step(config, 5, Form("bfloat16", compiled=True, checkpoint=which), "cuda"))["activations"]
+    predicted = memory(Step(config, 5, Variant("bfloat16", compiled=True, checkpoint=which), "cuda"))["activations"]
     assert 0.97 < predicted / kept_by(real) < at_most
 
 
@@ -181,7 +181,7 @@ class Dtypes(TorchFunctionMode):
 def dtypes_of_forward(config: GPTConfig, fakes: AbstractContextManager, device_type: str) -> list[Any]:
     """Of a forward pass of fake tensors under the device's autocast for bfloat16, without gradients."""
     transformer = GPT(config).transformer
-    with fakes, torch.no_grad(), using(kernels.forms_for(device_type)), Dtypes() as dtypes:
+    with fakes, torch.no_grad(), replacing(replacements.replacements_for(device_type)), Dtypes() as dtypes:
         tensors = (*transformer.named_parameters(), *transformer.named_buffers())
         state = {name: torch.empty(t.shape, dtype=t.dtype, device=device_type) for name, t in tensors}
         idx = torch.zeros(2, config.block_size, dtype=torch.int64, device=device_type)
@@ -207,24 +207,26 @@ def test_rehearsal_computes_in_the_dtypes_of_cudas_autocast(settings):
 
 
 def test_rms_norm_on_cuda_keeps_its_input_and_a_number_for_each_row():
-    plain, normed = (memory(Step(replace(SMALL, qk_norm=on), 4, Form(), "cuda"))["activations"] for on in (False, True))
+    plain, normed = (
+        memory(Step(replace(SMALL, qk_norm=on), 4, Variant(), "cuda"))["activations"] for on in (False, True)
+    )
     # Queries and keys before and after; without the norm attention keeps views of one tensor.
     rows = 4 * SMALL.block_size
     assert normed - plain == SMALL.n_layer * 2 * 4 * rows * (SMALL.n_embd + SMALL.n_head)
 
 
 def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
-    step = Step(SMALL, 40, Form("bfloat16", compiled=True), "cuda")
+    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
+    step = Step(SMALL, 40, Variant("bfloat16", compiled=True), "cuda")
     whole = memory(step)
-    monkeypatch.setattr("deskgpt.predict.memory.REHEARSED", 8 * SMALL.block_size)
+    monkeypatch.setattr("deskgpt.estimate.memory.REHEARSED", 8 * SMALL.block_size)
     assert memory(step) == whole
     assert sum(memory(replace(step, batch_size=10**12)).values()) > 10**16
 
 
 def test_dropout_on_cuda_keeps_masks_of_one_byte_and_no_matrix_of_attention_weights():
     plain, dropped = (
-        memory(Step(replace(SMALL, dropout=p), 4, Form("bfloat16"), "cuda"))["activations"] for p in (0.0, 0.1)
+        memory(Step(replace(SMALL, dropout=p), 4, Variant("bfloat16"), "cuda"))["activations"] for p in (0.0, 0.1)
     )
     masks = (1 + 2 * SMALL.n_layer) * 4 * SMALL.block_size * SMALL.n_embd  # of the embeddings, two in each layer
     assert masks <= dropped - plain < 2.5 * masks
@@ -235,13 +237,13 @@ def test_loss_in_chunks_holds_a_chunk_of_logits_not_all(compiled, bytes_per_logi
     """Compiled, the softmax is computed in place: only the logits in 16 bits."""
     config = replace(SMALL, block_size=1024, vocab_size=50304)
     head = 12 * config.vocab_size * config.n_embd  # its gradient in float32, the weight and a product in 16 bits
-    parts = memory(Step(config, 16, Form("bfloat16", compiled), "cuda"))
-    held = kernels.LOGITS_ON_GPU  # a quarter of all
+    parts = memory(Step(config, 16, Variant("bfloat16", compiled), "cuda"))
+    held = replacements.LOGITS_ON_GPU  # a quarter of all
     assert bytes_per_logit * held < parts["logits"] < (bytes_per_logit + 1) * held + head
 
 
 def test_largest_batch_divides_the_sequences_and_is_the_largest_that_fits():
-    step = Step(replace(SMALL, n_layer=1, block_size=16), 12, Form("bfloat16"), "cuda")
+    step = Step(replace(SMALL, n_layer=1, block_size=16), 12, Variant("bfloat16"), "cuda")
     totals = {b: sum(memory(replace(step, batch_size=b)).values()) for b in (1, 2, 3, 6)}
     fitting = 0
     for batch_size, total in totals.items():
@@ -254,9 +256,9 @@ def test_largest_batch_divides_the_sequences_and_is_the_largest_that_fits():
 
 def test_rehearsal_leaves_no_fakes_behind_and_the_random_stream_alone():
     state = torch.get_rng_state()
-    memory(Step(replace(SMALL, dropout=0.1), 2, Form("bfloat16", compiled=True), "cuda"))
+    memory(Step(replace(SMALL, dropout=0.1), 2, Variant("bfloat16", compiled=True), "cuda"))
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.isfinite(Real(replace(SMALL, dropout=0.1), 2, Form()).loss())
+    assert torch.isfinite(Real(replace(SMALL, dropout=0.1), 2, Variant()).loss())
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -264,7 +266,7 @@ def smaller(batch_size: int, accumulation: int, auto_batch: bool = False, **eval
     """The settings that change after a micro-batch did not fit."""
     step = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "block_size": SMALL.block_size}
     settings = asdict(TrainConfig(**step, **evaluation))  # type: ignore[arg-type]
-    batching = fit.smaller_batch(SMALL, adamw, CPU, auto_batch, Batching.of(settings), Form())
+    batching = fit.smaller_batch(SMALL, adamw, CPU, auto_batch, Batching.of(settings), Variant())
     return batching.changed(settings)
 
 
@@ -283,23 +285,23 @@ def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
 
 def test_micro_batch_is_refused_untried_only_where_it_surely_takes_more_than_there_is(monkeypatch):
     batching = Batching(32, 16, SMALL.block_size)
-    needed = sum(memory(Step(SMALL, 32, Form(), "cpu", make_optimizer=adamw)).values())
+    needed = sum(memory(Step(SMALL, 32, Variant(), "cpu", make_optimizer=adamw)).values())
 
     def times(share: float, make: MakeOptimizer | None = adamw, device: str = "cpu") -> float:
         monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: share * needed)
-        return fit.times_memory(SMALL, make, torch.device(device), 1, batching, Form())
+        return fit.times_memory(SMALL, make, torch.device(device), 1, batching, Variant())
 
     assert times(0.9) == pytest.approx(fit.SURELY / 0.9)  # it is tried, as is what the prediction is too high for
     assert times(0.1) == pytest.approx(fit.SURELY / 0.1)
     assert 0 < times(0.1, None) < times(0.1)  # evaluation alone
     assert times(10.0) == times(0.1, device="cuda") == 0
-    batching = fit.smaller_batch(SMALL, adamw, CPU, True, batching, Form(), times(0.1))
+    batching = fit.smaller_batch(SMALL, adamw, CPU, True, batching, Variant(), times(0.1))
     assert (batching.batch_size, batching.accumulation) == (4, 128)
 
 
 def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):
     """On a card of 12 GiB that a desktop shares."""
-    form = Form("bfloat16")
+    form = Variant("bfloat16")
     needed = sum(memory(Step(SMALL, 8, replace(form, compiled=True), "cuda")).values())
     monkeypatch.setattr(hardware, "device_name", lambda device: "a card")
     monkeypatch.setattr(hardware, "memory_bytes", lambda device: 12 * 2**30)
@@ -315,7 +317,7 @@ def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):
 
 
 def sharded(
-    config: GPTConfig, form: Form, reshard: bool, world: int, device_type: str = "cuda", sync_each_batch: bool = True
+    config: GPTConfig, form: Variant, reshard: bool, world: int, device_type: str = "cuda", sync_each_batch: bool = True
 ) -> dict[str, int]:
     """The memory of a rank of `world` that share one copy, with 4 sequences; as the plan rehearses it."""
     with sharding.fake_ranks(world):
@@ -332,7 +334,9 @@ def sharded(
 class RealRank(Real):
     """A rank's part of a real step of two sharded micro-batches."""
 
-    def __init__(self, config: GPTConfig, form: Form, reshard: bool, world: int, sync_each_batch: bool = True) -> None:
+    def __init__(
+        self, config: GPTConfig, form: Variant, reshard: bool, world: int, sync_each_batch: bool = True
+    ) -> None:
         super().__init__(config, 4, form)
         sharding.shard(self.model, sharding.make_mesh("cpu", world, world), reshard, form.dtype)
         self.runner = Runner(self.model, form, True, sync_each_batch)
@@ -354,16 +358,16 @@ class RealRank(Real):
 def test_prediction_of_a_sharded_rank_is_the_peak_of_a_real_step(tmp_path):
     config = GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=64, vocab_size=512)
     cases = [
-        (Form(), True, True),
-        (Form(checkpoint="full"), False, True),
-        (Form("bfloat16"), True, True),
-        (Form("bfloat16"), True, False),
+        (Variant(), True, True),
+        (Variant(checkpoint="full"), False, True),
+        (Variant("bfloat16"), True, True),
+        (Variant("bfloat16"), True, False),
     ]
     predicted = [
         sum(sharded(config, form, reshard, 2, "cpu", sync_each_batch=sync).values()) for form, reshard, sync in cases
     ]
 
-    def peaks(ranks: Ranks) -> list[int]:  # gloo frees tensors late
+    def peaks(ranks: DistContext) -> list[int]:  # gloo frees tensors late
         return [min(RealRank(config, form, reshard, 2, sync).peaks_of_steps(2, 12)) for form, reshard, sync in cases]
 
     assert on_ranks(peaks, 2, tmp_path)[0] == [pytest.approx(peak, rel=0.02) for peak in predicted]
@@ -373,7 +377,7 @@ def test_sharded_rank_has_its_part_of_the_state_and_gathers_a_few_blocks_or_all(
     config = GPTConfig(n_layer=7, n_head=8, n_embd=1024, block_size=256, vocab_size=50304)
     block = 2 * 12 * 1024**2  # bytes, gathered in bfloat16
     root = 4 * (50304 + 256) * 1024
-    form = Form("bfloat16")
+    form = Variant("bfloat16")
     few = sharded(config, form, True, 8)
     state = few["weights"] + few["gradients"] + few["optimizer"]
     assert state == pytest.approx(2 * (root + 7 * 2 * block) / 4, rel=0.01)
@@ -385,7 +389,7 @@ def test_sharded_rank_has_its_part_of_the_state_and_gathers_a_few_blocks_or_all(
     alone = memory(Step(config, 4, form, "cuda"))
     for parts in (few, all_):  # without autocast's copies
         assert parts["activations"] == pytest.approx(alone["activations"] - 7 * block, rel=0.01)
-    monkeypatch.setattr("deskgpt.predict.memory.LAYERS_REHEARSED", 100)  # nothing is extrapolated
+    monkeypatch.setattr("deskgpt.estimate.memory.LAYERS_REHEARSED", 100)  # nothing is extrapolated
     assert sharded(config, form, True, 8) == few
 
 
@@ -424,8 +428,8 @@ def test_on_cuda_a_run_takes_the_micro_batch_that_fits_and_so_does_the_same_comm
 ):
     """On this CPU as on CUDA, where a sequence costs the less, the more go through together."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "remembered"))
-    monkeypatch.setattr("deskgpt.compute.forms.BATCH_IS_SEARCHED_ON", ("cpu",))
-    monkeypatch.setattr("deskgpt.compute.forms.seconds", lambda *_: 1.0)
+    monkeypatch.setattr("deskgpt.compute.implementation.BATCH_IS_SEARCHED_ON", ("cpu",))
+    monkeypatch.setattr("deskgpt.compute.implementation.seconds", lambda *_: 1.0)
     own = {"gradient_accumulation_steps": 8, "batch_size": 1, "lr_decay_iters": 6, "init_from": "auto"}
     command = flags(**TINY | own, dataset=chars, out_dir=tmp_path / "out")
     for steps in (3, 6):  # the second one resumes, and names the batch of its first start
@@ -453,15 +457,15 @@ def test_ranks_find_the_same_micro_batch_though_memory_runs_out_on_one(chars, tm
     forward = GPT.forward
     own = {"batch_size": 1, "gradient_accumulation_steps": 8, "eval_iters": 8, "auto_batch": True}
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: DistContext) -> None:
         def limited(self, idx, targets=None):
             if ranks.rank == 1 and idx.size(0) > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return forward(self, idx, targets)
 
         monkeypatch.setattr(GPT, "forward", limited)
-        monkeypatch.setattr("deskgpt.compute.forms.BATCH_IS_SEARCHED_ON", ("cpu",))
-        monkeypatch.setattr("deskgpt.compute.forms.seconds", lambda *_: 1.0)
+        monkeypatch.setattr("deskgpt.compute.implementation.BATCH_IS_SEARCHED_ON", ("cpu",))
+        monkeypatch.setattr("deskgpt.compute.implementation.seconds", lambda *_: 1.0)
         monkeypatch.setattr("train.start_ranks", lambda *_: ranks)
         main(tiny(chars, tmp_path / "out", **own))
 

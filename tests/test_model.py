@@ -18,16 +18,16 @@ from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import held, kernels
-from deskgpt.faster.definition import Forms, using
-from deskgpt.faster.recompute import ATTENTION, block_form, is_kept
-from deskgpt.machine import hardware
-from deskgpt.share.gpt2_weights import load_gpt2
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.export.gpt2_weights import load_gpt2
+from deskgpt.kernels import replacements, verify
+from deskgpt.kernels.overridable import Forms, replacing
+from deskgpt.kernels.recompute import ATTENTION, block_form, is_kept
+from deskgpt.system import hardware
 from model import GPT, GPTConfig, attention, rotate
 
-FASTER = kernels.forms_for("cpu")
-EXPLICIT = kernels.forms_for("cpu", attention="explicit")
+FASTER = replacements.replacements_for("cpu")
+EXPLICIT = replacements.replacements_for("cpu", attention="explicit")
 as_written_and_faster = pytest.mark.parametrize("forms", [{}, FASTER], ids=["as written", "faster"])
 
 
@@ -50,7 +50,7 @@ def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, forms)
     model, idx = make(config), tokens(2, 32)
     changed = idx.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 100
-    with hardware.autocast(torch.device("cpu"), dtype), using(forms):
+    with hardware.autocast(torch.device("cpu"), dtype), replacing(forms):
         a, b = (model(ids)[0].float() for ids in (idx, changed))
     torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
     assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
@@ -69,7 +69,7 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
     results = []
     for which in ("none", "full", "selective"):
         for kind in ("flash", "explicit"):
-            runner = Runner(model, Form(dtype, attention=kind, checkpoint=which))
+            runner = Runner(model, Variant(dtype, attention=kind, checkpoint=which))
             assert list(model.state_dict()) == names
             torch.manual_seed(3)
             loss = runner.forward_backward(idx, idx.roll(-1, 1))
@@ -85,7 +85,7 @@ def test_selective_checkpoints_compute_one_matmul_again_and_all_that_draws_rando
         assert not is_kept(0.1, None, op)
     flops = {}
     for which in ("none", "selective", "full"):
-        runner = Runner(make(SMALL), Form(checkpoint=which))
+        runner = Runner(make(SMALL), Variant(checkpoint=which))
         with FlopCounterMode(display=False) as counter:
             runner.forward_backward(tokens(2, 32), tokens(2, 32))
         flops[which] = counter.get_total_flops()
@@ -125,7 +125,7 @@ def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel, forms: Forms) -> None:
     theirs.zero_grad(set_to_none=True)
     out = theirs(input_ids=idx, labels=idx)
     out.loss.backward()
-    with using(forms):
+    with replacing(forms):
         _, loss = ours(idx, targets)
         loss.backward()
         logits, _ = ours(idx)
@@ -166,14 +166,14 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
     plain.backward()
     expected = gradients(model)
     model.zero_grad(set_to_none=True)
-    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * 100)
-    with using(FASTER):
+    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", chunk * 100)
+    with replacing(FASTER):
         loss = model(idx, targets)[1]
     loss.backward()
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, expected[name], rtol=1e-5, atol=1e-7, msg=name)
-    with torch.no_grad(), using(FASTER):
+    with torch.no_grad(), replacing(FASTER):
         torch.testing.assert_close(model(idx, targets)[1], loss, rtol=1e-6, atol=1e-6)
 
 
@@ -183,7 +183,7 @@ def loss_and_gradients(loss: Any, forms: Forms, targets: torch.Tensor) -> list[t
     x = torch.randn(1, 12, 8, generator=seeded(0), requires_grad=True)
     with torch.no_grad():
         model.lm_head.weight.copy_(torch.randn(20, 8, generator=seeded(1)))
-    with using(forms):
+    with replacing(forms):
         value = loss(model, x, targets[None]) / 3
     return [value.detach(), *torch.autograd.grad(value, (x, model.lm_head.weight))]
 
@@ -196,7 +196,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-IN_CHUNKS = {"GPT.loss": functools.partial(kernels.chunked_loss, loss_logits=100)}
+IN_CHUNKS = {"GPT.loss": functools.partial(replacements.chunked_loss, loss_logits=100)}
 
 
 @pytest.mark.parametrize("forms", [{}, FASTER, IN_CHUNKS], ids=["as written", "small", "in chunks"])
@@ -217,19 +217,19 @@ def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torc
 def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypatch):
     model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
     exact = model(idx, targets)[1]
-    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1600)
-    with torch.autocast("cpu", torch.bfloat16), using(FASTER):
+    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 1600)
+    with torch.autocast("cpu", torch.bfloat16), replacing(FASTER):
         loss = model(idx, targets)[1]
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
 
 
 def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1000)
+    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 1000)
     model, x = make(), tokens(2, 32)
     flops = {}
     for grad in (False, True):
-        with torch.set_grad_enabled(grad), using(FASTER), FlopCounterMode(display=False) as counter:
+        with torch.set_grad_enabled(grad), replacing(FASTER), FlopCounterMode(display=False) as counter:
             model(x, x)
         flops[grad] = counter.get_total_flops()
     head = 2 * 64 * 32 * 100  # one of the three matmuls of the head
@@ -238,25 +238,25 @@ def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
 
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 18), st.integers(1, 1 << 30))
 def test_chunks_hold_no_more_logits_than_allowed_and_are_whole_tiles(N, V, logits):
-    tokens = kernels.tokens_per_chunk(N, V, logits)
+    tokens = replacements.tokens_per_chunk(N, V, logits)
     assert 1 <= tokens <= N
     assert tokens == 1 or tokens * V <= logits
     if 128 <= logits // V < N:
         assert tokens % 128 == 0
     for N in (8 * 1024, 12 * 1024, 16 * 256, 20 * 1024, 64 * 1024):  # whole batches: all chunks are equally large
-        for most in (kernels.LOGITS_ON_CPU, kernels.LOGITS_ON_GPU):
-            assert N % kernels.tokens_per_chunk(N, 50304, most) == 0
+        for most in (replacements.LOGITS_ON_CPU, replacements.LOGITS_ON_GPU):
+            assert N % replacements.tokens_per_chunk(N, 50304, most) == 0
 
 
 def test_gradient_of_the_head_is_summed_in_its_own_precision():
     a, b = torch.randn(40, 30).bfloat16(), torch.randn(30, 20).bfloat16()
     for total_dtype, x, y in ((torch.float32, a, b), (torch.float32, a.float(), b.float()), (torch.bfloat16, a, b)):
         total = torch.ones(40, 20, dtype=total_dtype)
-        kernels.add_matmul_(total, x, y)
+        replacements.add_matmul_(total, x, y)
         expected = 1 + a.float() @ b.float()
         assert (total - expected).norm() < (1e-6 if x.dtype == torch.float32 else 5e-3) * expected.norm()
         # The call that CUDA gets, checked for its types and shapes.
-        kernels.add_matmul_(total.to("meta"), x.to("meta"), y.to("meta"))
+        replacements.add_matmul_(total.to("meta"), x.to("meta"), y.to("meta"))
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_large_vocabulary_never_holds_all_logits():
     code = """
 import torch
 from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine.hardware import peak_memory_bytes
+from deskgpt.system.hardware import peak_memory_bytes
 from model import GPT, GPTConfig
 cpu = torch.device("cpu")
 torch.manual_seed(0)
@@ -361,7 +361,7 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
 def test_dropout_acts_in_training_only(forms):
     model = make(replace(SMALL, dropout=0.5))
     idx = tokens(2, 32)
-    with using(forms):
+    with replacing(forms):
         assert not torch.equal(model(idx)[0], model(idx)[0])
         model.eval()
         assert torch.equal(model(idx)[0], model(idx)[0])
@@ -401,9 +401,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 from model import GPT, GPTConfig
-from deskgpt.faster import kernels
-from deskgpt.faster.decoding import Decoder
-from deskgpt.faster.definition import using
+from deskgpt.kernels import replacements
+from deskgpt.kernels.kv_cache import Decoder
+from deskgpt.kernels.overridable import using
 
 class Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self):
@@ -450,7 +450,7 @@ def test_block_that_a_second_pass_would_change_is_refused():
     block.register_buffer("mean", torch.zeros(()))
     forms: Forms = {"Block.forward": block_form("full", 0.0)}
     idx = tokens(2, 8)
-    with using(forms):
+    with replacing(forms):
         model(idx)
     for change in (
         lambda m, a: m.mean.add_(1),
@@ -458,22 +458,22 @@ def test_block_that_a_second_pass_would_change_is_refused():
         lambda m, a: random.random(),
     ):
         handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(block, a), y)[1])
-        with using(forms), pytest.raises(ValueError, match="activation_checkpoint=full"):
+        with replacing(forms), pytest.raises(ValueError, match="activation_checkpoint=full"):
             model(idx)
-        with using(forms), torch.no_grad():
+        with replacing(forms), torch.no_grad():
             model(idx)  # without gradients nothing is computed again
         handle.remove()
 
 
 def test_functions_with_faster_forms_take_arguments_by_name_and_a_form_that_does_not_know_one_is_left_out():
     q, at = torch.randn(1, 2, 8, 4), torch.arange(8)
-    with using({"attention": kernels.flash_attention}):
+    with replacing({"attention": replacements.flash_attention}):
         assert torch.allclose(attention(q, q, q, at, at, dropout=0.0), attention(q, q, q, at, at, 0.0))
 
     def attention_with_a_scale(*args, scale):
         return attention(scale * args[0], *args[1:])
 
     problems: dict[str, str] = {}
-    compared = held.comparing("attention", [kernels.flash_attention], problems, large=False)
+    compared = verify.comparing("attention", [replacements.flash_attention], problems, large=False)
     compared(attention_with_a_scale, q, q, q, at, at, 0.0, scale=torch.tensor(1.0))  # the same numbers, but no gradient
     assert "unexpected keyword argument" in problems["attention"]

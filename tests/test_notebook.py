@@ -16,7 +16,7 @@ from conftest import ROOT, assert_one_line
 from logs import log, rewrite
 from torch.torch_version import TorchVersion
 
-from deskgpt.machine import peak_flops
+from deskgpt.system import peak_flops
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = ROOT / "notebook.ipynb"

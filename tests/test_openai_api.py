@@ -26,8 +26,8 @@ from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.machine.terminal import harmless
-from deskgpt.share.page_server import HOST, Server
+from deskgpt.serve.page_server import HOST, Server
+from deskgpt.system.terminal import harmless
 from sample import SampleConfig
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import assert_one_line
 
-from deskgpt.share.page_server import HEADERS, HOST, MOST_BODY_BYTES, Events, Page, Server
+from deskgpt.serve.page_server import HEADERS, HOST, MOST_BODY_BYTES, Events, Page, Server
 
 
 class Counting(Page):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
-from deskgpt.machine import peak_flops, remembered
+from deskgpt.system import cache, peak_flops
 
 CPU = torch.device("cpu")
 
@@ -108,13 +108,13 @@ def test_best_measured_peak_is_kept_and_only_checked_again(sweeps):
     assert sweeps.asked == ["quick", "full"]
     assert sweeps.peak(3.1e12, 2.5e12) == 3e12
     assert sweeps.peak(math.nan) == 3e12
-    remembered.keep("peaks", peak_flops.peak_key(CPU, "bfloat16"), 5e12)
+    cache.keep("peaks", peak_flops.peak_key(CPU, "bfloat16"), 5e12)
     assert sweeps.peak(1e12) == 3e12  # each dtype has its own
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"KEY": "fast"}', '{"KEY": NaN}', "\xff"])
 def test_damaged_file_of_peaks_counts_as_no_file(sweeps, content):
-    path = remembered.path_of("peaks")
+    path = cache.path_of("peaks")
     path.parent.mkdir(parents=True)
     content = content.replace("KEY", peak_flops.peak_key(CPU, "float32"))
     path.write_bytes(content.encode("latin-1"))

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from conftest import assert_one_line, assert_refused, flags
 
 import model
-from deskgpt.compute.runner import Form
-from deskgpt.faster import held
-from deskgpt.faster.definition import may_be_faster
-from deskgpt.machine import remembered
-from deskgpt.predict import plan
-from deskgpt.predict.memory import Step, memory
+from deskgpt.compute.runner import Variant
+from deskgpt.estimate import plan
+from deskgpt.estimate.memory import Step, memory
+from deskgpt.kernels import verify
+from deskgpt.kernels.overridable import overridable
+from deskgpt.system import cache
 from model import GPTConfig
 from train import TrainConfig, main
 
@@ -107,7 +107,7 @@ def test_card_without_a_peak_in_the_dtype_has_no_time(capsys):
         ("RTX 4700", ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
         ("RTX 4070 24GB", ["GeForce RTX 4070", "12 GB"]),
         ("A100 60GB", ["40 or 80 GB"]),
-        ("???", ["plan_for='???'", "deskgpt/machine/gpu_peaks.py"]),
+        ("???", ["plan_for='???'", "deskgpt/system/gpu_peaks.py"]),
     ],
 )
 def test_unknown_card_is_an_error_of_one_line(name, named, script):
@@ -124,15 +124,15 @@ def test_attention_that_was_changed_is_planned_as_it_is_written(monkeypatch):
         return plain(5.0 * (q / 5.0).tanh(), *rest)
 
     def peak_bytes() -> int:
-        form = Form("bfloat16", as_written=plan.functions_as_written(config))
+        form = Variant("bfloat16", reference_only=plan.functions_as_written(config))
         return sum(memory(Step(config, 4, form, "cuda")).values())
 
     config = replace(TINY_CONFIG, block_size=256)
     unchanged = peak_bytes()
     assert plan.functions_as_written(config) == ()
     attention.__qualname__ = "attention"
-    monkeypatch.setattr(model, "attention", may_be_faster(attention))
-    remembered.path_of(held.FILE).unlink()  # a digest of files does not see this change
+    monkeypatch.setattr(model, "attention", overridable(attention))
+    cache.path_of(verify.FILE).unlink()  # a digest of files does not see this change
     assert plan.functions_as_written(config) == ("attention",)
     assert peak_bytes() > 1.2 * unchanged
 
@@ -141,14 +141,14 @@ def test_model_whose_passes_depend_on_numbers_is_refused_in_one_line(monkeypatch
     plain = model.Block.forward
     monkeypatch.setattr(model.Block, "forward", lambda block, x, span: plain(block, x, span) if x.any() else x)
     with pytest.raises(ValueError, match="cannot be rehearsed"):
-        memory(Step(TINY_CONFIG, 4, Form(), "cpu"))
+        memory(Step(TINY_CONFIG, 4, Variant(), "cpu"))
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.LBFGS])
 def test_optimizer_that_cannot_be_rehearsed_counts_as_adamw(make):
     """Those that need a closure, or a number of a tensor."""
     of_adamw, of_this = (
-        memory(Step(TINY_CONFIG, 4, Form(), "cpu", make_optimizer=m))["optimizer"]
+        memory(Step(TINY_CONFIG, 4, Variant(), "cpu", make_optimizer=m))["optimizer"]
         for m in (None, lambda model: make(model.parameters(), lr=1e-3))
     )
     assert (of_this == of_adamw) is (make is not torch.optim.SGD)

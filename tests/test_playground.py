@@ -29,9 +29,9 @@ import sample
 from data.tokenizer import BytesTokenizer, CharTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.writing import Sample, Wish
-from deskgpt.share.page_server import Server
-from deskgpt.share.playground import Playground
+from deskgpt.compute.generation import GenerationConfig, Sample
+from deskgpt.serve.page_server import Server
+from deskgpt.serve.playground import Playground
 from sample import SampleConfig
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def page_of(trained: sample.Trained) -> Playground:
-    return sample.page_of(SampleConfig(), Wish(**WISH), trained, CPU)
+    return sample.page_of(SampleConfig(), GenerationConfig(**WISH), trained, CPU)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from bench.qualifying import page
 from bench.qualifying.session import CARD, Session
 from bench.qualifying.stages import STAGES, numbers_of
 from configurator import build, read_settings
-from deskgpt.machine import hardware, provenance
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system import hardware, provenance
+from deskgpt.system.errors import ConfigError
 from model import GPTConfig
 from train import TrainConfig
 

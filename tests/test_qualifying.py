@@ -16,8 +16,8 @@ from torch.autograd import DeviceType
 
 from bench.qualifying import batches, breakdown, facts, parity, peer, roofs, sampling, steps, suite, variants, work
 from bench.qualifying.session import Session, Sizes
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine import peak_flops
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.system import peak_flops
 from model import GPT, GPTConfig
 
 SMALL = Sizes(
@@ -38,7 +38,7 @@ def s(tmp_path, monkeypatch) -> Session:
     monkeypatch.setattr(work, "SAMPLES", 1)
     monkeypatch.setattr(work, "SAMPLE_S", 1e-4)
     monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda device, dtype: 1e11)
-    results = {4: {"best": 4, "form": Form().facts()}}
+    results = {4: {"best": 4, "form": Variant().facts()}}
     return Session(CPU, SMALL, tmp_path, results=results, deadline=time.perf_counter() + 600)
 
 
@@ -191,7 +191,7 @@ def test_tests_that_run_out_of_time_still_tell_what_passed_and_what_failed(s, tm
             self.start = self.cancel = lambda: None
             kills.append(kill)
 
-    def say(self: Session, line: str) -> None:
+    def print0(self: Session, line: str) -> None:
         if "test_elsewhere[2] SKIPPED" in line:  # said as it ends, long before the last test does
             self.deadline = 0
             kills[0]()
@@ -201,7 +201,7 @@ def test_tests_that_run_out_of_time_still_tell_what_passed_and_what_failed(s, tm
     (tmp_path / "test_some.py").write_text(f"{SOME_TESTS}\ndef test_long(): __import__('time').sleep(999)\n")
     monkeypatch.setattr(suite, "TESTS", str(tmp_path / "test_some.py"))
     monkeypatch.setattr(suite.threading, "Timer", Limit)
-    monkeypatch.setattr(Session, "say", say)
+    monkeypatch.setattr(Session, "say", print0)
     result = result_of(suite, s)
     assert result["summary"] == "1 failed, 1 passed, 2 skipped"
     [failed] = result["failed"]
@@ -235,7 +235,7 @@ def test_sizes_that_fail_are_rows_and_a_form_that_does_not_compile_is_measured_p
         return measured(s, model, form, batch_size)
 
     measured = batches.measured
-    monkeypatch.setattr(work, "usual_form", lambda device: Form(compiled=True))
+    monkeypatch.setattr(work, "usual_form", lambda device: Variant(compiled=True))
     monkeypatch.setattr(torch, "compile", refuse)
     monkeypatch.setattr(batches, "measured", up_to_two)
     result = result_of(batches, s)
@@ -272,7 +272,7 @@ def test_micro_batches_go_down_from_the_largest_until_smaller_is_slower(tokens_p
 
 
 def test_the_first_micro_batch_is_the_largest_that_is_predicted_to_fit(s, monkeypatch):
-    form = Form("bfloat16")
+    form = Variant("bfloat16")
     needed = sum(batches.memory(batches.Step(SMALL.model, 4, form, "cpu")).values())
     monkeypatch.setattr(batches.hardware, "usable_memory_bytes", lambda device: needed / batches.USABLE + 1)
     assert batches.sizes_of(s, form) == [4, 2]
@@ -283,7 +283,7 @@ def test_the_first_micro_batch_is_the_largest_that_is_predicted_to_fit(s, monkey
 
 
 def test_later_stages_need_what_stage_4_has_found(s):
-    s.results[4] = {"best": None, "form": Form().facts()}
+    s.results[4] = {"best": None, "form": Variant().facts()}
     for stage in (variants, breakdown, steps):
         with pytest.raises(ValueError, match="stages=4"):
             stage.measure(s)
@@ -302,7 +302,7 @@ def test_variants_are_compiled_anew_with_the_same_loss_and_one_that_fails_leaves
 
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: torch_compile(function, backend=backend))
-    s.results[4]["form"] = Form("float16", compiled=True).facts()  # two graphs, as on CUDA
+    s.results[4]["form"] = Variant("float16", compiled=True).facts()  # two graphs, as on CUDA
     result = result_of(variants, s)
     assert result["unfinished"] == []
     usual, *others = result["rows"]

@@ -10,7 +10,7 @@ from conftest import ROOT
 from bench import ask
 from bench.asking.ledger import Ledger
 from bench.asking.tune import tokens_per_step
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 
 ANSWERS = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
 FILES = sorted((ROOT / "bench" / "questions").glob("*.toml"))

@@ -11,19 +11,19 @@ from conftest import assert_one_line
 from gloo import on_ranks
 
 from deskgpt.compute import sharding
-from deskgpt.compute.ranks import OTHER_FILES, Place, Ranks, allow_open_files, open_files, place_of
+from deskgpt.compute.distributed import OTHER_FILES, DistContext, DistEnv, allow_open_files, dist_env, open_files
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def test_torchrun_says_where_a_process_is_and_without_it_there_is_one():
-    assert place_of(TORCHRUN) == Place(1, 4, 1, 2, distributed=True)
-    assert place_of({}) == Place(0, 1, 0, 1, distributed=False)
+    assert dist_env(TORCHRUN) == DistEnv(1, 4, 1, 2, distributed=True)
+    assert dist_env({}) == DistEnv(0, 1, 0, 1, distributed=False)
     # torchrun within a step of SLURM, and one process in a batch script of it
-    assert place_of(TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}).distributed
-    assert place_of({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}) == Place()
-    assert place_of({"SLURM_STEP_NUM_TASKS": "1"}) == Place()
+    assert dist_env(TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}).distributed
+    assert dist_env({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}) == DistEnv()
+    assert dist_env({"SLURM_STEP_NUM_TASKS": "1"}) == DistEnv()
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_torchrun_says_where_a_process_is_and_without_it_there_is_one():
 )
 def test_processes_that_do_not_know_of_each_other_are_refused_with_torchruns_command(environ, named):
     with pytest.raises(ValueError, match="torchrun") as refused:
-        place_of(environ)
+        dist_env(environ)
     assert_one_line(str(refused.value), *named, "torchrun --standalone --nproc_per_node=N train.py")
 
 
@@ -51,7 +51,7 @@ def test_limit_of_open_files_rises_as_far_as_allowed_and_what_is_too_little_is_s
     limits = [(40, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
-    allow_open_files(Ranks(torch.device("cpu"), 0, 16, distributed=True))
+    allow_open_files(DistContext(torch.device("cpu"), 0, 16, distributed=True))
     needed = open_files(16, shards=2)
     assert limits[-1] == (min(hard, 40 + needed), hard)
     said = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_real_ranks_have_as_many_connections_as_the_plan_says(world, tmp_path):
         links = list(Path("/proc/self/fd").iterdir())
         return sum("socket:" in os.readlink(link) for link in links if link.is_symlink())
 
-    def counted(ranks: Ranks) -> list[int]:
+    def counted(ranks: DistContext) -> list[int]:
         found = [sockets()]
         sharding.group_for_saves(60)
         found.append(sockets())
@@ -86,7 +86,7 @@ def test_real_ranks_have_as_many_connections_as_the_plan_says(world, tmp_path):
 def test_restarts_of_torchrun_need_a_store_of_their_own():
     restarts = TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with pytest.raises(ValueError, match="--max_restarts=3") as refused:
-        place_of(restarts)
+        dist_env(restarts)
     assert_one_line(refused.value, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    assert place_of(restarts | {"TORCHELASTIC_MAX_RESTARTS": "0"}).distributed
-    assert place_of(restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).distributed
+    assert dist_env(restarts | {"TORCHELASTIC_MAX_RESTARTS": "0"}).distributed
+    assert dist_env(restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).distributed

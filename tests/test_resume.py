@@ -25,8 +25,8 @@ from data.splits import FINGERPRINTED
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
-from deskgpt.machine.provenance import git_commit
-from deskgpt.run.run import Run
+from deskgpt.run.train_state import Run
+from deskgpt.system.provenance import git_commit
 from export import training_facts
 from train import TrainConfig, main, resumed_settings
 
@@ -79,10 +79,10 @@ def test_kept_state_that_does_not_fit_is_refused_and_one_that_is_missing_begins_
     chars, tmp_path, monkeypatch, capsys
 ):
     """As the average of docs/hacks/weight_averaging.patch is kept; test_hacks.py resumes it bit for bit."""
-    know = Run.know
+    set_metadata = Run.set_metadata
 
     def keep_average(run: Run, *args: Any) -> None:
-        know(run, *args)
+        set_metadata(run, *args)
         run.keep("average", AveragedModel(run.runner.model))
 
     monkeypatch.setattr(Run, "know", keep_average)

@@ -10,7 +10,7 @@ from pathlib import Path
 from conftest import ROOT
 
 # From the ground up. model.py stands between what is below the definition and what runs it.
-ORDER = ["machine", "faster", "model", "compute", "checkpoint", "predict", "share", "run"]
+ORDER = ["system", "kernels", "model", "compute", "checkpoint", "estimate", "export", "serve", "run"]
 ABOVE = {"bench", "config", "configurator", "data", "export", "sample", "tasks", "tests", "train"}
 
 

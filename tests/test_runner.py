@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from tiny_models import MODERN_SETTINGS
 
-from deskgpt.compute.runner import Form, Runner, parts_of
-from deskgpt.faster import kernels
+from deskgpt.compute.runner import Runner, Variant, parts_of
+from deskgpt.kernels import replacements
 from model import GPT, GPTConfig
 
 
@@ -23,7 +23,7 @@ def make(
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     dtype = "bfloat16" if bfloat16 else "float32"
-    form = Form(dtype, compiled, attention="explicit" if bfloat16 else "flash", checkpoint=checkpoint)
+    form = Variant(dtype, compiled, attention="explicit" if bfloat16 else "flash", checkpoint=checkpoint)
     return Runner(model, form, distributed)
 
 
@@ -57,7 +57,7 @@ def assert_same_passes(compiled: Runner, plain: Runner) -> None:
 
 @pytest.mark.slow
 def test_compiled_graph_gives_the_losses_and_gradients_of_the_plain_model(monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 1000)  # so that they are chunked
+    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 1000)  # so that they are chunked
     compiled = make(bfloat16=True, compiled=True, activation="gelu")
     assert compiled.graph is not None
     assert_same_passes(compiled, make(bfloat16=True, activation="gelu"))
@@ -94,7 +94,7 @@ def test_evaluation_of_a_compiled_graph_is_that_of_the_plain_model():
 
 
 def test_opaque_gelu_is_gelu_with_its_gradient():
-    kernels.register_operators()
+    replacements.register_operators()
     x = torch.randn(1000, requires_grad=True)
     y = torch.ops.deskgpt.activation(x, "gelu")
     z = F.gelu(x)
@@ -104,8 +104,8 @@ def test_opaque_gelu_is_gelu_with_its_gradient():
 
 
 def test_opaque_loss_keeps_to_the_rules_of_compiled_operations(monkeypatch):
-    kernels.register_operators()
-    monkeypatch.setattr(kernels, "compiled_softmax_", lambda: kernels.softmax_)
+    replacements.register_operators()
+    monkeypatch.setattr(replacements, "compiled_softmax_", lambda: replacements.softmax_)
     h, w = torch.randn(12, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     t = torch.randint(0, 20, (12,))
     op = torch.ops.deskgpt.chunked_cross_entropy.default

@@ -17,7 +17,7 @@ from tiny_models import MODERN_SETTINGS
 
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt.compute.writing import Sample, write
+from deskgpt.compute.generation import Sample, write
 from model import GPT, GPTConfig
 from sample import SampleConfig, encoded, load, main, wish_of
 from train import main as train

@@ -16,8 +16,8 @@ from conftest import ROOT, assert_equal, assert_one_line, files_of_at_most, shel
 from kill_points import silent, state_of
 
 from deskgpt.checkpoint import store
-from deskgpt.machine import hardware
 from deskgpt.run.saver import Saver, Snapshot
+from deskgpt.system import hardware
 
 
 def saver_of(folder: Path, said: list[str] | None = None) -> Saver:

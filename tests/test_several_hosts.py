@@ -24,15 +24,15 @@ from gloo import forked, on_ranks, run
 import train
 from configurator import read_settings
 from deskgpt.checkpoint import store
-from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner
-from deskgpt.machine import errors
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.run import lock, resuming, saver, stops
+from deskgpt.run import lock, resuming, saver, stopping
+from deskgpt.run.init_state import InitState
 from deskgpt.run.report import Report
 from deskgpt.run.resuming import refuse_differences
-from deskgpt.run.start import StartingPoint
-from deskgpt.run.stops import SIGNALS, listener
+from deskgpt.run.stopping import SIGNALS, signal_handler
+from deskgpt.system import errors
+from deskgpt.system.errors import one_line_errors
 from train import TrainConfig, main, settings_of_start
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")
@@ -108,7 +108,7 @@ def test_settings_and_data_that_differ_between_hosts_are_refused_on_all_ranks(tm
         ({}, {"checkpoint": "step 4"}, ["checkpoint", "step 0", "step 4"]),
     ]
 
-    def work(ranks: Ranks) -> list[str]:
+    def work(ranks: DistContext) -> list[str]:
         refusals = []
         for other_settings, other_data, _ in odd:
             is_odd = ranks.rank == 2
@@ -157,8 +157,8 @@ def trained_by_two(
         os.chdir(places[rank])
         for signal_number in SIGNALS:
             signal.signal(signal_number, signal.SIG_DFL)
-        listener._ends = None  # that of the process which forked this one; its thread is not here
-        listener.listen()
+        signal_handler._ends = None  # that of the process which forked this one; its thread is not here
+        signal_handler.listen()
         errors.FIRST_SPEAKS_S = 0.0  # there is no torchrun to wait for
         if rank == 1:
             setattr(owner, name, disturbed)
@@ -170,12 +170,12 @@ def trained_by_two(
 
 def stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    while listener.signal is None:
+    while signal_handler.signal is None:
         time.sleep(0.001)
 
 
 MOMENTS = {  # what the second rank is about to do when it gets the signal, and the step that is saved then
-    "warm-up": ((StartingPoint, "fastest_form"), 1, 0),
+    "warm-up": ((InitState, "fastest_form"), 1, 0),
     "evaluation": ((train, "eval_batches"), 6, 6),  # of the val split at step 6
     "save": ((saver, "Kept"), 2, 7),  # after step 5, while the first rank's thread writes
     "step": ((Report, "step"), 7, 7),
@@ -186,7 +186,7 @@ MOMENTS = {  # what the second rank is about to do when it gets the signal, and 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, tmp_path, monkeypatch):
     """Where there is nothing to save, the first rank ends when it misses the second one."""
-    monkeypatch.setattr(stops, "AGREE_S", 0.0)  # at each step
+    monkeypatch.setattr(stopping, "AGREE_S", 0.0)  # at each step
     function, number, step = MOMENTS[moment]
     c = tiny(chars, tmp_path / "out", dist_timeout_s=20.0, **OF_TWO)
     stopped = 128 + signal.SIGTERM

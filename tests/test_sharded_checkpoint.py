@@ -39,8 +39,8 @@ from deskgpt.checkpoint.__main__ import convert
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
+from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.ranks import Ranks
 from deskgpt.run.health import Health
 from deskgpt.run.report import Report, Step
 from deskgpt.run.saver import Saver
@@ -106,7 +106,7 @@ def folder(tmp_path_factory) -> Path:
     def work(rank: int) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=2)
         mesh = sharding.make_mesh("cpu", -1, 2)
-        ranks = Ranks(torch.device("cpu"), rank, 2, distributed=True)
+        ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
         group = sharding.group_for_saves(60)
         for kind in ("adamw", "muon", "nadam"):
             check_layouts(out_dir / kind, kind, mesh, group, ranks)
@@ -121,7 +121,7 @@ def folder(tmp_path_factory) -> Path:
     return out_dir
 
 
-def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: Ranks) -> None:
+def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistContext) -> None:
     """What is saved in one layout is loaded in each other, with the same numbers."""
     if ranks.is_first:
         out_dir.mkdir()
@@ -428,11 +428,11 @@ def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does
 def test_sharded_run_rewinds(chars, tmp_path, monkeypatch):
     """Back to the checkpoint, past the batches of the spike, on all ranks, and saved again under another name."""
     spikes = iter([None, None, None, None, Step(4, 0, 9.0, 4.0, [])])
-    went_back = Health.went_back
+    rewind_if_spiked = Health.rewind_if_spiked
 
     def leapt(health: Health) -> bool:
         health.spike = next(spikes, None)
-        return went_back(health)
+        return rewind_if_spiked(health)
 
     monkeypatch.setattr(Health, "went_back", leapt)
     run(2, tiny(chars, tmp_path, dp_shard=-1, on_spike="rewind", **SETTINGS | {"eval_interval": 3}))

@@ -27,16 +27,16 @@ from data.splits import Split
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.checks import plain_float32
-from deskgpt.compute.forms import EarlierForm, Search, Wanted, fastest_right_form
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.implementation import EarlierVariant, Options, Tuner, choose_implementation
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite, step_unless
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster.held import Wrong
-from deskgpt.machine import remembered
-from deskgpt.predict import fit
-from deskgpt.run import minutes
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.estimate import fit
+from deskgpt.kernels.verify import Mismatch
+from deskgpt.run import time_budget
 from deskgpt.run.health import Health
-from deskgpt.run.run import Run
+from deskgpt.run.train_state import Run
+from deskgpt.system import cache
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -44,12 +44,12 @@ CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=129
 # Of eight ranks, two have no row of its c_proj, four own none of its four matrices.
 NARROW = replace(CONFIG, n_layer=1, n_embd=6)
 GLOBAL_BATCH = 8
-ALONE = Ranks(CPU)
+ALONE = DistContext(CPU)
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 
 
-def build(ranks: Ranks, dp_shard: int, config: GPTConfig = CONFIG, dtype: str = "float32") -> GPT:
+def build(ranks: DistContext, dp_shard: int, config: GPTConfig = CONFIG, dtype: str = "float32") -> GPT:
     """The same model on any ranks: whole with dp_shard=1, else sharded and gathered in this dtype."""
     torch.manual_seed(0)
     if dp_shard == 1:
@@ -64,7 +64,7 @@ def whole_weights(model: GPT) -> dict[str, torch.Tensor]:
 
 
 def trained(
-    ranks: Ranks,
+    ranks: DistContext,
     data: Path,
     optimizer: str,
     dp_shard: int,
@@ -80,7 +80,7 @@ def trained(
     There is an evaluation before the second one. gathered: the dtype in which sharded blocks are.
     """
     model = build(ranks, dp_shard, config, gathered)
-    runner = Runner(model, Form(dtype), ranks.distributed, sync_each_batch)
+    runner = Runner(model, Variant(dtype), ranks.distributed, sync_each_batch)
     stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, muon_dtype=dtype)
     batching = Batching(GLOBAL_BATCH // split, split, rank=ranks.rank, world=ranks.world)
     rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
@@ -109,7 +109,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tmp_path):
     config = replace(CONFIG, n_layer=1)
 
-    def work(ranks: Ranks) -> list[float]:
+    def work(ranks: DistContext) -> list[float]:
         found = []
         for optimizer in ("adamw", "muon"):
             sharded, ddp = (trained(ranks, chars, optimizer, n, 50, 2, config=config) for n in (-1, 1))
@@ -120,7 +120,7 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tm
 
 
 def test_weights_gathered_in_bfloat16_train_as_ddp_does_under_autocast(chars, tmp_path):
-    def work(ranks: Ranks) -> list[float]:
+    def work(ranks: DistContext) -> list[float]:
         found = []
         for gathered in ("float32", "bfloat16"):
             sharded = trained(ranks, chars, "muon", -1, 10, 2, "bfloat16", gathered=gathered)
@@ -134,7 +134,7 @@ def test_weights_gathered_in_bfloat16_train_as_ddp_does_under_autocast(chars, tm
 
 
 def test_gradients_that_are_reduced_once_per_step_are_those_of_ddp(chars, tmp_path):
-    def work(ranks: Ranks) -> list[float]:
+    def work(ranks: DistContext) -> list[float]:
         ddp = trained(ranks, chars, "adamw", 1, 10, 8)
         return [
             distance(trained(ranks, chars, "adamw", -1, 10, 8, sync_each_batch=each), ddp) for each in (False, True)
@@ -151,18 +151,18 @@ def test_form_in_bfloat16_is_compared_with_weights_in_float32_and_gives_way_to_t
 
     def wrong(runner: Runner, batch: Any, loss: Any, micro_steps: int, rehearsed: bool = False) -> None:
         if not rehearsed and runner.form.dtype == "bfloat16":
-            raise Wrong("gradients disagree")
+            raise Mismatch("gradients disagree")
 
-    def work(ranks: Ranks) -> list[Any]:
+    def work(ranks: DistContext) -> list[Any]:
         model = build(ranks, -1, dtype="bfloat16")
-        loss, gradients = plain_float32(model, batch_of(4), Form("bfloat16")) or (math.nan, [])
-        alone = plain_float32(build(ranks, 1), batch_of(4), Form()) or (math.nan, [])
+        loss, gradients = plain_float32(model, batch_of(4), Variant("bfloat16")) or (math.nan, [])
+        alone = plain_float32(build(ranks, 1), batch_of(4), Variant()) or (math.nan, [])
         assert loss == alone[0]
         for found, expected in zip(gradients, alone[1], strict=True):
             torch.testing.assert_close(sharding.whole(found), expected, rtol=1e-5, atol=1e-7)
         before = whole_weights(model)
-        monkeypatch.setattr("deskgpt.compute.forms.check", wrong)
-        runner, _ = found_form(model, c, ranks, EarlierForm("bfloat16"))
+        monkeypatch.setattr("deskgpt.compute.implementation.check", wrong)
+        runner, _ = found_form(model, c, ranks, EarlierVariant("bfloat16"))
         assert_equal(whole_weights(runner.model), before)
         return [runner.form.dtype, runner.forward_backward(*batch_of(4)).item() == loss]
 
@@ -175,15 +175,15 @@ def batch_of(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def found_form(
-    model: GPT, c: train.TrainConfig, ranks: Ranks, earlier: EarlierForm | None = None
+    model: GPT, c: train.TrainConfig, ranks: DistContext, earlier: EarlierVariant | None = None
 ) -> tuple[Runner, Batching]:
     """The Runner of a run of c, and its micro-batches."""
     settings = asdict(c)
     make = functools.partial(train.make_optimizer, c)
-    wanted = Wanted.of(settings, earlier or EarlierForm(), 5, None)
+    wanted = Options.of(settings, earlier or EarlierVariant(), 5, None)
     smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, wanted.may_split_anew(CPU))
     batching = Batching.of(settings, ranks.rank, ranks.world)
-    return fastest_right_form(Search(model, batching, wanted, ranks, batch_of, smaller))
+    return choose_implementation(Tuner(model, batching, wanted, ranks, batch_of, smaller))
 
 
 @pytest.mark.slow
@@ -196,15 +196,13 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
     real_attention = model_file.attention
     c = tiny(chars, tmp_path, dp_shard=-1, batch_size=8, gradient_accumulation_steps=4, dtype="bfloat16")
 
-    def work(ranks: Ranks) -> list[Any]:
+    def work(ranks: DistContext) -> list[Any]:
         found: list[Any] = []
         model = build(ranks, -1, dtype="bfloat16")
         before = whole_weights(model)
         if ranks.rank == 1:
             monkeypatch.setattr(model_file, "attention", no_room_above_four)
-            monkeypatch.setattr(
-                remembered, "read", lambda name: {}
-            )  # its file has nothing of the form that it gives up
+            monkeypatch.setattr(cache, "read", lambda name: {})  # its file has nothing of the form that it gives up
         with pytest.raises(ValueError, match="out of memory: batch_size=8 does not fit .* --batch_size=4"):
             found_form(model, c, ranks)
         runner, batching = found_form(model, replace(c, auto_batch=True), ranks)
@@ -214,7 +212,7 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
         # the time that steps take: this rank's clock runs, and the other one has more time left
         began = time.perf_counter()
         if ranks.is_first:
-            monkeypatch.setattr(minutes, "time", SimpleNamespace(perf_counter=map(float, count(0, 10)).__next__))
+            monkeypatch.setattr(time_budget, "time", SimpleNamespace(perf_counter=map(float, count(0, 10)).__next__))
             began = -100.0
         runner.forward_backward(*batch_of(4))
         optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95)
@@ -222,7 +220,7 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
         run = Run(settings | batching.changed(settings) | {"max_minutes": 5.0}, runner, optimizer, ranks)
         val = Split(chars, "val", CONFIG.block_size, CONFIG.vocab_size, 1)
         windows = [val.n_eval_windows(batching.eval_windows)]
-        found.append(minutes.steps_within(began, run, batching, windows, batch_of(4), 0))
+        found.append(time_budget.steps_within(began, run, batching, windows, batch_of(4), 0))
         assert_equal(whole_weights(model), before)
 
         # gradients and weights that are not finite
@@ -275,11 +273,11 @@ def test_parameter_that_two_blocks_share_is_refused_in_one_line():
 
 
 def test_parameter_that_is_unused_on_one_rank_only_ends_no_run(tmp_path):
-    def gradient(ranks: Ranks) -> torch.Tensor | None:
+    def gradient(ranks: DistContext) -> torch.Tensor | None:
         model = build(ranks, 1)
         if not ranks.is_first:  # as an expert that no token of this rank's micro-batch is for
             model.transformer.h[1].forward = lambda x, span: x
-        runner = Runner(model, Form(), distributed=True)
+        runner = Runner(model, Variant(), distributed=True)
         idx = torch.arange(16)[None]
         runner.distribute(idx, idx)
         runner.forward_backward(idx, idx)
@@ -296,7 +294,7 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world, config):
     forms = {"adamw": "float32", "muon": "bfloat16"}
     one = {name: trained(ALONE, chars, name, 1, 20, 8, dtype, config) for name, dtype in forms.items()}
 
-    def work(ranks: Ranks) -> dict[Any, float]:
+    def work(ranks: DistContext) -> dict[Any, float]:
         return {
             (name, dp_shard): distance(trained(ranks, chars, name, dp_shard, 20, 8, dtype, config), one[name])
             for name, dtype in forms.items()
@@ -314,7 +312,7 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
     c = tiny(chars, tmp_path, dp_shard=-1, gradient_accumulation_steps=2, compile="auto")
     compile = torch.compile
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         from torch._inductor import config as inductor
         from torch._inductor.async_compile import AsyncCompile
 
@@ -326,7 +324,7 @@ def test_ranks_go_on_uncompiled_together_where_one_cannot_compile(chars, tmp_pat
             monkeypatch.setenv("CXX", missing)
             monkeypatch.setattr(inductor.cpp, "cxx", (None, missing))  # it has read CXX before the fork
         model = build(ranks, -1)
-        runner, _ = found_form(model, c, ranks, EarlierForm("float32", compiled=True, attention="flash"))
+        runner, _ = found_form(model, c, ranks, EarlierVariant("float32", compiled=True, attention="flash"))
         return str(runner.form)
 
     assert on_ranks(work, 2, tmp_path) == ["float32, not compiled"] * 2
@@ -352,9 +350,9 @@ def test_ddp_sends_gradients_while_earlier_blocks_of_a_compiled_model_still_go_b
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=backward_graph)
 
-    def work(ranks: Ranks) -> list[str]:
+    def work(ranks: DistContext) -> list[str]:
         monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend=backend))
-        runner = Runner(build(ranks, 1, config), Form(compiled=True), ranks.distributed)
+        runner = Runner(build(ranks, 1, config), Variant(compiled=True), ranks.distributed)
         x, y = batch_of(2)
         runner.forward_backward(x, y)  # compiles, as in a run: before there is a DDP
         runner.distribute(x, y)
@@ -369,15 +367,15 @@ def test_ddp_sends_gradients_while_earlier_blocks_of_a_compiled_model_still_go_b
 
 
 def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
-    def short_run(ranks: Ranks) -> None:
-        runner = Runner(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8)), Form(), True)
+    def short_run(ranks: DistContext) -> None:
+        runner = Runner(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8)), Variant(), True)
         idx = torch.zeros(1, 8, dtype=torch.long)
         runner.distribute(idx, idx)
         ranks.gather("a tensor")
         runner.leave_ranks()
         ranks.close()
 
-    def work(ranks: Ranks) -> str:
+    def work(ranks: DistContext) -> str:
         short_run(ranks)
         for i in range(20):
             dist.init_process_group("gloo", f"file://{tmp_path / str(i)}", rank=ranks.rank, world_size=2)
@@ -391,7 +389,7 @@ def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
 def test_no_group_of_ranks_waits_longer_than_the_runs_timeout(tmp_path):
     """With torch's own groups of a mesh, the first rank would wait until the one that hangs has ended."""
 
-    def work(ranks: Ranks) -> float:
+    def work(ranks: DistContext) -> float:
         shards = sharding.make_mesh("cpu", 2, 4, timeout_s=1.0).get_group("dp_shard")
         dist.barrier()
         t0 = time.monotonic()

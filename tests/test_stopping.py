@@ -21,7 +21,7 @@ from gloo import resumed, run
 import train
 from deskgpt.checkpoint import store
 from deskgpt.run.report import Report
-from deskgpt.run.stops import ONE_WISH_S, SIGNALS, Listener, listener
+from deskgpt.run.stopping import ONE_WISH_S, SIGNALS, Listener, signal_handler
 from train import main
 
 NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
@@ -32,10 +32,10 @@ LONG = {"max_iters": 30, "eval_interval": 5, "lr_decay_iters": 30, "dropout": 0.
 def listening() -> Iterator[None]:
     """This process hears signals as a run does, those too that whoever started the tests ignores."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    listener.listen()
+    signal_handler.listen()
     yield
-    listener.signal = None
-    listener.has_work_to_save = False
+    signal_handler.signal = None
+    signal_handler.has_work_to_save = False
     signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -52,7 +52,7 @@ def whole(chars, tmp_path_factory) -> Path:
 def send(number: int) -> None:
     """Signals this process, and waits until it has heard."""
     os.kill(os.getpid(), number)
-    while listener.signal is None:
+    while signal_handler.signal is None:
         time.sleep(0.001)
 
 
@@ -95,7 +95,7 @@ def test_run_that_each_signal_has_stopped_goes_on_bit_for_bit(chars, whole, tmp_
         command = re.search(r"^resume:  python (.*)$", out, re.M)
         assert command
         assert shlex.split(command[1])[1:] == ["--init_from=resume", f"--out_dir={out_dir}"]
-        listener.listen()
+        signal_handler.listen()
     main(tiny(chars, out_dir, init_from="resume", **LONG))
     assert_same_run(whole, out_dir)
 
@@ -121,7 +121,7 @@ def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(
             main(tiny(chars, tmp_path, **LONG))
     assert store.load(tmp_path).iter_num == step
     assert [e["iter"] for e in events(tmp_path, "eval")] == list(range(0, step, 5))
-    listener.listen()
+    signal_handler.listen()
     main(tiny(chars, tmp_path, init_from="resume", **LONG))
     assert store.load(whole / "ckpt_best.pt").iter_num >= step
     assert_same_run(whole, tmp_path)

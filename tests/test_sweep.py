@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, TINY, assert_one_line, assert_refused, flags, tiny
 
 from bench import sweep, timing
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 from train import TrainConfig
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "warmup_iters")}

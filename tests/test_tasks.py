@@ -25,7 +25,7 @@ cd "FOLDER"
 echo "$*" >> calls
 case "$*" in
   "-m pip --version") [ ! -e no-pip ];;
-  "-c from deskgpt.machine import"*) cat matmul;;
+  "-c from deskgpt.system import"*) cat matmul;;
   "-m venv"*)
     for venv; do :; done
     [ "$3" != --clear ] || rm -rf "$venv"

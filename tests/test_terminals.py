@@ -14,8 +14,8 @@ import time
 import pytest
 from conftest import ROOT, TINY, assert_one_line, events, files_of_at_most, flags, shell
 
-from deskgpt.machine.terminal import LastingFile
 from deskgpt.run.log import RunLog, read_events
+from deskgpt.system.terminal import LastingFile
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
 
@@ -47,7 +47,7 @@ def test_pipe_that_another_program_made_non_blocking_gets_every_byte():
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_file_opened_after_the_start_is_not_taken_for_the_terminal(closed, tmp_path):
     code = (
-        "import os; from deskgpt.machine.terminal import *; open_standard_files(); file = open(os.environ['X'], 'wb')\n"
+        "import os; from deskgpt.system.terminal import *; open_standard_files(); file = open(os.environ['X'], 'wb')\n"
     )
     code += "assert file.fileno() > 2; os.write(1, b'noise'); os.write(2, b'noise'); os.system('echo noise >&2')\n"
     code += "with lasting_output(): print('x'); import sys; print('x', file=sys.stderr)"

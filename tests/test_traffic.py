@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.predict import traffic
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.estimate import traffic
 from model import GPT, GPTConfig
 from train import TrainConfig, make_optimizer
 
@@ -79,13 +79,13 @@ def expected(c: TrainConfig, world: int) -> dict[str, float]:
     return traffic.sent_in_step(ODD, batching, c.dp_shard, c.reshard_after_forward, make, c.dtype, c.sync_each_batch)
 
 
-def sent_by(c: TrainConfig, ranks: Ranks) -> dict[str, float]:
+def sent_by(c: TrainConfig, ranks: DistContext) -> dict[str, float]:
     """What this rank sends in a real step of two micro-batches."""
     torch.manual_seed(0)
     model = GPT(ODD)
     if c.dp_shard > 1:
         sharding.shard(model, sharding.make_mesh("cpu", c.dp_shard, ranks.world), c.reshard_after_forward, c.dtype)
-    runner = Runner(model, Form(c.dtype, checkpoint=c.activation_checkpoint), True, c.sync_each_batch)
+    runner = Runner(model, Variant(c.dtype, checkpoint=c.activation_checkpoint), True, c.sync_each_batch)
     optimizer = make_optimizer(c, model)
     x = torch.zeros(c.batch_size, ODD.block_size, dtype=torch.int64)
     runner.distribute(x, x)

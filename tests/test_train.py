@@ -40,8 +40,8 @@ from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.runner import Runner, Variant
 from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -198,15 +198,15 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_p
     model = GPT(GPTConfig.from_settings(c, vocab_size=100)).train()
     split = Split(chars, "val", c.block_size, 100)
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
-    runner = Runner(model, Form())
-    whole = runner.evaluate(eval_batches(split, Batching(3, eval_windows=7), CPU), Ranks(CPU))
+    runner = Runner(model, Variant())
+    whole = runner.evaluate(eval_batches(split, Batching(3, eval_windows=7), CPU), DistContext(CPU))
     assert whole.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     assert whole.standard_error is None  # of three batches
     assert model.training
     # Of eight batches, the standard error is that of the mean of their losses.
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
     means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
-    found = runner.evaluate(eval_batches(split, Batching(3, eval_windows=24), CPU), Ranks(CPU))
+    found = runner.evaluate(eval_batches(split, Batching(3, eval_windows=24), CPU), DistContext(CPU))
     assert found.standard_error == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
 
 
@@ -344,7 +344,7 @@ def test_importing_the_scripts_does_nothing():
     code += "import export, data.chat.prepare, data.text.prepare, bench.report, bench.evaluate;"
     code += "import data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
     code += "names = {m.name for m in pkgutil.walk_packages(deskgpt.__path__, 'deskgpt.')};"
-    code += "[__import__(name) for name in names - {'deskgpt.share.modeling_deskgpt'}];"  # transformers'
+    code += "[__import__(name) for name in names - {'deskgpt.export.modeling_deskgpt'}];"  # transformers'
     slow = ["wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo"]
     slow += ["tokenizers", "lm_eval"]
     code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"

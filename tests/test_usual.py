@@ -19,11 +19,11 @@ from bench.analysis.runs import Run, complete
 from bench.asking.band import FALSE_ALARMS, deviations, write_band
 from configurator import read_settings
 from data.text.prepare import prepare
-from deskgpt.run import usual
-from deskgpt.run.usual import Band
+from deskgpt.run import loss_band
+from deskgpt.run.loss_band import Band
 from train import TrainConfig
 
-BANDS = [path for path in (ROOT / "config/usual").glob("*.json") if path.name != "published.json"]
+BANDS = [path for path in (ROOT / "config/loss_bands").glob("*.json") if path.name != "published.json"]
 CONFIG = TINY | {"learning_rate": 1e-3, "max_iters": 40, "lr_decay_iters": 40, "eval_interval": 10, "eval_iters": 8}
 LINE = re.compile(r"^(?:as usual|unusual): .*$", re.MULTILINE)
 
@@ -48,7 +48,7 @@ def logs(config, tmp_path_factory) -> list[Path]:
 @pytest.fixture
 def band(config, logs, tmp_path, monkeypatch) -> Path:
     """Its band, the only one there is."""
-    monkeypatch.setattr(usual, "FOLDER", tmp_path / "usual")
+    monkeypatch.setattr(loss_band, "FOLDER", tmp_path / "usual")
     return write_band(str(config), logs)
 
 
@@ -107,7 +107,7 @@ def test_resumed_run_is_judged_with_its_evaluations_from_before(band, said, monk
 
 def test_verdict_names_the_side_and_the_last_step_that_is_known():
     band = Band({0: [4.1, 4.1], 10: [3.0, 3.1], 20: [2.0, 2.1]}, 2.0)
-    assert band.limits(0) == pytest.approx((4.1 - usual.LEAST, 4.1 + usual.LEAST))
+    assert band.limits(0) == pytest.approx((4.1 - loss_band.LEAST, 4.1 + loss_band.LEAST))
     assert band.limits(20) == pytest.approx((2.05 - 0.1414, 2.05 + 0.1414), abs=1e-4)
     assert band.verdict({0: 4.1, 10: 3.05, 15: 9.9, 20: 2.09}) == "as usual: 2 runs end at 2.000 to 2.100"
     assert band.verdict({0: 4.1, 10: 3.05}) == "as usual: 2 runs at step 10 have 3.000 to 3.100"
@@ -170,16 +170,16 @@ def test_damaged_band_is_as_none(band, config, logs, name):
 
 
 def test_run_whose_settings_are_not_known_belongs_to_no_band(band):
-    assert usual.band_of({}, None, None) is None
-    assert usual.band_of({"init_from": "scratch"} | dict.fromkeys(usual.NAMES), "x", 1) is None
-    absurd = dict.fromkeys([*usual.NAMES, "batch_size", "gradient_accumulation_steps", "eval_tokens"], 10**400)
-    assert usual.band_of(absurd | {"init_from": "scratch", "block_size": 3}, "x", 1) is None
+    assert loss_band.band_of({}, None, None) is None
+    assert loss_band.band_of({"init_from": "scratch"} | dict.fromkeys(loss_band.NAMES), "x", 1) is None
+    absurd = dict.fromkeys([*loss_band.NAMES, "batch_size", "gradient_accumulation_steps", "eval_tokens"], 10**400)
+    assert loss_band.band_of(absurd | {"init_from": "scratch", "block_size": 3}, "x", 1) is None
 
 
 def test_setting_of_the_model_that_came_after_a_band_was_at_its_default(band, logs, monkeypatch):
     run = read_run(str(logs[0]))
-    monkeypatch.setattr(usual, "NAMES", [*usual.NAMES, "embd_scale"])
-    monkeypatch.setattr(usual, "DEFAULTS", usual.DEFAULTS | {"embd_scale": 1.0})
+    monkeypatch.setattr(loss_band, "NAMES", [*loss_band.NAMES, "embd_scale"])
+    monkeypatch.setattr(loss_band, "DEFAULTS", loss_band.DEFAULTS | {"embd_scale": 1.0})
     for value, says in ((1.0, True), (2.0, False)):
         run.settings["embd_scale"] = value
         assert bool(expected.verdict(run)) == says
@@ -196,7 +196,7 @@ def test_page_has_the_band_on_each_axis_once_and_the_verdict(band, logs, tmp_pat
     run = read_run(str(logs[0]))
     complete(run)
     (trace,) = beside([run, run])
-    record = usual.read_record(band)
+    record = loss_band.read_record(band)
     assert record
     limits = [Band({40: record["val_losses"]["40"]}, record["deviations"]).limits(40)]
     assert [*trace.meta["x"]["steps"]] == [0, 10, 20, 30, 40, 40, 30, 20, 10, 0]
@@ -298,12 +298,12 @@ def outside(band: Band, losses: dict[int, float]) -> bool:
 
 @pytest.mark.parametrize("path", BANDS, ids=lambda path: path.stem)
 def test_kept_bands_are_those_of_the_shipped_configs_and_hold_their_own_runs(path):
-    record = usual.read_record(path)
+    record = loss_band.read_record(path)
     assert record, f"{path} is damaged"
     settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])
     data = (record["experiment"]["val_sha256"], record["experiment"]["train_tokens"])
     remedy = f"the config has changed: make {path.name} again from eight runs (docs/comparing-runs.md)"
-    assert usual.DEFAULTS | record["experiment"] == usual.experiment(settings, *data), remedy
+    assert loss_band.DEFAULTS | record["experiment"] == loss_band.experiment(settings, *data), remedy
     losses = {int(step): runs for step, runs in record["val_losses"].items()}
     n = len(record["seeds"])
     assert n >= 8

@@ -16,7 +16,7 @@ from data.splits import Split
 from data.token_files import Shard, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer
 from data.verify import REMEMBERED, Verification
-from deskgpt.machine import remembered
+from deskgpt.system import cache
 
 
 def dataset(folder: Path) -> Path:
@@ -65,7 +65,7 @@ def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypa
     assert not (tmp_path / REMEMBERED).exists()  # it was written a moment ago, and may be again at the same instant
     monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
     assert verified(tmp_path) == "checksums verified"
-    assert remembered.read_file(tmp_path / REMEMBERED).keys() == {"train.bin", "val.bin"}
+    assert cache.read_file(tmp_path / REMEMBERED).keys() == {"train.bin", "val.bin"}
     with monkeypatch.context() as patch:
         patch.setattr(Shard, "sha256", None)
         assert verified(tmp_path) == "checksums verified before"

@@ -21,24 +21,24 @@ import train
 from data.loader import eval_batches
 from data.splits import Split
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.ranks import Ranks
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.predict.memory import MakeOptimizer
-from deskgpt.run import stops
-from deskgpt.run.start import StartingPoint
-from deskgpt.run.stops import Stops, listener
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.estimate.memory import MakeOptimizer
+from deskgpt.run import stopping
+from deskgpt.run.init_state import InitState
+from deskgpt.run.stopping import StopController, signal_handler
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 
 
-def recorded_run(c: train.TrainConfig, ranks: Ranks) -> dict[str, Any]:
+def recorded_run(c: train.TrainConfig, ranks: DistContext) -> dict[str, Any]:
     """Trains; returns checksums of the initial weights and of each dropout's mask, row by row, and counts."""
     found: dict[str, Any] = {"weights": "", "masks": [], "evaluated": 0}
-    make_model = StartingPoint.model
+    make_model = InitState.model
 
-    def built(start: StartingPoint, make: MakeOptimizer) -> GPT:
+    def built(start: InitState, make: MakeOptimizer) -> GPT:
         model = make_model(start, make)
         content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         found["weights"] = sha256(content).hexdigest()
@@ -55,7 +55,7 @@ def recorded_run(c: train.TrainConfig, ranks: Ranks) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "start_ranks", lambda *_: ranks)
-        patch.setattr(StartingPoint, "model", built)
+        patch.setattr(InitState, "model", built)
         patch.setattr(train, "eval_batches", evaluated)
         hook = torch.nn.modules.module.register_module_forward_hook(dropped)
         train.main(c)
@@ -66,7 +66,7 @@ def recorded_run(c: train.TrainConfig, ranks: Ranks) -> dict[str, Any]:
 def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_divide(chars, tmp_path):
     # 17 windows to evaluate: 9 batches, the last one not full, and one of padding on the second rank.
     own: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 4, "batch_size": 2, "eval_tokens": 17 * 16}
-    one = recorded_run(tiny(chars, tmp_path / "one", max_iters=4, **own), Ranks(CPU))
+    one = recorded_run(tiny(chars, tmp_path / "one", max_iters=4, **own), DistContext(CPU))
     c = tiny(chars, tmp_path / "two", max_iters=4, **own)
     two = on_ranks(lambda ranks: recorded_run(c, ranks), 2, tmp_path)
 
@@ -104,7 +104,7 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
     """A rank that a signal stops would leave the others waiting for its part of the weights."""
     split = Split(chars, "val", 16, 256)
 
-    def batches_until_a_signal(ranks: Ranks) -> list[int]:
+    def batches_until_a_signal(ranks: DistContext) -> list[int]:
         counts = []
         for shared in (True, False):
             calls: list[int] = []
@@ -112,14 +112,14 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
             def signalled(*_: Any, calls: list[int] = calls) -> None:
                 calls.append(1)
                 if ranks.rank == 1 and len(calls) == 3:
-                    listener.signal = signal.SIGTERM
+                    signal_handler.signal = signal.SIGTERM
 
             model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
             model.register_forward_hook(signalled)
             batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
-            own = Stops(ranks, 0.0, max_hours=0.0, save_interval=0, save_minutes=0.0, shared=shared)
-            Runner(model, Form()).evaluate(own.until_signal(eval_batches(split, batching, CPU)), ranks)
-            listener.signal = None
+            own = StopController(ranks, 0.0, max_hours=0.0, save_interval=0, save_minutes=0.0, shared=shared)
+            Runner(model, Variant()).evaluate(own.until_signal(eval_batches(split, batching, CPU)), ranks)
+            signal_handler.signal = None
             counts.append(len(calls))
         return counts
 
@@ -128,11 +128,11 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
 
 def test_ranks_agree_about_once_a_second_and_stop_at_the_same_step(tmp_path, monkeypatch):
     """Steps of 2 ms, of which one rank's become slower at 100, and a signal in step 200."""
-    monkeypatch.setattr(stops, "AGREE_S", 0.1)
+    monkeypatch.setattr(stopping, "AGREE_S", 0.1)
 
-    def stopped(ranks: Ranks) -> tuple[int, list[int], int]:
+    def stopped(ranks: DistContext) -> tuple[int, list[int], int]:
         agreements = 0
-        of_run = Stops(ranks, 0.0, max_hours=0.0, save_interval=60, save_minutes=0.0, shared=False)
+        of_run = StopController(ranks, 0.0, max_hours=0.0, save_interval=60, save_minutes=0.0, shared=False)
         saves = []
         for step in itertools.count():
             due = of_run.due(step, has_work=True, evaluates=step == 90)
@@ -143,7 +143,7 @@ def test_ranks_agree_about_once_a_second_and_stop_at_the_same_step(tmp_path, mon
                 return step, saves, agreements
             time.sleep(0.02 if step >= 100 and ranks.rank == 1 else 0.002)
             if step == 200 and ranks.rank == 1:
-                listener.signal = signal.SIGTERM
+                signal_handler.signal = signal.SIGTERM
             ranks.agree(0)  # as on gradients
         raise AssertionError
 
@@ -158,7 +158,7 @@ def test_ranks_agree_about_once_a_second_and_stop_at_the_same_step(tmp_path, mon
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
     c = tiny(chars, tmp_path / "out", gradient_accumulation_steps=2, eval_iters=8)
 
-    def damaged(ranks: Ranks) -> str:
+    def damaged(ranks: DistContext) -> str:
         def cut_short(split: Split, rows: Any, n: int) -> Any:
             if ranks.rank == 1 and rows[0] > 8:
                 raise ValueError("train.bin became shorter")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.analysis.runs import Run
-from deskgpt.run import usual
+from deskgpt.run import loss_band
 
 
-def band_of(run: Run) -> usual.Band | None:
+def band_of(run: Run) -> loss_band.Band | None:
     """The band that the run belongs to, if there is one."""
-    return usual.band_of(run.settings, run.start.get("val_sha256"), run.start.get("train_tokens"))
+    return loss_band.band_of(run.settings, run.start.get("val_sha256"), run.start.get("train_tokens"))
 
 
 def verdict(run: Run) -> list[str]:
@@ -23,12 +23,12 @@ def verdict(run: Run) -> list[str]:
 
 
 def published() -> list[dict[str, Any]]:
-    """The losses in config/usual/published.json, each with its source and the settings of runs that it stands beside.
+    """The losses in config/loss_bands/published.json, each with its source and the settings of runs that it stands beside.
 
     An entry has val_losses by step, or val_loss where the step is not known.
     """
     try:
-        return json.loads((usual.FOLDER / "published.json").read_text(encoding="utf-8"))
+        return json.loads((loss_band.FOLDER / "published.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no page needs it
         return []
 

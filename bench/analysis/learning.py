@@ -13,8 +13,8 @@ from typing import Any
 from bench.analysis.arms import NOT_RANKED, Arm, Lead, Row, lead_by_ratio, letters, over_runs, same_text
 from bench.analysis.noise import difference, t975
 from bench.analysis.runs import Run
-from deskgpt.machine.words import clock
 from deskgpt.run import diagnosis
+from deskgpt.system.formatting import clock
 
 Point = tuple[float, float | None]  # a loss, and half the width of its 95% interval, None if that is not known
 

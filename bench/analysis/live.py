@@ -19,12 +19,12 @@ from typing import BinaryIO
 from urllib.parse import parse_qs
 
 from bench.analysis import page
-from bench.analysis.logs import NO_END, Reading
+from bench.analysis.logs import NO_END, InferenceEngine
 from bench.analysis.page import Headline, Table
 from bench.analysis.runs import Run, complete
-from deskgpt.machine.words import clock
 from deskgpt.run.log import event_of
-from deskgpt.share import page_server
+from deskgpt.serve import page_server
+from deskgpt.system.formatting import clock
 
 POLL_S = 2.0  # between two requests of an open page
 SHARE = 0.03  # of a core, at most: after an answer that cost more, a page waits longer
@@ -47,7 +47,7 @@ class Follower:
 
     def begin(self) -> None:
         """Forgets all that was read."""
-        self.reading = Reading(Run(self.name))
+        self.reading = InferenceEngine(Run(self.name))
         self.head = b""  # the first line
         self.offset = 0  # of the first byte that is not read yet
         self.lines = 0

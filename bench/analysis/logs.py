@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.analysis.runs import NANOGPT_PEAK, SETTINGS, SIZES, Run, checked_setting, figure, signed
-from deskgpt.machine.errors import ConfigError
 from deskgpt.run.log import MOST_BYTES, read_events
+from deskgpt.system.errors import ConfigError
 from train import TrainConfig
 
 # Defaults of nanoGPT's train.py that differ from ours, for settings that its log does not echo.
@@ -121,7 +121,7 @@ def read_run(path: str, name: str = "") -> Run:
         run.name = name or file.resolve().parent.name
     run.name = run.name.encode("utf-8", "replace").decode()  # Linux allows names that are no text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
-        reading = Reading(run)
+        reading = InferenceEngine(run)
         for event in read_events(file):
             reading.add(event)
         run = reading.result(written=sum(1 for line in text.splitlines() if line.strip()))
@@ -160,7 +160,7 @@ def before(events: Events, step: int) -> Events:
 # ---- log.jsonl -----------------------------------------------------------------------------------------------
 
 
-class Reading:
+class InferenceEngine:
     """A run as the events of its log.jsonl fill it, one after the other.
 
     A resumed run computes some steps again: each counts once, with the figures of the last time.

@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.analysis.expected import band_of, is_beside, published
 from bench.analysis.runs import Run
-from deskgpt.run.usual import Band
+from deskgpt.run.loss_band import Band
 
 POINTS = 1000  # most points of a curve; of more steps each point is a bucket: their mean, within their range
 MOST_EARLIER = 20  # texts of a run to show besides the last ones

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from configurator import check, read_settings
-from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.gpu_peaks import card_named
+from deskgpt.system.errors import ConfigError
+from deskgpt.system.gpu_peaks import card_named
 from train import TrainConfig
 
 # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16.

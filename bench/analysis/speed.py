@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.analysis.arms import Arm, Lead, Row, lead_by_ratio, millions, over_runs
 from bench.analysis.runs import Run, implied_parameters
-from deskgpt.machine.words import clock, in_gib, in_tera
+from deskgpt.system.formatting import clock, in_gib, in_tera
 
 SAME_SPEED = 1.05  # a ratio that two single runs cannot tell from 1: a machine's speed changes from run to run
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from configurator import build, read_settings
-from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.provenance import with_imports
+from deskgpt.system.errors import ConfigError
+from deskgpt.system.provenance import with_imports
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ import json, sys
 from configurator import build, read_settings
 from dataclasses import asdict
 from train import TrainConfig
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.system.errors import one_line_errors
 with one_line_errors():
     settings = read_settings(TrainConfig, sys.argv[1:])
     build(TrainConfig, settings)

@@ -1,4 +1,4 @@
-"""The band of a config: where the val losses of one more run are expected. deskgpt/run/usual.py reads it."""
+"""The band of a config: where the val losses of one more run are expected. deskgpt/run/loss_band.py reads it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.analysis.logs import read_run
 from bench.analysis.runs import Run
 from bench.asking import running
 from bench.asking.arms import Arm
-from bench.asking.running import Place
+from bench.asking.running import DistEnv
 from configurator import read_settings
-from deskgpt.machine.files import write_atomically
-from deskgpt.machine.provenance import git_commit
-from deskgpt.run import usual
+from deskgpt.run import loss_band
+from deskgpt.system.files import write_atomically
+from deskgpt.system.provenance import git_commit
 from train import TrainConfig
 
 FEWEST = 8  # runs
@@ -39,7 +39,7 @@ def deviations(runs: int, steps: int) -> float:
     return float(t * math.sqrt(1 + 1 / runs))
 
 
-def make_band(config: str, arm: Arm, place: Place, first_seed: int) -> Path:
+def make_band(config: str, arm: Arm, place: DistEnv, first_seed: int) -> Path:
     """Does FEWEST runs of a config on its whole data, and writes their band. Returns its path. Raises as running.run.
 
     place: with the config's own data and as many evaluations as it has.
@@ -50,7 +50,7 @@ def make_band(config: str, arm: Arm, place: Place, first_seed: int) -> Path:
 
 
 def write_band(config: str, logs: Sequence[str | Path]) -> Path:
-    """Writes config/usual/NAME.json for config/NAME.py from the out_dirs or logs of finished runs. Returns its path.
+    """Writes config/loss_bands/NAME.json for config/NAME.py from the out_dirs or logs of finished runs. Returns its path.
 
     Raises ValueError where they are too few, have not ended, or are not runs of the config with a seed each.
     """
@@ -85,11 +85,11 @@ def write_band(config: str, logs: Sequence[str | Path]) -> Path:
         "val_losses": {step: [by_step[step] for by_step in losses] for step in losses[0]},
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items()]
-    path = usual.FOLDER / f"{Path(config).stem}.json"
+    path = loss_band.FOLDER / f"{Path(config).stem}.json"
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
     return path
 
 
 def experiment(run: Run, settings: dict[str, Any]) -> dict[str, Any] | None:
     """What makes others repeats of a run with these settings on its data."""
-    return usual.experiment(settings, run.start.get("val_sha256"), run.start.get("train_tokens"))
+    return loss_band.experiment(settings, run.start.get("val_sha256"), run.start.get("train_tokens"))

@@ -16,7 +16,7 @@ from bench.asking.held_out import PART, set_aside
 from bench.asking.ledger import Ledger
 from bench.asking.question import Question
 from bench.asking.statistics import MOST, Estimate, verdict
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 
 SEEDS_AFTER = MOST  # the first seed of the question
 DEEPER = 2

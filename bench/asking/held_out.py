@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data.token_files import open_masks, open_shards, read_meta, read_record, read_tokens, write_meta, write_tokens
-from deskgpt.machine.files import file_sha256, new_folder
+from deskgpt.system.files import file_sha256, new_folder
 
 PART = 10  # parts that the training tokens have, of which one is set aside
 MOST_TOKENS = 1 << 21  # set aside

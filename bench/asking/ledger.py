@@ -17,8 +17,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deskgpt.machine.remembered import path_of
 from deskgpt.run.log import RunLog, read_events
+from deskgpt.system.cache import path_of
 
 
 def default_folder() -> Path:

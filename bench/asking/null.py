@@ -12,7 +12,7 @@ from tqdm import tqdm
 from bench.asking import running
 from bench.asking import statistics as sure
 from bench.asking.arms import Arm
-from bench.asking.running import Place
+from bench.asking.running import DistEnv
 
 ROUNDS = 8  # of a question, unless it is decided sooner
 SIMULATED = 20_000  # questions whose losses are drawn from those of the real runs
@@ -34,7 +34,7 @@ class Outcome:
         return f"{self.false:,} of {self.asked:,} answers were false, {share}"
 
 
-def ask_itself(place: Place, arm: Arm, first_seed: int, questions: int) -> tuple[Outcome, Outcome]:
+def ask_itself(place: DistEnv, arm: Arm, first_seed: int, questions: int) -> tuple[Outcome, Outcome]:
     """(of real questions, of simulated ones) of an arm against itself. Each real run has a seed of its own.
 
     The simulated questions draw from the losses of the real runs, so they have the noise of real seeds.

@@ -19,8 +19,8 @@ from bench.asking import words
 from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, PILOT, Question
 from bench.asking.statistics import LEAST, verdict
-from deskgpt.machine.files import write_atomically
-from deskgpt.machine.words import clock
+from deskgpt.system.files import write_atomically
+from deskgpt.system.formatting import clock
 
 HEIGHT = 360  # of a chart, in pixels
 FEW = 12  # rounds, each of which has a tick on the axis

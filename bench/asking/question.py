@@ -14,10 +14,10 @@ from bench.asking import running
 from bench.asking import statistics as sure
 from bench.asking.arms import Arm
 from bench.asking.ledger import digest
-from bench.asking.running import Place
+from bench.asking.running import DistEnv
 from bench.asking.statistics import LEAST, Estimate
-from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.words import clock
+from deskgpt.system.errors import ConfigError
+from deskgpt.system.formatting import clock
 
 PILOT = 2  # runs of each arm, after which the price is known
 
@@ -62,7 +62,7 @@ class Question:
     """What is asked, and the runs so far."""
 
     arms: list[Arm]
-    place: Place
+    place: DistEnv
     resolve: float | None  # the smallest difference that matters, in the figure's unit
     budget_s: float
     first_seed: int

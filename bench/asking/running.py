@@ -26,10 +26,10 @@ from bench.analysis.speed import median_ms, mfu, tokens_per_s
 from bench.asking.arms import Arm
 from bench.asking.held_out import fingerprint
 from bench.asking.ledger import Ledger, digest
-from deskgpt.machine import hardware
-from deskgpt.machine.errors import ConfigError
 from deskgpt.run.lock import if_free
 from deskgpt.run.log import read_events
+from deskgpt.system import hardware
+from deskgpt.system.errors import ConfigError
 
 # Settings with which every run ends at its last step; a commit may be older than some of them.
 TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
@@ -42,7 +42,7 @@ STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SI
 
 
 @dataclass(frozen=True)
-class Place:
+class DistEnv:
     """Where and how all runs of a question run."""
 
     ledger: Ledger
@@ -72,7 +72,7 @@ class Place:
         return digest([*facts, torch.__version__, *([self.alone] if self.alone else [])])
 
 
-def run(place: Place, arm: Arm, seed: int, until: float = math.inf) -> dict[str, Any]:
+def run(place: DistEnv, arm: Arm, seed: int, until: float = math.inf) -> dict[str, Any]:
     """The arm's run with this seed: from the ledger, or by train.py, which resumes a run that was killed.
 
     until: of time.perf_counter; a run that still goes on then is saved and stopped. Raises ConfigError for that,
@@ -115,7 +115,7 @@ def run(place: Place, arm: Arm, seed: int, until: float = math.inf) -> dict[str,
     return found | {"reused": False}
 
 
-def in_ledger(place: Place, key: str, out_dir: Path) -> dict[str, Any] | None:
+def in_ledger(place: DistEnv, key: str, out_dir: Path) -> dict[str, Any] | None:
     """The finished run of this key, once no other question, or one that was killed, is at work on it."""
     known = place.ledger.run(key)
     if known is None:
@@ -125,11 +125,11 @@ def in_ledger(place: Place, key: str, out_dir: Path) -> dict[str, Any] | None:
     return known
 
 
-def out_dir_of(place: Place, arm: Arm, seed: int) -> Path:
+def out_dir_of(place: DistEnv, arm: Arm, seed: int) -> Path:
     return place.ledger.folder / "runs" / place.key(arm, seed)
 
 
-def run_all(place: Place, wanted: Sequence[tuple[Arm, int]], until: float = math.inf) -> list[dict[str, Any]]:
+def run_all(place: DistEnv, wanted: Sequence[tuple[Arm, int]], until: float = math.inf) -> list[dict[str, Any]]:
     """The runs of arms with seeds, place.jobs at a time. Raises as run does, after the others have saved and ended."""
     with ThreadPoolExecutor(place.jobs) as pool:
         try:
@@ -140,7 +140,7 @@ def run_all(place: Place, wanted: Sequence[tuple[Arm, int]], until: float = math
             raise
 
 
-def train(place: Place, arm: Arm, seed: int, out_dir: Path, until: float = math.inf) -> tuple[int, str]:
+def train(place: DistEnv, arm: Arm, seed: int, out_dir: Path, until: float = math.inf) -> tuple[int, str]:
     """(exit status, last line of stderr) of a run of train.py that is followed to its end. Raises as run does."""
     every = arm.settings["eval_interval"]
     if place.evaluations:

@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.asking import running
 from bench.asking.arms import Arm
-from bench.asking.running import Place
+from bench.asking.running import DistEnv
 from bench.asking.statistics import LEAST, MOST
-from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.words import clock
+from deskgpt.system.errors import ConfigError
+from deskgpt.system.formatting import clock
 
 FACTORS = (0.5, 1.0, 2.0)  # of the arm's own value
 RUNGS = (3, 2)  # values that get a run
@@ -37,7 +37,7 @@ def check_tunable(arms: list[Arm], name: str) -> None:
             raise ConfigError(f"--tune {name}: {arm.label} is {arm.text}; leave the setting out of the arms")
 
 
-def tuned(arm: Arm, name: str, place: Place, first_seed: int, until: float) -> tuple[Arm, str]:
+def tuned(arm: Arm, name: str, place: DistEnv, first_seed: int, until: float) -> tuple[Arm, str]:
     """(the arm with the best of three values of its setting, how that was found in words). Raises as running.run."""
     tried = [with_value(arm, name, factor) for factor in FACTORS]
     losses: dict[str, list[float]] = {one.text: [] for one in tried}
@@ -63,7 +63,7 @@ def with_value(arm: Arm, name: str, factor: float) -> Arm:
     return replace(arm, text=f"{arm.text} {word}".strip(), arguments=[*arm.arguments, word], settings=settings)
 
 
-def tuned_arms(arms: list[Arm], name: str, place: Place, first_seed: int, budget_s: float) -> list[Arm]:
+def tuned_arms(arms: list[Arm], name: str, place: DistEnv, first_seed: int, budget_s: float) -> list[Arm]:
     """All arms, each tuned; prints what each gets. Raises ConfigError where the budget is too small for that."""
     check_tunable(arms, name)
     until = time.perf_counter() + budget_s

@@ -13,7 +13,7 @@ from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, Question
 from bench.asking.statistics import Estimate
 from bench.asking.tune import untuned
-from deskgpt.machine.words import clock
+from deskgpt.system.formatting import clock
 
 BETWEEN_S = 60.0  # runs that take turns, at most
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from configurator import read_argument
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 from train import TrainConfig
 
 

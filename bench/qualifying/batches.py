@@ -9,12 +9,12 @@ from typing import Any
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt.compute.forms import clearly_fastest
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine import hardware
-from deskgpt.machine.words import in_gib
-from deskgpt.predict.fit import USABLE, largest_batch
-from deskgpt.predict.memory import Step, memory
+from deskgpt.compute.implementation import clearly_fastest
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.estimate.fit import USABLE, largest_batch
+from deskgpt.estimate.memory import Step, memory
+from deskgpt.system import hardware
+from deskgpt.system.formatting import in_gib
 from model import GPT
 
 Row = dict[str, Any]
@@ -51,7 +51,7 @@ def measure(s: Session) -> dict[str, Any]:
     }
 
 
-def sizes_of(s: Session, form: Form) -> list[int]:
+def sizes_of(s: Session, form: Variant) -> list[int]:
     """The largest micro-batch that is predicted to fit, and then one half of it after the other."""
     usable = hardware.usable_memory_bytes(s.device) or math.inf
     step = Step(s.sizes.model, s.sizes.last_batch, form, s.device.type)
@@ -62,7 +62,7 @@ def sizes_of(s: Session, form: Form) -> list[int]:
     return sizes
 
 
-def case(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
+def case(s: Session, model: GPT, form: Variant, batch_size: int) -> Row:
     """A row: memory and time of a micro-batch of this size, next to AdamW's state and gradients; or its problem."""
     predicted = memory(Step(s.sizes.model, batch_size, form, s.device.type))
     row: Row = {"batch_size": batch_size, "predicted_bytes": sum(predicted.values())}
@@ -73,11 +73,11 @@ def case(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
         row["problem"] = work.problem_of(e)
     for p in model.parameters():
         p.grad = None
-    s.say(f"micro-batch {batch_size}, {form}: {row['problem'] or format(row['tokens_per_s'], ',.0f') + ' tokens/s'}")
+    s.print0(f"micro-batch {batch_size}, {form}: {row['problem'] or format(row['tokens_per_s'], ',.0f') + ' tokens/s'}")
     return row
 
 
-def measured(s: Session, model: GPT, form: Form, batch_size: int) -> Row:
+def measured(s: Session, model: GPT, form: Variant, batch_size: int) -> Row:
     """What was measured of a row. Raises what torch raises where memory runs out or compiling fails."""
     runner = Runner(model, form)
     optimizer = work.adamw(runner)
@@ -107,7 +107,7 @@ def describe(result: dict[str, Any]) -> str:
         sizes = [in_gib(r.get(name)) for name in ("allocated_bytes", "reserved_bytes", "predicted_bytes")]
         body.append([f"{r['batch_size']}{mark}", *speed, *sizes])
     lines = [
-        f"Forward and backward pass in {Form(**result['form'])}; memory with gradients and AdamW's state.",
+        f"Forward and backward pass in {Variant(**result['form'])}; memory with gradients and AdamW's state.",
         markdown_table(head, body),
     ]
     if result["not_compiled"]:

@@ -18,8 +18,8 @@ from bench import speed
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt.machine import hardware
 from deskgpt.run.log import read_events
+from deskgpt.system import hardware
 
 MICRO_BATCHES = 4  # of the profiled step
 LONGEST = 30  # kernels that are listed

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from bench.output import markdown_table
 from bench.qualifying.session import Session
 from deskgpt.compute import compiling
-from deskgpt.machine import hardware, peak_flops, provenance
+from deskgpt.system import hardware, peak_flops, provenance
 
 # What nvidia-smi is asked, and the name on the page.
 QUERIED = {

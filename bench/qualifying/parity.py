@@ -20,9 +20,9 @@ from bench.qualifying.session import Session
 from bench.timing import ROOT
 from configurator import build, read_settings
 from deskgpt.compute import checks
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster.held import full_float32
-from deskgpt.machine import hardware
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.kernels.verify import full_float32
+from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 from train import TrainConfig
 
@@ -41,7 +41,7 @@ def measure(s: Session) -> dict[str, Any]:
     ]
     rows = []
     for case, reference, precision, compiled in s.while_there_is_time(cases):
-        s.say(f"  {case}")
+        s.print0(f"  {case}")
         rows.append({"case": case} | found_by(s, reference, precision, compiled))
     failed = [f"{row['case']}: {row['wrong']}" for row in rows if row["wrong"]]
     return {"gradients": rows, "failed": failed, "unfinished": [case for case, *_ in cases[len(rows) :]]}
@@ -67,7 +67,7 @@ def precisions_of(s: Session, compiled: bool) -> list[str]:
 
 def found_by(s: Session, reference: Reference, precision: str, compiled: bool) -> dict[str, Any]:
     """What a comparison found; "wrong" says in one line what is wrong, and is None if nothing is."""
-    form = Form("float32" if precision == "tf32" else precision, compiled)
+    form = Variant("float32" if precision == "tf32" else precision, compiled)
     try:
         return reference.compare(form, precision, s.device)
     except Exception as e:  # the other cases may be right
@@ -86,9 +86,9 @@ class Reference:
         model = GPT(config)
         with checks.nothing_is_zero(model):
             self.state = {name: value.clone() for name, value in model.state_dict().items()}
-            self.loss, self.gradients = checks.plain_float32(model, self.batch, Form())
+            self.loss, self.gradients = checks.plain_float32(model, self.batch, Variant())
 
-    def compare(self, form: Form, precision: str, device: torch.device) -> dict[str, Any]:
+    def compare(self, form: Variant, precision: str, device: torch.device) -> dict[str, Any]:
         """How far the device's loss and gradients are off, and where most."""
         model = GPT(self.config)
         model.load_state_dict(self.state)
@@ -104,7 +104,7 @@ class Reference:
         row["loss_off"] = abs(loss - self.loss) / abs(self.loss)
         try:
             checks.compare(form, precision, runner.names, loss, gradients, self.loss, self.gradients, by_norms=False)
-        except checks.Wrong as e:
+        except checks.Mismatch as e:
             row["wrong"] = str(e)
         return row
 

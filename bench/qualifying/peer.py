@@ -42,7 +42,7 @@ def in_turns(s: Session, runs: list[Contestant]) -> int:
     for _ in s.while_there_is_time(range(ROUNDS)):
         for x in runs:
             timing.run(x, 0, 0.0 if s.sizes.is_toy else ROUND_S)
-            s.say(f"{x.name}: {x.rounds_ms[-1][-1]:.4g} ms per step")
+            s.print0(f"{x.name}: {x.rounds_ms[-1][-1]:.4g} ms per step")
     return len(runs[0].rounds_ms)
 
 

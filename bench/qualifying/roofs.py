@@ -20,9 +20,9 @@ from torch import Tensor
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt.faster.held import full_float32
-from deskgpt.machine import hardware, peak_flops
-from deskgpt.machine.words import in_tera
+from deskgpt.kernels.verify import full_float32
+from deskgpt.system import hardware, peak_flops
+from deskgpt.system.formatting import in_tera
 from model import GPT, GPTConfig
 
 SEQUENCES = 8  # of 1024 tokens; the head's output in float32 is then 1.6 GB

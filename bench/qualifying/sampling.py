@@ -15,8 +15,8 @@ import torch
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt.compute.inference import Reading
-from deskgpt.machine import hardware
+from deskgpt.compute.inference import InferenceEngine
+from deskgpt.system import hardware
 from model import GPT
 from sample import SampleConfig, dtype_of
 
@@ -42,9 +42,9 @@ def token_times(model: GPT, dtype: str, prompts: torch.Tensor, n: int) -> list[f
     """ms of each of n tokens but the first, after prompts of (samples, tokens)."""
     c = SampleConfig()
     times = []
-    reading = Reading(model, prompts, dtype)
+    reading = InferenceEngine(model, prompts, dtype)
     hardware.synchronize(prompts.device)
-    with reading.using():
+    with reading.replacing():
         t0 = time.perf_counter()
         for new in model.generate(prompts, n, temperature=c.temperature, top_k=c.top_k):
             new.tolist()

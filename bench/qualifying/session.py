@@ -67,7 +67,7 @@ class Session:
     results: dict[int, dict[str, Any]] = field(default_factory=dict)  # by stage, those of earlier calls too
     deadline: float = 0.0  # time.perf_counter() at which the stage that runs should end
 
-    def say(self, text: str) -> None:
+    def print0(self, text: str) -> None:
         print(text, flush=True)
 
     def seconds_left(self) -> float:

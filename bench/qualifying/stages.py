@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.qualifying.session import Session
-from deskgpt.machine.errors import ConfigError
+from deskgpt.system.errors import ConfigError
 
 
 @dataclass(frozen=True)

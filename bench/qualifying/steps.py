@@ -10,7 +10,7 @@ from bench import speed, timing
 from bench.qualifying import work
 from bench.qualifying.session import Session
 from bench.timing import Contestant, Failed
-from deskgpt.machine import hardware, peak_flops
+from deskgpt.system import hardware, peak_flops
 
 STEPS = 2  # after the one that warms up
 

@@ -40,7 +40,7 @@ def measure(s: Session) -> dict[str, Any]:
             found = ENDED.match(line)
             if found:
                 outcomes[found[1]] = found[2]
-                s.say(found[0])
+                s.print0(found[0])
         status = process.wait()
     finally:
         limit.cancel()

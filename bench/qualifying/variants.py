@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.faster import kernels
-from deskgpt.machine import hardware
-from deskgpt.machine.words import in_gib
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.kernels import replacements
+from deskgpt.system import hardware
+from deskgpt.system.formatting import in_gib
 from model import GPT
 
 BACKENDS = {
@@ -31,9 +31,9 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Variant:
+class Arm:
     name: str
-    form: Form
+    form: Variant
     loss_logits: int | None = None  # of a chunk of the loss; None: as usual
     within: Callable[[], AbstractContextManager[Any]] = nullcontext  # what it is compiled and runs under
 
@@ -43,7 +43,7 @@ def measure(s: Session) -> dict[str, Any]:
     usual = work.found_form(s)
     model = work.new_model(s)
     batch = work.random_batch(s, batch_size)
-    runner = Runner(model, Form(usual.dtype))
+    runner = Runner(model, Variant(usual.dtype))
     optimizer = work.adamw(runner)
     runner.forward_backward(*batch)
     work.update(runner, optimizer)  # from now on AdamW's state takes its memory, as in training
@@ -52,23 +52,23 @@ def measure(s: Session) -> dict[str, Any]:
     all_variants = variants(usual, batch[0].numel() * s.sizes.model.vocab_size)
     for variant in s.while_there_is_time(all_variants):
         row = row_of(s, model, batch, variant)
-        s.say(f"{variant.name}: {row['problem'] or format(row['ms'], '.2f') + ' ms'}")
+        s.print0(f"{variant.name}: {row['problem'] or format(row['ms'], '.2f') + ' ms'}")
         rows.append(row)
     hardware.release_memory(s.device)
     unfinished = [variant.name for variant in all_variants[len(rows) :]]
     return {"batch_size": batch_size, "rows": rows, "unfinished": unfinished}
 
 
-def variants(usual: Form, logits: int) -> list[Variant]:
+def variants(usual: Variant, logits: int) -> list[Variant]:
     """The usual form, and what is compared with it, the more telling first. logits: of a whole micro-batch."""
     other = replace(usual, compiled=not usual.compiled)
-    whole = replace(usual, as_written=("GPT.loss",))
-    chunks = [Variant(f"loss in chunks of 2^{n} logits", usual, 1 << n) for n in chunk_exponents(logits)]
+    whole = replace(usual, reference_only=("GPT.loss",))
+    chunks = [Arm(f"loss in chunks of 2^{n} logits", usual, 1 << n) for n in chunk_exponents(logits)]
     attentions = [
-        Variant(f"{name} attention", usual, within=functools.partial(sdpa_kernel, backend))
+        Arm(f"{name} attention", usual, within=functools.partial(sdpa_kernel, backend))
         for name, backend in BACKENDS.items()
     ]
-    return [Variant(str(usual), usual), Variant(str(other), other), Variant("loss whole", whole), *chunks, *attentions]
+    return [Arm(str(usual), usual), Arm(str(other), other), Arm("loss whole", whole), *chunks, *attentions]
 
 
 def chunk_exponents(logits: int) -> list[int]:
@@ -87,7 +87,7 @@ def row_of(s: Session, model: GPT, batch: tuple[torch.Tensor, torch.Tensor], var
         with variant.within(), functorch.patch(enable_autograd_cache=False):
             runner = Runner(model, variant.form)
             if variant.loss_logits:
-                chunked = functools.partial(kernels.chunked_loss, loss_logits=variant.loss_logits)
+                chunked = functools.partial(replacements.chunked_loss, loss_logits=variant.loss_logits)
                 runner.forms["GPT.loss"] = chunked
 
             def micro_batch() -> torch.Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from bench.qualifying.session import Session
 from bench.timing import write_data
-from deskgpt.compute import forms
+from deskgpt.compute import implementation
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.runner import Form, Runner
-from deskgpt.machine import hardware, peak_flops
-from deskgpt.machine.errors import is_out_of_memory
+from deskgpt.compute.runner import Runner, Variant
+from deskgpt.system import hardware, peak_flops
+from deskgpt.system.errors import is_out_of_memory
 from model import GPT, GPTConfig, ModelSettings
 
 MICRO_STEPS = 4  # by which a micro-batch's loss is divided
@@ -30,15 +30,15 @@ OUT_OF_MEMORY = "out of memory"  # as problem_of says it
 # ---- what the stages agree on --------------------------------------------------------------------------------
 
 
-def usual_form(device: torch.device) -> Form:
+def usual_form(device: torch.device) -> Variant:
     """The form that train.py tries first here: compiled on CUDA; on a CPU only long runs win back compiling."""
-    return Form(peak_flops.fast_dtype(device), compiled=bool(forms.Wanted().compiled(device)))
+    return Variant(peak_flops.fast_dtype(device), compiled=bool(implementation.Options().compiled(device)))
 
 
-def found_form(s: Session) -> Form:
+def found_form(s: Session) -> Variant:
     """The form with which stage 4 measured. Raises ValueError before stage 4."""
     best_batch(s)
-    return Form(**s.results[4]["form"])
+    return Variant(**s.results[4]["form"])
 
 
 def best_batch(s: Session) -> int:

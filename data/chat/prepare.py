@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
 from data.token_files import Masks, is_prepared, write_dataset
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.machine.errors import OneLineParser, one_line_errors
-from deskgpt.machine.files import file_sha256, sha256
+from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.files import file_sha256, sha256
 
 DATA = Path(__file__).resolve().parents[1]
 VAL_PART = 10  # the last dialogues, one of this many, are val

@@ -17,7 +17,7 @@ from data.meta_files import from_json
 from data.shards import Entry, plan
 from data.token_files import TOKEN_BYTES, named_tokenizer, read_description
 from data.tokenizer import Tokenizer, from_meta, short_name
-from deskgpt.machine.words import BYTES, with_unit
+from deskgpt.system.formatting import BYTES, with_unit
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSET_TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9, "default": 1.3e12}  # about
@@ -163,7 +163,7 @@ def records_of_parts(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def remove_leftovers(folder: Path, *patterns: str) -> None:
-    """Deletes the temporary files of a start that was killed, each named by deskgpt.machine.files."""
+    """Deletes the temporary files of a start that was killed, each named by deskgpt.system.files."""
     for pattern in patterns:
         for path in folder.glob(pattern):
             path.unlink()

@@ -15,7 +15,7 @@ from data.fineweb_edu.common import Entries, Part
 from data.fineweb_edu.sequence import is_complete, prepare
 from data.meta_files import CHECKSUM
 from data.token_files import locked, refuse_foreign, write_meta
-from deskgpt.machine.errors import one_line_errors
+from deskgpt.system.errors import one_line_errors
 
 
 def make(args: argparse.Namespace, part: Part) -> None:

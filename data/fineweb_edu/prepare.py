@@ -32,7 +32,7 @@ from data import bpe
 from data.fineweb_edu import parts, pretokenized, sequence
 from data.fineweb_edu.common import Part
 from data.token_files import locked
-from deskgpt.machine.errors import ConfigError, one_line_errors
+from deskgpt.system.errors import ConfigError, one_line_errors
 
 ENVIRONMENT = {
     "USE_TORCH": "0",  # `datasets` would import it without need

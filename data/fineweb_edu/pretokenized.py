@@ -14,7 +14,7 @@ import numpy as np
 from data.documents import retried
 from data.shards import is_there
 from data.token_files import read_tokens, write_meta
-from deskgpt.machine.files import file_sha256
+from deskgpt.system.files import file_sha256
 
 REPO = "kjj0/finewebedu10B-gpt2"  # finewebedu_val_000000.bin and 99 files of train, the last one shorter
 SHARD_TOKENS = 100_000_000

@@ -18,7 +18,7 @@ from data.fineweb_edu.common import Entries, Job, Part
 from data.shards import is_there, write_shards
 from data.token_files import damaged, read_record, refuse_foreign, write_meta
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.machine.words import BYTES, with_unit
+from deskgpt.system.formatting import BYTES, with_unit
 
 # The vocabulary is trained on what comes after this many bytes of text for each token of val. Tokens of ordinary text
 # have four to five bytes, so none of it is val's.

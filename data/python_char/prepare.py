@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.text.prepare import prepare
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.files import sha256
+from deskgpt.system.errors import one_line_errors
+from deskgpt.system.files import sha256
 
 SKIPPED = {
     "test",

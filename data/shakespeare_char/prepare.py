@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.text.prepare import prepare, read_text
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.files import sha256, write_atomically
+from deskgpt.system.errors import one_line_errors
+from deskgpt.system.files import sha256, write_atomically
 
 DATA = Path(__file__).resolve().parents[1]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; 
 from data import bpe
 from data.token_files import is_prepared, named_tokenizer, write_dataset
 from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
-from deskgpt.machine.errors import ConfigError, OneLineParser, one_line_errors
-from deskgpt.machine.files import sha256
+from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.system.files import sha256
 
 DATA = Path(__file__).resolve().parents[1]
 TRAIN_SHARE = 0.9  # of the characters; the rest is val

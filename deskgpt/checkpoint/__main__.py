@@ -10,8 +10,8 @@ from pathlib import Path
 
 from deskgpt.checkpoint import archive
 from deskgpt.checkpoint.store import FORMAT, content_of, load, whole
-from deskgpt.machine.errors import one_line_errors
-from deskgpt.machine.files import check_unused, replacing
+from deskgpt.system.errors import one_line_errors
+from deskgpt.system.files import check_unused, replacing
 
 
 def convert(source: str, target: str) -> None:

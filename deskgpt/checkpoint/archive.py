@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from deskgpt.machine.strangers import PLAIN, instructions
+from deskgpt.system.untrusted import PLAIN, instructions
 
 COMMENT = b"deskgpt sha256 "  # followed by 64 hex digits
 COMMENT_BYTES = len(COMMENT) + 64

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deskgpt.machine.files import file_sha256, new_folder, read_small, write_atomically
+from deskgpt.system.files import file_sha256, new_folder, read_small, write_atomically
 
 # torch.distributed.checkpoint takes a part of a second to import: only where a folder is read or written.
 

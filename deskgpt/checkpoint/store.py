@@ -25,10 +25,10 @@ from torch import Tensor
 from deskgpt.checkpoint import archive, folders
 from deskgpt.checkpoint.folders import agreed, is_folder, new_path, order_of
 from deskgpt.checkpoint.optimizer_state import fill
-from deskgpt.compute.ranks import Ranks
+from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import local
-from deskgpt.machine.files import TEMPORARY, copy, replacing, sync_folder
-from deskgpt.machine.strangers import Fields, check_record, is_number
+from deskgpt.system.files import TEMPORARY, copy, replacing, sync_folder
+from deskgpt.system.untrusted import Fields, check_record, is_number
 from model import GPT
 
 NAME = "ckpt.pt"
@@ -152,7 +152,7 @@ def kept(path: Path) -> str:
     return f"; the checkpoint before it is intact: {path}" if path.exists() else ""
 
 
-def take_over(out_dir: Path, say: Callable[[str], None], step: int | None = None) -> None:
+def take_over(out_dir: Path, print0: Callable[[str], None], step: int | None = None) -> None:
     """Before a run's first save: tidies what earlier runs left in a folder that no other run uses. Raises OSError.
 
     Temporary files of killed runs are removed. Damaged checkpoints are moved aside, so that they are not overwritten,
@@ -171,7 +171,7 @@ def take_over(out_dir: Path, say: Callable[[str], None], step: int | None = None
             continue
         if damage or (step is not None and order_of(path)[0] > step):
             why = damage or f"is later than step {step}, to which the run went back"
-            say(f"{path} {why}: it is now in {set_aside(out_dir, (path.name,))}")
+            print0(f"{path} {why}: it is now in {set_aside(out_dir, (path.name,))}")
     if (out_dir / NAME).exists() and best_of(out_dir) is None:
         copy(out_dir / NAME, out_dir / BEST)
     sync_folder(out_dir)
@@ -266,7 +266,10 @@ def silent(line: str) -> None:
 
 
 def load(
-    out_dir: str | Path, say: Callable[[str], None] = silent, ranks: Ranks | None = None, checksums: bool = True
+    out_dir: str | Path,
+    print0: Callable[[str], None] = silent,
+    ranks: DistContext | None = None,
+    checksums: bool = True,
 ) -> Checkpoint:
     """The last good checkpoint of the folder out_dir, or the one at the path of a .pt file or of a folder of shards.
 
@@ -286,7 +289,7 @@ def load(
         if damage is None:
             saved = load_checked(p)
             if damages:
-                say(f"{damages[0]}: going on from {p.name}, step {saved.iter_num}")
+                print0(f"{damages[0]}: going on from {p.name}, step {saved.iter_num}")
             return saved
         damages.append(f"{p} {damage}")
     if damages == [f"{found[0]} {MISSING_FILE}"]:
@@ -298,7 +301,7 @@ def load(
     raise ValueError(f"{', and '.join(damages)}; {remedy}")
 
 
-def damage_for(path: Path, ranks: Ranks | None, checksums: bool) -> str | None:
+def damage_for(path: Path, ranks: DistContext | None, checksums: bool) -> str | None:
     """As damage_of, for ranks that share the checksums of a folder; what one finds is true for all."""
     if ranks is None or not checksums:
         return damage_of(path) if checksums else damage_of(path, NO_CHECKSUMS)
@@ -306,13 +309,13 @@ def damage_for(path: Path, ranks: Ranks | None, checksums: bool) -> str | None:
     return damage if ranks.all(damage is None) else damage or "is damaged, as another rank has found"
 
 
-def resume(out_dir: str | Path, say: Callable[[str], None] = silent, ranks: Ranks | None = None) -> Checkpoint:
+def resume(out_dir: str | Path, print0: Callable[[str], None] = silent, ranks: DistContext | None = None) -> Checkpoint:
     """As load, for a run that goes on; best_val_loss is that of the best checkpoint in the folder where it is lower.
 
     It is after a kill between the two files of a save, and where a run goes back to an older checkpoint. Losses on
     other data are not compared.
     """
-    saved = load(out_dir, say, ranks)
+    saved = load(out_dir, print0, ranks)
     path = best_of(folder_of(out_dir))
     if path is None:
         return saved
@@ -322,7 +325,7 @@ def resume(out_dir: str | Path, say: Callable[[str], None] = silent, ranks: Rank
         if evaluated_on(best) == evaluated_on(saved):
             saved.best_val_loss = min(saved.best_val_loss, best.best_val_loss)
     else:
-        say(f"{path} {damage}: its loss, the best so far, does not count")
+        print0(f"{path} {damage}: its loss, the best so far, does not count")
         if not is_folder(path) or order_of(path)[0] <= saved.iter_num:
             saved.best_val_loss = math.inf  # what a later checkpoint names as the best is the loss of the damaged one
     return saved

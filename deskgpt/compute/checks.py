@@ -14,9 +14,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.runner import Runner, Variant
 from deskgpt.compute.sharding import in_float32, local, means, whole
-from deskgpt.faster.held import TOLERANCE, Wrong, distance, full_float32, keeping_buffers, random_state
+from deskgpt.kernels.verify import TOLERANCE, Mismatch, distance, full_float32, keeping_buffers, random_state
 from model import GPT
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
@@ -47,12 +47,12 @@ RANDOM_LOSS = 1.2
 RANDOM_NORM = 3.0
 
 
-def plain(form: Form) -> Form:
+def plain(form: Variant) -> Variant:
     """The form that this one is compared with: with the same kernels, but float32 and not compiled."""
-    return Form(checkpoint=form.checkpoint, as_written=form.as_written)
+    return Variant(checkpoint=form.checkpoint, reference_only=form.reference_only)
 
 
-def is_right_by_definition(form: Form, device: torch.device) -> bool:
+def is_right_by_definition(form: Variant, device: torch.device) -> bool:
     """Whether nothing is to be compared. On CUDA float32 is TF32, which is."""
     return form == plain(form) and device.type in REFERENCES and device.type != "cuda"
 
@@ -108,7 +108,7 @@ def check(runner: Runner, batch: Batch, loss: Tensor, micro_steps: int, rehearse
 
 
 def compare(
-    form: Form,
+    form: Variant,
     precision: str,
     names: list[str],
     found_loss: float,
@@ -121,7 +121,7 @@ def compare(
     off = abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-30)
     limit = RANDOM_LOSS - 1 if by_norms else LOSS_TOLERANCE[precision]
     if not off <= limit:  # nan is not
-        raise Wrong(f"the loss in {form} is {found_loss:.6g}, in plain float32 {expected_loss:.6g}")
+        raise Mismatch(f"the loss in {form} is {found_loss:.6g}, in plain float32 {expected_loss:.6g}")
 
     if by_norms:
         errors = norm_ratios(names, found, expected)
@@ -133,7 +133,7 @@ def compare(
         how = "differ by"
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= limit:
-        raise Wrong(
+        raise Mismatch(
             f"gradients in {form} disagree with plain float32: {worst}'s {how} "
             f"{errors[worst]:.3g}, at most {limit:g} is rounding"
         )
@@ -172,7 +172,7 @@ def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -
     return ratios
 
 
-def plain_float32(model: GPT, batch: Batch, form: Form) -> tuple[float, list[Tensor]]:
+def plain_float32(model: GPT, batch: Batch, form: Variant) -> tuple[float, list[Tensor]]:
     """Loss and gradients of the model in full float32, on the CPU where its device is no reference.
 
     form: that of the run, whose kernels and activation checkpoints it has. Leaves no gradients.
@@ -196,7 +196,7 @@ def taken_gradients(runner: Runner, micro_steps: int) -> list[Tensor]:
     return grads
 
 
-def draws_random_numbers(model: GPT, batch: Batch, form: Form) -> bool:
+def draws_random_numbers(model: GPT, batch: Batch, form: Variant) -> bool:
     """Whether a training pass does, as dropout does: two forms would draw other ones."""
     x, y = batch
     before = random_state(x.device)

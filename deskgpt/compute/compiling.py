@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from deskgpt.machine import torch_internals
+from deskgpt.system import torch_internals
 
 # ---- inductor's settings -------------------------------------------------------------------------------------
 

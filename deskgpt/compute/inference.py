@@ -18,13 +18,13 @@ from torch import Tensor
 
 from deskgpt.compute import checks, compiling
 from deskgpt.compute.checks import nothing_is_zero, weights_are_finite
-from deskgpt.faster import held, kernels
-from deskgpt.faster.decoding import Decoder
-from deskgpt.faster.definition import using
-from deskgpt.faster.held import SAME_LOGITS, TOLERANCE, Problems, distance, full_float32, machine
-from deskgpt.machine import hardware
-from deskgpt.machine.errors import is_out_of_memory
-from deskgpt.machine.terminal import not_silent
+from deskgpt.kernels import replacements, verify
+from deskgpt.kernels.kv_cache import Decoder
+from deskgpt.kernels.overridable import replacing
+from deskgpt.kernels.verify import SAME_LOGITS, TOLERANCE, Problems, distance, full_float32, machine
+from deskgpt.system import hardware
+from deskgpt.system.errors import is_out_of_memory
+from deskgpt.system.terminal import not_silent
 from model import GPT
 
 Forms = dict[str, Callable[..., Any]]
@@ -34,7 +34,7 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class Reading:
+class InferenceEngine:
     """The fastest right way to get logits of a model: `using` puts it to use.
 
     with reading.using():
@@ -49,9 +49,9 @@ class Reading:
         *,
         cached: bool = True,
         compiled: bool = False,
-        as_written: Collection[str] = (),
+        reference_only: Collection[str] = (),
         remembers: bool = True,
-        say: Callable[[str], None] = to_stderr,
+        print0: Callable[[str], None] = to_stderr,
     ) -> None:
         """prompt: real tokens (B, T), which come first in what is compared. dtype: of the matmuls.
 
@@ -63,8 +63,8 @@ class Reading:
         self.model = model
         self.device = next(model.parameters()).device
         self.remembers = remembers and weights_are_finite(model)
-        self.say = say
-        self.as_written = as_written
+        self.print0 = print0
+        self.reference_only = reference_only
         self.cached = cached  # becomes whether they are
         self.dtype = "float32"
         self.forms: Forms = {}
@@ -77,18 +77,18 @@ class Reading:
             stack.callback(model.train, was_training)
             stack.enter_context(nothing_is_zero(model))
             stack.enter_context(torch.inference_mode())
-            with not_silent("still comparing with the full forward pass", say):
+            with not_silent("still comparing with the full forward pass", print0):
                 if self.remembers and self.device.type not in checks.REFERENCES:
                     self._compare_with_cpu()
                 self._choose(dtype)
             if compiled:
-                with not_silent("still compiling", say):
+                with not_silent("still compiling", print0):
                     self._compile(prompt)
 
     @contextmanager
-    def using(self) -> Iterator[None]:
+    def replacing(self) -> Iterator[None]:
         """Within the block the model computes in this way. A text may go on in a later block."""
-        with using(self.forms), hardware.autocast(self.device, self.dtype):
+        with replacing(self.forms), hardware.autocast(self.device, self.dtype):
             yield
 
     # ---- choosing ----------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Reading:
         with_cache = self.forms | {"GPT.next_logits": Decoder(self.model)}
         problem = self._problem("with a cache", "float32", with_cache, strict=True) if self.cached else None
         if problem:
-            self.say(f"{problem}: writing without a cache, which is slower")
+            self.print0(f"{problem}: writing without a cache, which is slower")
             self.cached = False
         if self.cached:
             self.forms = with_cache
@@ -107,7 +107,7 @@ class Reading:
         if dtype != "float32":
             problem = self._problem(f"in {dtype}", dtype, self.forms)
             if problem:
-                self.say(f"{problem}: going on in float32")
+                self.print0(f"{problem}: going on in float32")
                 dtype = "float32"
         self.dtype = dtype
 
@@ -116,28 +116,28 @@ class Reading:
 
         def compare() -> Problems:
             on_cpu = copy.deepcopy(self.model).cpu()
-            with using({}):
+            with replacing({}):
                 expected = [last_of_forward(None, on_cpu, tokens.cpu()) for tokens in self._growing()]
             off = max(distance(a.cpu(), b) for a, b in zip(self._expected(), expected, strict=True))
             if off <= TOLERANCE["float32"]:
                 return {}
             return {"device": f"logits in float32 differ from those on the CPU by {off:.3g}: this GPU is wrong"}
 
-        for problem in held.problems_of(self._key("device"), compare).values():
+        for problem in verify.problems_of(self._key("device"), compare).values():
             raise ValueError(f"{problem}; try --device=cpu")
 
     def _right_kernels(self) -> Forms:
-        forms: Forms = kernels.forms_for(self.device.type)
-        forms = {name: form for name, form in forms.items() if name not in self.as_written}
+        forms: Forms = replacements.replacements_for(self.device.type)
+        forms = {name: form for name, form in forms.items() if name not in self.reference_only}
 
         def compare() -> Problems:
             tokens = self.texts[-1]
             with torch.inference_mode(False):
-                return held.wrong_kernels(self.model, forms.items(), tokens[:1].clone(), tokens[:1].roll(-1, 1))
+                return verify.wrong_replacements(self.model, forms.items(), tokens[:1].clone(), tokens[:1].roll(-1, 1))
 
-        problems = held.problems_of(self._key("kernels", sorted(forms)), compare)
+        problems = verify.problems_of(self._key("kernels", sorted(forms)), compare)
         for problem in problems.values():
-            self.say(f"{problem}: it is computed as model.py says, which may be slower")
+            self.print0(f"{problem}: it is computed as model.py says, which may be slower")
         return {name: form for name, form in forms.items() if name not in problems}
 
     def _problem(self, how: str, dtype: str, forms: Forms, strict: bool = False) -> str | None:
@@ -163,13 +163,13 @@ class Reading:
                     return {how: f"logits {how} {differ} by {off:.3g}, at most {limit:g} is rounding"}
             return {}
 
-        return held.problems_of(self._key(how, dtype, sorted(forms)), compare).get(how)
+        return verify.problems_of(self._key(how, dtype, sorted(forms)), compare).get(how)
 
     def _key(self, *what: Any) -> str | None:
         """Under which an answer is remembered; None: it is not."""
         if not self.remembers:
             return None
-        return f"{machine(self.device)}: {held.digest(self.model.config, self.compiler, *what)}, sampling"
+        return f"{machine(self.device)}: {verify.digest(self.model.config, self.compiler, *what)}, sampling"
 
     # ---- logits ------------------------------------------------------------------------------------------
 
@@ -185,28 +185,28 @@ class Reading:
                 yield tokens
 
     def _logits(self, dtype: str, forms: Forms, strict: bool) -> Iterator[Tensor]:
-        with full_float32() if strict else hardware.autocast(self.device, dtype), using(forms):
+        with full_float32() if strict else hardware.autocast(self.device, dtype), replacing(forms):
             for tokens in self._growing():
                 yield self.model.next_logits(tokens).float()
 
     def _expected(self) -> list[Tensor]:
         """The logits of the full forward pass, as model.py writes it, in float32."""
         if not self.expected:
-            with full_float32(), using({}), torch.compiler.set_stance("force_eager"):
+            with full_float32(), replacing({}), torch.compiler.set_stance("force_eager"):
                 self.expected = [last_of_forward(None, self.model, tokens).float() for tokens in self._growing()]
         return self.expected
 
     def _compile(self, prompts: Tensor) -> None:
         """Compiles what generation calls, for these rows of prompts. Raises ValueError where that fails or differs."""
-        self.say("compiling, which takes a while")
-        kernels.register_operators()
+        self.print0("compiling, which takes a while")
+        replacements.register_operators()
         self.texts = texts_to_compare(self.model, prompts)[:1]  # another number of rows would be compiled again
         self.expected = []
         self.model.transformer.compile(dynamic=True)
         try:
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            with self.using():
+            with self.replacing():
                 self.model.next_logits(next(self._growing()))
         except Exception as e:
             if is_out_of_memory(e):

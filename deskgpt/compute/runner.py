@@ -25,29 +25,29 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.compute import compiling, sharding
-from deskgpt.compute.ranks import Ranks
-from deskgpt.faster import held, kernels, recompute
-from deskgpt.faster.definition import using
-from deskgpt.machine import hardware, torch_internals
+from deskgpt.compute.distributed import DistContext
+from deskgpt.kernels import recompute, replacements, verify
+from deskgpt.kernels.overridable import replacing
+from deskgpt.system import hardware, torch_internals
 from model import GPT
 
 
 @dataclass(frozen=True)
-class Form:
+class Variant:
     """How a micro-batch is computed. The default is the plain form, with which the others are compared."""
 
     dtype: str = "float32"  # of the matmuls
     compiled: bool = False
     attention: str = "flash"  # one of kernels.KINDS
     checkpoint: str = "none"  # activations that are computed again: none, full or selective
-    as_written: tuple[str, ...] = ()  # functions of model.py whose faster forms are not right
+    reference_only: tuple[str, ...] = ()  # functions of model.py whose faster forms are not right
 
     def facts(self) -> dict[str, Any]:
         """What is recorded of a form."""
         return {"dtype": self.dtype, "compiled": self.compiled, "attention": self.attention}
 
     def __str__(self) -> str:
-        attention = "" if self.attention == "flash" else f", {kernels.in_words(self.attention)}"
+        attention = "" if self.attention == "flash" else f", {replacements.in_words(self.attention)}"
         compiled = "compiled" if self.compiled else "not compiled"
         return f"{self.dtype}{attention}, {compiled}"
 
@@ -64,7 +64,7 @@ class Runner:
     Where forward and backward pass are one graph, evaluation runs uncompiled, which saves compiling it too.
     """
 
-    def __init__(self, model: GPT, form: Form, distributed: bool = False, sync_each_batch: bool = True) -> None:
+    def __init__(self, model: GPT, form: Variant, distributed: bool = False, sync_each_batch: bool = True) -> None:
         self.model = model
         self.form = form
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -80,10 +80,10 @@ class Runner:
         self.has_unused: bool | None = None  # whether some parameters get no gradient; None before the first pass
         self.sharded = sharding.is_sharded(model)
         self.sync_each_batch = sync_each_batch  # of sharded ones; DDP always sends gradients once per step
-        self.forms = forms_of(form, self.device, model.config.dropout)
+        self.forms = replacements_of(form, self.device, model.config.dropout)
         self.graph: Callable[..., Any] | None = None
         if form.compiled:
-            kernels.register_operators()
+            replacements.register_operators()
             # Selective checkpoints warn of operations in place. A block has none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
@@ -141,7 +141,7 @@ class Runner:
             self.model.set_requires_gradient_sync(last or self.sync_each_batch)  # type: ignore[operator]
         alone = self.trained is not None and not last
         exchanged = self.trained.no_sync() if alone else nullcontext()  # type: ignore[operator, union-attr]
-        with using(self.forms), exchanged:
+        with replacing(self.forms), exchanged:
             yield
 
     def forward(
@@ -168,7 +168,7 @@ class Runner:
 
     def forward_backward(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> Tensor:
         """Both passes of a micro-batch, to try them: buffers stay. Returns its loss, divided by micro_steps."""
-        with held.keeping_buffers(self.model), self.micro_batch():
+        with verify.keeping_buffers(self.model), self.micro_batch():
             loss, parts = self.forward(x, y, micro_steps)
             self.backward(loss)
         if self.has_unused is None:
@@ -213,7 +213,7 @@ class Runner:
         """Within the block, `loss` may be called: there is no dropout, and gathered weights are kept."""
         self.module.eval()
         try:
-            with using(self.forms):
+            with replacing(self.forms):
                 yield
         finally:
             self.module.train()
@@ -226,7 +226,7 @@ class Runner:
         with self.amp:
             return self.module(x, y)[1]
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: Ranks) -> Evaluation:
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: DistContext) -> Evaluation:
         """The mean loss over the batches of all ranks: inputs, targets and the number of rows that count.
 
         With a loss mask, that number is the targets that are learned, in rows, and the mean is over these targets.
@@ -252,12 +252,12 @@ class Runner:
         return Evaluation(mean, math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows)
 
 
-def forms_of(form: Form, device: torch.device, dropout: float) -> dict[str, Callable[..., Any]]:
+def replacements_of(form: Variant, device: torch.device, dropout: float) -> dict[str, Callable[..., Any]]:
     """What stands in for functions of model.py in this form."""
-    forms = kernels.forms_for(device.type, form.attention, form.compiled)
+    forms = replacements.replacements_for(device.type, form.attention, form.compiled)
     if form.checkpoint != "none":
         forms["Block.forward"] = recompute.block_form(form.checkpoint, dropout)
-    return {name: stand_in for name, stand_in in forms.items() if name not in form.as_written}
+    return {name: stand_in for name, stand_in in forms.items() if name not in form.reference_only}
 
 
 def compiled_alone(stand_in: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from deskgpt.machine import torch_internals
+from deskgpt.system import torch_internals
 from model import GPT, rotary_table
 
 if TYPE_CHECKING:

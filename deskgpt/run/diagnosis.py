@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from deskgpt.compute.runner import Form
+    from deskgpt.compute.runner import Variant
 
 # ---- bad gradients -------------------------------------------------------------------------------------------
 
 
-def advice(form: Form, no_update_before: bool, broken_weight: str | None) -> str:
+def advice(form: Variant, no_update_before: bool, broken_weight: str | None) -> str:
     """What to try after gradients or a loss that are not finite.
 
     no_update_before: in this run. broken_weight: the first parameter that is not finite itself.

@@ -12,8 +12,8 @@ from deskgpt.checkpoint import store
 from deskgpt.compute.sharding import local
 from deskgpt.run.diagnosis import advice, bad_parameters
 from deskgpt.run.report import Report, Step
-from deskgpt.run.run import Run
 from deskgpt.run.saver import Saver
+from deskgpt.run.train_state import Run
 
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
@@ -54,7 +54,7 @@ class Health:
         """Whether look_back is due, however rare log lines are. On a CPU it waits for nothing."""
         return self.ranks.device.type == "cpu" or len(self._waiting) >= KEPT_STEPS
 
-    def look_back(self) -> None:
+    def flush(self) -> None:
         """Reports what the steps since the last look showed. Raises ValueError after too many bad ones in a row."""
         if self._waiting:
             rows = torch.stack([row for *_, row in self._waiting])
@@ -99,7 +99,7 @@ class Health:
 
     # ---- spikes ------------------------------------------------------------------------------------------
 
-    def went_back(self) -> bool:
+    def rewind_if_spiked(self) -> bool:
         """Does what on_spike says after a loss spike: whether the run is now at an earlier step.
 
         Raises ValueError to end the run.
@@ -114,7 +114,7 @@ class Health:
                 f"on_spike=stop: the loss leapt to {spike.loss:.4f} at step {spike.step}; {self.saver.kept_text()}"
             )
         if kept is None:
-            self.ranks.say("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
+            self.ranks.print0("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
             return False
         with self.report.timer.saving():
             self.saver.wait()

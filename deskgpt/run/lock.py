@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLease, Timeout
 
-from deskgpt.machine.files import read_small, write_atomically
+from deskgpt.system.files import read_small, write_atomically
 
 if TYPE_CHECKING:
-    from deskgpt.compute.ranks import Ranks
+    from deskgpt.compute.distributed import DistContext
 
 LOCK = ".lock"
 LEASE = ".lease"
@@ -108,7 +108,7 @@ def in_use(folder: Path) -> ValueError:
     return ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")
 
 
-def check_shared(folder: Path, ranks: Ranks) -> None:
+def check_shared(folder: Path, ranks: DistContext) -> None:
     """Raises ValueError, on all ranks, where a host does not have the folder that the first rank writes to.
 
     There it would find no checkpoint to resume.

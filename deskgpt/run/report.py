@@ -22,15 +22,15 @@ from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Evaluation
-from deskgpt.machine import hardware, peak_flops
-from deskgpt.machine.terminal import not_silent
-from deskgpt.machine.words import clock, millions
 from deskgpt.run.diagnosis import bad_parameters, clip_rate, lowest, overfit, without_improvement
 from deskgpt.run.log import RunLog
+from deskgpt.run.loss_band import band_of
 from deskgpt.run.resuming import said_again
-from deskgpt.run.run import Run
 from deskgpt.run.timer import StepTimer
-from deskgpt.run.usual import band_of
+from deskgpt.run.train_state import Run
+from deskgpt.system import hardware, peak_flops
+from deskgpt.system.formatting import clock, millions
+from deskgpt.system.terminal import not_silent
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Report:
         """about_data: lines. facts: further ones for the log."""
         run = self.run
         settings = run.settings
-        say = self.ranks.say
+        print0 = self.ranks.print0
         device = self.ranks.device
         form = run.runner.form
         model = run.runner.model
@@ -88,12 +88,16 @@ class Report:
         name = hardware.device_name(device)
         self.warm_up_s = warm_up_s
         for line in about_data:
-            say(line)
-        say(f"number of parameters: {millions(model.num_params())}, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
+            print0(line)
+        print0(
+            f"number of parameters: {millions(model.num_params())}, {self.flops_per_token / 1e6:.2f} MFLOPs per token"
+        )
         shards = sharding.describe_shards(settings["dp_shard"], self.ranks.world)
-        say(f"device: {self.ranks.world} x {name}, {form}{by}{shards}")
-        say(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s")
-        say(f"tokens per iteration will be: {self.batching.tokens_per_step:,}")
+        print0(f"device: {self.ranks.world} x {name}, {form}{by}{shards}")
+        print0(
+            f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source}); warm-up took {warm_up_s:.1f}s"
+        )
+        print0(f"tokens per iteration will be: {self.batching.tokens_per_step:,}")
         self.log.write(
             "start",
             settings=settings,
@@ -151,7 +155,7 @@ class Report:
         has_two_peaks = math.isfinite(self.measured_flops) and self.measured_flops != self.peak_flops
         on_measured = f"mfu_measured {mfu_measured * 100:.2f}%, " if has_two_peaks else ""
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
-        self.ranks.say(
+        self.ranks.print0(
             f"iter {run.step}: loss {loss:.4f}, time {window.step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
             f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {grad_norm:.3f}, "
             f"data wait {window.data_wait * 100:.1f}%, eta {clock(self._left_s(window.step_s))}{more}"
@@ -191,7 +195,7 @@ class Report:
     def bad_step(self, bad: Step) -> None:
         self.n_bad += 1
         which = bad_parameters(bad.norms, self.run.runner.names)
-        self.ranks.say(f"step {bad.step}: gradients are not finite ({which}): no update; {self.rows(bad.position)}")
+        self.ranks.print0(f"step {bad.step}: gradients are not finite ({which}): no update; {self.rows(bad.position)}")
         scaler = self.run.runner.scaler
         self.log.write(
             "bad_step",
@@ -206,14 +210,14 @@ class Report:
         """median: of the losses of the steps before."""
         self.n_spikes += 1
         rows = self.rows(at.position)
-        self.ranks.say(f"step {at.step}: loss spike, {at.loss:.4f} after a median of {median:.4f}; {rows}")
+        self.ranks.print0(f"step {at.step}: loss spike, {at.loss:.4f} after a median of {median:.4f}; {rows}")
         self.log.write("spike", iter=at.step, loss=at.loss, median=median, **self.windows(at.position))
 
     def rewind(self, spike: Step) -> None:
         self.n_rewinds += 1
         step = self.run.step
         skipped = self.run.skipped_batches
-        self.ranks.say(f"back to step {step}; the batches of steps {step} to {spike.step} are skipped")
+        self.ranks.print0(f"back to step {step}; the batches of steps {step} to {spike.step} are skipped")
         self.log.write("rewind", iter=step, spike=spike.step, skipped_batches=skipped)
 
     def rows(self, position: int) -> str:
@@ -231,12 +235,12 @@ class Report:
     def evaluating(self) -> Iterator[None]:
         """Times an evaluation and says now and then that it goes on. A terminal shows a progress bar instead."""
         is_shown = sys.stderr.isatty()
-        with self.timer.evaluation(), nullcontext() if is_shown else not_silent("still evaluating", self.ranks.say):
+        with self.timer.evaluation(), nullcontext() if is_shown else not_silent("still evaluating", self.ranks.print0):
             yield
 
     def warn(self, lines: list[str]) -> None:
         for line in lines:
-            self.ranks.say(f"warning: {line}")
+            self.ranks.print0(f"warning: {line}")
 
     def evaluation(
         self, train: Evaluation, val: Evaluation, val_bpb: float | None, lr: float, texts: list[str]
@@ -258,7 +262,7 @@ class Report:
         )
         error = "" if val.standard_error is None else f", standard error {val.standard_error:.4f}"
         bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
-        self.ranks.say(
+        self.ranks.print0(
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}{bits}"
         )
         if texts:
@@ -273,7 +277,7 @@ class Report:
         if now is None or self.run.is_repeated or overfit(evaluations[:-1]) is not None:
             return
         step, rise = now
-        self.ranks.say(
+        self.ranks.print0(
             f"overfitting: the val loss has risen by {rise:.4f} since step {step}, while the train loss has fallen; "
             "more data, --dropout or a smaller model may help"
         )
@@ -282,7 +286,7 @@ class Report:
     def tasks(self, found: dict[str, dict[str, float | None]], in_words: str) -> None:
         """found: by task its metrics and their standard errors."""
         self.log.write("tasks", iter=self.run.step, results=found)
-        self.ranks.say(f"step {self.run.step}: {in_words}")
+        self.ranks.print0(f"step {self.run.step}: {in_words}")
 
     def saved(self, step: int, best: bool, save_s: float | None, write_s: float) -> None:
         """save_s: what it cost the loop; write_s: until the files were durable."""
@@ -297,25 +301,25 @@ class Report:
         """
         run = self.run
         timer = self.timer
-        say = self.ranks.say
+        print0 = self.ranks.print0
         if out_of_patience:
             n = without_improvement(run.evaluations)
             best = lowest(run.evaluations)
-            say(
+            print0(
                 f"patience={run.settings['patience']}: the last {n} evaluations improved by no more than the standard "
                 f"error; the lowest val loss was {best.val_loss:.4f} at step {best.step}"
             )
         if stop and run.step > 0:
-            say(f"stopped by {stop} at step {run.step}")
+            print0(f"stopped by {stop} at step {run.step}")
         memory = hardware.peak_memory_bytes(self.ranks.device)
         memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
-        say(
+        print0(
             f"{run.step - run.first_step} steps: {clock(timer.train_s)} of training ({clock(timer.wait_s)} waiting for "
             f"data), {clock(timer.eval_s)} of evaluation, {clock(timer.save_s)} of saving; "
             f"warm-up {clock(self.warm_up_s)}; peak memory {memory_gib}; best val loss {run.best_val_loss:.4f}"
         )
         if self.n_bad or self.n_spikes:
-            say(f"{self.n_bad} steps without an update, {self.n_spikes} loss spikes, {self.n_rewinds} rewinds")
+            print0(f"{self.n_bad} steps without an update, {self.n_spikes} loss spikes, {self.n_rewinds} rewinds")
         self._as_usual()
         found = [e.step for e in run.evaluations if e.val_loss == run.best_val_loss]
         best_step = found[0] if found else None  # unknown where an older checkpoint has only the loss
@@ -342,18 +346,18 @@ class Report:
         band = band_of(self.run.settings, facts["val data"]["fingerprint"], facts["train data"]["tokens"])
         verdict = band.verdict({e.step: e.val_loss for e in self.run.evaluations}) if band else ""
         if verdict:
-            self.ranks.say(verdict)
+            self.ranks.print0(verdict)
 
     def _next_commands(self, kept: Path, best_step: int | None) -> None:
         """Where the best model is, and the commands to sample from it, to go on and to compare."""
         run = self.run
         settings = run.settings
-        say = self.ranks.say
+        print0 = self.ranks.print0
         best = store.best_of(self.out_dir) or kept
         of_step = "" if best_step is None else f" of step {best_step}"
-        say(f"best model{of_step}: {best}")
+        print0(f"best model{of_step}: {best}")
         chat = ["--chat"] if run.chat is not None else []
-        say("sample:  " + command("python", "sample.py", f"--out_dir={best}", *chat))
+        print0("sample:  " + command("python", "sample.py", f"--out_dir={best}", *chat))
         more = []  # the settings without which a resumed run would have nothing to do
         if 0 < settings["patience"] <= without_improvement(run.evaluations):
             more = ["--patience=0"]
@@ -361,10 +365,12 @@ class Report:
             more = [f"--max_iters={2 * run.step}"]
             if settings["decay_lr"] and not settings["lr_decay_iters"]:  # the schedule gets another end
                 more.append("--resume_changed=True")
-        say("resume:  " + self._resume_command(*more))
+        print0("resume:  " + self._resume_command(*more))
         if "--resume_changed=True" in more:
-            say("         a longer run changes the learning rate; --resume_changed=True turns off the check for that")
-        say("compare: " + command("python", "bench/compare.py", str(self.out_dir), "OTHER_OUT_DIR"))
+            print0(
+                "         a longer run changes the learning rate; --resume_changed=True turns off the check for that"
+            )
+        print0("compare: " + command("python", "bench/compare.py", str(self.out_dir), "OTHER_OUT_DIR"))
 
     def _resume_command(self, *more: str) -> str:
         """What to type to go on with this run; the checkpoint knows most of its settings. more: further settings."""

@@ -14,11 +14,11 @@ from typing import Any
 
 from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA, Checkpoint
 from deskgpt.compute.batching import eval_windows
-from deskgpt.compute.ranks import Ranks, place_of
-from deskgpt.machine.errors import ConfigError
-from deskgpt.machine.provenance import git_commit, versions
-from deskgpt.machine.strangers import is_local
-from deskgpt.machine.words import shortened
+from deskgpt.compute.distributed import DistContext, dist_env
+from deskgpt.system.errors import ConfigError
+from deskgpt.system.formatting import shortened
+from deskgpt.system.provenance import git_commit, versions
+from deskgpt.system.untrusted import is_local
 
 Facts = dict[str, Any]
 Settings = Mapping[str, Any]  # of a run, by name
@@ -150,14 +150,14 @@ def say_left_out(left_out: Settings, settings: Settings, out_dir: str) -> None:
         text = shortened(value)
         if name == "dataset":
             raise ConfigError(f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}")
-        if place_of(os.environ).rank == 0:
+        if dist_env(os.environ).rank == 0:
             print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
 
 
 # ---- the ranks of a run --------------------------------------------------------------------------------------
 
 
-def refuse_differences(settings: dict[str, Any], facts: Facts, ranks: Ranks) -> None:
+def refuse_differences(settings: dict[str, Any], facts: Facts, ranks: DistContext) -> None:
     """Raises ValueError, on all ranks, where these or the code are not the same on all hosts."""
     if ranks.world == 1:
         return

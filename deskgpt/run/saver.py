@@ -19,9 +19,9 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.sharding import is_dtensor, local
-from deskgpt.machine import hardware
 from deskgpt.run.report import Report
-from deskgpt.run.run import Run
+from deskgpt.run.train_state import Run
+from deskgpt.system import hardware
 
 # Of the snapshot's size, what must be free: torch rounds pinned memory up to powers of two, and the system needs some.
 MEMORY_FACTOR = 2.0
@@ -58,7 +58,7 @@ class Saver:
     """
 
     out_dir: Path
-    say: Callable[[str], None]
+    print0: Callable[[str], None]
     best_val_loss: float
     keep: int = 1
     in_background: bool = True
@@ -77,7 +77,7 @@ class Saver:
     def save_run(self, run: Run, report: Report, best: bool) -> None:
         """Saves the run as it is now. All ranks call this; without a group the first one writes."""
         if run.ranks.is_first or self.group is not None:
-            self.say(f"saving checkpoint to {self.out_dir}")
+            self.print0(f"saving checkpoint to {self.out_dir}")
             with report.timer.saving():
                 saving = self.save(run.checkpoint(), best)
             saving.save_s = report.timer.last_save_s
@@ -104,7 +104,7 @@ class Saver:
         self.last = saved = Saved(state.iter_num, best)
         has_room = self.in_background and self.snapshot.fits(state)
         if self.in_background and not has_room and not self.has_said_memory:
-            self.say("little memory is free: training waits while a checkpoint is written")
+            self.print0("little memory is free: training waits while a checkpoint is written")
             self.has_said_memory = True
         if not has_room:
             self._write(state, saved)
@@ -131,7 +131,7 @@ class Saver:
 
     def _take_over(self, step: int) -> None:
         if self.group is None or dist.get_rank(self.group) == 0:
-            store.take_over(self.out_dir, self.say, step)
+            store.take_over(self.out_dir, self.print0, step)
 
     def finished(self) -> Iterator[Saved]:
         """The saves that have ended since the last call. Says which have failed; raises what is no error of a user."""
@@ -140,7 +140,7 @@ class Saver:
             if saved.error is not None:
                 if not isinstance(saved.error, OSError | ValueError):
                     raise saved.error
-                self.say(f"{saved.error}; the run goes on and tries again at the next save")
+                self.print0(f"{saved.error}; the run goes on and tries again at the next save")
             yield saved
 
     def wait(self) -> None:

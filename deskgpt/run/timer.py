@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deskgpt.machine import hardware
+from deskgpt.system import hardware
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""Weights in Hugging Face's format: GPT-2's from a local folder, the hub or its cache; those that export.py wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deskgpt.export import hugging_face
+from deskgpt.export.hugging_face import OUR_KEY, is_conv1d
+from deskgpt.system.files import read_small
+from model import GPTConfig
+
+JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+# What our GPT cannot have otherwise. An absent key has this value.
+PLAIN_GPT2 = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+    "add_cross_attention": False,
+}
+
+
+def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
+
+    The folder holds config.json and model.safetensors as Hugging Face or export.py writes them. Raises ValueError where
+    the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
+    """
+    folder = Path(name)
+    if name in GPT2_NAMES and not folder.is_dir():
+        folder = download_gpt2(name)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    lacking = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if lacking:
+        raise ValueError(
+            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
+            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and "
+            "model.safetensors"
+        )
+    config = read_json(folder / "config.json", name)
+    try:
+        weights = load_file(folder / "model.safetensors")
+    except SafetensorError as e:
+        raise ValueError(f"init_from={name}: model.safetensors in {folder} is damaged ({e}); fetch it again") from None
+    exported = exported_config(config, name) if OUR_KEY in config else None
+    is_gpt2 = exported is None or hugging_face.is_gpt2(exported)
+    refuse_other_settings(config, exported, name)
+    state = {}
+    for key, w in weights.items():
+        if key.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # masks
+        ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
+        state[ours] = w.t().contiguous() if is_gpt2 and is_conv1d(key, w) else w
+    if exported is not None and not exported.bias:
+        for key in [key for key in state if key.endswith(".bias")]:
+            if state.pop(key).any():  # it was exported as zeros
+                raise ValueError(
+                    f"init_from={name}: {key} was trained since the export, and the model of these settings has no "
+                    "such parameter; keep it frozen there, or train with --bias=True before the export"
+                )
+    try:
+        if exported is None or exported.tie_weights:
+            state["lm_head.weight"] = state["transformer.wte.weight"]
+        if exported is not None:
+            return exported.as_args(), state
+        args = {k: config[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        return args | {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}, state
+    except KeyError as e:
+        raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None
+
+
+def refuse_other_settings(config: dict[str, Any], exported: GPTConfig | None, name: str) -> None:
+    """Raises ValueError for a config.json of what our GPT does not have. exported: what it was written with."""
+    n_embd = config.get("n_embd")
+    wanted = PLAIN_GPT2 | {"n_inner": 4 * n_embd if isinstance(n_embd, int) else None}
+    if exported is not None:
+        may_change = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "architectures", "auto_map")
+        written = {k: v for k, v in hugging_face.config_json(exported, None).items() if k not in may_change}
+        wanted = wanted | written if hugging_face.is_gpt2(exported) else written
+    # transformers leaves out what is its own default. n_inner=None is 4 * n_embd.
+    odd = {k: config[k] for k, v in wanted.items() if config.get(k, v) != v and (k, config[k]) != ("n_inner", None)}
+    if odd:
+        raise ValueError(
+            f"init_from={name}: config.json has {odd}, deskGPT's model { ({k: wanted[k] for k in odd}) }: this is "
+            "neither a plain GPT-2 nor what this export.py writes"
+        )
+
+
+def exported_model_args(name: str) -> dict[str, Any] | None:
+    """The model_args of a folder that export.py wrote; None if `name` is something else. Raises ValueError."""
+    config = read_json(Path(name) / "config.json", name)
+    if OUR_KEY not in config:
+        return None
+    return exported_config(config, name).as_args()
+
+
+def exported_config(config: dict[str, Any], name: str) -> GPTConfig:
+    """The settings of the model in an exported folder's config.json. Raises ValueError."""
+    ours = config[OUR_KEY]
+    model_args = ours.get("model_args") if isinstance(ours, dict) else None
+    if not isinstance(model_args, dict):
+        raise ValueError(f"init_from={name}: config.json has no model_args under {OUR_KEY!r}; export the model again")
+    return GPTConfig.from_args(model_args, name)
+
+
+def tokenizer_of(name: str) -> dict[str, Any]:
+    """The description of the tokenizer that belongs to the weights of load_gpt2: GPT-2's unless export.py wrote them.
+
+    Raises ValueError where that one is missing.
+    """
+    if exported_model_args(name) is None:
+        return {"name": "gpt2"}
+    meta = read_json(Path(name) / "tokenizer_config.json", name).get(OUR_KEY)
+    if not isinstance(meta, dict):
+        raise ValueError(f"init_from={name}: tokenizer_config.json is missing or has no {OUR_KEY!r}; export it again")
+    return meta
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """The record in a JSON file, {} without one. Raises ValueError, which names init_from, where it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(read_small(path, JSON_BYTES)))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f"init_from={name}: {path} is damaged ({e}); fetch or export it again") from None
+
+
+def download_gpt2(name: str) -> Path:
+    """The local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or its cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
+    except Exception as e:  # the hub's, the HTTP client's and the network's errors share no class
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise ValueError(
+            f"init_from={name}: the weights are not cached and cannot be downloaded ({reason[:160]}); connect once, "
+            "or give a local folder with config.json and model.safetensors"
+        ) from None

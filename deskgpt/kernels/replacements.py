@@ -1,0 +1,371 @@
+"""Faster forms of what model.py defines, each with the measurement that justifies it.
+
+A form is called as form(plain, *args) in place of plain(*args), where plain is the function of model.py: see
+definition.py. What it is not made for, it leaves to plain. Importing this file registers nothing: `register_operators`
+is called before the first compilation.
+
+Shape legend: B batch, T time, C channels, H heads, D = C // H, V vocabulary, N = B * T.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from deskgpt.kernels import cpu_kernels
+
+Plain = Callable[..., Tensor]
+
+
+# The kinds of attention: torch's fused kernels, the matmuls of model.py, and our kernels in C++ (cpu_kernels.py), with
+# which come those of the activation and of the loss.
+KINDS = ("flash", "explicit", "kernels")
+IN_CPP = ("attention", "activation", "GPT.loss")  # what `kernels` brings
+
+
+def in_words(attention: str) -> str:
+    return "C++ kernels" if attention == "kernels" else f"{attention} attention"
+
+
+def replacements_for(
+    device_type: str, attention: str = "flash", compiled: bool = False
+) -> dict[str, Callable[..., Any]]:
+    """The forms for this kind of device, by the names of what they stand in for.
+
+    attention: one of KINDS. compiled: whether torch.compile comes over it.
+    """
+    forms: dict[str, Callable[..., Any]] = {"GPT.loss": chunked_loss}
+    # On MPS, torch's fused attention lets tokens see later ones in 16 bits (pytorch's issue 195910) and is wrong for
+    # few queries that are transposed (181133, in 2.11). It is for passes without gradients only, so that model.py's
+    # matmuls are as fast in training.
+    if device_type != "mps":
+        forms["attention"] = explicit_attention if attention == "explicit" else flash_attention
+    if compiled and device_type == "cpu":
+        register_operators()
+        forms |= {"activation": compiled_gelu, "Linear.forward": transposed_linear}
+    if attention == "kernels":
+        forms |= {"attention": kernel_attention, "activation": kernel_activation, "GPT.loss": kernel_loss}
+    return forms
+
+
+# ---- attention -----------------------------------------------------------------------------------------------
+
+# Explicit attention keeps B·H·T·T weights for the backward pass. Longer contexts do not try it.
+LONGEST_EXPLICIT = 1024
+
+
+def flash_attention(
+    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
+) -> Tensor:
+    """Causal attention by torch's fused kernels, for all tokens of a text and for a new one after those in a cache.
+
+    On a CPU a new token of 4 layers of 128 takes 753 us with them, 915 us without (2026-11-23).
+    """
+    T = q.size(2)
+    if T == 1:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    if k.size(2) != T:
+        return plain(q, k, v, query_positions, key_positions, dropout)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
+    """Whether explicit attention is an option in training on contexts of T tokens."""
+    return device_type == "cpu" and 1 < T <= LONGEST_EXPLICIT and not dropout
+
+
+def explicit_attention(
+    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
+) -> Tensor:
+    """With gradients, the matmuls of model.py, which bfloat16 with AMX prefers; without, flash_attention."""
+    if not torch.is_grad_enabled() or not may_be_explicit(q.device.type, q.size(2), dropout):
+        return flash_attention(plain, q, k, v, query_positions, key_positions, dropout)
+    return plain(q, k, v, query_positions, key_positions, dropout)
+
+
+def kernel_attention(
+    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
+) -> Tensor:
+    """Causal attention by our kernel; by flash_attention with dropout, and for a new token after those in a cache.
+
+    bench/results/2026-11-25-cpu-kernels.md has the times of both.
+    """
+    T = q.size(2)
+    is_alike = q.dtype == k.dtype == v.dtype and k.size(2) == T
+    if dropout or T == 1 or not is_alike or q.dtype not in cpu_kernels.dtypes():
+        return flash_attention(plain, q, k, v, query_positions, key_positions, dropout)
+    o, _ = torch.ops.deskgpt.causal_attention(q, k, v)
+    return o
+
+
+# ---- activation and linear layer -----------------------------------------------------------------------------
+
+
+def compiled_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
+    """GELU on a CPU, where inductor's erf and tanh take most of its time.
+
+    The exact one as one operator of torch, which takes less than half the time of inductor's; that with tanh by the
+    identity (1 + tanh(u)) / 2 = sigmoid(2u), which takes 0.4 of the time (bench/results/2026-11-25-cpu-kernels.md).
+    """
+    if name == "gelu":
+        return torch.ops.deskgpt.activation(x, name)
+    if name == "gelu_tanh":
+        z = x.float()
+        return (z * torch.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))).type_as(x)
+    return plain(x, name)
+
+
+def kernel_activation(plain: Plain, x: Tensor, name: str) -> Tensor:
+    """An activation by our kernel: half the time of torch's tanh, a third of relu2 in two steps.
+
+    The exact GELU is oneDNN's already.
+    """
+    if name in cpu_kernels.ACTIVATIONS and x.dtype in cpu_kernels.dtypes():
+        return torch.ops.deskgpt.activation(x, name)
+    return compiled_gelu(plain, x, name) if torch.compiler.is_compiling() else plain(x, name)
+
+
+def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer from many channels to few, with the weight transposed before the matmul, in training.
+
+    The weight's gradient is then computed with the wide x as the transposed operand, which takes three quarters of the
+    time of the other way round on a CPU (LOG.md, 2026-11-21).
+    """
+    if layer.in_features <= layer.out_features or not torch.is_grad_enabled():
+        return plain(layer, x)
+    y = x @ layer.weight.t().contiguous()
+    return y if layer.bias is None else y + layer.bias
+
+
+# ---- loss ----------------------------------------------------------------------------------------------------
+
+# Up to this number of logits, a batch's are computed at once, in plain torch. More are computed, used and dropped in
+# chunks, of this size on a CPU: smaller chunks cost speed, larger ones only memory. 2^25 are 667 tokens of GPT-2's
+# vocabulary, 134 MB in float32 (bench/results/2026-11-22-loss.md). On a GPU every chunk also reads and writes the whole
+# gradient of the head, 309 MB for GPT-2 in float32, which only thousands of tokens outweigh. In bfloat16 a chunk there
+# takes 0.4 GB compiled and 2 GB not compiled, by rehearsal. Other sizes are measured by bench/qualify.py.
+LOGITS_ON_CPU = 1 << 25
+LOGITS_ON_GPU = 4096 * 50304
+BYTES_WITH_KERNEL = 1 << 28  # of a chunk's logits, in place of LOGITS_ON_CPU: our softmax takes no memory but theirs
+WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
+
+
+def tokens_per_chunk(N: int, V: int, logits: int) -> int:
+    """Tokens of a chunk of N tokens' logits: whole tiles, and all chunks of one size if that at most halves them."""
+    most = max(1, logits // V)
+    if most >= N:
+        return N
+    if most < WHOLE_TILES:
+        return most
+    largest = most - most % WHOLE_TILES
+    for tokens in range(largest, largest // 2, -WHOLE_TILES):
+        if N % tokens == 0:
+            return tokens
+    return largest
+
+
+def chunked_loss(
+    plain: Plain, model: Any, x: Tensor, targets: Tensor, loss_logits: int | None = None, by_kernel: bool = False
+) -> Tensor:
+    """The mean cross-entropy of a linear head, in float32, whose logits are never kept whole.
+
+    model: the GPT; x (B, T, C) hidden states, targets (B, T) with -1 ignored. loss_logits: how many logits to compute
+    at once, None for what suits the device. by_kernel: with the softmax of cpu_kernels.py.
+    """
+    h = x.flatten(0, 1)  # (N, C)
+    targets_of_h = targets.flatten()
+    weight = model.lm_head.weight
+    N, V = h.size(0), weight.size(0)
+    device = h.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+    by_kernel = by_kernel and dtype in cpu_kernels.dtypes()
+    usual = LOGITS_ON_GPU if device == "cuda" else LOGITS_ON_CPU
+    if by_kernel:
+        usual = BYTES_WITH_KERNEL // dtype.itemsize
+    chunk = tokens_per_chunk(N, V, loss_logits or usual)
+    if chunk == N and N * V <= LOGITS_ON_CPU:
+        return plain(model, x, targets)
+    needs_grad = torch.is_grad_enabled()
+    if torch.compiler.is_compiling() and _registered:
+        operator = torch.ops.deskgpt.chunked_cross_entropy.default
+        total, _, _ = operator(h, weight, targets_of_h, dtype, chunk, needs_grad, by_kernel)
+    else:
+        in_place = cpu_kernels.softmax_ if by_kernel else softmax_
+        total = ChunkedCrossEntropy.apply(h, weight, targets_of_h, dtype, chunk, needs_grad, in_place)
+    return total / (targets_of_h >= 0).sum().clamp(min=1)
+
+
+kernel_loss = functools.partial(chunked_loss, by_kernel=True)
+
+
+def in_thirds(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """chunked_loss or kernel_loss in three chunks or more, to be compared: it would leave a few tokens to plain."""
+
+    def loss(plain: Plain, model: Any, x: Tensor, targets: Tensor) -> Tensor:
+        V = model.lm_head.weight.size(0)
+        return form(plain, model, x, targets, loss_logits=V * max(1, targets.numel() // 3))
+
+    return loss
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """chunked_cross_entropy for autograd. Its forward pass runs with gradients off, hence needs_grad."""
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, dtype, chunk, needs_grad, in_place):
+        loss, *grads = chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, in_place)
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_h.mul_(grad_loss), grad_w.mul_(grad_loss), None, None, None, None, None
+
+
+def chunked_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype,
+    chunk: int,
+    needs_grad: bool,
+    softmax_of_full_chunk_: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the cross-entropy of `h @ weight.T` against `targets`, and its gradients, holding one chunk of logits.
+
+    The gradients of a chunk are taken while its logits exist: nothing of size (N, V) is kept for a backward pass, and
+    no matmul runs twice. Matmuls run in `dtype`, softmax and sums in float32. The gradients are like h and weight, or
+    empty without needs_grad. softmax_of_full_chunk_ is softmax_, plain or compiled; a last chunk that is not full is
+    not worth a second compilation.
+
+    Why own code: torch 2.13's `linear_cross_entropy` is no faster and rounds a bfloat16 loss to 3 digits, torch 2.11
+    has none, and recomputing with `torch.utils.checkpoint` costs a fourth matmul (bench/results/2026-11-22-loss.md).
+    """
+    with torch.autocast(h.device.type, enabled=False):
+        w = weight.to(dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        grad_h = torch.empty_like(h) if needs_grad else h.new_empty(0)
+        grad_w = torch.empty_like(weight) if needs_grad else weight.new_empty(0)
+        for first in range(0, h.size(0), chunk):
+            rows = slice(first, first + chunk)
+            h_rows = h[rows].to(dtype)
+            in_place = softmax_of_full_chunk_ if len(h_rows) == chunk else softmax_
+            loss += cross_entropy_of_chunk(h_rows, w, targets[rows], grad_h[rows], grad_w, in_place, first == 0)
+    return loss, grad_h, grad_w
+
+
+def cross_entropy_of_chunk(
+    h: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    grad_h: Tensor,
+    grad_w: Tensor,
+    in_place: Callable[[Tensor, Tensor], Tensor],
+    is_first: bool,
+) -> Tensor:
+    """Sum of the cross-entropy of `h @ w.T`. Writes its gradient by h into grad_h and adds that by w to grad_w.
+
+    h and grad_h (chunk, C), w and grad_w (V, C), targets (chunk,) with -1 ignored. Empty grad_w: no gradients wanted.
+    in_place: softmax_. is_first: grad_w holds nothing yet. The logits are dropped before the next chunk: otherwise two
+    of them would overlap.
+    """
+    kept = targets >= 0
+    targets = targets.clamp(min=0)
+    logits = h @ w.t()  # (chunk, V)
+    log_p_target = in_place(logits, targets)
+    if grad_w.numel():
+        # d loss / d logits = softmax - onehot(target)
+        grad_logits = logits
+        grad_logits[torch.arange(len(h), device=h.device), targets] = log_p_target.expm1().to(h.dtype)
+        # Ignored rows drop out of the narrow factors.
+        torch.mul(grad_logits @ w, kept[:, None], out=grad_h)
+        add_matmul_(grad_w, grad_logits.t(), h * kept[:, None], is_first)
+    return -(log_p_target * kept).sum()
+
+
+def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Turns logits (N, V) into probabilities, in place; returns the logarithms (N,) of the targets', in float32."""
+    log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
+    log_p_target = log_p.gather(1, targets[:, None]).squeeze(1)
+    logits.copy_(log_p.exp_())
+    return log_p_target
+
+
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
+    """Adds a @ b to total or, is_first, writes it there: zeros to add to would cost a pass over the head's gradient.
+
+    On CUDA, a matmul of 16 bits sums into a float32 total itself (meta: as there). torch takes a float32 total there
+    since github.com/pytorch/pytorch/pull/167931.
+    """
+    if is_first and total.device.type == "cpu":
+        if a.dtype == total.dtype:
+            torch.mm(a, b, out=total)
+        else:
+            total.copy_(a @ b)
+        return
+    if is_first:
+        total.zero_()
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.device.type in ("cuda", "meta") and not torch.version.hip:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+# ---- operators for torch.compile -----------------------------------------------------------------------------
+
+_registered = False  # set by register_operators
+
+
+def register_operators() -> None:
+    """Makes the operators known that stay opaque to inductor. Called before a compilation; later calls do nothing.
+
+    chunked_cross_entropy is one because its loop, unrolled into a graph, would keep the gradients of all logits until
+    the graph's end.
+    """
+    global _registered
+    if _registered:
+        return
+    cpu_kernels.register_operators()
+    _register_chunked_cross_entropy()
+    _registered = True
+
+
+def _register_chunked_cross_entropy() -> None:
+    @torch.library.custom_op("deskgpt::chunked_cross_entropy", mutates_args=())
+    def operator(
+        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool, by_kernel: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        in_place = cpu_kernels.softmax_ if by_kernel else compiled_softmax_()
+        return chunked_cross_entropy(h, weight, targets, dtype, chunk, needs_grad, in_place)
+
+    @operator.register_fake
+    def fake(
+        h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool, by_kernel: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_h = torch.empty_like(h) if needs_grad else h.new_empty(0)
+        grad_w = torch.empty_like(weight) if needs_grad else weight.new_empty(0)
+        return h.new_empty((), dtype=torch.float32), grad_h, grad_w
+
+    def backward(ctx, grad_loss, *_):  # the saved gradients are results of the operator, not inputs: nothing for them
+        grad_h, grad_w = ctx.saved_tensors
+        return grad_loss * grad_h, grad_loss * grad_w, None, None, None, None, None
+
+    operator.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output[1:]))
+
+
+@functools.cache
+def compiled_softmax_() -> Callable[[Tensor, Tensor], Tensor]:
+    """softmax_ as one graph, which writes over the logits as it reads them: a chunk then takes no memory but theirs.
+
+    On a CPU with AMX this took the whole loss from 685 to 581 ms (LOG.md, 2026-11-21, equal chunks).
+    """
+    return torch.compile(softmax_, dynamic=False)

@@ -1,0 +1,1 @@
+"""Pages and programs' interfaces to a model: chat, playground, OpenAI's API."""

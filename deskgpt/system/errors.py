@@ -1,0 +1,157 @@
+"""Errors that a user can cause become one line on stderr and an exit status.
+
+A script runs its main function in one_line_errors. With DESKGPT_TRACEBACK=1 every error keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from deskgpt.system.terminal import flushed_output, harmless_output
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
+
+# What torch's RuntimeErrors say when memory runs out. A shared memory that is too small for a kernel of Triton's ("out
+# of resource") is something else: no smaller batch helps.
+OUT_OF_MEMORY = (
+    "out of memory",  # CUDA, HIP, MPS; NCCL, where CUDA told it so
+    "can't allocate memory",  # Linux
+    "not enough memory",  # Windows
+    "_STATUS_ALLOC_FAILED",  # of CUBLAS, HIPBLAS, CUSPARSE, and of CUDNN before version 9
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # since version 9
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "Failed to CUDA calloc",  # NCCL's own buffers
+)
+
+
+# How torch says that ranks lost each other: gloo's RuntimeErrors by the file that they begin with, others by a class.
+LOST_RANK = "gloo/transport"
+TIMED_OUT = "Timed out"
+LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+# An error that all ranks have is printed by the first one of each host. The others wait for torchrun to end them, which
+# it does when that one has ended; on a busy machine that takes seconds. After this time an error is a rank's own.
+FIRST_SPEAKS_S = 10.0
+
+
+class ConfigError(ValueError):
+    """A mistake in the settings, which the user can correct. Scripts end with exit status 2."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser of a script's arguments. What is wrong with them becomes a ConfigError, one line with an example."""
+
+    def __init__(self, doc: str) -> None:
+        """doc: of the script; its first indented line is the example."""
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, description=doc, formatter_class=formatter)
+        self.example = next(line.strip() for line in doc.splitlines() if line.startswith("    "))
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; for example: {self.example}")
+
+
+@contextmanager
+def one_line_errors(
+    if_out_of_memory: str = "take a smaller input", is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Ends the script with one line on stderr and an exit status for an error that a user can cause.
+
+    The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. `if_out_of_memory` is the remedy to print
+    when memory runs out; `is_stopped` says whether torchrun has told this process to end. Where there are several
+    ranks, the line names this one and its host. Characters that the terminal's encoding lacks are printed as "?", and
+    what would be a command to the terminal as its number.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        with harmless_output(), flushed_output():
+            yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the program that read our output, such as `head`, has ended
+        raise SystemExit(1) from None
+    except Exception as e:
+        message = message_for_user(e, if_out_of_memory)
+        is_defect = message is None or bool(os.environ.get("DESKGPT_TRACEBACK"))
+        line = " ".join((message or "").split())  # a path or a value in it may hold line ends, or escape sequences
+        line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+        if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
+            line = f"rank {os.environ['RANK']} on {platform.node()}: {line}"
+        tell_torchrun(traceback.format_exc() if is_defect else line)
+        if is_to_be_said(e, is_stopped):
+            if is_defect:
+                raise
+            print(f"error: {line}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
+
+
+def tell_torchrun(message: str) -> None:
+    """For the summary that torchrun prints of its ranks.
+
+    PyTorch's decorator `record` writes this file too, but tracebacks only, also of an error of one line.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+
+
+def is_to_be_said(e: Exception, is_stopped: Callable[[], bool]) -> bool:
+    """Whether this rank prints its error; not if torchrun ends it, because the first one of the host has ended."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return True
+    if TIMED_OUT in str(e):  # of many that wait for one which hangs, that one is found by its silence
+        return True
+    latest = time.monotonic() + FIRST_SPEAKS_S
+    while time.monotonic() < latest and not is_stopped():
+        time.sleep(0.05)
+    return not is_stopped()
+
+
+def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
+    """The line to print for an error that a user can cause; None for a defect, which needs its traceback.
+
+    A ValueError counts as the user's only if our own code raised it: out of a library, it is a defect of ours.
+    """
+    if is_out_of_memory(e):
+        return f"out of memory; {if_out_of_memory}"
+    if isinstance(e, RuntimeError) and (LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS):
+        sentence = str(e).splitlines()[0].partition(". ")[0]
+        reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
+        found = "the one that says nothing hangs" if TIMED_OUT in reason else "the one that ended first says why"
+        return f"lost the other ranks ({reason}); {found}; start the same command again, with --init_from=auto"
+    if isinstance(e, OSError):
+        return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
+    if isinstance(e, ValueError) and raised_in_our_code(e):
+        return str(e)
+    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a whole package, not a module inside one
+        return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
+    return None
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    """Whether memory ran out: a MemoryError, or a RuntimeError in which torch says so."""
+    if isinstance(e, MemoryError):
+        return True
+    return isinstance(e, RuntimeError) and any(words in str(e) for words in OUT_OF_MEMORY)
+
+
+def raised_in_our_code(e: Exception) -> bool:
+    """Whether a file of this repository raised e. An environment in .venv is inside the folder, but is not ours."""
+    innermost = traceback.extract_tb(e.__traceback__)[-1]
+    file = Path(innermost.filename).resolve()
+    return file.is_relative_to(ROOT) and "site-packages" not in file.parts
