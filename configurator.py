@@ -3,7 +3,8 @@
     python train.py config/train_shakespeare_char.py --batch_size=8 --compile=False
 
 A config file is Python that runs in a namespace of its own, which starts with the values so far. The names that it
-assigns are settings. Names that start with `_`, modules, functions and classes are the file's own business.
+assigns are settings. Names that start with `_`, modules, functions and classes are ignored. Each value is checked by
+deskgpt/system/settings.py, as the dataclass says.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import math
 import re
 import runpy
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import ModuleType, NoneType
+from typing import Any, TypeVar
 
 from deskgpt.system.errors import ConfigError
-from deskgpt.system.formatting import shortened
+from deskgpt.system.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
 
@@ -50,54 +52,92 @@ def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
 def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The value of every setting, by name, from defaults, config files and command line. Raises ConfigError.
 
-    `cls` has not checked the values yet. `base` holds values to use instead of the defaults, such as those of the run
-    that is resumed.
+    `base` holds values to use instead of the defaults, such as those of the run that is resumed.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text(cls))
         raise SystemExit(0)
-    types = get_type_hints(cls)
-    values = {f.name: f.default for f in fields(cls)}
+    settings = settings_of(cls)
+    values = {name: setting.default for name, setting in settings.items()}
     for name, value in (base or {}).items():
-        values[name] = check(value, types[name], f"the resumed run's {name}")
+        values[name] = check(value, settings[name], f"the resumed run's {name}")
 
     # Config files come first, wherever they stand among the arguments.
-    for argument in argv:
+    for before, argument in zip(["", *argv], argv, strict=False):
         if not argument.startswith("-"):
-            values |= read_config_file(argument, types, values)
+            refuse_loose_value(before, argument, settings)
+            values |= read_config_file(argument, cls, values)
     for argument in argv:
         if argument.startswith("-"):
-            name, value = read_argument(argument, types)
+            name, value = read_argument(argument, cls)
             values[name] = value
     return values
 
 
-def read_argument(argument: str, types: Mapping[str, Any]) -> tuple[str, Any]:
+def refuse_loose_value(before: str, argument: str, settings: Mapping[str, Setting]) -> None:
+    """Raises ConfigError for a setting that is written in another way than --key=value, as `--batch_size 8`."""
+    if Path(argument).is_file():
+        return
+    name = before.removeprefix("--")
+    if before.startswith("--") and name in settings:
+        raise ConfigError(f"{before} {argument}: write {before}={argument}")
+    name, equals, value = argument.lstrip("-—–").partition("=")
+    if equals and name in settings:
+        raise ConfigError(f"{argument}: write --{name}={value}")
+    if not argument:
+        raise ConfigError("an argument is empty; settings are written --key=value")
+
+
+def read_argument(argument: str, cls: type) -> tuple[str, Any]:
     """(name, value) of `--name=value`; `--name` alone means True if the setting can be True. Raises ConfigError."""
+    settings = settings_of(cls)
     name, equals, text = argument.removeprefix("--").partition("=")
     if not argument.startswith("--") or not name:
         raise ConfigError(f"{argument}: settings are written --key=value")
-    check_known(name, types, f"--{name}")
-    kind = types[name]
+    check_known(name, settings, f"--{name}")
+    setting = settings[name]
     if not equals:
-        if kind is not bool and True not in get_args(kind):
-            raise ConfigError(f"--{name} needs a value: --{name}={example(kind)}")
+        if bool not in setting.types and True not in setting.choices:
+            raise ConfigError(f"--{name} needs a value: {setting.example}")
         text = "True"
-    return name, parse(text, kind, f"--{name}")
+    return name, check(parse(text, setting), setting, f"--{name}")
 
 
-def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def parse(text: str, setting: Setting) -> Any:
+    """The value that `text`, from the command line, stands for; text that stands for none is returned as it is."""
+    if setting.choices:
+        return {str(choice).lower(): choice for choice in setting.choices}.get(text.lower(), text)
+    if NoneType in setting.types and text in ("None", "none"):
+        return None
+    if str in setting.types:
+        return text
+    if text in ("true", "false"):
+        text = text.capitalize()
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+# ---- config files --------------------------------------------------------------------------------------------
+
+
+def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a Python config file assigns. Raises ConfigError with file:line.
 
-    types: of all settings, by name. values: the settings so far, which the file can use.
+    values: the settings so far, which the file can use.
     """
+    known = settings_of(cls)
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such config file{similar_file(Path(path))}")
     try:
-        result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
         tree = ast.parse(Path(path).read_bytes())
+        refuse_bare_annotations(tree, path)
+        result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as e:  # a file that exits would end the script without a word
-        raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}") from None
+        raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}; {HOW_TO_WRITE}") from None
 
     line_of = {}  # the last assignment to each name
     for node in ast.walk(tree):
@@ -109,9 +149,23 @@ def read_config_file(path: str, types: Mapping[str, Any], values: Mapping[str, A
         if not isinstance(name, str) or name.startswith("_") or isinstance(value, ModuleType) or callable(value):
             continue
         where = f"{path}:{line_of.get(name, 1)}: {name}"
-        check_known(name, types, where)
-        settings[name] = check(value, types[name], where)
+        check_known(name, known, where)
+        settings[name] = check(value, known[name], where)
+    if not known.keys() & line_of.keys() and settings == dict(values):
+        raise ConfigError(f"{path}:1: this config file sets nothing; {HOW_TO_WRITE}")
     return settings
+
+
+HOW_TO_WRITE = "config files are Python: batch_size = 8"
+
+
+def refuse_bare_annotations(tree: ast.Module, path: str) -> None:
+    """Raises ConfigError for `name: value`, as in YAML, which Python takes for an annotation and forgets."""
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            name, value = ast.unparse(node.target), ast.unparse(node.annotation)
+            if not name.startswith("_"):
+                raise ConfigError(f"{path}:{node.lineno}: {name}: {value} sets nothing; write {name} = {value}")
 
 
 def similar_file(path: Path) -> str:
@@ -131,82 +185,13 @@ def line_of_error(e: BaseException, path: str) -> int:
     return (lines[-1] if lines else None) or 1
 
 
-# ---- checking values -----------------------------------------------------------------------------------------
-
-# A value of each type, for messages.
-EXAMPLES = {int: "8", float: "3e-4", bool: "True", str: "text", NoneType: "None"}
-
-
-def check_known(name: str, types: Mapping[str, Any], where: str) -> None:
+def check_known(name: str, settings: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError if there is no such setting."""
-    if name in types:
+    if name in settings:
         return
-    similar = difflib.get_close_matches(name, types, n=1)
+    similar = difflib.get_close_matches(name, settings, n=1)
     hint = f"did you mean {similar[0]}?" if similar else "--help lists the settings"
     raise ConfigError(f"{where} is not a setting; {hint}")
-
-
-def parse(text: str, kind: Any, where: str) -> Any:
-    """The value of type `kind` that `text`, from the command line, stands for. Raises ConfigError."""
-    if get_origin(kind) is Literal:
-        choices = {str(choice).lower(): choice for choice in get_args(kind)}
-        return check(choices.get(text.lower(), text), kind, where)
-    alternatives = alternatives_of(kind)
-    if NoneType in alternatives and text in ("None", "none"):
-        return None
-    if str in alternatives:
-        return text
-    if text in ("true", "false"):
-        text = text.capitalize()
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        value = text  # which check refuses, and shows
-    return check(value, kind, where)
-
-
-def check(value: Any, kind: Any, where: str) -> Any:
-    """`value` as type `kind`. Raises ConfigError, which begins with `where`: the place and the name.
-
-    A whole float is accepted for int, and an int for float. NaN and infinity are refused, and whole numbers that do
-    not fit into 64 bits, which neither torch nor NumPy can count with.
-    """
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if any(type(value) is type(choice) and value == choice for choice in choices):  # True is not 1
-            return value
-        raise ConfigError(f"{where}={shortened(value)} is not one of {', '.join(map(str, choices))}")
-    alternatives = alternatives_of(kind)
-    if int in alternatives and type(value) is float and value.is_integer():
-        value = int(value)
-    if type(value) is int and (int in alternatives or float in alternatives) and abs(value) >= 2**63:
-        raise ConfigError(f"{where}={shortened(value)} must be below 2^63 in size")
-    if int not in alternatives and float in alternatives and type(value) is int:
-        value = float(value)
-    is_finite = type(value) is not float or math.isfinite(value)
-    if type(value) in alternatives and is_finite:
-        return value
-    name = where.split()[-1].removeprefix("--")
-    raise ConfigError(f"{where}={shortened(value)} is not {type_name(kind)}; write it like --{name}={example(kind)}")
-
-
-def alternatives_of(kind: Any) -> tuple[Any, ...]:
-    """The types that a union such as `float | None` allows; the type itself if it is not a union."""
-    return get_args(kind) if get_origin(kind) is UnionType else (kind,)
-
-
-def type_name(kind: Any) -> str:
-    """How messages and --help call a type: int, float|None, adamw|muon."""
-    if get_origin(kind) is Literal:
-        return "|".join(map(str, get_args(kind)))
-    return "|".join("None" if t is NoneType else t.__name__ for t in alternatives_of(kind))
-
-
-def example(kind: Any) -> str:
-    """A value of a type, for messages."""
-    choices = get_args(kind)
-    first = choices[0] if choices else kind
-    return EXAMPLES.get(first, str(first))
 
 
 # ---- --help --------------------------------------------------------------------------------------------------
@@ -215,22 +200,23 @@ def example(kind: Any) -> str:
 def help_text(cls: type) -> str:
     """The script's docstring, and every setting with its type, its default and its comment from the source.
 
-    The settings of `cls` itself come first, then those that it inherits from other dataclasses; each once.
+    Settings that `cls` inherits come first: those of the model. Lines are as long as the terminal is wide.
     """
-    types = get_type_hints(cls)
-    defaults = {f.name: f.default for f in fields(cls)}
+    settings = settings_of(cls)
+    width = max(60, shutil.get_terminal_size((120, 24)).columns - 1)
     script = sys.modules[cls.__module__]
     lines = [inspect.getdoc(script) or "", "", "settings, each as --name=value or in a config file:"]
     heading = ""
-    for base in filter(is_dataclass, cls.__mro__):
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
         for group, name, comment in settings_in_source(base):
-            if name not in defaults:
-                continue
             if group != heading:
                 lines += ["", f"  {group}"]
                 heading = group
-            default = f"{type_name(types[name])} = {defaults.pop(name)!r}"
-            lines.append(f"    --{name:<28} {default:<24} {comment}".rstrip())
+            left = f"    --{name} {settings[name].type_name} = {settings[name].default!r}"
+            if len(left) < 46 and len(comment) < width - 48:
+                lines.append(f"{left:<46}  {comment}".rstrip())
+            else:
+                lines += [left, *textwrap.wrap(comment, width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
     return "\n".join(lines)
 
 

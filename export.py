@@ -35,6 +35,7 @@ from deskgpt.kernels.verify import SAME_LOGITS, distance
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import check_unused, new_folder, replacing, write_atomically
 from deskgpt.system.formatting import millions
+from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.untrusted import is_local
 from model import GPT, GPTConfig
 from sample import DATA, SampleConfig, Trained, load
@@ -47,13 +48,14 @@ CARD_SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig:
-    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
-    out_dir: str = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
-    to: str = ""  # the new folder; or a file whose name ends in .gguf
+    init_from: FilePath = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
+    out_dir: FilePath = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
+    to: FilePath = ""  # the new folder; or a file whose name ends in .gguf
     ollama: bool = False  # beside a .gguf: a Modelfile, from which `ollama create` makes a model
     push_to_hub: str = ""  # a repository of the Hugging Face hub to upload to, OWNER/NAME or NAME; a new one is private
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.to:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
         if self.ollama and not self.to.endswith(".gguf"):

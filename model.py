@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn as nn
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from deskgpt.kernels.kv_cache import KVCache
 from deskgpt.kernels.overridable import overridable
+from deskgpt.system.settings import AtLeast1, Fraction, Range, check_fields
 
 # ---- settings ------------------------------------------------------------------------------------------------
 
 # More is refused at once: it takes minutes to build or more memory than any machine has.
 MOST_LAYERS = 1000
 MOST_IN_A_MATRIX = 10**14
-LARGEST_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,15 @@ class ModelSettings:
     """What a user chooses about the model. train.py has these among its settings. Raises ValueError."""
 
     # model
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768  # width
-    block_size: int = 1024  # context length in tokens
-    dropout: float = 0.0  # 0 for pretraining; 0.1 and more for small data
+    n_layer: Annotated[int, Range(1, MOST_LAYERS)] = 12  # blocks
+    n_head: AtLeast1 = 12  # attention heads of each block
+    n_embd: AtLeast1 = 768  # width
+    block_size: AtLeast1 = 1024  # context length in tokens
+    dropout: Fraction = 0.0  # 0 for pretraining; 0.1 and more for small data
     bias: bool = False  # in Linear and LayerNorm layers
     # modern choices; the defaults are GPT-2's
-    position: Literal["learned", "rope"] = "learned"
-    norm: Literal["layer", "rms"] = "layer"
+    position: Literal["learned", "rope"] = "learned"  # how a token knows its place; rope: rotary positions
+    norm: Literal["layer", "rms"] = "layer"  # rms: without subtracting the mean
     qk_norm: bool = False  # RMS norm of each head's queries and keys
     embedding_norm: bool = False  # RMS norm of each token's embedding: for vocabularies of thousands
     activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's; relu2 the fastest
@@ -55,27 +55,15 @@ class ModelSettings:
     token_shift: bool = False  # blocks see a quarter of their channels from the token before
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "n_layer", "n_head", "n_embd"):
-            check_at_least_1(name, getattr(self, name))
-        if self.n_layer > MOST_LAYERS:
-            raise ValueError(f"n_layer={self.n_layer} must be at most {MOST_LAYERS}")
+        check_fields(self)
         self.refuse_absurd_matrix("block_size", self.block_size)
         self.refuse_absurd_matrix("n_embd", 4 * self.n_embd)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.n_embd % self.n_head:
             divisors = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             best = min(divisors, key=lambda h: abs(h - self.n_head))
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try --n_head={best}")
         if self.position == "rope" and self.n_embd // self.n_head % 2:
             raise ValueError(f"position=rope needs heads of an even width, not {self.n_embd // self.n_head}")
-        for name, kind in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if get_origin(kind) is Literal and value not in get_args(kind):
-                options = ", ".join(map(str, get_args(kind)))
-                raise ValueError(f"{name}={value!r} is not one of {options}")
-            if kind is bool and not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is not True or False")
 
     def refuse_absurd_matrix(self, name: str, rows: int) -> None:
         """Raises ValueError for a matrix of `rows` by n_embd that no machine can hold, before anything has its size."""
@@ -87,13 +75,6 @@ class ModelSettings:
             )
 
 
-def check_at_least_1(name: str, value: Any) -> None:
-    if type(value) is not int or value < 1:  # True is an int too
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    if value > LARGEST_INT64:  # and may be too long to be printed
-        raise ValueError(f"{name} must be at most {LARGEST_INT64}, not a number of {value.bit_length()} bits")
-
-
 # The model arguments that nanoGPT knows. The other settings are modern choices.
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NANOGPT_ARGS)
@@ -101,11 +82,10 @@ MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NA
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelSettings):
-    vocab_size: int = 50304  # GPT-2's 50257 rounded up to a multiple of 64: matmul tiles are whole
+    vocab_size: AtLeast1 = 50304  # GPT-2's 50257 rounded up to a multiple of 64: matmul tiles are whole
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least_1("vocab_size", self.vocab_size)
         self.refuse_absurd_matrix("vocab_size", self.vocab_size)
 
     @classmethod

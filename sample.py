@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from deskgpt.serve import openai_api, page_server, playground
 from deskgpt.system import hardware, peak_flops
 from deskgpt.system.errors import message_for_user, one_line_errors
 from deskgpt.system.formatting import millions, shortened
+from deskgpt.system.settings import AtLeast1, FilePath, Range, check_fields
 from deskgpt.system.untrusted import is_local
 from model import GPT, GPTConfig
 
@@ -49,12 +50,12 @@ DATA = Path(__file__).parent / "data"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig:
     # model
-    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
-    out_dir: str = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
+    init_from: FilePath = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
+    out_dir: FilePath = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
     # text
     start: str = "\n"  # the prompt; FILE:prompt.txt reads it from a file
-    num_samples: int = 10  # generated side by side
-    max_new_tokens: int = 500  # per sample
+    num_samples: AtLeast1 = 10  # generated side by side
+    max_new_tokens: AtLeast1 = 500  # per sample
     stop: str = ""  # a sample ends before this text, where it first occurs after the prompt; empty = none
     stream: bool = False  # show the text as it is generated, one sample after another
     # talking
@@ -63,7 +64,7 @@ class SampleConfig:
     # drawing
     temperature: float = 0.8  # below 1 = more likely text, above = more surprising; 0 = always the likeliest token
     top_k: int = 200  # draw from the k likeliest tokens; 0 = from all
-    top_p: float = 1.0  # draw from the likeliest tokens that have this probability together
+    top_p: Annotated[float, Range(0, 1)] = 1.0  # draw from the likeliest tokens that have this probability together
     seed: int = 1337  # the text of sample i depends on seed + i, not on how many samples there are
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -71,19 +72,14 @@ class SampleConfig:
     compile: bool = False  # torch.compile: takes a while to start
     # page
     serve: bool = False  # instead of printing: a page to play with in this machine's browser, until Ctrl+C
-    port: int = 0  # of the page; 0 = one that is free
+    port: Annotated[int, Range(0, below=2**16)] = 0  # of the page; 0 = one that is free
 
     def __post_init__(self) -> None:
-        least = {"num_samples": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        check_fields(self)
         if self.seed + self.num_samples > 2**63:
             raise ValueError(f"seed={self.seed} must be at most 2^63 - num_samples")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"port={self.port} must be from 0 to 65535")
+        if not self.top_p:
+            raise ValueError(f"top_p={self.top_p} leaves no token; take --top_k=1 for the likeliest one")
         if self.serve and self.compile:
             raise ValueError("compile=True is not for --serve; take --compile=False")
 

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -57,6 +57,7 @@ from deskgpt.system import peak_flops
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.gpu_peaks import find_card
 from deskgpt.system.hardware import seed_all
+from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
 from sample import sampler_for
 
@@ -67,34 +68,34 @@ MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step with
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
     # input and output
-    out_dir: str = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
-    dataset: str = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
-    init_from: str = "scratch"  # scratch, resume, auto (resume if there is one), gpt2..., a checkpoint, a folder
-    eval_interval: int = 2000  # steps between evaluations, each followed by a checkpoint
-    eval_iters: int = 200  # micro-batches per split and evaluation; a split with fewer is read whole
+    out_dir: FilePath = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
+    dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
+    init_from: FilePath = "scratch"  # scratch, resume, auto (resume if there is one), gpt2..., a checkpoint, a folder
+    eval_interval: AtLeast1 = 2000  # steps between evaluations, each followed by a checkpoint
+    eval_iters: AtLeast1 = 200  # micro-batches per split and evaluation; a split with fewer is read whole
     eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
     eval_only: bool = False  # evaluate once, write nothing
     sample_interval: int = 0  # evaluations between samples: short texts in log.jsonl, which report.py shows; 0 = none
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"
-    log_interval: int = 1  # steps per log line
+    log_interval: AtLeast1 = 1  # steps per log line
     tasks: str = ""  # benchmarks after evaluations: names of lm_eval's tasks, or YAML files (docs/benchmarks.md)
-    tasks_interval: int = 1  # evaluations from one benchmark to the next; the last evaluation always has one
+    tasks_interval: AtLeast1 = 1  # evaluations from one benchmark to the next; the last evaluation always has one
     tasks_limit: int = 0  # items per task, its first ones; 0 = all
     always_save_checkpoint: bool = True  # False: an evaluation saves only if the validation loss has improved
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
     save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
     save_async: bool = True  # False: training waits until a checkpoint is on the disk
-    keep_checkpoints: int = 1  # the latest ones that are kept, beside the best
+    keep_checkpoints: AtLeast1 = 1  # the latest ones that are kept, beside the best
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after this many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule have changed
     max_bad_steps: int = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run; 0 = never
     on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: back to the last checkpoint, past the batches since then
     # batch
-    batch_size: int = 12  # sequences per micro-batch; lower this first when memory runs out
-    gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all ranks
+    batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
+    gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
     auto_batch: Literal["auto", True, False] = "auto"  # same training, batch_size that fits and is fast; auto: on CUDA
     align_documents: bool = False  # move training windows to the first document that begins within them
     # optimizer
@@ -103,9 +104,9 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     max_iters: int = 600000  # steps
     max_minutes: float = 0.0  # fewer max_iters, so that the run ends in about this time, evaluation included; 0 = all
     weight_decay: float = 1e-1  # of matrices and embeddings
-    beta1: float = 0.9
-    beta2: float = 0.95
-    momentum: float = 0.95  # of Muon
+    beta1: Fraction = 0.9  # how much AdamW's mean of gradients keeps per step
+    beta2: Fraction = 0.95  # the same of its mean of squares
+    momentum: Fraction = 0.95  # of Muon
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
@@ -123,36 +124,24 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     seed: int = 1337  # of initial weights, batch order and dropout
     # several ranks, started by torchrun (docs/many-gpus.md)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
-    dp_shard: int = 1  # ranks that share one copy of weights and moments (FSDP); -1 = all; 1 = each has its own (DDP)
+    dp_shard: Annotated[int, Range(-1)] = 1  # ranks that share one copy of the weights (FSDP); -1 = all; 1 = DDP
     reshard_after_forward: bool = True  # sharded: gather weights again for the backward pass; False: keep them
     sync_each_batch: bool = True  # sharded: reduce gradients after each micro-batch; False: once, 4 bytes per parameter
-    dist_timeout_s: float = 600.0  # the longest that ranks wait for each other; then the run ends
-    world: int = 0  # a dry run for this many ranks, which need not exist; 0 = the ranks that torchrun started
+    dist_timeout_s: Annotated[float, Range(1)] = 600.0  # the longest that ranks wait for each other; then the run ends
+    world: Annotated[int, Range(0, MOST_SEQUENCES)] = 0  # plan a run of this many ranks; 0 = torchrun's
     # Weights & Biases
-    wandb_log: bool = False
-    wandb_project: str = "owt"
-    wandb_run_name: str = "gpt2"
+    wandb_log: bool = False  # WANDB_MODE=offline needs no account
+    wandb_project: str = "owt"  # the project that shows the run
+    wandb_run_name: str = "gpt2"  # how the project names it
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
-        least = dict.fromkeys(("eval_interval", "eval_iters", "tasks_interval", "log_interval", "batch_size"), 1)
-        least |= {"dist_timeout_s": 1, "gradient_accumulation_steps": 1, "keep_checkpoints": 1, "dp_shard": -1}
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            low = least.get(name, 0)
-            if isinstance(value, int | float) and value < low:
-                raise ValueError(f"{name}={value} must be at least {low}")
-        for name, limit in {"beta1": 1, "beta2": 1, "momentum": 1, "seed": 2**63}.items():
-            if getattr(self, name) >= limit:
-                raise ValueError(f"{name}={getattr(self, name)} must be below {limit}")
         sequences = self.batch_size * self.gradient_accumulation_steps
         if sequences > MOST_SEQUENCES:
             raise ValueError(
                 f"batch_size={self.batch_size} x gradient_accumulation_steps={self.gradient_accumulation_steps} are "
                 f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
             )
-        if self.world > MOST_SEQUENCES:
-            raise ValueError(f"world={self.world:,} must be at most {MOST_SEQUENCES:,}: each rank has a sequence")
         if self.plan_for or self.world:  # who asks for a plan does not want to train
             object.__setattr__(self, "dry_run", True)
         if self.plan_for:

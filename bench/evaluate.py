@@ -32,6 +32,7 @@ from deskgpt.system import hardware
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import write_atomically
 from deskgpt.system.provenance import git_commit, versions
+from deskgpt.system.settings import AtLeast1, FilePath, check_fields
 from sample import Trained, load
 
 HERE = Path(__file__).resolve().parent
@@ -40,8 +41,8 @@ HERE = Path(__file__).resolve().parent
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateConfig:
     # model
-    init_from: str = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
-    out_dir: str = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
+    init_from: FilePath = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
+    out_dir: FilePath = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
     # tasks
     tasks: str = "lambada_openai,hellaswag"  # names of lm_eval's tasks, groups and tags, or paths of YAML files
     limit: int = 0  # items of each task, its first ones; 0 = all, which figures to compare need
@@ -49,18 +50,15 @@ class EvaluateConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the matmuls; the others are faster on most GPUs
-    batch_size: int = 16  # rows at a time; lower this if memory runs out
+    batch_size: AtLeast1 = 16  # rows at a time; lower this if memory runs out
     use_cache: bool = True  # where text is generated: keep keys and values instead of computing them again
     # results, beside those on the terminal
     save: str = ""  # a name: bench/results/DATE-NAME.md and .json
-    md: str = ""  # a file
-    json: str = ""  # a file
+    md: FilePath = ""  # a file
+    json: FilePath = ""  # a file
 
     def __post_init__(self) -> None:
-        for name, low in {"limit": 0, "num_fewshot": 0, "batch_size": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f"{name}={value} must be at least {low}")
+        check_fields(self)
         output.check_name(self.save or None)
 
 

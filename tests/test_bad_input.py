@@ -199,7 +199,6 @@ WRONG: list[tuple[str, Any, str]] = [  # what a checkpoint holds instead, and wh
     ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(2)}, "these weights are not a GPT of"),
     ("model_args", {"n_kv_head": 2}, "n_kv_head"),
     ("model_args", {"n_head": 3, "n_embd": 16}, "n_head=3"),
-    ("model_args", {"n_head": 2.0}, "n_head=2.0"),
     ("model_args", {"vocab_size": -1}, "vocab_size=-1"),
     ("model_args", {"n_embd": 10**400}, "64 bits"),
     ("model_args", {"n_layer": 10**6}, "n_layer=1000000"),

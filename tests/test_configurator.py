@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from conftest import ROOT, assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import configure, read_settings
+from configurator import configure, help_text, read_settings
 from deskgpt.system.errors import ConfigError
+from deskgpt.system.settings import FilePath, Range, check_fields, settings_of
 from sample import SampleConfig
 from train import TrainConfig
 
@@ -21,16 +23,17 @@ from train import TrainConfig
 class Settings:
     # numbers
     count: int = 1  # how many
-    rate: float = 0.5  # per second
-    limit: float | None = None  # None = no limit
+    rate: Annotated[float, Range(-math.inf)] = 0.5  # per second
+    limit: Annotated[float | None, Range(-math.inf)] = None  # None = no limit
+    share: Annotated[float, Range(0, below=1)] = 0.9  # of all
     # others
-    on: bool = False
+    on: bool = False  # or off
     name: str = "x"  # of the thing
-    kind: Literal["a", "b"] = "a"
+    folder: FilePath = "out"  # where it is
+    kind: Literal["a", "b"] = "a"  # the first, or the second
 
     def __post_init__(self) -> None:
-        if self.count < 0:
-            raise ValueError(f"count={self.count} must be at least 0")
+        check_fields(self)
 
 
 def write(folder: Path, content: str, name: str = "c.py") -> str:
@@ -125,10 +128,13 @@ def assert_error(named: list[str], *arguments: str) -> None:
 
 # A config file, or an argument, and what its error names.
 FAULTY_FILES: dict[str, list[str]] = {
+    "rate = 1.0\ncount: 3\n": [":2:", "count = 3"],  # as in YAML
+    "- count\n": [":1:", "sets nothing"],
+    "# nothing\n_x = 3\n": [":1:", "sets nothing", "="],
     "count = 1\n\nrat = 2\n": [":3:", "rat ", "rate"],
     "qqq = 2\n": [":1:", "qqq", "--help"],
     "count = 1.5\n": [":1:", "count=1.5", "int"],
-    "on = 1\n": [":1:", "on=1", "--on=True"],
+    "on = 1\n": [":1:", "on=1", "--on=False"],
     "rate = 10**5000\n": [":1:", "rate="],
     "class _C:\n def __repr__(self): 1/0\ncount = [_C()]\n": [":3:", "count=", "int"],
     "count = 1\nexit(3)\n": [":2:", "SystemExit: 3"],
@@ -139,12 +145,18 @@ FAULTY_FILES: dict[str, list[str]] = {
 }
 FAULTY_ARGUMENTS: dict[str, list[str]] = {
     "--cuont=3": ["--cuont", "did you mean count?"],
-    "--count=three": ["--count='three'", "int", "--count=8"],
-    "--count": ["--count", "--count=8"],
+    "--count=three": ["--count='three'", "int", "--count=1"],
+    "--count": ["--count", "--count=1"],
     "--rate=1e999": ["--rate=inf", "float"],
     "--on=1": ["--on=1", "bool"],
     "--kind=c": ["--kind='c'", "a, b"],
-    "--count=-1": ["count=-1"],
+    "--count=-1": ["count=-1", "at least 0"],
+    "--share=1": ["share=1", "below 1"],
+    "--share=None": ["share", "--share=0.9"],
+    "--folder=": ["--folder", "--folder=out"],
+    "count=3": ["--count=3"],
+    "—count=3": ["--count=3"],
+    "": ["empty"],
     "-count=3": ["-count=3", "--key=value"],
     "nowhere.py": ["nowhere.py"],
 }
@@ -157,6 +169,34 @@ def test_faults_are_named_in_one_line_those_of_a_file_with_its_line(tmp_path, fa
         assert_error([path, *named], path)
     else:
         assert_error(named, fault)
+
+
+def test_value_apart_from_its_setting_is_told_how_to_write_it(tmp_path):
+    for setting, value in (("--count", "8"), ("--on", "False"), ("--name", "nowhere.py")):
+        assert_error([f"{setting}={value}"], setting, value)
+    assert configure(Settings, ["--on", write(tmp_path, "count = 3\n")]).count == 3
+
+
+def test_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    path = write(tmp_path, "folder = '~/a'\n")
+    for arguments in (["--folder=~/a"], [path]):
+        assert configure(Settings, arguments).folder == f"{tmp_path}/a"
+    assert Settings(folder="~").folder == str(tmp_path)
+    assert_error(["~nobody-of-this-name"], "--folder=~nobody-of-this-name/a")
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    c = configure(Settings, [write(tmp_path, "import numpy as np\nrate = np.sqrt(4)\ncount = np.int64(4)\n")])
+    assert (c.rate, type(c.rate), c.count, type(c.count)) == (2.0, float, 4, int)
+
+
+def test_instance_made_without_a_command_line_is_checked_too():
+    with pytest.raises(ConfigError, match="count=-1"):
+        Settings(count=-1)
+    with pytest.raises(ConfigError, match="on=3"):
+        Settings(on=3)  # type: ignore[arg-type]
 
 
 def test_values_of_a_resumed_run_are_checked_as_others_are():
@@ -205,25 +245,23 @@ lr_decay_iters = 600000
     assert c.wandb_run_name.startswith("ft-")
 
 
-@pytest.mark.parametrize(
-    ("path", "cls", "of_a_group"),
-    [
-        ("train.py", TrainConfig, {"batch": "--batch_size int = 12 sequences", "model": "--n_embd int = 768 width"}),
-        ("sample.py", SampleConfig, {"drawing": "--temperature float = 0.8 below 1", "page": "--port int = 0 of"}),
-    ],
-)
-def test_help_shows_every_setting_once_with_type_default_and_comment_in_its_group(script, path, cls, of_a_group):
+@pytest.mark.parametrize("cls", [TrainConfig, SampleConfig])
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_shows_every_setting_once_with_its_comment_in_the_width_of_the_terminal(cls, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = help_text(cls).partition("in a config file:\n")[2]
+    assert max(map(len, shown.splitlines())) < columns
+    found = re.findall(r"^    --(\w+) (\S+) = (.*(?:\n {8}.*)*)", shown, re.M)
+    assert sorted(name for name, _, _ in found) == sorted(f.name for f in fields(cls))
+    for name, kind, text in found:
+        setting = settings_of(cls)[name]
+        assert kind == setting.type_name
+        assert text.startswith(repr(setting.default))
+    assert shown.index("--n_layer") < shown.index("--batch_size") if cls is TrainConfig else True
+
+
+@pytest.mark.parametrize("path", ["train.py", "sample.py"])
+def test_help_is_what_a_script_prints_and_ends_with(script, path):
     done = script(path, "--help")
     assert done.code == 0
-    groups: dict[str, str] = {}
-    heading = ""
-    for line in done.out.partition("in a config file:\n")[2].splitlines():
-        if line.strip().startswith("--"):
-            groups[heading] += " ".join(line.split()) + "\n"
-        elif line:
-            heading = line.strip()
-            groups[heading] = ""
-    for heading, setting in of_a_group.items():
-        assert setting in groups[heading]
-    shown = re.findall(r"^--(\w+) [^=]+ = ", "".join(groups.values()), re.M)
-    assert sorted(shown) == sorted(f.name for f in fields(cls))
+    assert "--device str = 'auto'" in done.out

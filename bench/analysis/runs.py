@@ -10,11 +10,12 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
-from configurator import check, read_settings
+from configurator import read_settings
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.gpu_peaks import card_named
+from deskgpt.system.settings import check, settings_of
 from train import TrainConfig
 
 # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16.
@@ -35,7 +36,7 @@ FACTS: dict[str, type] = {
 SIZES = ("batch_size", "gradient_accumulation_steps", "block_size")  # their product is the tokens of a step
 MODEL = ("n_layer", "n_embd", "block_size")  # attention's FLOPs per token are 12 times their product
 AT_LEAST_1 = {*SIZES, *MODEL, "n_head"}
-SETTINGS = get_type_hints(TrainConfig)  # their types, by name
+SETTINGS = settings_of(TrainConfig)
 LARGEST = 1e24  # a figure that is larger, or smaller than 1 / LARGEST and not 0, is a mistake of the log
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from configurator import read_argument
 from deskgpt.system.errors import ConfigError
@@ -56,7 +56,7 @@ def words_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
             raise ConfigError(f"{unknown} is no option of bench/ask.py; settings of train.py go below [settings]")
         common = [word(name, value) for name, value in settings.items()]
         for setting in common:
-            read_argument(setting, get_type_hints(TrainConfig))
+            read_argument(setting, TrainConfig)
     except ConfigError as e:
         raise ConfigError(f"{file}: {e}") from None
     return [*configs, *options, *common]
