@@ -79,9 +79,6 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
     plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"
     log_interval: AtLeast1 = 1  # steps per log line
-    tasks: str = ""  # benchmarks after evaluations: names of lm_eval's tasks, or YAML files (docs/benchmarks.md)
-    tasks_interval: AtLeast1 = 1  # evaluations from one benchmark to the next; the last evaluation always has one
-    tasks_limit: int = 0  # items per task, its first ones; 0 = all
     always_save_checkpoint: bool = True  # False: an evaluation saves only if the validation loss has improved
     # saving and stopping
     save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
@@ -174,7 +171,6 @@ def main(asked: TrainConfig) -> float:
     if not is_limited:
         start.say_changes(settings, data.facts, data.val.n_eval_windows, rate_of)
     model = start.model(make)
-    benchmark = benchmark_for(asked, model, start.tokenizer or data.tokenizer, ranks)
 
     # ---- how it runs here ------------------------------------------------------------------------------------
     batch_of = functools.partial(first_micro_batch, data.train, split, ranks.device)
@@ -247,13 +243,6 @@ def main(asked: TrainConfig) -> float:
             stops.saved_at = time.perf_counter()
         saver.tell(run, report)
 
-        # ---- benchmark, after the save: it can take minutes --------------------------------------------------
-        if benchmark and evaluated and benchmark.is_due(run.step, is_last or out_of_patience):
-            with report.evaluating():
-                found = benchmark.run(runner, c.batch_size)
-            if stops.interrupted():
-                continue  # with the end of the run
-            report.tasks(*found)
         if is_last or stop or out_of_patience:
             break
 
@@ -352,17 +341,6 @@ def dry_run(c: TrainConfig, config: GPTConfig, ranks: DistContext) -> None:
         sync_each_batch=c.sync_each_batch,
     )
     plan.dry_run(planned, c.plan_for, ranks)
-
-
-def benchmark_for(c: TrainConfig, model: GPT, tokenizer: dict[str, Any], ranks: DistContext) -> Any:
-    """bench/harness.py's Benchmark, if c names tasks: it needs lm_eval, which takes seconds to import."""
-    if not c.tasks:
-        return None
-    if not tokenizer:
-        raise ValueError(f"tasks={c.tasks}: {DATA / c.dataset} does not name the tokenizer that texts need")
-    from bench.harness import Benchmark
-
-    return Benchmark(asdict(c), model, tokenizer, ranks)
 
 
 def rate_of(settings: Mapping[str, Any], step: int) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
+import numpy as np
 import torch
 
 from bench import output
@@ -68,29 +70,30 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     sys.path = [folder for folder in sys.path if Path(folder).resolve() != HERE]
     from bench import harness  # imports lm_eval, which takes seconds
 
+    random.seed(0)  # lm_eval's own seeds
+    np.random.seed(harness.SEED)
+    torch.manual_seed(harness.SEED)
     device = hardware.resolve_device(c.device)
     hardware.forbid_spilling(device)
-    tasks = harness.Tasks(c.tasks, c.limit, c.num_fewshot)
+    tasks = harness.load_tasks(c.tasks, c.num_fewshot)
     trained = load(c.init_from, c.out_dir, device)
-    facts = facts_of_model(c, trained)  # at once: a run that goes on would soon replace the file
+    about_model = describe_model(c, trained)  # at once: a run that goes on would soon replace the file
     model = trained.model.eval().to(device)
     backend = harness.Backend(model, trained.tokenizer, batch_size=c.batch_size)
-    tasks.check(backend)
     prompt = torch.tensor([[backend.prefix_token_id]], device=device)
     backend.replacing = InferenceEngine(model, prompt, c.dtype, cached=c.use_cache).replacing
     t0 = time.perf_counter()
-    found = tasks.evaluate(backend)
-
+    found = harness.evaluate_tasks(backend, tasks, c.limit)
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "command": output.command_line("evaluate.py"),
-        "model": facts,
+        "model": about_model,
         "device": hardware.device_name(device),
         "dtype": c.dtype,
         "versions": versions() | {"lm_eval": metadata.version("lm_eval")},
         "git_commit": git_commit(),
         "seconds": time.perf_counter() - t0,
-        "truncated": found["truncated"],
+        "truncated": backend.n_truncated,
         "results": harness.figures(found),
         "tasks": {
             name: {
@@ -104,62 +107,54 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     }
     text = as_markdown(result)
     print(text, end="")
-    write(c, text, result)
+    page = f"# Benchmarks: {c.save or about_model['source']}\n\n{text}"
+    if c.save:
+        output.save(c.save, page, result)
+    if c.md:
+        write_atomically(Path(c.md), page.encode())
+    if c.json:
+        write_atomically(Path(c.json), json.dumps(result).encode())
     return result
 
 
-# ---- the model -----------------------------------------------------------------------------------------------
-
-
-def facts_of_model(c: EvaluateConfig, trained: Trained) -> dict[str, Any]:
-    """Which weights these are."""
+def describe_model(c: EvaluateConfig, trained: Trained) -> dict[str, Any]:
+    """Which weights these are: their file, its SHA-256, the step, and the code that trained them."""
     saved = trained.checkpoint
-    path = file_of_weights(c, trained)
+    path = Path(trained.source)
+    if saved is None:
+        path = (path if path.is_dir() else download_gpt2(c.init_from)) / "model.safetensors"
+    else:
+        path = saved.path or path
+        path = path / folders.MANIFEST if path.is_dir() else path
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    facts = (saved.facts if saved else None) or {}
     return {
         "source": trained.source,
         "file": path.name,
         "sha256": sha256,
         "step": saved.iter_num if saved else None,
-        "trained_by": facts.get("code"),  # commit of the code that trained it
+        "trained_by": ((saved.facts if saved else None) or {}).get("code"),  # a commit
         "parameters": trained.model.num_params(),
         "model_args": asdict(trained.model.config),
         "tokenizer": trained.tokenizer.meta()["name"],
     }
 
 
-def file_of_weights(c: EvaluateConfig, trained: Trained) -> Path:
-    """The file that `load` has read."""
-    path = Path(trained.source)
-    if trained.checkpoint is None:
-        return (path if path.is_dir() else download_gpt2(c.init_from)) / "model.safetensors"
-    found = trained.checkpoint.path or path
-    return found / folders.MANIFEST if found.is_dir() else found
-
-
-# ---- what is written -----------------------------------------------------------------------------------------
-
-
 def as_markdown(result: dict[str, Any]) -> str:
     """The results as a page without its heading."""
-    from bench.harness import is_error, number
-
     rows = []
     for task, values in result["results"].items():
         about = result["tasks"][task]
-        facts = [str("n/a" if about[name] is None else about[name]) for name in ("version", "num_fewshot", "items")]
+        cells = ["n/a" if about[name] is None else str(about[name]) for name in ("version", "num_fewshot", "items")]
         for name, value in values.items():
-            if not is_error(name):
-                rows.append([task, *facts, name, number(value), number(values.get(f"{name}_stderr"))])
+            if not name.endswith("_stderr"):
+                rows.append([task, *cells, name, number(value), number(values.get(f"{name}_stderr"))])
     head = ["task", "version", "n-shot", "items", "metric", "value", "standard error"]
-
     model = result["model"]
-    of_step = "" if model["step"] is None else f" of step {model['step']:,}"
+    at_step = "" if model["step"] is None else f" of step {model['step']:,}"
     lines = [
         f"{output.about(result)}. Matmuls in {result['dtype']}.",
-        f"{model['source']}: {model['file']}{of_step}, {model['parameters']:,} parameters, SHA-256 {model['sha256']}.",
+        f"{model['source']}: {model['file']}{at_step}, {model['parameters']:,} parameters, SHA-256 {model['sha256']}.",
     ]
     if result["truncated"]:
         lines.append(
@@ -172,15 +167,13 @@ def as_markdown(result: dict[str, Any]) -> str:
     return f"{text}\n\n```sh\n{result['command']}\n```\n\n{markdown_table(head, rows, left_columns=5)}\n"
 
 
-def write(c: EvaluateConfig, text: str, result: dict[str, Any]) -> None:
-    """Writes what c asks for. Raises OSError."""
-    page = f"# Benchmarks: {c.save or result['model']['source']}\n\n{text}"
-    if c.save:
-        output.save(c.save, page, result)
-    if c.md:
-        write_atomically(Path(c.md), page.encode())
-    if c.json:
-        write_atomically(Path(c.json), json.dumps(result).encode())
+def number(value: float | None) -> str:
+    """Four decimals of a share, four digits of anything larger."""
+    if value is None:
+        return "n/a"
+    if abs(value) < 10:
+        return f"{value:.4f}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 if __name__ == "__main__":

@@ -11,23 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal, assert_one_line, events, flags, tiny, weights
-from gloo import on_ranks
+from conftest import assert_one_line, flags, tiny
 
 import train
 from data.tokenizer import BytesTokenizer, CharTokenizer
-from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.inference import InferenceEngine
 from deskgpt.export.gpt2_weights import load_gpt2
-from deskgpt.kernels.kv_cache import Decoder
 from model import GPT, GPTConfig
 
 if TYPE_CHECKING:
-    import lm_eval
-
     from bench import harness
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 BLOCK_SIZE = 96
 WORDS = ["the", "old", "sea", "was", "calm", "and", "no", "one", "on", "board", "knew", "what", "Zoë", "had", "seen"]
@@ -78,16 +73,9 @@ def documents(n: int = 20) -> list[dict[str, Any]]:
     for i in range(n):
         words = draw.choices(WORDS, k=i * 2)
         start = " ".join(words)
-        out.append(
-            {
-                "question": start or "why?",
-                "start": start,
-                "word": " " + draw.choice(WORDS),
-                "text": " ".join(words * 2),
-                "options": [" ".join(draw.choices(WORDS, k=k)) for k in (1, 2, 4)],
-                "answer": i % 3,
-            }
-        )
+        options = [" ".join(draw.choices(WORDS, k=k)) for k in (1, 2, 4)]
+        item = {"question": start or "why?", "start": start, "word": " " + draw.choice(WORDS), "answer": i % 3}
+        out.append(item | {"text": " ".join(words * 2), "options": options})
     return out
 
 
@@ -109,8 +97,8 @@ def write_task(folder: Path, name: str, **changes: Any) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _harness():
     """Imports lm_eval, which takes seconds, only if a test here runs."""
-    global harness, lm_eval
-    lm_eval = pytest.importorskip("lm_eval")
+    global harness
+    pytest.importorskip("lm_eval")
     from bench import harness
 
 
@@ -119,11 +107,13 @@ def hugging_face(tmp_path_factory) -> tuple[Any, Any, Path]:
     """(model, tokenizer, their folder) of a tiny GPT-2 of bytes that is sure of its guesses."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    letter = {bytes_letter(b): b for b in range(255)} | {"<|endoftext|>": 255}
-    coder = tokenizers.Tokenizer(tokenizers.models.BPE(letter, []))
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = {chr(byte) if byte in visible else chr(256 + hidden.index(byte)): byte for byte in range(255)}
+    end = "<|endoftext|>"
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE(letters | {end: 255}, []))
     coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     coder.decoder = tokenizers.decoders.ByteLevel()
-    end = "<|endoftext|>"
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=coder, bos_token=end, eos_token=end)
 
     torch.manual_seed(3)
@@ -136,13 +126,6 @@ def hugging_face(tmp_path_factory) -> tuple[Any, Any, Path]:
     return model, tokenizer, folder
 
 
-def bytes_letter(byte: int) -> str:
-    """The letter that stands for a byte in GPT-2's vocabulary."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in visible]
-    return chr(byte) if byte in visible else chr(256 + hidden.index(byte))
-
-
 @pytest.fixture(scope="module")
 def gpt(hugging_face) -> GPT:
     model_args, state = load_gpt2(str(hugging_face[2]))
@@ -150,13 +133,13 @@ def gpt(hugging_face) -> GPT:
 
 
 @pytest.fixture(scope="module")
-def tasks(gpt, tmp_path_factory) -> harness.Tasks:
+def tasks(gpt, tmp_path_factory) -> dict[str, Any]:
     """All of TASKS; "<stop>" becomes a text that the model writes, and some words are its own guesses."""
     folder = tmp_path_factory.mktemp("tasks")
     backend = harness.Backend(gpt, BytesTokenizer())
 
     def guess(prompt: str, n: int) -> str:
-        return backend.continuation(backend.tok_encode(prompt)[-BLOCK_SIZE + n :], harness.Generation((), n))
+        return backend.continuation(backend.tok_encode(prompt)[-BLOCK_SIZE + n :], n, temperature=0.0)
 
     text = guess("why?", 24)
     items = documents()
@@ -168,19 +151,7 @@ def tasks(gpt, tmp_path_factory) -> harness.Tasks:
     until = TASKS["until"]["generation_kwargs"] | {"until": [text[6:8], "\n\n"]}
     paths = [write_task(folder, name) for name in TASKS if name != "until"]
     paths.append(write_task(folder, "until", generation_kwargs=until))
-    return harness.Tasks(",".join(map(str, paths)))
-
-
-@pytest.fixture(scope="module")
-def theirs(hugging_face, tasks) -> dict[str, Any]:
-    """The results of lm_eval's own backend."""
-    pytest.importorskip("accelerate")
-    from lm_eval.models.huggingface import HFLM
-
-    model, tokenizer, _ = hugging_face
-    backend = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3)
-    with tasks.seeded():
-        return lm_eval.evaluate(backend, tasks.loaded, bootstrap_iters=1000, log_samples=True)
+    return harness.load_tasks(",".join(map(str, paths)))
 
 
 def known(values: dict[str, float | None]) -> dict[str, float]:
@@ -188,17 +159,25 @@ def known(values: dict[str, float | None]) -> dict[str, float]:
 
 
 def answers(results: dict[str, Any], task: str) -> list[Any]:
-    """Of all items of a task, in their order."""
+    """The answers to all items of a task, in their order."""
     samples = sorted(results["samples"][task], key=lambda s: s["doc_id"])
     return [answer for s in samples for [answer] in s["resps"]]
 
 
-def test_every_answer_is_that_of_lm_evals_own_hf_backend(gpt, tasks, theirs):
+def test_every_answer_is_that_of_lm_evals_own_hf_backend(gpt, tasks, hugging_face):
+    pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    def results_of(backend: Any) -> dict[str, Any]:
+        for task in tasks["tasks"].values():
+            task.set_fewshot_seed(harness.SEED)
+        return harness.evaluate_tasks(backend, tasks, log_samples=True)
+
+    model, tokenizer, _ = hugging_face
+    theirs = results_of(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3))
     backend = harness.Backend(gpt, BytesTokenizer(), batch_size=7)
-    reading = InferenceEngine(gpt, torch.tensor([[backend.prefix_token_id]]), "float32")
-    assert isinstance(reading.forms.get("GPT.next_logits"), Decoder)
-    backend.replacing = reading.replacing
-    ours = tasks.evaluate(backend, log_samples=True)
+    backend.replacing = InferenceEngine(gpt, torch.tensor([[backend.prefix_token_id]]), "float32").replacing
+    ours = results_of(backend)
     for name in ("choices", "letters", "last_word"):
         found = answers(ours, name)
         expected = answers(theirs, name)
@@ -211,34 +190,9 @@ def test_every_answer_is_that_of_lm_evals_own_hf_backend(gpt, tasks, theirs):
     assert texts == answers(theirs, "until")
     assert len(texts[0]) <= 6  # the stop text has ended it
     assert max(len(text) for text in texts) > 12  # and not others
-    assert ours["truncated"] > 20
+    assert backend.n_truncated > 20
     for name in TASKS:
         assert known(harness.figures(ours)[name]) == pytest.approx(known(harness.figures(theirs)[name]), rel=1e-4)
-
-
-def test_ranks_share_the_items_and_find_what_one_finds(gpt, tasks, tmp_path):
-    alone = tasks.evaluate(harness.Backend(gpt, BytesTokenizer()))
-
-    def work(ranks: DistContext) -> list[Any]:
-        found = tasks.evaluate(harness.Backend(gpt, BytesTokenizer(), ranks=ranks))
-        return [json.loads(json.dumps(harness.figures(found))), found.get("truncated")]
-
-    first, second = on_ranks(work, 2, tmp_path)
-    shown, truncated = first
-    assert second == [{}, None]
-    for name in ("letters", "last_word", "whole_text", "until"):  # "choices" draws other examples on each rank
-        values = known(harness.figures(alone)[name])
-        values.pop("perplexity_stderr", None)  # comes from random draws
-        assert {k: shown[name][k] for k in values} == pytest.approx(values, rel=1e-5), name
-    assert truncated > 20
-
-
-def test_a_wish_to_stop_ends_a_benchmark_without_asking_the_model(gpt, tasks):
-    calls = []
-    hook = gpt.transformer.register_forward_hook(lambda *_: calls.append(1))
-    tasks.evaluate(harness.Backend(gpt, BytesTokenizer(), stopped=lambda: len(calls) >= 3))
-    hook.remove()
-    assert len(calls) == 3
 
 
 @pytest.fixture
@@ -248,28 +202,6 @@ def plain_task(tmp_path) -> Path:
     plain = json.loads(json.dumps(items, ensure_ascii=False).replace("ë", "e"))
     write_items(tmp_path / "items.jsonl", plain)
     return write_task(tmp_path, "last_word")
-
-
-def test_a_run_with_benchmarks_ends_with_the_weights_of_one_without(chars, plain_task, tmp_path, capsys):
-    own: dict[str, Any] = {"dropout": 0.1, "max_iters": 10, "eval_interval": 2}
-    train.main(tiny(chars, tmp_path / "without", **own))
-    expected = random.random()  # a step seeds Python's random numbers
-    np.random.seed(5)
-    capsys.readouterr()
-    train.main(tiny(chars, tmp_path / "with", tasks=str(plain_task), tasks_interval=3, tasks_limit=5, **own))
-    assert random.random() == expected
-    assert np.random.random() == np.random.RandomState(5).random_sample()
-    assert_equal(weights(tmp_path / "with"), weights(tmp_path / "without"))
-
-    found = events(tmp_path / "with", "tasks")
-    assert [e["iter"] for e in found] == [0, 6, 10]  # every third evaluation, and the last
-    results = found[-1]["results"]["last_word"]
-    assert results.keys() == {"acc", "acc_stderr", "perplexity", "perplexity_stderr"}
-    assert results["perplexity"] < found[0]["results"]["last_word"]["perplexity"]
-    out, err = capsys.readouterr()
-    assert f"step 10: last_word perplexity {harness.number(results['perplexity'])} ± " in out
-    assert "it/s]" not in err
-    assert not events(tmp_path / "without", "tasks")
 
 
 def test_results_say_which_weights_and_which_tasks(chars, plain_task, tmp_path, script):
@@ -286,32 +218,30 @@ def test_results_say_which_weights_and_which_tasks(chars, plain_task, tmp_path, 
     page = files["md"].read_text()
     assert result["model"]["sha256"] in page
     assert "| last_word | 1.0 | 2 | 7 | acc | " in page
-    assert page.endswith(done.out)
+    assert done.out.endswith(page.partition("\n\n")[2])
 
 
 UNFIT: list[tuple[dict[str, Any], str]] = [  # how a task is changed, and what its error names
     ({"generation_kwargs": {"max_gen_toks": 16}}, "block_size=16"),
     ({"generation_kwargs": {"min_p": 0.1}}, "'min_p': 0.1"),
     ({"dataset_path": "EleutherAI/lambada_openai"}, "EleutherAI/lambada_openai"),
-    ({"doc_to_text": "{{question}} 🧀"}, "🧀"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "named"), UNFIT, ids=[named for _, named in UNFIT])
 def test_a_task_that_cannot_run_is_one_line(chars, tmp_path, plain_task, script, changes, named):
+    train.main(tiny(chars, tmp_path / "out"))
     path = write_task(tmp_path, "until", **changes)
-    small = flags(device="cpu", dataset=chars, out_dir=tmp_path / "out", n_layer=1, n_head=1, n_embd=8, block_size=16)
-    done = script("train.py", *small, f"--tasks={path}")
+    done = script("bench/evaluate.py", *flags(out_dir=tmp_path / "out", device="cpu", tasks=path))
     assert done.code == 1
     assert_one_line(done.err.splitlines()[-1], "until", named)
-    assert not (tmp_path / "out" / "log.jsonl").exists()
 
 
-def test_a_name_that_is_no_task_gets_the_nearest_ones(tmp_path, plain_task, script):
+def test_a_name_that_is_no_task_gets_the_nearest_ones(tmp_path, plain_task):
     manager = harness.TaskManager(include_path=str(tmp_path), include_defaults=False)
-    assert harness.found_tasks(manager, ["last_*"]) == ["last_word"]
+    assert harness.find_tasks(manager, ["last_*"]) == ["last_word"]
     with pytest.raises(ValueError, match="last_wrod") as e:
-        harness.found_tasks(manager, ["last_wrod"])
+        harness.find_tasks(manager, ["last_wrod"])
     assert_one_line(e.value, "last_word")
 
 

@@ -136,9 +136,9 @@ def test_settings_given_on_resume_win_over_the_checkpoints_but_for_the_models_si
     assert store.load(out).optimizer["param_groups"][0]["betas"] == (0.9, 0.95)
 
 
-def test_checkpoint_of_a_stranger_starts_no_tasks_and_sends_nothing_away(out, script):
+def test_checkpoint_of_a_stranger_sends_nothing_away(out, script):
     saved = store.load(out)
-    theirs = {"tasks": "theirs.yaml", "wandb_log": True}
+    theirs = {"wandb_log": True}
     store.save(replace(saved, config=saved.config | theirs), out, best=False)
     argv = ["--init_from=resume", f"--out_dir={out}", "--max_iters=6", "--lr_decay_iters=6"]
     done = script("train.py", *argv)
@@ -147,13 +147,13 @@ def test_checkpoint_of_a_stranger_starts_no_tasks_and_sends_nothing_away(out, sc
         (line,) = [line for line in done.out.splitlines() if line.startswith("note: ") and name in line]
         assert_one_line(line, f"{value!r}", out, f"--{name}=")
         assert not events(out, "start")[1]["settings"][name]
-    store.save(replace(saved, config=saved.config | {"tasks": torch.tensor([])}), out, best=False)
-    assert resumed_settings(argv, str(out))["tasks"] == ""
+    store.save(replace(saved, config=saved.config | {"wandb_log": torch.tensor([])}), out, best=False)
+    assert resumed_settings(argv, str(out))["wandb_log"] is False
     store.save(replace(saved, config=saved.config | {"dataset": r"\\host\share"}), out, best=False)
     done = script("train.py", *argv)
     assert done.code == 2
     assert_one_line(done.err, "host", out, "--dataset=")
-    assert resumed_settings(["--tasks=mine", "--dataset=//host/share"], str(out))["tasks"] == "mine"
+    assert resumed_settings(["--wandb_log=True", "--dataset=//host/share"], str(out))["wandb_log"] is True
     without = replace(saved, config=saved.config | {"dataset": r"\\host\share"}, tokenizer={})
     store.save(without, out, best=False)
     done = script("sample.py", f"--out_dir={out}", "--device=cpu")

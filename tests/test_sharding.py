@@ -251,7 +251,6 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
         ({"dp_shard": 3}, ["dp_shard=3", "8", "--dp_shard=2"]),
         ({"dp_shard": 0}, ["dp_shard=0", "8", "--dp_shard=1"]),
         ({"dp_shard": 8, "dtype": "float16"}, ["dtype=float16", "dp_shard=8", "--dtype=bfloat16"]),
-        ({"dp_shard": -1, "tasks": "piqa"}, ["tasks=piqa", "dp_shard=-1", "bench/evaluate.py"]),
         ({"dp_shard": 2, "sample_interval": 1}, ["sample_interval=1", "dp_shard=2", "sample.py"]),
     ],
 )

@@ -29,9 +29,9 @@ from train import TrainConfig
 ROOT = Path(__file__).resolve().parents[2]
 # What the question gives to each run, so that no arm can have it.
 GIVEN = ("seed", "out_dir", "init_from", "eval_only", "dry_run", "plan_for", "world", "max_hours", "max_minutes")
-NO_EFFECT = {"out_dir", "wandb_log", "wandb_project", "wandb_run_name", "log_interval", "keep_checkpoints", "tasks"}
-NO_EFFECT |= {"save_interval", "save_minutes", "save_async", "resume_changed", "sample_interval", "tasks_interval"}
-NO_EFFECT |= {"tasks_limit", "dataset", "seed"}  # the last two are a part of a run's key themselves
+NO_EFFECT = {"out_dir", "wandb_log", "wandb_project", "wandb_run_name", "log_interval", "keep_checkpoints"}
+NO_EFFECT |= {"save_interval", "save_minutes", "save_async", "resume_changed", "sample_interval"}
+NO_EFFECT |= {"dataset", "seed"}  # the last two are a part of a run's key themselves
 UNUSED_S = 30 * 86400  # after which a copy of the checkout is removed
 NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?")
 

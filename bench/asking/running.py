@@ -33,7 +33,7 @@ from deskgpt.system.errors import ConfigError
 
 # Settings with which every run ends at its last step; a commit may be older than some of them.
 TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
-TO_THE_END |= {"wandb_log": False, "tasks": "", "sample_interval": 0}
+TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
 TRIES = 3  # of a run that something kills
 LONGEST_S = 7 * 86400.0  # that a run of an earlier question is waited for
 IN_USE = "is in use by"  # what train.py says of an out_dir that another run has

@@ -47,7 +47,6 @@ def shards_of(dp_shard: int, world: int) -> int:
 REFUSED = {
     "dtype=float16": "its loss scale is not for sharded weights; try --dtype=bfloat16",
     "sample_interval": "one rank has no whole weights for samples; take --sample_interval=0, and run sample.py",
-    "tasks": "ranks have no whole weights to answer tasks with; take --tasks=, and run bench/evaluate.py",
 }
 
 

@@ -59,9 +59,6 @@ class RunLog:
             numbers = {name: 100 * value if name in PERCENT else value for name, value in numbers.items()}
             metrics = {NANOGPTS_NAMES.get(name, name): value for name, value in numbers.items()}
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
-        if self.wandb_run and event == "tasks":
-            figures = {f"tasks/{task}/{k}": v for task, found in fields["results"].items() for k, v in found.items()}
-            self._wandb(lambda run: run.log(figures, step=fields["iter"]))
 
     def _append(self, line: bytes) -> None:
         """Raises OSError, with the file ending in a whole line. A file that was deleted or moved is begun anew."""

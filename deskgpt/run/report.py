@@ -283,11 +283,6 @@ class Report:
         )
         self.log.write("overfit", iter=evaluations[-1].step, best_iter=step, rise=rise)
 
-    def tasks(self, found: dict[str, dict[str, float | None]], in_words: str) -> None:
-        """found: by task its metrics and their standard errors."""
-        self.log.write("tasks", iter=self.run.step, results=found)
-        self.ranks.print0(f"step {self.run.step}: {in_words}")
-
     def saved(self, step: int, best: bool, save_s: float | None, write_s: float) -> None:
         """save_s: what it cost the loop; write_s: until the files were durable."""
         self.log.write("save", iter=step, best=best, save_s=save_s, write_s=write_s)

@@ -129,13 +129,12 @@ def remedy(before: Settings | None, now: Settings, learning_rate: LearningRate, 
 def said_again(settings: Settings) -> dict[str, Any]:
     """Those of a run that no checkpoint, which may be a stranger's, brings into another one by itself.
 
-    Tasks may be files with code, wandb_log sends data away, and Windows logs in to the host that a path names.
+    wandb_log sends data away, and Windows logs in to the host that a path names.
     """
     found = {}
-    for name, unset in (("tasks", ""), ("wandb_log", False)):
-        value = settings.get(name, unset)
-        if type(value) is not type(unset) or value != unset:  # a stranger's may be a tensor, which has no truth
-            found[name] = value
+    wandb_log = settings.get("wandb_log", False)
+    if wandb_log is not False:  # a stranger's may be a tensor, which has no truth
+        found["wandb_log"] = wandb_log
     dataset = settings.get("dataset")
     if isinstance(dataset, str) and not is_local(dataset):
         found["dataset"] = dataset
