@@ -166,10 +166,10 @@ def main(asked: TrainConfig) -> float:
         return math.inf
     data.open(asked.block_size, start.config.vocab_size, start.tokenizer, asked.seed, asked.align_documents)
     verification = data.verify(ranks.is_first)
-    refuse_differences(settings, data.facts | {"checkpoint": f"step {start.step}"}, ranks)
+    refuse_differences(settings, data.metadata | {"checkpoint": f"step {start.step}"}, ranks)
     is_limited = asked.max_minutes > 0 and not asked.eval_only  # then the schedule is known later
     if not is_limited:
-        start.say_changes(settings, data.facts, data.val.n_eval_windows, rate_of)
+        start.say_changes(settings, data.metadata, data.val.n_eval_windows, rate_of)
     model = start.model(make)
 
     # ---- how it runs here ------------------------------------------------------------------------------------
@@ -180,12 +180,12 @@ def main(asked: TrainConfig) -> float:
     if is_limited:
         first = batch_of(fitting.batch_size)
         run.settings |= steps_within(began, run, fitting, data.eval_windows(fitting), first, start.step)
-        start.say_changes(run.settings, data.facts, data.val.n_eval_windows, rate_of)
+        start.say_changes(run.settings, data.metadata, data.val.n_eval_windows, rate_of)
     c = TrainConfig(**run.settings)  # from here on, the settings as the run has them
     batching = Batching.of(run.settings, ranks.rank, ranks.world)
     code = facts_of_code(runner)
     start.say_changes_of_code(code)
-    run.set_metadata(data.facts | code | data.eval_facts(batching), data.tokenizer, data.chat)
+    run.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
     start.resume(run)
     warm_up_s = time.perf_counter() - began
 
@@ -193,7 +193,7 @@ def main(asked: TrainConfig) -> float:
     log = open_log(run, start)
     report = Report(run, log, batching, functools.partial(data.windows, batching.sequences))
     about_data = data.lines(verification.state, batching, ranks)
-    report.start(about_data, data.log_facts(), warm_up_s)
+    report.start(about_data, data.log_metadata(), warm_up_s)
     writers = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
     saver = Saver(
         report.out_dir, ranks.print0, run.best_val_loss, c.keep_checkpoints, c.save_async, writers, start.kept

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from data.bits_per_byte import TextStatistics, text_statistics
 from data.splits import Split
-from data.text_facts import TextFacts, text_facts
-from data.token_files import check_vocabulary, listed_sha256, read_meta, read_record, token_files
+from data.token_files import assumptions, check_vocabulary, listed_sha256, read_meta, read_record, token_files
 from data.tokenizer import from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt.compute.batching import Batching
@@ -26,7 +26,7 @@ class Dataset:
     val: Split
 
     def __init__(self, folder: Path, needed: bool = True) -> None:
-        """needed: raises ValueError if a split is missing, before anything takes long."""
+        """needed: raise ValueError if a split is missing, before anything takes long."""
         self.folder = folder
         if needed:
             for split in SPLITS:
@@ -34,7 +34,7 @@ class Dataset:
         self.meta = read_meta(folder)
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
         self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
-        self.text: TextFacts | None = None  # of val, where it is known
+        self.text: TextStatistics | None = None  # of val, if it is known
 
     @property
     def vocab_size(self) -> int:
@@ -46,7 +46,7 @@ class Dataset:
     ) -> None:
         """Opens both splits for a model with this vocabulary, trained with this tokenizer if that is known.
 
-        Raises ValueError where they do not belong to the model or cannot be aligned.
+        Raises ValueError if they do not belong to the model or cannot be aligned.
         """
         check_vocabulary(self.folder, self.meta, vocab_size, tokenizer)
         document_start = self.meta["end_of_text"] if align_documents else None
@@ -63,21 +63,13 @@ class Dataset:
         return Verification(self.folder, (self.train, self.val) if here else ())
 
     @functools.cached_property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What tells data of the same size apart, under the names of checkpoints."""
-        facts = {}
+        found = {}
         for name, split in zip(SPLITS, (self.train, self.val), strict=True):
             listed = listed_sha256(self.folder, name)
-            facts[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
-        return facts
-
-    def eval_windows(self, batching: Batching) -> list[int]:
-        """How many windows an evaluation reads of each split."""
-        return [split.n_eval_windows(batching.eval_windows) for split in (self.train, self.val)]
-
-    def eval_facts(self, batching: Batching) -> dict[str, int]:
-        """What tells evaluations apart, under the name of checkpoints."""
-        return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
+            found[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
+        return found
 
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since this was last asked."""
@@ -91,17 +83,32 @@ class Dataset:
             begins.setdefault(self.train.shards[shard].path.name, []).append(int(first))
         return begins
 
-    # ---- for the log -------------------------------------------------------------------------------------
+    # ---- evaluations -----------------------------------------------------------------------------------------
+
+    def eval_windows(self, batching: Batching) -> list[int]:
+        """How many windows an evaluation reads of each split."""
+        return [split.n_eval_windows(batching.eval_windows) for split in (self.train, self.val)]
+
+    def eval_metadata(self, batching: Batching) -> dict[str, int]:
+        """What tells evaluations apart, under the name of checkpoints."""
+        return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
+
+    def eval_digest(self, batching: Batching) -> tuple[int, str]:
+        """(number, digest) of the windows of val that an evaluation reads: two losses compare if both are equal."""
+        n = self.val.n_eval_windows(batching.eval_windows)
+        return n, self.val.eval_digest(n)
+
+    # ---- for the log -----------------------------------------------------------------------------------------
 
     def lines(self, checksums: str, batching: Batching, ranks: DistContext) -> list[str]:
-        """What a run says of its data, whose text it finds, for bits per byte. checksums: Verification.state."""
+        """What a run prints about its data, whose text it reads for bits per byte. checksums: Verification.state."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
-        warnings = [self.train.single_token(), self.val.single_token()]
+        warnings = [*assumptions(self.folder), self.train.single_token(), self.val.single_token()]
         found = [f"data: {self.folder.name}, {tokens}, {checksums}", *(f"warning: {w}" for w in warnings if w)]
         if ranks.is_first:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
-                self.text = text_facts(self.val, windows, from_meta_offline(self.tokenizer))
+                self.text = text_statistics(self.val, windows, from_meta_offline(self.tokenizer))
             except (ValueError, OSError) as e:
                 found.append(f"bits per byte are not known: {e}")
         return found
@@ -110,12 +117,12 @@ class Dataset:
         """A val loss (nats per token) in bits per byte of text; None if the text is not known."""
         return self.text.bits_per_byte(val_loss) if self.text else None
 
-    def log_facts(self) -> dict[str, Any]:
+    def log_metadata(self) -> dict[str, Any]:
         """What log.jsonl records of the data."""
         return {
             "tokenizer": self.tokenizer.get("name"),
             "train_tokens": self.train.tokens,
             "val_tokens": self.val.tokens,
-            "val_sha256": self.facts["val data"]["fingerprint"],
-            **(self.text.as_facts() if self.text else {}),
+            "val_sha256": self.metadata["val data"]["fingerprint"],
+            **(self.text.as_metadata() if self.text else {}),
         }

@@ -1,9 +1,9 @@
-"""The descriptions beside token files, read as if from a stranger: meta.json, and nanoGPT's meta.pkl.
+"""The descriptions beside token files, which may come from anybody: meta.json, and nanoGPT's meta.pkl.
 
 meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with sorted keys and no
 spaces. Files without that key come from older versions and are read too, but then no unknown key may be in them.
 
-Whatever the bytes are, reading takes bounded memory, runs no code, and raises nothing but ValueError and OSError.
+Reading runs no code and raises nothing but ValueError and OSError.
 """
 
 from __future__ import annotations
@@ -19,87 +19,12 @@ from typing import Any
 
 from data.tokenizer import tokens_of
 from deskgpt.system.files import read_small, sha256
-from deskgpt.system.untrusted import PLAIN, Fields, check_record, instructions, is_number, is_text
+from deskgpt.system.untrusted import Fields, check_record, is_number, is_text
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 MOST_IDS = 1 << 16  # uint16
 JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
 PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
-
-# ---- meta.json -----------------------------------------------------------------------------------------------
-
-
-def from_json(path: Path) -> dict[str, Any]:
-    """Everything that a meta.json records, checked, its own checksum included. Leave it as it is: others get it too.
-
-    Raises ValueError, whose message says in a few words what is wrong, and OSError.
-    """
-    return record_in(read_small(path, JSON_BYTES))
-
-
-@functools.lru_cache(maxsize=1)  # that of thousands of shards takes long, and is asked for often
-def record_in(content: bytes) -> dict[str, Any]:
-    """What a file with this content records, as from_json."""
-    try:
-        meta = json.loads(content.decode())
-        if not isinstance(meta, dict):
-            raise ValueError("it is not a record")
-        recorded = meta.pop(CHECKSUM, None)
-        if recorded is not None and recorded != checksum_of(meta):
-            raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    check_record(meta, META, required=("tokenizer", "vocab_size"), only_known=recorded is None)
-    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
-    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
-        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
-    for name, entry in meta.get("files", {}).items():
-        if not is_name_of_tokens(name):
-            raise ValueError(f"{reprlib.repr(name)} is not the name of a token file: train*.bin or val*.bin")
-        check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
-    for name, entry in meta.get("masks", {}).items():
-        if not is_name_of_tokens(name, ".mask"):
-            raise ValueError(f"{reprlib.repr(name)} is not the name of a loss mask: train*.mask or val*.mask")
-        check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
-    return meta if recorded is None else meta | {CHECKSUM: recorded}
-
-
-def with_checksum(meta: dict[str, Any]) -> dict[str, Any]:
-    """What to write into a meta.json."""
-    content = {key: value for key, value in meta.items() if key != CHECKSUM}
-    return content | {CHECKSUM: checksum_of(content)}
-
-
-def checksum_of(meta: dict[str, Any]) -> str:
-    return sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode())
-
-
-def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
-    """Raises ValueError where a tokenizer's description is wrong or does not fit the size of the vocabulary."""
-    name = tokenizer.get("name")
-    keys = {"name"} | {"char": {"chars"}, "bpe": {"merges"}}.get(str(name), set())
-    if not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys:
-        raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
-    size = vocab_size
-    if name == "char":
-        chars = tokenizer["chars"]
-        if not isinstance(chars, str):
-            raise ValueError("the tokenizer's characters are not text")
-        if len(set(chars)) != len(chars):
-            raise ValueError("the tokenizer has a character twice")
-        size = len(chars)
-    elif name == "bytes":
-        size = 256
-    elif name == "bpe":
-        size = len(tokens_of(tokenizer["merges"])) + 1
-    if size != vocab_size:
-        raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
-
-
-def is_name_of_tokens(name: str, suffix: str = ".bin") -> bool:
-    """Whether a file of this name is one of a split, and cannot be anywhere but in its folder."""
-    return re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII) is not None
-
 
 META: Fields = {
     "tokenizer": lambda value: isinstance(value, dict),
@@ -126,22 +51,98 @@ ENTRY: Fields = {
     "last": lambda value: value is True,
 }
 
+# ---- meta.json -----------------------------------------------------------------------------------------------
+
+
+def from_json(path: Path) -> dict[str, Any]:
+    """Everything that a meta.json records, checked. It is shared between callers: do not change it.
+
+    Raises ValueError, whose message says in a few words what is wrong, and OSError.
+    """
+    return record_in(read_small(path, JSON_BYTES))
+
+
+@functools.lru_cache(maxsize=1)  # that of thousands of shards takes long, and is asked for often
+def record_in(content: bytes) -> dict[str, Any]:
+    """What a file with this content records, as from_json."""
+    try:
+        meta = json.loads(content.decode())
+        if not isinstance(meta, dict):
+            raise ValueError("it is not a record")
+        recorded = meta.pop(CHECKSUM, None)
+        if recorded is not None and recorded != checksum_of(meta):
+            raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check_record(meta, META, required=("tokenizer", "vocab_size"), only_known=recorded is None)
+    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
+    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
+        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
+    for key, suffix in (("files", ".bin"), ("masks", ".mask")):
+        for name, entry in meta.get(key, {}).items():
+            if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):  # nothing outside of the folder
+                raise ValueError(f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}")
+            check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
+    return meta if recorded is None else meta | {CHECKSUM: recorded}
+
+
+def with_checksum(meta: dict[str, Any]) -> dict[str, Any]:
+    """What to write into a meta.json."""
+    content = {key: value for key, value in meta.items() if key != CHECKSUM}
+    return content | {CHECKSUM: checksum_of(content)}
+
+
+def checksum_of(meta: dict[str, Any]) -> str:
+    return sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode())
+
+
+def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
+    """Raises ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
+    if not tokenizer:  # unknown
+        return
+    name = tokenizer.get("name")
+    keys = {"name"} | {"char": {"chars"}, "bpe": {"merges"}}.get(str(name), set())
+    if not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys:
+        raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
+    size = vocab_size
+    if name == "char":
+        chars = tokenizer["chars"]
+        if not isinstance(chars, str):
+            raise ValueError("the tokenizer's characters are not text")
+        if len(set(chars)) != len(chars):
+            raise ValueError("the tokenizer has a character twice")
+        size = len(chars)
+    elif name == "bytes":
+        size = 256
+    elif name == "bpe":
+        size = len(tokens_of(tokenizer["merges"])) + 1
+    if size != vocab_size:
+        raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
+
+
 # ---- meta.pkl ------------------------------------------------------------------------------------------------
+
+
+class PlainUnpickler(pickle._Unpickler):
+    """Unpickles plain values. The one in Python: its memo takes no more memory than the pickle has bytes."""
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: None}  # it takes memory before it is read
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")
 
 
 def from_pickle(path: Path) -> dict[str, Any]:
     """The description in nanoGPT's meta.pkl: {"tokenizer", "vocab_size", "end_of_text"}.
 
-    The tokenizer is {} where the pickle has a vocab_size only, or an itos of longer pieces than characters: enough to
+    The tokenizer is {} if the pickle has a vocab_size only, or an itos of longer pieces than characters: enough to
     train on. Raises ValueError, whose message says in a few words what is wrong, and OSError.
     """
     content = read_small(path, PICKLE_BYTES)
     try:
-        check_plain(content)
         meta = PlainUnpickler(io.BytesIO(content)).load()
     except Exception as e:  # a damaged pickle can raise nearly anything
-        kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
-        raise ValueError(kind + " ".join(str(e).split())[:200]) from None
+        raise ValueError(f"{type(e).__name__}: " + " ".join(str(e).split())[:200]) from None
     if not isinstance(meta, dict) or not is_number(meta.get("vocab_size")):
         raise ValueError("it holds no vocab_size")
     vocab_size = meta["vocab_size"]
@@ -154,7 +155,7 @@ def from_pickle(path: Path) -> dict[str, Any]:
 
 
 def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
-    """The text of each token, [] without itos and stoi. Raises ValueError where these contradict each other."""
+    """The text of each token, [] without itos and stoi. Raises ValueError if these contradict each other."""
     if not itos and not stoi:
         return []
     table = dict(enumerate(itos)) if isinstance(itos, list) else itos
@@ -167,18 +168,3 @@ def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
     if len(back) != vocab_size or stoi not in (None, back):
         raise ValueError("its stoi and itos contradict each other, or a text is there twice")
     return pieces
-
-
-def check_plain(pickled: bytes) -> None:
-    """Raises ValueError where a pickle is more than plain values, or would take far more memory than it is long."""
-    for name, argument in instructions(pickled, PLAIN):
-        # An index into the memo makes the unpickler a table of that size; as a key, large numbers could share a hash.
-        if type(argument) is int and name != "FRAME" and abs(argument) > len(pickled) + MOST_IDS:
-            raise ValueError(f"it holds {reprlib.repr(argument)}, an absurd number")
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Unpickles plain values; refuses everything that would import or call something, should check_plain miss it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from data.token_files import PIECE, Mask, OpenFile, Shard, open_masks, open_shards, read_record
+from data.token_files import CHUNK, MappedFile, Shard, open_masks, open_shards, read_record
 
+# T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
@@ -33,14 +32,14 @@ class Split:
     split into micro-batches and ranks.
 
     With document_start, the token that documents begin with, a window of train_batch moves on to the first such
-    token within its block_size, and stays where it is without one. Then some tokens are in two windows, some in none.
+    token within its block_size, and stays in place if there is none. Then some tokens are in two windows, some in none.
 
     Data that was packed into windows (meta.json says of how many tokens) is read in these very windows, all of them in
-    each epoch, whatever document_start is. Where shards have loss masks, targets that are not learned are -1, and
-    windows without any other target are not evaluated.
+    each epoch, whatever document_start is. If shards have loss masks, targets that are not learned are -1, and windows
+    without any other target are not evaluated.
 
-    Raises ValueError where files are missing, damaged or too short, or hold ids of vocab_size and more; so does each
-    call that reads, where a file has become shorter since.
+    Raises ValueError if files are missing, damaged or too short, or hold ids of vocab_size and more; so does each call
+    that reads, if a file has become shorter since.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class Split:
         self.tokens = int(self.lengths.sum())
         if self.tokens <= SCANNED:
             for number, shard in enumerate(self.shards):
-                for first, ids in shard.pieces():
-                    self._check(np.array([number]), np.array([first]), ids[None])
+                for first, ids in shard.chunks():
+                    self._check_ids(np.array([number]), np.array([first]), ids[None])
         # One window fewer than could fit, so that all of them fit whichever offset below block_size is drawn. A shard
         # with room for one window only has that one, and fewer offsets.
         self._windows = np.maximum(1, (self.lengths - block_size) // block_size)  # per shard and epoch
@@ -81,12 +80,14 @@ class Split:
         self._ends = self._windows.cumsum()
         self._eval_ends = self._eval_windows.cumsum()
         self.n_windows = int(self._ends[-1])  # per epoch
-        self._evaluated = np.flatnonzero(self._learned_windows()) if self.masks else None  # of all eval windows
-        if self._evaluated is not None and not len(self._evaluated):
+        self._evaluated = self._windows_with_targets() if self.masks else None  # None: all of them
+        if not self.n_eval_windows(1):
             raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 
+    # ---- training --------------------------------------------------------------------------------------------
+
     def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
-        """(inputs, targets), each (len(rows), block_size), of rows 0..global_batch-1 of optimizer step `step`."""
+        """(inputs, targets), each (len(rows), T), of rows 0..global_batch-1 of optimizer step `step`."""
         return self._read(*self.places(step, rows, global_batch))
 
     def places(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
@@ -102,53 +103,95 @@ class Split:
             start = np.array([self._aligned(s, first) for s, first in zip(shard, start, strict=True)])
         return shard, start
 
-    def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
-        """As train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
-        x, y = self._read(*self._eval_places(rows, n))
-        y[rows >= n] = -1  # fill the last batch rather than shorten it: a new shape would be compiled again
-        return x, y
-
     def counted(self, step: int, rows: I64, global_batch: int) -> I64:
         """The number of targets that are learned (len(rows),) in each row of train_batch."""
         return self._learned(*self.places(step, rows, global_batch)).sum(1)
 
     def first_counted_row(self) -> int:
-        """The first row of all train batches with a target that is learned. Raises ValueError where none has one."""
+        """The first row of all train batches with a target that is learned. Raises ValueError if none has one."""
         for row in range(self.n_windows):
             if not self.masks or self.counted(0, np.array([row]), 1)[0]:
                 return row
         raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 
+    def _aligned(self, shard: int, start: int) -> int:
+        """Where a window that began at `start` moves to: the first start of a document in it, if there is one.
+
+        It moves by less than its own length and never past the shard's end.
+        """
+        furthest = min(self.block_size, len(self.shards[shard]) - self.block_size - start)
+        begins = np.flatnonzero(self.shards[shard].read(start, furthest) == self.document_start)
+        return start + int(begins[0]) if len(begins) else start
+
+    # ---- evaluation ------------------------------------------------------------------------------------------
+
     def n_eval_windows(self, at_most: int) -> int:
         """Size of the evaluation set: all windows without overlap that the split has, but no more than at_most."""
-        return min(at_most, self._all_eval_windows())
+        return min(at_most, int(self._eval_ends[-1]) if self._evaluated is None else len(self._evaluated))
+
+    def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
+        """As train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
+        window = np.minimum(rows, n - 1) * self.n_eval_windows(2**62) // n
+        if self._evaluated is not None:
+            window = self._evaluated[window]
+        shard, window_of_shard = locate(window, self._eval_windows, self._eval_ends)
+        x, y = self._read(shard, window_of_shard * self.block_size)
+        y[rows >= n] = -1  # fill the last batch rather than shorten it: a new shape would be compiled again
+        return x, y
+
+    def eval_digest(self, n: int) -> str:
+        """Identifies what an evaluation of n windows reads: SHA-256 of block_size, inputs and targets, 16 hex digits.
+
+        It follows from the tokens alone: not from micro-batches, ranks, shards or the names of files.
+        """
+        digest = hashlib.sha256(f"{self.block_size} {n}".encode())
+        at_once = max(1, CHUNK // self.block_size)
+        for first in range(0, n, at_once):
+            x, y = self.eval_batch(np.arange(first, min(first + at_once, n)), n)
+            digest.update(x.astype("<i4").tobytes())
+            digest.update(y.astype("<i4").tobytes())
+        return digest.hexdigest()[:16]
+
+    def _windows_with_targets(self) -> I64:
+        """Numbers of the windows without overlap, through all shards, that have a target which is learned."""
+        found = []
+        at_once = max(1, CHUNK // self.block_size)  # windows
+        for mask, windows in zip(self.masks, self._eval_windows.tolist(), strict=True):
+            for first in range(0, windows, at_once):
+                n = min(at_once, windows - first)
+                targets = mask.read(first * self.block_size + 1, n * self.block_size)
+                found.append(targets.reshape(n, self.block_size).any(1))
+        return np.flatnonzero(np.concatenate(found))
+
+    # ---- about the files -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
         """Identifies these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it.
 
-        Masks, where there are any, are part of it. With more than 1,024 shards, it has every n-th one and an n-th of
+        Masks, if there are any, are part of it. With more than 1,024 shards, it has every n-th one and an n-th of
         these tokens, so that it never reads more than 2 GB.
         """
         every = math.ceil(len(self.shards) / FINGERPRINTED_SHARDS)
         digest = hashlib.sha256(self.lengths.tobytes())
-        files: list[Shard | Mask] = [*self.shards[::every], *self.masks[::every]]
+        files: list[MappedFile] = [*self.shards[::every], *self.masks[::every]]
         for file in files:
-            digest.update(file.read(0, min(FINGERPRINTED // every, len(file))).tobytes())
+            digest.update(file.read(0, FINGERPRINTED // every).tobytes())
         return digest.hexdigest()[:16]
 
     def single_token(self) -> str | None:
-        """A warning where all tokens are the same one, up to SCANNED of them, else None."""
-        first = int(self.shards[0].read(0, 1)[0])
+        """A warning if all tokens are the same one, up to SCANNED of them, else None."""
+        first_id = int(self.shards[0].read(0, 1)[0])
         n = 0
-        for _, ids in itertools.chain.from_iterable(shard.pieces() for shard in self.shards):
-            if (ids != first).any():
-                return None
-            n += len(ids)
-            if n >= SCANNED:
-                break
+        for shard in self.shards:
+            for _, ids in shard.chunks():
+                n += len(ids)
+                if (ids != first_id).any():
+                    return None
+                if n >= SCANNED:
+                    break
         path = self.shards[0].path
         where = str(path) if len(self.shards) == 1 else f"each of the files from {path} on"
-        return f"{where} holds only token {first}: there is nothing to learn; is it the right data?"
+        return f"{where} holds only token {first_id}: there is nothing to learn; is it the right data?"
 
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since it was opened, or since this was last asked."""
@@ -158,12 +201,14 @@ class Split:
             if file.was_written()
         ]
 
-    def files(self) -> list[OpenFile]:
+    def files(self) -> list[MappedFile]:
         """All files that it reads."""
         return [*self.shards, *self.masks]
 
+    # ---- reading ---------------------------------------------------------------------------------------------
+
     def _open(self, folder: Path, split: str) -> list[Shard]:
-        """The shards that hold at least one window. Raises ValueError where none does or one is damaged."""
+        """The shards that hold at least one window. Raises ValueError if none does or one is damaged."""
         found = open_shards(folder, split)
         shards = [shard for shard in found if len(shard) > self.block_size]
         if not shards:
@@ -175,44 +220,13 @@ class Split:
             )
         return shards
 
-    def _all_eval_windows(self) -> int:
-        return int(self._eval_windows.sum()) if self._evaluated is None else len(self._evaluated)
-
-    def _learned_windows(self) -> npt.NDArray[np.bool_]:
-        """Whether each window of all shards without overlap, from their beginnings on, has a target that is learned."""
-        found = []
-        at_once = max(1, PIECE // self.block_size)  # windows
-        for mask, windows in zip(self.masks, self._eval_windows.tolist(), strict=True):
-            for first in range(0, windows, at_once):
-                n = min(at_once, windows - first)
-                targets = mask.read(first * self.block_size + 1, n * self.block_size)
-                found.append(targets.reshape(n, self.block_size).any(1))
-        return np.concatenate(found)
-
-    def _eval_places(self, rows: I64, n: int) -> tuple[I64, I64]:
-        """As places, of the windows of eval_batch."""
-        window = np.minimum(rows, n - 1) * self._all_eval_windows() // n
-        if self._evaluated is not None:
-            window = self._evaluated[window]
-        shard, window_of_shard = locate(window, self._eval_windows, self._eval_ends)
-        return shard, window_of_shard * self.block_size
-
-    def _aligned(self, shard: int, start: int) -> int:
-        """Where a window moves that began at `start`: to the first document's start in it, else nowhere.
-
-        It moves less than its own length and never past the shard's end.
-        """
-        furthest = min(self.block_size, len(self.shards[shard]) - self.block_size - start)
-        begins = np.flatnonzero(self.shards[shard].read(start, furthest) == self.document_start)
-        return start + int(begins[0]) if len(begins) else start
-
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
-        """(inputs, targets) of windows, given the shard of each and its first token's place there."""
+        """(inputs, targets), each (len(shard), T), of windows, given the shard of each and its first token there."""
         windows = []
         for s, first in zip(shard.tolist(), start.tolist(), strict=True):
             windows.append(self.shards[s].read(first, self.block_size + 1))
         block = np.stack(windows)
-        self._check(shard, start, block)
+        self._check_ids(shard, start, block)
         x = block[:, :-1].astype(np.int64)
         y = block[:, 1:].astype(np.int64)
         if self.masks:
@@ -220,16 +234,16 @@ class Split:
         return x, y
 
     def _learned(self, shard: I64, start: I64) -> npt.NDArray[np.bool_]:
-        """Which targets (rows, block_size) of windows are learned, given the shard of each and its first token."""
+        """Which targets (len(shard), T) of windows are learned, given the shard of each and its first token there."""
         if not self.masks:
             return np.ones((len(shard), self.block_size), bool)
         windows = []
         for s, first in zip(shard.tolist(), start.tolist(), strict=True):
             windows.append(self.masks[s].read(first + 1, self.block_size))
-        return np.stack(windows)
+        return np.stack(windows) != 0
 
-    def _check(self, shard: I64, start: I64, block: npt.NDArray[Any]) -> None:
-        """Raises ValueError where block (rows, tokens) holds an id past the vocabulary.
+    def _check_ids(self, shard: I64, start: I64, block: npt.NDArray[np.uint16]) -> None:
+        """Raises ValueError if block (rows, tokens) holds an id past the vocabulary.
 
         Row i of block is a part of shard number shard[i] that begins at start[i].
         """
@@ -288,7 +302,10 @@ def feistel(x: U64, half_bits: int, key: U64) -> U64:
 
 
 def mix(x: U64) -> U64:
-    """A bijection of uint64 that looks random (splitmix64's finalizer: Steele, Lea & Flood, OOPSLA 2014)."""
+    """A bijection of uint64 that looks random (splitmix64's finalizer: Steele, Lea & Flood, OOPSLA 2014).
+
+    x: of any shape. It makes a random stream of its own from a seed and counters, as in `keys`.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

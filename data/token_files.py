@@ -1,12 +1,12 @@
 """Token files: their format, the files of a split, and the description of a data folder.
 
-A data folder holds `train*.bin` and `val*.bin`: little-endian uint16 token ids, either bare (nanoGPT) or after
-llm.c's header of 256 int32 (magic 20240520, version 1, number of tokens). Several files of one split are its
-shards, in name order. `meta.json` in the same folder describes tokenizer, source and files; where it is missing,
-nanoGPT's `meta.pkl` is read.
+A data folder holds the files of two splits, train and val: little-endian uint16 token ids, either bare (nanoGPT) or
+after llm.c's header of 256 int32 (magic 20240520, version 1, number of tokens). meta.json beside them lists the files
+and describes tokenizer and source. If it is missing, nanoGPT's meta.pkl is read, and the files are found by their
+names: train.bin, or numbered shards such as train_000001.bin or fineweb_train_000001.bin.
 
-Beside a token file there may be a loss mask of the same name, `train*.mask` or `val*.mask`: one uint8 per token, 0
-where it is not to be learned as a target. Either all shards of a split have one or none has.
+Beside a token file there may be a loss mask of the same name, `train*.mask` or `val*.mask`: one uint8 per token, 0 if
+it is not learned as a target. Either all shards of a split have one or none has.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
-import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,23 +28,35 @@ from tqdm import tqdm
 from data.meta_files import from_json, from_pickle, with_checksum
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
 from deskgpt.run.lock import if_free
-from deskgpt.system.files import file_sha256, sha256, write_atomically
+from deskgpt.system.files import file_sha256, replacing, sha256, write_atomically
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
-PIECE = 1 << 20  # tokens that are read at once from a file that is read whole
+CHUNK = 1 << 20  # tokens that are read at once from a file that is read whole
 MANY_FILES = 100  # a process may open 1,024 on most Linux systems, 256 on macOS, unless it asks for more
+GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 
-
-class Facts(NamedTuple):
-    """About a file, to notice changes by."""
-
-    size: int  # bytes
-    written_ns: int  # the instant of the last writing, which programs can set as they like
-    changed_ns: int  # the instant of any last change, its name's included, which they cannot (Windows: of its making)
+# What other files begin with that people have beside token files.
+FOREIGN = {
+    b"\x93NUMPY": "a NumPy file",
+    b"PK\x03\x04": "a zip archive (npz or pt)",
+    b"\x1f\x8b\x08": "packed with gzip",
+    b"\x28\xb5\x2f\xfd": "packed with zstd",
+    b"PAR1": "a parquet file",
+    b"GGUF": "a GGUF file",
+    b"\x89HDF": "an HDF5 file",
+    b"MMIDIDX": "an index of Megatron",
+    b"version https://git-lfs": "a pointer of Git LFS",
+    b"<!DOCTYPE": "an HTML page",
+    b"<html": "an HTML page",
+    (20240801).to_bytes(4, "little"): "llm.c's format with 32-bit token ids",
+}
+SAMPLED = 1 << 16  # tokens at the beginning of a bare file that are checked for being 32-bit
+LEAST_SAMPLED = 64
+LARGEST_HIGH_HALF = 3  # of 32-bit ids below 2^18, larger than any vocabulary in use
 
 
 # ---- one file ------------------------------------------------------------------------------------------------
@@ -67,24 +78,26 @@ def llmc_header(tokens: int) -> bytes:
 
 
 def read_tokens(path: Path) -> Ids:
-    """The token ids (n,) of a file, memory-mapped: for files that nobody else changes meanwhile.
-
-    Raises ValueError where the file is not a token file.
-    """
-    begin, tokens = place_of_tokens(path)
+    """The token ids (n,) of a file, memory-mapped. Raises ValueError if the file is not a token file, OSError."""
+    begin, tokens = find_tokens(path)
     return np.memmap(path, "<u2", "r", begin, (tokens,))
 
 
-def place_of_tokens(path: Path) -> tuple[int, int]:
-    """(first byte, number) of the tokens in a file. Raises ValueError where it is not a token file, OSError."""
+def find_tokens(path: Path) -> tuple[int, int]:
+    """(first byte, number) of the tokens in a file. Raises ValueError if it is not a token file, OSError."""
     status = path.stat()
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a file; prepare the data again")
     if size == 0:
         raise ValueError(f"{path} is empty; prepare the data again")
+    with open(path, "rb") as file:
+        head = file.read(TOKEN_BYTES * SAMPLED)
+    for magic_bytes, kind in FOREIGN.items():
+        if head.startswith(magic_bytes):
+            raise ValueError(f"{path} is {kind}, not bare uint16 tokens or llm.c's format; prepare the data again")
     if size >= HEADER_BYTES:
-        magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
+        magic, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
         expected = HEADER_BYTES + TOKEN_BYTES * tokens
         # Bare tokens may happen to begin with the magic, but hardly with another part of a header that fits too.
         right = [magic == MAGIC, version == VERSION, size == expected]
@@ -99,107 +112,101 @@ def place_of_tokens(path: Path) -> tuple[int, int]:
         raise ValueError(
             f"{path} has {size:,} bytes, an odd number: these are not uint16 tokens; prepare the data again"
         )
+    if looks_like_32_bits(np.frombuffer(head, "<u2")):
+        raise ValueError(
+            f"{path} holds 32-bit or 64-bit token ids, and uint16 is expected; prepare the data again, or convert it: "
+            "np.fromfile(FILE, np.uint32).astype(np.uint16).tofile(FILE)"
+        )
     return 0, size // TOKEN_BYTES
 
 
-class OpenFile:
-    """A file that is open for reading, of which nothing is held in memory.
+def looks_like_32_bits(ids: Ids) -> bool:
+    """Whether numbers that were read as uint16 are the halves of larger ones: every second one is next to nothing."""
+    if len(ids) < LEAST_SAMPLED:
+        return False
+    return bool(ids[1::2].max() <= LARGEST_HIGH_HALF and len(np.unique(ids[::2])) > LEAST_SAMPLED // 4)
 
-    It is read, not mapped: where a mapped file is cut short under a run, the system ends the process with SIGBUS. When
-    a new file takes its place by a rename, as prepare.py does it, the old content is still read here.
+
+class MappedFile:
+    """A memory-mapped file of numbers: `len(file)` of them. If a new file replaces it, the old content is still read.
 
     Several threads may read at once. Raises OSError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: str, begin: int, n: int) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        weakref.finalize(self, os.close, self._fd).atexit = False  # at exit a thread may still read
-        self.facts = self.current_facts()  # when it was opened
-        self._seen = self.facts  # when somebody last asked
+        self._values = np.memmap(path, dtype, "r", begin, (n,))
+        self._bytes = begin + self._values.nbytes  # that the file must have
+        self.opened = path.stat()
+        self._seen = self.opened
 
-    def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
-        """The SHA-256 of the whole file, header included, in hex digits; None if cancelled before its end."""
-        digest = hashlib.sha256()
-        size = self.facts.size
-        for at in range(0, size, TOKEN_BYTES * PIECE):
-            if cancelled():
-                return None
-            digest.update(self._read_bytes(at, min(TOKEN_BYTES * PIECE, size - at)))
-        return digest.hexdigest()
+    def __len__(self) -> int:
+        return len(self._values)
 
-    def current_facts(self) -> Facts:
-        status = os.fstat(self._fd)
-        return Facts(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    def read(self, first: int, n: int) -> npt.NDArray[Any]:
+        """A copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
+        # Reading past the end of a mapped file would end the process with SIGBUS.
+        size = self._values._mmap.size()  # type: ignore[attr-defined]
+        if size < self._bytes:
+            raise ValueError(
+                f"{self.path} became shorter while it was in use: it had {self._bytes:,} bytes, now it has {size:,}; "
+                "prepare the data again, then resume"
+            )
+        return np.array(self._values[first : first + n])
+
+    def chunks(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """All numbers, CHUNK at a time, each time with the place of the first one. Raises ValueError as read."""
+        for first in range(0, len(self), CHUNK):
+            yield first, self.read(first, CHUNK)
+
+    def status(self) -> os.stat_result | None:
+        """The file's state now; None if it was deleted or another file has replaced it."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return None
+        return now if os.path.samestat(now, self.opened) else None
 
     def was_written(self) -> bool:
         """Whether somebody has written into the file since it was opened, or since this was last asked."""
         before = self._seen
-        self._seen = self.current_facts()
-        return (self._seen.size, self._seen.written_ns) != (before.size, before.written_ns)
+        self._seen = self.status() or before
+        return (self._seen.st_size, self._seen.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
-    def _read_bytes(self, at: int, n: int) -> bytes:
-        """n bytes of the file. Raises ValueError where the file has become shorter, OSError."""
-        content = b""
-        try:
-            while len(content) < n:
-                more = pread(self._fd, n - len(content), at + len(content))
-                if not more:
-                    raise ValueError(
-                        f"{self.path} became shorter while it was in use: it had {self.facts.size:,} bytes, now it has "
-                        f"{self.current_facts().size:,}; prepare the data again, then resume"
-                    )
-                content = content + more if content else more
-        except OSError as e:
-            raise OSError(e.errno, e.strerror, str(self.path)) from None
-        return content
+    def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
+        """The SHA-256 of the whole file, header included; None if cancelled, or if another file has replaced it."""
+        digest = hashlib.sha256()
+        with open(self.path, "rb") as file:
+            if not os.path.samestat(os.fstat(file.fileno()), self.opened):
+                return None
+            while content := file.read(TOKEN_BYTES * CHUNK):
+                if cancelled():
+                    return None
+                digest.update(content)
+        return digest.hexdigest()
 
 
-class Shard(OpenFile):
-    """A token file that is open for reading: `len(shard)` tokens, any of them at hand.
-
-    Raises ValueError where the file is not a token file, OSError.
-    """
+class Shard(MappedFile):
+    """A token file that is open for reading. Raises ValueError if the file is not a token file, OSError."""
 
     def __init__(self, path: Path) -> None:
-        self._begin, self._tokens = place_of_tokens(path)
-        super().__init__(path)
-        if self.facts.size != self._begin + TOKEN_BYTES * self._tokens:
-            raise ValueError(f"{path} changed while it was opened; start again")
-
-    def __len__(self) -> int:
-        return self._tokens
-
-    def read(self, first: int, n: int) -> Ids:
-        """Tokens first .. first + n - 1, all of which the file had when it was opened. Raises as read_bytes."""
-        return np.frombuffer(self._read_bytes(self._begin + TOKEN_BYTES * first, TOKEN_BYTES * n), "<u2")
-
-    def pieces(self) -> Iterator[tuple[int, Ids]]:
-        """All tokens, PIECE at a time, each time with the place of the first one. Raises as read_bytes."""
-        for first in range(0, self._tokens, PIECE):
-            yield first, self.read(first, min(PIECE, self._tokens - first))
+        super().__init__(path, "<u2", *find_tokens(path))
 
 
-class Mask(OpenFile):
-    """The loss mask of a shard, open for reading. Raises ValueError where it is not one, OSError."""
+class Mask(MappedFile):
+    """The loss mask of a shard: 0 if a token is not learned as a target. Raises ValueError if it is not one, OSError."""
 
     def __init__(self, shard: Shard) -> None:
         path = mask_of(shard.path)
         if not path.is_file():
             raise ValueError(f"{shard.path} has no loss mask {path.name} beside it; prepare the data again")
-        super().__init__(path)
-        if self.facts.size != len(shard):
+        size = path.stat().st_size
+        if size != len(shard):
             raise ValueError(
-                f"{path} has {self.facts.size:,} bytes, and {shard.path.name} {len(shard):,} tokens, which need one "
-                "each; prepare the data again"
+                f"{path} has {size:,} bytes, and {shard.path.name} {len(shard):,} tokens, which need one each; "
+                "prepare the data again"
             )
-
-    def __len__(self) -> int:
-        return self.facts.size
-
-    def read(self, first: int, n: int) -> npt.NDArray[np.bool_]:
-        """Whether tokens first .. first + n - 1 are learned as targets. Raises as read_bytes."""
-        return np.frombuffer(self._read_bytes(first, n), np.uint8) != 0
+        super().__init__(path, "u1", 0, size)
 
 
 def mask_of(path: Path) -> Path:
@@ -207,41 +214,57 @@ def mask_of(path: Path) -> Path:
     return path.with_suffix(MASK_SUFFIX)
 
 
-_seeking = threading.Lock()
-
-
-def pread(fd: int, n: int, at: int) -> bytes:
-    """At most n bytes of an open file, from byte `at` on; none at its end."""
-    if hasattr(os, "pread"):
-        return os.pread(fd, n, at)
-    with _seeking:  # Windows: the threads share the file's position
-        os.lseek(fd, at, os.SEEK_SET)
-        return os.read(fd, n)
-
-
 # ---- the files of a split ------------------------------------------------------------------------------------
 
 
-def token_files(folder: Path, split: str) -> list[Path]:
-    """The shards of a split, in order. Raises ValueError, which says how to make them, where there are none."""
-    found = sorted(folder.glob(f"{split}*.bin"))
+class SplitFiles(NamedTuple):
+    """The token files of a split in a folder."""
+
+    read: list[Path]  # the shards, in order
+    ignored: list[Path]  # others whose names are those of the split
+    listed: bool  # whether meta.json lists them; otherwise they were found by their names
+
+
+def split_files(folder: Path, split: str) -> SplitFiles:
+    """The files of a split. Raises ValueError, which says how to make them, if there are none or too many kinds."""
+    pattern = re.compile(rf"(?P<prefix>.*[_-])?{split}(?P<number>[_-]?\d[\d_-]*)?(?P<rest>.*)\.bin")
+    found = {path: match for path in sorted(folder.glob("*.bin")) if (match := pattern.fullmatch(path.name))}
+    listed = [folder / name for name in sorted(read_record(folder).get("files", {})) if name.startswith(split)]
+    if listed:
+        return SplitFiles(listed, [path for path in found if path not in listed], True)
     if not found:
         raise ValueError(how_to_make(folder, split))
-    return found
+    # train.bin before train_000.bin, and these before train_old.bin.
+    kinds = [(match["prefix"], bool(match["rest"]), bool(match["number"])) for match in found.values()]
+    best = min((rest, number) for _, rest, number in kinds)
+    read = [path for path, (_, *kind) in zip(found, kinds, strict=True) if tuple(kind) == best]
+    if len({found[path]["prefix"] for path in read}) > 1 or (best[0] and len(read) > 1):
+        names = ", ".join(path.name for path in read[:4])
+        raise ValueError(f"{folder} has several files for {split} ({names}); leave one kind of them in the folder")
+    return SplitFiles(read, [path for path in found if path not in read], False)
+
+
+def token_files(folder: Path, split: str) -> list[Path]:
+    """The shards of a split, in order. Raises ValueError, which says how to make them, if there are none."""
+    return split_files(folder, split).read
 
 
 def open_shards(folder: Path, split: str) -> list[Shard]:
-    """All shards of a split, open. Raises ValueError where one is damaged or not as meta.json lists it, OSError."""
+    """All shards of a split, open. Raises ValueError if one is damaged or not as meta.json lists it, OSError."""
     paths = token_files(folder, split)
+    entries = read_record(folder).get("files", {})
     if len(paths) > MANY_FILES:
         allow_more_files(2 * len(paths))  # with masks
-    shards = [Shard(path) for path in paths]
-    found = {shard.path.name: len(shard) for shard in shards}
-    for name, entry in read_record(folder).get("files", {}).items():
-        if name.startswith(split) and found.get(name) != entry["tokens"]:
-            state = f"has {found[name]:,}" if name in found else "is not there"
-            listed = f"meta.json lists it with {entry['tokens']:,} tokens"
-            raise ValueError(f"{folder / name} {state}, and {listed}; prepare the data again")
+    shards = []
+    for path in paths:
+        shard = Shard(path) if path.exists() else None
+        n = len(shard or ())
+        expected = entries.get(path.name, {}).get("tokens", n)
+        if shard is None or n != expected:
+            raise ValueError(
+                f"{path} has {n:,} tokens, and meta.json lists it with {expected:,}; prepare the data again"
+            )
+        shards.append(shard)
     return shards
 
 
@@ -257,12 +280,11 @@ def allow_more_files(n: int) -> None:
 
 
 def how_to_make(folder: Path, split: str) -> str:
-    """The message where a split has no files: the script that makes them, or the data that there is instead."""
-    script = folder / "prepare.py"
-    if script.exists():
-        return f"{folder} has no {split}*.bin; run: python {os.path.relpath(script)}"
+    """The message if a split has no files: the script that makes them, or the data that there is instead."""
     state = f"has no {split}*.bin" if folder.is_dir() else "does not exist"
-    prepared = sorted({path.parent.name for path in folder.parent.glob("*/train*.bin")})
+    if (folder / "prepare.py").exists():
+        return f"{folder} {state}; run: python {os.path.relpath(folder / 'prepare.py')}"
+    prepared = sorted({path.parent.name for path in folder.parent.glob("*/train*.bin")} - {folder.name})
     if prepared:
         return f"dataset folder {folder} {state}; prepared: {', '.join(prepared)}"
     scripts = sorted(path.parent.name for path in Path(__file__).parent.glob("*/prepare.py"))
@@ -270,11 +292,11 @@ def how_to_make(folder: Path, split: str) -> str:
 
 
 def open_masks(folder: Path, split: str, shards: list[Shard]) -> list[Mask]:
-    """The loss masks of a split's shards; [] where every token is learned. Raises ValueError where one is missing."""
-    listed = [name for name in read_record(folder).get("masks", {}) if name.startswith(split)]
-    there = {path.name for path in folder.glob(f"{split}*{MASK_SUFFIX}")}
-    is_masked = there and any(mask_of(shard.path).name in there for shard in shards)
-    return [Mask(shard) for shard in shards] if listed or is_masked else []
+    """The loss masks of a split's shards; [] if every token is learned. Raises ValueError if one is missing."""
+    listed = any(name.startswith(split) for name in read_record(folder).get("masks", {}))
+    if listed or any(mask_of(shard.path).exists() for shard in shards):
+        return [Mask(shard) for shard in shards]
+    return []
 
 
 def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -283,7 +305,7 @@ def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def listed_sha256(folder: Path, split: str) -> str | None:
-    """One checksum for those that meta.json lists for the split's files; None if one is not listed."""
+    """One checksum for those that meta.json lists for the split's files; None if it lists none."""
     files = listed_with_masks(read_record(folder))
     paths = token_files(folder, split)
     if any(path.name not in files for path in paths):
@@ -304,53 +326,42 @@ class Masks(NamedTuple):
 
 
 def write_dataset(
-    folder: Path, splits: dict[str, Ids], tokenizer: Tokenizer, source: str, masks: Masks | None = None
+    folder: Path,
+    splits: dict[str, Ids],
+    tokenizer: Tokenizer,
+    source: str,
+    masks: Masks | None = None,
+    end_of_text: int | None = None,
 ) -> dict[str, Any]:
     """Writes {"train": ids, "val": ids} as bare token files with their meta.json, which it returns.
 
-    val.bin gets its name last: wherever this stops, the folder holds the old data, the new, or no val.bin. Raises
-    ValueError if other shards or another prepare.py are in the way, OSError if the disk is full, with the old data
-    unharmed.
+    end_of_text: the token that documents in ids begin with, if they have one. All files are written before the first
+    one gets its name, and val.bin gets its name last: wherever this stops, the folder holds the old data, the new, or
+    no val.bin. Raises ValueError if another prepare.py is at work there, OSError if the disk is full.
     """
     contents = {f"{split}.bin": ids.astype("<u2").tobytes() for split, ids in splits.items()}
     files = {name: {"tokens": len(c) // TOKEN_BYTES, "sha256": sha256(c)} for name, c in contents.items()}
     meta = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": source, "files": files}
+    if end_of_text is not None:
+        meta["end_of_text"] = end_of_text
     if masks is not None:
         of_masks = {f"{split}{MASK_SUFFIX}": counts.tobytes() for split, counts in masks.counts.items()}
         contents |= of_masks
         meta |= {"end_of_text": tokenizer.end_of_text, "packed": masks.packed, "chat": masks.chat}
         meta["masks"] = {name: {"tokens": len(c), "sha256": sha256(c)} for name, c in of_masks.items()}
+    contents["meta.json"] = json.dumps(with_checksum(meta), indent=1).encode()
     with locked(folder):
-        refuse_foreign(folder, files.__contains__)
-        new = {name: folder / f"{name}.new" for name in contents}
         try:
-            # First everything that takes space, then the names.
-            for name, content in contents.items():
-                write_atomically(new[name], content)
-            (folder / "val.bin").unlink(missing_ok=True)
-            for split in splits:
-                (folder / f"{split}{MASK_SUFFIX}").unlink(missing_ok=True)
-            for name in contents:
-                if name != "val.bin":
-                    os.replace(new[name], folder / name)
-            write_meta(folder, meta)
-            os.replace(new["val.bin"], folder / "val.bin")
-        finally:
-            for path in new.values():
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+            with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
+                for name, content in sorted(contents.items(), reverse=True):
+                    file = stack.enter_context(replacing(folder / name))
+                    file.write(content)
+                    file.flush()
+                for name in ("val.bin", *(f"{split}{MASK_SUFFIX}" for split in splits)):
+                    (folder / name).unlink(missing_ok=True)
+        except OSError as e:
+            raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
     return meta
-
-
-def refuse_foreign(folder: Path, is_ours: Callable[[str], Any]) -> None:
-    """Raises ValueError where folder holds token files that are not ours, which training would read with them."""
-    found = {path.name for split in ("train", "val") for path in folder.glob(f"{split}*.bin")}
-    foreign = sorted(name for name in found if not is_ours(name))
-    if foreign:
-        raise ValueError(
-            f"{folder} holds other token files ({', '.join(foreign[:3])}), which would be read too; delete them, or "
-            "choose another folder"
-        )
 
 
 def is_prepared(folder: Path, source: str) -> bool:
@@ -382,7 +393,7 @@ def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> N
 
 @contextmanager
 def locked(folder: Path, name: str = "") -> Iterator[None]:
-    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError where one is, OSError."""
+    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError if one is there."""
     with if_free(folder, name) as is_free:
         if not is_free:
             raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
@@ -395,38 +406,65 @@ def locked(folder: Path, name: str = "") -> Iterator[None]:
 def read_meta(folder: Path) -> dict[str, Any]:
     """The description of a folder's token files: {"tokenizer": its meta(), "vocab_size": ..., "end_of_text": ...}.
 
-    It comes from meta.json, else from nanoGPT's meta.pkl, else it is GPT-2's, as nanoGPT assumes. end_of_text is the
+    It comes from meta.json, else from nanoGPT's meta.pkl, else GPT-2's is assumed, as nanoGPT does. end_of_text is the
     token between documents, None if the data has no such token or it is not known; an unknown tokenizer is {}.
-    Raises ValueError where the description cannot be read.
+    Raises ValueError if the description cannot be read.
     """
     meta = read_record(folder)
     if not meta and os.path.lexists(folder / "meta.pkl"):
         meta = read_description(folder / "meta.pkl", from_pickle)
     if not meta:
-        return {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+        is_gpt2 = largest_id(folder) >= 256  # any text in English has such tokens, " the" among them
+        meta = GPT2 if is_gpt2 else {"tokenizer": {}, "vocab_size": GPT2["vocab_size"], "end_of_text": None}
     return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
+
+
+def largest_id(folder: Path) -> int:
+    """The largest token id at the beginning of a split; that of GPT-2 if the folder has no tokens."""
+    for split in ("val", "train"):
+        with suppress(ValueError, OSError):
+            return int(read_tokens(token_files(folder, split)[0])[:CHUNK].max())
+    return 50256
+
+
+def assumptions(folder: Path) -> list[str]:
+    """What is taken for granted about a folder without a list of its files or without a description, in sentences."""
+    found = []
+    for split in ("train", "val"):
+        files = split_files(folder, split)
+        names = ", ".join(path.name for path in files.read[:3]) + (", ..." if len(files.read) > 3 else "")
+        if not files.listed and len(files.read) > 1:
+            found.append(f"no meta.json lists the files: {split} is {len(files.read)} files in name order, {names}")
+        if files.ignored:
+            found.append(
+                f"{split} is read from {names}; not read: {', '.join(path.name for path in files.ignored[:3])}"
+            )
+    if not any(os.path.lexists(folder / name) for name in ("meta.json", "meta.pkl")):
+        ids = f"the ids begin with 0 to {largest_id(folder)}"
+        found.append(f"{folder} has no meta.json or meta.pkl: GPT-2's vocabulary of 50,257 is assumed; {ids}")
+    return found
 
 
 def named_tokenizer(name: str) -> dict[str, Any]:
     """The description of the tokenizer of this name, or of that of the prepared folder with this path.
 
-    Raises ValueError where the folder's meta.json is damaged.
+    Raises ValueError if the folder's meta.json is damaged.
     """
     folder = Path(name)
     return read_meta(folder)["tokenizer"] if (folder / "meta.json").is_file() else {"name": name}
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Everything that a folder's meta.json records, {} without one. It is the same object for all: leave it as it is.
+    """Everything that a folder's meta.json records, {} without one. It is shared between callers: do not change it.
 
-    Raises ValueError where it is damaged, OSError.
+    Raises ValueError if it is damaged, OSError.
     """
     path = folder / "meta.json"
     return read_description(path, from_json) if os.path.lexists(path) else {}
 
 
 def read_description(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` makes of a file. Raises ValueError, which says what to do, where that fails, OSError."""
+    """What `read` makes of a file. Raises ValueError, which says what to do, if that fails, OSError."""
     try:
         return read(path)
     except ValueError as e:
@@ -436,7 +474,7 @@ def read_description(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict
 def check_vocabulary(
     folder: Path, meta: dict[str, Any], model_vocab: int, model_tokenizer: dict[str, Any] | None
 ) -> None:
-    """Raises ValueError where the data was not made with the tokenizer that the model was trained with.
+    """Raises ValueError if the data was not made with the tokenizer that the model was trained with.
 
     model_tokenizer is None if it is not known; then the sizes must match, padded or not.
     """

@@ -17,9 +17,9 @@ from conftest import TINY, assert_one_line, events, flags, needs_bpe, tiny
 from bench import compare, report
 from bench.analysis.logs import read_run
 from bench.analysis.runs import complete
+from data.bits_per_byte import BEGINNING, text_statistics
 from data.splits import Split
 from data.text.prepare import prepare
-from data.text_facts import BEGINNING, text_facts
 from data.token_files import write_tokens
 from data.tokenizer import GPT2_FILES, BytesTokenizer, CharTokenizer, Tokenizer, from_meta, from_meta_offline
 from train import main
@@ -49,7 +49,7 @@ def targets_by_hand(ids: np.ndarray, block: int, n: int) -> list[int]:
 def test_of_gpt2_it_counts_the_bytes_that_its_own_vocabulary_file_names(tmp_path, text):
     tokenizer = from_meta_offline({"name": "gpt2"})
     ids = tokenizer.encode(text[:20_000] + MULTI_BYTE * 40)
-    facts = text_facts(split_of(tmp_path, ids, 50304, block=64), 30, tokenizer)
+    facts = text_statistics(split_of(tmp_path, ids, 50304, block=64), 30, tokenizer)
 
     file = Path(os.environ["TIKTOKEN_CACHE_DIR"]) / hashlib.sha1(f"{GPT2_FILES}encoder.json".encode()).hexdigest()
     pieces = {number: piece for piece, number in json.loads(file.read_text()).items()}
@@ -65,7 +65,7 @@ def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
     tokenizer = BytesTokenizer()
     ids = np.concatenate([[255, *tokenizer.encode(text)] for text in documents])
     split = split_of(tmp_path, ids, 256, block=len(ids) - 1)
-    facts = text_facts(split, 1, tokenizer)
+    facts = text_statistics(split, 1, tokenizer)
     assert facts.targets == len(ids) - 1  # all but the first token, which is an end_of_text
     assert facts.evaluated_bytes == facts.all_bytes == len("".join(documents).encode()) == facts.targets - 2
     assert facts.bits_per_byte(1.0) == pytest.approx(facts.targets / (facts.targets - 2) / math.log(2))
@@ -83,7 +83,7 @@ def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
             begin = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
             ids = np.concatenate([begin, tokenizer.encode(text)])
             split = split_of(tmp_path / f"{number}-{parts}", ids, tokenizer.vocab_size, parts=parts)
-            facts = text_facts(split, 4, tokenizer)
+            facts = text_statistics(split, 4, tokenizer)
             known.add((facts.beginning, facts.all_bytes))
     assert known == {(hashlib.sha256(text.encode()[:BEGINNING]).hexdigest()[:16], len(text.encode()))}
 
@@ -93,9 +93,9 @@ def test_tokens_that_the_tokenizer_lacks_and_data_without_text_are_refused(tmp_p
     for place in (1, 99):  # in the evaluated window or after it
         wrong = np.where(np.arange(100) == place, 3, ids)
         with pytest.raises(ValueError, match="token 3"):
-            text_facts(split_of(tmp_path / "a", wrong, 64), 1, CharTokenizer("ab"))
+            text_statistics(split_of(tmp_path / "a", wrong, 64), 1, CharTokenizer("ab"))
     with pytest.raises(ValueError, match="no text"):
-        text_facts(split_of(tmp_path / "b", np.full(60, 255), 256), 2, BytesTokenizer())
+        text_statistics(split_of(tmp_path / "b", np.full(60, 255), 256), 2, BytesTokenizer())
 
 
 # ---- a tokenizer that is not there ---------------------------------------------------------------------------

@@ -376,7 +376,8 @@ def test_other_window_and_missing_or_shorter_masks_are_named(chat_data, tmp_path
     with pytest.raises(ValueError, match=r"train\.mask"):
         Split(folder, "train", T, 256)
     (folder / "train_2.bin").write_bytes((folder / "train.bin").read_bytes())
-    (folder / "train.mask").write_bytes(bytes(257))
+    (folder / "train.bin").rename(folder / "train_1.bin")
+    (folder / "train_1.mask").write_bytes(bytes(257))
     with pytest.raises(ValueError, match=r"train_2\.mask"):
         Split(folder, "train", T, 256)
 

@@ -1,11 +1,9 @@
-"""meta.json and meta.pkl as strangers may have made them."""
+"""meta.json and meta.pkl that anybody may have made."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -154,30 +152,30 @@ def test_meta_pkl_of_something_else_is_refused(tmp_path):
     refused(tmp_path, "no vocab_size")
 
 
-HUGE = (0xFFFF_FFF0).to_bytes(4, "little")
-BOMBS = {
-    "memo": b"\x80\x04Nr" + (0x0FFF_FFFF).to_bytes(4, "little") + b".",  # 4.2 GB for the unpickler's memo
-    "memo in text": b"N" + b"p268435455\n.",
-    "string": b"X" + HUGE + b"abc.",
-    "bytes": b"\x96" + HUGE + bytes(4) + b"abc.",
-    "number": b"\x8b" + HUGE + b"abc.",
-    "frame": b"\x80\x04\x95" + HUGE + bytes(4) + b"N.",
-    "lists in lists": b"]" * 100_000 + b"a" * 99_999 + b".",
-    "tuples in tuples as a key": b"}" + b")" + b"\x85" * 100_000 + b"Ns.",
-    "digits": b"I" + b"1" * 100_000 + b"\n.",
-    "nothing": b"",
-}
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_pickle_bombs_take_neither_memory_nor_time(tmp_path, bomb):
-    (tmp_path / "meta.pkl").write_bytes(BOMBS[bomb])
-    t0 = time.perf_counter()
-    tracemalloc.start()
-    with pytest.raises(ValueError, match="meta.pkl does not describe token files") as e:
-        read_meta(tmp_path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 64e6
-    assert time.perf_counter() - t0 < 20
-    assert_one_line(str(e.value))
+def test_malicious_meta_pkl_is_refused_and_runs_nothing(tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": Evil(tmp_path / "ran")}))
+    refused(tmp_path, "meta.pkl")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04Nr" + (0x0FFF_FFFF).to_bytes(4, "little") + b".",  # 4.2 GB for the memo of Python's C unpickler
+        b"\x96" + (1 << 40).to_bytes(8, "little") + b"abc.",
+        b"]" * 100_000 + b"a" * 99_999 + b".",
+        b"",
+    ],
+    ids=["memo", "bytes", "lists in lists", "nothing"],
+)
+def test_odd_meta_pkl_is_one_line(tmp_path, content):
+    (tmp_path / "meta.pkl").write_bytes(content)
+    refused(tmp_path)

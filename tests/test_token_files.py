@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import gc
+import gzip
 import hashlib
 import json
 import os
@@ -9,27 +9,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line
+from conftest import ROOT, TINY, assert_one_line, flags
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data import token_files
+from data.describe import describe
 from data.token_files import (
     HEADER_BYTES,
     MAGIC,
     Shard,
+    assumptions,
     check_vocabulary,
     is_prepared,
     llmc_header,
     locked,
     read_meta,
     read_tokens,
-    token_files,
     write_dataset,
     write_tokens,
 )
 from data.tokenizer import BytesTokenizer, CharTokenizer
 
-ids_lists = st.lists(st.integers(0, 65535), min_size=1, max_size=700)
+# Not the halves of 32-bit ids, which are refused: the high ones would all be small.
+ids_lists = st.lists(st.integers(4, 65535), min_size=1, max_size=700)
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
@@ -49,12 +52,6 @@ def test_bare_tokens_that_begin_like_the_header_are_still_tokens(tmp_path):
     assert np.array_equal(read_tokens(tmp_path / "x.bin"), ids)
 
 
-def test_nanogpts_files_are_little_endian_uint16(tmp_path):
-    np.array([1, 258, 65535], dtype=np.uint16).tofile(tmp_path / "x.bin")
-    assert (tmp_path / "x.bin").read_bytes() == b"\x01\x00\x02\x01\xff\xff"
-    assert read_tokens(tmp_path / "x.bin").tolist() == [1, 258, 65535]
-
-
 def headed(tokens: int, at: int = 0, value: int = MAGIC) -> bytes:
     """A token file with one number of its header replaced."""
     content = np.frombuffer(llmc_header(tokens) + bytes(2 * tokens), "<i4").copy()
@@ -62,6 +59,7 @@ def headed(tokens: int, at: int = 0, value: int = MAGIC) -> bytes:
     return content.tobytes()
 
 
+WIDE = np.random.default_rng(0).integers(1, 32_000, 5000)
 NOT_TOKENS = {
     "empty": b"",
     "odd": b"abc",
@@ -70,8 +68,12 @@ NOT_TOKENS = {
     "another magic": headed(100, 0, MAGIC + 1),
     "another version": headed(100, 1, 2),
     "a token more": headed(100, 2, 101),
-    "fewer than none": headed(100, 2, -1),
-    "none said": headed(100, 2, 0),
+    "32 bits": WIDE.astype("<u4").tobytes(),
+    "32 bits of a large vocabulary": (4 * WIDE).astype("<u4").tobytes(),
+    "64 bits": WIDE.astype("<u8").tobytes(),
+    "llm.c's 32 bits": np.array([20240801, 7, 9], "<i4").tobytes() + bytes(1024),
+    "numpy": b"\x93NUMPY\x01\x00" + bytes(1000),
+    "packed": gzip.compress(WIDE.astype("<u2").tobytes() + b" "),
     "a folder": None,
 }
 
@@ -89,69 +91,55 @@ def test_file_that_is_no_token_file_is_named(tmp_path, content):
         assert_one_line(str(e.value), path)
 
 
+@given(st.integers(1, 4), st.integers(0, 10**6))
+def test_tokens_of_any_small_vocabulary_are_not_taken_for_32_bits(tmp_path_factory, vocab_size, seed):
+    path = tmp_path_factory.mktemp("t") / "x.bin"
+    write_tokens(path, np.random.default_rng(seed).integers(0, vocab_size, 500).astype(np.uint16))
+    assert len(read_tokens(path)) == 500
+
+
 # ---- open files ----------------------------------------------------------------------------------------------
 
 
-@given(ids_lists, st.booleans(), st.booleans(), st.data())
-def test_any_piece_of_an_open_file_is_read(tmp_path_factory, ids, header, has_pread, data):
+@given(ids_lists, st.booleans(), st.data())
+def test_any_piece_of_an_open_file_is_read(tmp_path_factory, ids, header, data):
     path = tmp_path_factory.mktemp("t") / "x.bin"
     write_tokens(path, np.array(ids, np.uint16), header)
     first = data.draw(st.integers(0, len(ids)))
     n = data.draw(st.integers(0, len(ids) - first))
     with pytest.MonkeyPatch.context() as patch:
-        if not has_pread:  # Windows
-            patch.delattr(os, "pread")
-        patch.setattr("data.token_files.PIECE", 64)
+        patch.setattr(token_files, "CHUNK", 64)
         shard = Shard(path)
         assert len(shard) == len(ids)
         assert shard.read(first, n).tolist() == ids[first : first + n]
-        assert np.concatenate([piece for _, piece in shard.pieces()]).tolist() == ids
+        assert np.concatenate([piece for _, piece in shard.chunks()]).tolist() == ids
         assert shard.sha256() == hashlib.sha256(path.read_bytes()).hexdigest()
         assert shard.sha256(cancelled=lambda: True) is None
 
 
-def test_file_cut_short_while_it_is_open_is_named(tmp_path):
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace mapped files")
+def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_read_on(tmp_path):
     path = tmp_path / "train.bin"
     write_tokens(path, np.arange(100, dtype=np.uint16))
+    replaced = Shard(path)
+    write_tokens(path, np.arange(100, dtype=np.uint16))
     shard = Shard(path)
+    assert replaced.read(0, 100).tolist() == list(range(100))
+    assert not replaced.was_written()
+    assert replaced.sha256() is None  # the file at its path is another one
+
+    with open(path, "r+b") as file:
+        file.write(b"\x05")
+    os.utime(path, ns=(0, shard.opened.st_mtime_ns + 1))  # the system's clock may not have ticked meanwhile
+    assert [shard.was_written(), shard.was_written()] == [True, False]
     os.truncate(path, 60)
-    assert shard.read(0, 30).tolist() == list(range(30))
-    for read in (lambda: shard.read(25, 10), lambda: shard.read(90, 1), shard.sha256, lambda: list(shard.pieces())):
+    for read in (lambda: shard.read(0, 30), lambda: list(shard.chunks())):
         with pytest.raises(ValueError, match="shorter") as e:
             read()
         assert_one_line(str(e.value), path, "200 bytes", 60, "prepare the data again")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not replace open files")
-def test_file_that_another_takes_the_place_of_keeps_its_content_while_it_is_open(tmp_path):
-    path = tmp_path / "train.bin"
-    write_tokens(path, np.arange(100, dtype=np.uint16))
-    shard = Shard(path)
-    write_tokens(path, np.zeros(5, np.uint16))
-    assert shard.read(0, 100).tolist() == list(range(100))
-    assert not shard.was_written()
-
-
-def test_writing_into_an_open_file_is_noticed_once(tmp_path):
-    path = tmp_path / "train.bin"
-    write_tokens(path, np.arange(100, dtype=np.uint16))
-    shard = Shard(path)
-    assert not shard.was_written()
-    with open(path, "r+b") as file:
-        file.write(b"\x05")
-    os.utime(path, ns=(0, shard.facts.written_ns + 1))  # the system's clock may not have ticked meanwhile
-    assert [shard.was_written(), shard.was_written()] == [True, False]
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_dropped_files_are_closed(tmp_path):
-    write_tokens(tmp_path / "train.bin", np.arange(100, dtype=np.uint16))
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    shards = [Shard(tmp_path / "train.bin") for _ in range(20)]
-    assert len(os.listdir("/proc/self/fd")) == before + 20
-    del shards
-    assert len(os.listdir("/proc/self/fd")) == before
+# ---- a folder ------------------------------------------------------------------------------------------------
 
 
 def dataset(folder: Path, train: list[int], val: list[int]) -> Path:
@@ -181,23 +169,52 @@ def test_two_at_once_do_not_write_into_one_folder(tmp_path):
     assert is_prepared(tmp_path, "test")
     dataset(tmp_path, [7, 8, 9], [7, 7])
     assert read_tokens(tmp_path / "train.bin").tolist() == [7, 8, 9]
+    assert {path.name for path in tmp_path.iterdir()} <= {"train.bin", "val.bin", "meta.json"}
 
 
-def test_foreign_shards_are_not_mixed_with_new_data(tmp_path):
-    write_tokens(tmp_path / "train_000.bin", np.arange(9, dtype=np.uint16))
-    with pytest.raises(ValueError, match=r"train_000\.bin"):
-        dataset(tmp_path, [1, 2, 3], [4, 5])
+# The files of a folder without a list, and those that are read as train; None if that is not clear.
+FOUND: list[tuple[list[str], list[str] | None]] = [
+    (["train.bin"], ["train.bin"]),
+    (["train.bin", "train_old.bin"], ["train.bin"]),
+    (["train.bin", "train_000.bin"], ["train.bin"]),
+    (["train_2.bin", "train_1.bin", "train_old.bin"], ["train_1.bin", "train_2.bin"]),
+    (["train_000000_000001.bin", "train_000001_000000.bin"], ["train_000000_000001.bin", "train_000001_000000.bin"]),
+    (["web_train_000001.bin", "web_train_000002.bin"], ["web_train_000001.bin", "web_train_000002.bin"]),
+    (["tiny_shakespeare_train.bin"], ["tiny_shakespeare_train.bin"]),
+    (["a_train_000001.bin", "b_train_000001.bin"], None),
+    (["train_old.bin", "train_new.bin"], None),
+]
 
 
-def test_missing_data_says_how_to_make_it(tmp_path):
+@pytest.mark.parametrize(("names", "read"), FOUND, ids=lambda value: " ".join(value or ["refused"]))
+def test_files_of_a_folder_without_a_list_are_those_of_one_name_and_the_rest_is_printed(tmp_path, names, read):
+    for name in (*names, "val.bin"):
+        write_tokens(tmp_path / name, np.arange(300, 320, dtype=np.uint16))
+    if read is None:
+        with pytest.raises(ValueError, match="several files for train") as e:
+            token_files.token_files(tmp_path, "train")
+        assert_one_line(str(e.value), *names)
+        return
+    assert [path.name for path in token_files.token_files(tmp_path, "train")] == read
+    printed = " ".join(assumptions(tmp_path))
+    assert "no meta.json" in printed
+    assert all(name in printed for name in names if len(names) > 1)
+
+
+def test_missing_data_names_the_script_that_makes_it(tmp_path):
     with pytest.raises(ValueError, match=r"nothing .*python data/.*prepare\.py"):
-        token_files(tmp_path / "nothing", "train")
+        token_files.token_files(tmp_path / "nothing", "train")
     with pytest.raises(ValueError, match=r"nope\*\.bin.*python .*shakespeare_char/prepare\.py"):
-        token_files(ROOT / "data" / "shakespeare_char", "nope")
+        token_files.token_files(ROOT / "data" / "shakespeare_char", "nope")
 
 
-def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2(tmp_path):
+# ---- the description -----------------------------------------------------------------------------------------
+
+
+def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2_if_the_ids_can_be(tmp_path):
     assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+    write_tokens(tmp_path / "val.bin", np.arange(65, dtype=np.uint16))
+    assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 50257, "end_of_text": None}
     chars = ["b", "a"]
     nanogpt = {"vocab_size": 2, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt))
@@ -206,19 +223,20 @@ def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2(tmp_path):
     assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
 
 
-class Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
-def test_malicious_meta_pkl_is_refused_and_runs_nothing(tmp_path):
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": Evil(tmp_path / "ran")}))
-    with pytest.raises(ValueError, match=r"meta\.pkl"):
-        read_meta(tmp_path)
-    assert not (tmp_path / "ran").exists()
+@pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("web_train_000001.bin", "web_val_000000.bin")])
+def test_characters_without_their_meta_file_are_trained_on_but_not_taken_for_text(
+    tmp_path, chars, script, names, capfd
+):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, split in zip(names, ("train", "val"), strict=True):
+        (data / name).write_bytes((chars / f"{split}.bin").read_bytes())
+    done = script("train.py", *flags(**TINY | {"max_iters": 2}, dataset=data, out_dir=tmp_path / "out"))
+    assert done.code == 0, done.err
+    printed = done.out + done.err
+    assert "no meta.json or meta.pkl" in printed
+    assert "bits per byte are not known" in printed
+    assert describe(data)
 
 
 def test_vocabularies_must_match(tmp_path):

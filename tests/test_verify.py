@@ -13,9 +13,9 @@ from conftest import assert_one_line
 
 import data.verify
 from data.splits import Split
-from data.token_files import Shard, write_dataset, write_meta, write_tokens
+from data.token_files import Shard, assumptions, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer
-from data.verify import REMEMBERED, Verification
+from data.verify import CHECKED, Verification
 from deskgpt.system import cache
 
 
@@ -62,10 +62,10 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
 def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
     dataset(tmp_path)
     assert verified(tmp_path) == "checksums verified"
-    assert not (tmp_path / REMEMBERED).exists()  # it was written a moment ago, and may be again at the same instant
+    assert not (tmp_path / CHECKED).exists()  # it was written a moment ago, and may be again at the same instant
     monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
     assert verified(tmp_path) == "checksums verified"
-    assert cache.read_file(tmp_path / REMEMBERED).keys() == {"train.bin", "val.bin"}
+    assert cache.read_file(tmp_path / CHECKED).keys() == {"train.bin", "val.bin"}
     with monkeypatch.context() as patch:
         patch.setattr(Shard, "sha256", None)
         assert verified(tmp_path) == "checksums verified before"
@@ -87,9 +87,9 @@ def test_memory_of_what_was_verified_that_is_damaged_or_cannot_be_written_is_no_
     dataset(tmp_path)
     monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
     if content is None:
-        (tmp_path / REMEMBERED).mkdir()  # even root cannot write it
+        (tmp_path / CHECKED).mkdir()  # even root cannot write it
     else:
-        (tmp_path / REMEMBERED).write_text(content)
+        (tmp_path / CHECKED).write_text(content)
     assert verified(tmp_path) == "checksums verified"
 
 
@@ -97,7 +97,8 @@ def test_folders_without_a_list_and_files_outside_of_it_are_said(tmp_path):
     dataset(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     write_tokens(tmp_path / "train_2.bin", np.arange(20, dtype=np.uint16))
-    assert verified(tmp_path) == "checksums verified; meta.json does not list train_2.bin"
+    assert verified(tmp_path) == "checksums verified"
+    assert "not read: train_2.bin" in " ".join(assumptions(tmp_path))
     (tmp_path / "meta.json").write_text(json.dumps({key: value for key, value in meta.items() if key != "sha256"}))
     assert "meta.json is of an older version" in verified(tmp_path)
     write_meta(tmp_path, {"tokenizer": meta["tokenizer"], "vocab_size": 256})
@@ -118,4 +119,4 @@ def test_closing_stops_a_verification_that_has_not_ended(tmp_path, monkeypatch):
     verification = Verification(tmp_path, splits_of(tmp_path))
     verification.check()
     assert not verification.close()
-    assert not (tmp_path / REMEMBERED).exists()
+    assert not (tmp_path / CHECKED).exists()

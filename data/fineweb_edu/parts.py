@@ -14,7 +14,7 @@ from data.fineweb_edu import common
 from data.fineweb_edu.common import Entries, Part
 from data.fineweb_edu.sequence import is_complete, prepare
 from data.meta_files import CHECKSUM
-from data.token_files import locked, refuse_foreign, write_meta
+from data.token_files import locked, write_meta
 from deskgpt.system.errors import one_line_errors
 
 
@@ -54,7 +54,6 @@ def merge(args: argparse.Namespace) -> None:
             f"{folder}: {len(missing)} of {of} parts are not made; the same command with --part={missing[0]}/{of} "
             "instead of --merge makes the first of them"
         )
-    refuse_foreign(folder, entries.__contains__)
     meta = {key: value for key, value in first.items() if key != CHECKSUM} | {"files": entries}
     write_meta(folder, meta)
     common.finish(folder, meta)

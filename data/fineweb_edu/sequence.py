@@ -16,7 +16,7 @@ from data.documents import Source
 from data.fineweb_edu import common, pretokenized
 from data.fineweb_edu.common import Entries, Job, Part
 from data.shards import is_there, write_shards
-from data.token_files import damaged, read_record, refuse_foreign, write_meta
+from data.token_files import damaged, read_record, write_meta
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.system.formatting import BYTES, with_unit
 
@@ -42,11 +42,6 @@ def prepare(args: argparse.Namespace, part: Part) -> None:
     def shards() -> Iterator[tuple[str, int]]:
         return common.shards_of(job, part, tokens, entries)
 
-    if part.of > 1:
-        refuse_foreign(folder, common.SHARD_OF_PART.fullmatch)
-    else:  # an earlier start may have been stopped between finishing its next shard and listing it
-        following = next((name for name, _ in shards() if name not in entries), None)
-        refuse_foreign(folder, {*entries, following}.__contains__)
     complete = is_complete(folder, shards(), entries)
     bad = damaged(folder, entries) if complete else []
     if complete and not bad:
