@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from filelock import FileLock
 from hypothesis import given, settings
 from test_forms import a_model, assert_one_line, search_of, settled, times_of
 from torch import Tensor
@@ -35,6 +37,8 @@ GRAD_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # |difference| / |grad
 def _loaded():
     if cpu_kernels.may_exist():
         cpu_kernels.load()
+        return cpu_kernels.path()
+    return None
 
 
 @pytest.fixture(autouse=True)
@@ -334,10 +338,10 @@ def test_machine_without_a_compiler_goes_on_with_one_line(compiler, tmp_path, mo
     assert_one_line(line, "C++ kernels", "may be slower")
 
 
-def test_clang_is_not_called(tmp_path, monkeypatch):
+def test_clang_is_not_called(monkeypatch):
     monkeypatch.setenv("CXX", "echo Debian clang")
     with pytest.raises(RuntimeError, match="echo Debian clang is clang.*set CXX=g"):
-        cpu_kernels.compile_to(tmp_path / "kernels.so")
+        cpu_kernels.compiler_version()
 
 
 def test_user_without_a_home_goes_on_without_kernels(monkeypatch):
@@ -361,16 +365,127 @@ def test_library_is_named_after_all_that_it_is_made_of(monkeypatch):
         (torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),
         (hardware, "processor", lambda: ("another, without its bfloat16", [])),
         (cpu_kernels, "FLAGS", ("-O1",)),
+        (cpu_kernels, "compiler_version", lambda: "g++ of another day"),
     ]:
         with monkeypatch.context() as changed:
             changed.setattr(target, name, value)
             assert cpu_kernels.path() != usual
 
 
-@pytest.mark.slow
-def test_damaged_library_is_compiled_again(tmp_path, monkeypatch):
+@pytest.fixture
+def library(_loaded, tmp_path, monkeypatch):
+    """A copy of the library in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_kernels.path().parent.mkdir()
-    cpu_kernels.path().write_bytes(b"no library")
+    copy = cpu_kernels.path()
+    copy.parent.mkdir(mode=0o700)
+    shutil.copy(_loaded, copy)
+    assert cpu_kernels.is_intact(copy)
+    return copy
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut short", "a flipped bit", "not a library", "link", "writable"])
+def test_library_that_is_not_as_it_was_compiled_is_not_loaded(damage, library, tmp_path):
+    content = library.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    written = {"empty": b"", "cut short": content[:-4096], "a flipped bit": flipped, "not a library": b"no library"}
+    if damage in written:
+        library.write_bytes(written[damage])
+    elif damage == "link":
+        library.rename(tmp_path / "elsewhere.so")
+        library.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        library.chmod(0o777)
+    assert not cpu_kernels.is_intact(library)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("symbols", ["", "int attention_forward;"])
+def test_library_without_our_functions_is_compiled_again_and_old_ones_are_deleted(symbols, library, tmp_path):
+    (tmp_path / "other.c").write_text(symbols)
+    subprocess.run(["cc", "-shared", tmp_path / "other.c", "-o", library], check=True)
+    old = library.with_name("cpu_kernels-0123456789abcdef.so")
+    old.touch()
+    os.utime(old, (0, 0))
     out, err = load_elsewhere(tmp_path).communicate()
     assert "float32" in out, err
+    assert cpu_kernels.is_intact(library)
+    assert not old.exists()
+
+
+def test_folder_that_others_may_write_is_closed_and_another_users_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    cpu_kernels.make_private(tmp_path)
+    assert not tmp_path.stat().st_mode & 0o022
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(RuntimeError) as e:
+        cpu_kernels.make_private(tmp_path)
+    assert_one_line(str(e.value), str(tmp_path), "XDG_CACHE_HOME")
+
+
+def test_process_that_holds_the_lock_for_ever_is_not_waited_for(library, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "COMPILE_S", 0.2)
+    monkeypatch.setattr(cpu_kernels, "_library", None)
+    with FileLock(library.with_suffix(".lock")), pytest.raises(cpu_kernels.Unavailable) as e:
+        cpu_kernels.load()
+    assert_one_line(str(e.value), "another process", "0.2 s")
+
+
+# ---- the boundary ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("heads_of_keys", [1, 4])
+def test_attention_takes_any_type_and_one_head_of_keys_for_several_of_queries(heads_of_keys, dtype):
+    q, k, v, g = heads_of(2, 70, 4, 16, dtype)
+    k = k[:, :heads_of_keys]
+    v = v[:, :heads_of_keys]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    found = kernel(*inputs)
+    assert found.dtype == dtype
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = by_definition(*exact)
+    limit = 3e-3 if dtype == torch.float16 else 1e-5
+    assert distance(found, expected) <= limit
+    gradients = torch.autograd.grad(found, inputs, g)
+    for a, b in zip(gradients, torch.autograd.grad(expected, exact, g.double()), strict=True):
+        assert a.shape == b.shape
+        assert distance(a, b) <= limit
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (2, 0, 8, 16), (2, 2, 0, 16)])
+def test_empty_batches_give_empty_results(shape):
+    q = torch.randn(shape, requires_grad=True)
+    o = kernel(q, q, q)
+    assert o.shape == shape
+    assert torch.autograd.grad(o.sum(), q)[0].shape == shape
+    assert torch.ops.deskgpt.activation(torch.randn(0, 3), "relu2").shape == (0, 3)
+    assert cpu_kernels.softmax_(torch.randn(0, 3), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize("name", cpu_kernels.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_activation_takes_any_type(name, dtype):
+    x = torch.linspace(-6, 6, 1001).to(dtype).requires_grad_()
+    y = torch.ops.deskgpt.activation(x, name)
+    exact = x.detach().double().requires_grad_()
+    expected = definition.activation(exact, name)
+    assert distance(y, expected) <= 1e-3
+    found = torch.autograd.grad(y.sum(), x)[0]
+    assert distance(found, torch.autograd.grad(expected.sum(), exact)[0]) <= 1e-3
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every second row", "float16"])
+def test_softmax_takes_any_layout_and_type(layout):
+    logits = torch.randn(40, 40) * 3
+    targets = torch.arange(40)
+    if layout == "transposed":
+        logits = logits.t()
+    elif layout == "every second row":
+        logits = torch.randn(80, 40)[::2]
+    elif layout == "float16":
+        logits = logits.half()
+    expected = torch.log_softmax(logits.double(), 1)
+    log_p = cpu_kernels.softmax_(logits, targets)
+    assert distance(log_p, expected.diagonal()) <= 1e-3
+    assert distance(logits, expected.exp()) <= 1e-3

@@ -105,23 +105,33 @@ struct Arena {
   char* start = nullptr;
   size_t size = 0;
   size_t used = 0;
+  bool counts = false;  // take only adds up what is needed
 
   ~Arena() { std::free(start); }
 
-  void reset(size_t bytes) {
+  // Calls lay_out, which takes all buffers of a call, twice: to add up their bytes, and to hand them out.
+  template <typename LayOut> void provide(LayOut lay_out) {
     used = 0;
-    if (bytes <= size) return;
-    std::free(start);
-    size = 0;
-    start = static_cast<char*>(std::aligned_alloc(4096, round_up(bytes, 4096)));
-    if (start == nullptr) throw std::bad_alloc();
-    size = bytes;
+    counts = true;
+    lay_out();
+    if (used > size) {
+      std::free(start);
+      size = 0;
+      start = static_cast<char*>(std::aligned_alloc(4096, round_up(used, 4096)));
+      if (start == nullptr) throw std::bad_alloc();
+      size = used;
+    }
+    used = 0;
+    counts = false;
+    lay_out();
   }
 
   template <typename X> X* take(int64_t n) {
-    X* taken = reinterpret_cast<X*>(start + used);
+    size_t begin = used;
     used += round_up(n * sizeof(X), 64);
-    return taken;
+    if (counts) return nullptr;
+    TORCH_INTERNAL_ASSERT(used <= size, "a kernel takes more memory than it has asked for");
+    return reinterpret_cast<X*>(start + begin);
   }
 };
 
@@ -251,16 +261,18 @@ void forward_head(Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> o, 
   int64_t n = round_up(end, BLOCK);
   int64_t ld = n + APART;
   int64_t Dp = round_up(D, unit_of_width<T>());
-  arena.reset((n * Dp + Dp * ld + BLOCK * (2 * Dp + CHUNK)) * sizeof(T) +
-              (BLOCK * (Dp + CHUNK) + 16 * Dp) * sizeof(float) + 4096);
-  T* room = arena.take<T>(n * Dp);
-  T* v_transposed = arena.take<T>(Dp * ld);
-  T* q_packed = arena.take<T>(BLOCK * Dp);
-  T* q_room = arena.take<T>(BLOCK * Dp);
-  T* weights = arena.take<T>(CHUNK * BLOCK);
-  float* scores = arena.take<float>(CHUNK * BLOCK);
-  float* out = arena.take<float>(Dp * BLOCK);
-  float* out_rows = arena.take<float>(16 * Dp);
+  T *room, *v_transposed, *q_packed, *q_room, *weights;
+  float *scores, *out, *out_rows;
+  arena.provide([&] {
+    room = arena.take<T>(n * Dp);
+    v_transposed = arena.take<T>(Dp * ld);
+    q_packed = arena.take<T>(BLOCK * Dp);
+    q_room = arena.take<T>(BLOCK * Dp);
+    weights = arena.take<T>(CHUNK * BLOCK);
+    scores = arena.take<float>(CHUNK * BLOCK);
+    out = arena.take<float>(Dp * BLOCK);
+    out_rows = arena.take<float>(16 * Dp + 2 * W);  // store_row reads whole vectors
+  });
   transpose(padded(v, end, D, room, n, Dp), n, Dp, v_transposed, ld);
   Rows<const T> keys = padded(k, end, D, room, n, Dp);
   const Vec scale(1 / std::sqrt(static_cast<float>(D)));
@@ -361,25 +373,27 @@ void backward_head(Rows<const T> g, Rows<const T> q, Rows<const T> k, Rows<const
   int64_t n_keys = std::min(round_up(end, BLOCK), Tp) - begin;
   int64_t ld_keys = n_keys + APART;
   int64_t Dp = round_up(D, unit_of_width<T>());
-  arena.reset(((5 * n + 2 * n_keys + ld_keys) * Dp + 2 * KEYS * LD + KEYS * PANEL) * sizeof(T) +
-              (2 * n + 2 * BLOCK * PANEL + 2 * KEYS * Dp) * sizeof(float) + 8192);
-  T* room = arena.take<T>(n * Dp);
-  T* q_transposed = arena.take<T>(n * Dp);
-  T* q_packed = arena.take<T>(n * Dp);
-  T* g_transposed = arena.take<T>(n * Dp);
-  T* g_packed = arena.take<T>(n * Dp);
-  T* k_rows = arena.take<T>(n_keys * Dp);
-  T* k_transposed = arena.take<T>(Dp * ld_keys);
-  T* v_rows = arena.take<T>(n_keys * Dp);
-  T* p = arena.take<T>(KEYS * LD);
-  T* ds = arena.take<T>(KEYS * LD);
-  T* ds_packed = arena.take<T>(KEYS * PANEL);
-  float* log_sums = arena.take<float>(n);
-  float* delta = arena.take<float>(n);
-  float* scores = arena.take<float>(BLOCK * PANEL);
-  float* dp = arena.take<float>(BLOCK * PANEL);
-  float* dk_sum = arena.take<float>(KEYS * Dp);
-  float* dv_sum = arena.take<float>(KEYS * Dp);
+  T *room, *q_transposed, *q_packed, *g_transposed, *g_packed, *k_rows, *k_transposed, *v_rows, *p, *ds, *ds_packed;
+  float *log_sums, *delta, *scores, *dp, *dk_sum, *dv_sum;
+  arena.provide([&] {
+    room = arena.take<T>(n * Dp);
+    q_transposed = arena.take<T>(n * Dp);
+    q_packed = arena.take<T>(n * Dp);
+    g_transposed = arena.take<T>(n * Dp);
+    g_packed = arena.take<T>(n * Dp);
+    k_rows = arena.take<T>(n_keys * Dp);
+    k_transposed = arena.take<T>(Dp * ld_keys);
+    v_rows = arena.take<T>(n_keys * Dp);
+    p = arena.take<T>(KEYS * LD);
+    ds = arena.take<T>(KEYS * LD);
+    ds_packed = arena.take<T>(KEYS * PANEL);
+    log_sums = arena.take<float>(n);
+    delta = arena.take<float>(n);
+    scores = arena.take<float>(BLOCK * PANEL);
+    dp = arena.take<float>(BLOCK * PANEL);
+    dk_sum = arena.take<float>(KEYS * Dp + 2 * W);
+    dv_sum = arena.take<float>(KEYS * Dp + 2 * W);
+  });
 
   auto from = [&](Rows<const T> x) { return Rows<const T>{x.at + begin * x.stride, x.stride}; };
   Rows<const T> rows = padded(from(q), n_rows - begin, D, room, n, Dp);
@@ -476,9 +490,10 @@ void store_query_gradients(float* parts, int64_t n_parts, First first, Rows<T> d
       for (int64_t t = first(i); t < Tp; t += W) (Vec::loadu(sum + t) + Vec::loadu(part + t)).store(sum + t);
     }
   }
-  arena.reset(16 * Dp * sizeof(float) + 256);  // what it held before is no longer needed
+  float* room;
+  arena.provide([&] { room = arena.take<float>(16 * Dp + 2 * W); });  // what it held before is no longer needed
   auto factor = [&](int64_t) { return scale; };
-  store_transposed(parts, Tp, factor, dq, n_rows, D, arena.take<float>(16 * Dp));
+  store_transposed(parts, Tp, factor, dq, n_rows, D, room);
 }
 
 // ---- heads on threads --------------------------------------------------------------------------------------------
@@ -561,15 +576,16 @@ void attention_backward_of(const Heads& g, const Heads& q, const Heads& k, const
   if (parts == 1) {
     for_tasks(x.B * x.H, [&](int64_t head) {
       static thread_local Arena own;
-      own.reset(size * sizeof(float));
-      gradients(head, 0, own.take<float>(size));
-      store(head, reinterpret_cast<float*>(own.start));
+      float* dq_part;
+      own.provide([&] { dq_part = own.take<float>(size); });
+      gradients(head, 0, dq_part);
+      store(head, dq_part);
     });
     return;
   }
   Arena shared;
-  shared.reset(x.B * x.H * parts * size * sizeof(float));
-  float* all = shared.take<float>(x.B * x.H * parts * size);
+  float* all;
+  shared.provide([&] { all = shared.take<float>(x.B * x.H * parts * size); });
   for_tasks(x.B * x.H * parts, [&](int64_t task) { gradients(task / parts, task % parts, all + task * size); });
   for_tasks(x.B * x.H, [&](int64_t head) { store(head, all + head * parts * size); });
 }
@@ -639,8 +655,8 @@ template <typename T> void activation_named(int64_t which, const void* x, const 
 template <typename T> void softmax_rows(void* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
   int64_t whole = V / (2 * W) * (2 * W);
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
-    arena.reset((V + 2 * W) * sizeof(float) + 256);
-    float* p = arena.take<float>(V);
+    float* p;
+    arena.provide([&] { p = arena.take<float>(V + 2 * W); });
     for (int64_t row = begin; row < end; row++) {
       T* x = static_cast<T*>(logits) + row * V;
       TORCH_CHECK(0 <= targets[row] && targets[row] < V, "target ", targets[row], " is not a token below ", V);

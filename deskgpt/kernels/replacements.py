@@ -21,6 +21,7 @@ from torch import Tensor
 from deskgpt.kernels import cpu_kernels
 
 Plain = Callable[..., Tensor]
+softmax_ = cpu_kernels.torch_softmax_
 
 
 # The kinds of attention: torch's fused kernels, the matmuls of model.py, and our kernels in C++ (cpu_kernels.py), with
@@ -288,14 +289,6 @@ def cross_entropy_of_chunk(
         torch.mul(grad_logits @ w, kept[:, None], out=grad_h)
         add_matmul_(grad_w, grad_logits.t(), h * kept[:, None], is_first)
     return -(log_p_target * kept).sum()
-
-
-def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
-    """Turns logits (N, V) into probabilities, in place; returns the logarithms (N,) of the targets', in float32."""
-    log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
-    log_p_target = log_p.gather(1, targets[:, None]).squeeze(1)
-    logits.copy_(log_p.exp_())
-    return log_p_target
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
