@@ -128,9 +128,7 @@ def compiler_command() -> list[str]:
 def compiler_version() -> str:
     """What the compiler prints about itself. Raises RuntimeError where there is none or it is clang."""
     command = compiler_command()
-    done = subprocess.run(
-        [*command, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILE_S
-    )
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
     if "clang" in done.stdout:
         raise RuntimeError(f"{shlex.join(command)} is clang, whose OpenMP threads compete with torch's: set CXX=g++")
     return done.stdout
