@@ -1,4 +1,4 @@
-"""Times training programs: what bench/speed.py and bench/sweep.py share.
+"""Times training programs in turns: what bench/speed.py, bench/sweep.py and bench/qualify.py share.
 
 A contestant is train.py, or another program that prints nanoGPT's log lines. It runs as a process of its own on random
 tokens, its step times are those that it prints itself, and it is stopped after enough steps.
@@ -7,28 +7,31 @@ tokens, its step times are those that it prints itself, and it is stopped after 
 from __future__ import annotations
 
 import json
-import os
 import pickle
+import random
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.output import markdown_table
 from data.token_files import write_tokens
 from deskgpt.run.log import read_events
 from deskgpt.system.files import sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
-LEAST_STEPS = 3  # of a round that is timed by the clock; the first step does not count
+LEAST_STEPS = 3  # in a round; the first step does not count
 
-ITER = re.compile(r"iter (\d+): loss \S+, time ([\d.]+)ms")
+ITER = re.compile(r"iter \d+: loss \S+, time ([\d.]+)ms")
 WARM_UP = re.compile(r"warm-up took ([\d.]+)s")
 DATA_WAIT = re.compile(r"data wait ([\d.]+)%")
 
@@ -55,19 +58,20 @@ class Contestant:
     name: str
     command: list[str]
     cwd: Path
+    settings: dict[str, Any] = field(default_factory=dict)  # in which it differs from others
+    status: str = ""  # why there are no figures
+    start: dict[str, Any] = field(default_factory=dict)  # our log's first event, or what is known of a peer
     rounds_ms: list[list[float]] = field(default_factory=list)  # by round, of each step but the first ones
     first_s: list[float] = field(default_factory=list)  # by round, of the first step and all compiling before it
-    process_bytes: list[int] = field(default_factory=list)  # by round, peak memory of the process
-    start: dict[str, Any] = field(default_factory=dict)  # our log's first event, or what is known of a peer
-    data_waits: list[float] = field(default_factory=list)  # of our log lines: share of the time waited for data
-    logged_bytes: list[int] = field(default_factory=list)  # by round, peak in our log; on CUDA torch's allocator's
-    env: dict[str, str] = field(default_factory=dict)  # added to this process's own
-    on_gpu: bool = False
+    peak_bytes: list[int] = field(default_factory=list)  # by round: as our log has it, else of the whole process
+    data_waits: list[float] = field(default_factory=list)  # from our log lines: share of the time waited for data
 
-    def step_ms(self) -> dict[str, float]:
-        """Median, 10th and 90th percentile of the step times of all rounds, in ms."""
-        times = sorted(ms for times in self.rounds_ms for ms in times)
-        return {"ms": statistics.median(times), "p10": times[len(times) // 10], "p90": times[len(times) * 9 // 10]}
+
+def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> Contestant:
+    """train.py of the checkout cwd with these settings, on the tokens in folder."""
+    out_dir = folder / "runs" / re.sub(r"\W+", "-", name)
+    own = [f"--dataset={folder}", f"--out_dir={out_dir}"]
+    return Contestant(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------
@@ -76,6 +80,15 @@ class Contestant:
 def vocab_size_for(dataset: str) -> int:
     """The vocabulary that a data set's name suggests: characters of Shakespeare, or GPT-2's tokens."""
     return 65 if dataset.endswith("_char") else 50257
+
+
+@contextmanager
+def random_tokens(vocab_size: int) -> Iterator[Path]:
+    """A folder of random tokens for the time of the block."""
+    # inductor's processes may still be ending when the folder is removed
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        write_data(Path(tmp) / "data", vocab_size)
+        yield Path(tmp) / "data"
 
 
 def write_data(folder: Path, vocab_size: int) -> None:
@@ -103,122 +116,174 @@ def write_data(folder: Path, vocab_size: int) -> None:
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Seen:
-    """What a run has printed while it was timed."""
+def in_turns(runs: Sequence[Contestant], rounds: int, steps: int = 0, seconds: float = 10.0) -> None:
+    """Runs the contestants in turns. One that fails gets its reason as status and is left out of later rounds.
 
-    lines: list[str] = field(default_factory=lambda: [""])
-    times_ms: list[float] = field(default_factory=list)  # of its steps
-    data_waits: list[float] = field(default_factory=list)
-    warm_up_s: float = 0.0
-    enough: bool = False  # whether it took all steps that were wanted
+    steps 0: about `seconds` seconds of steps in each round. Ctrl+C ends with what is measured by then.
+    """
+    for number in range(rounds):
+        alive = [x for x in runs if not x.status]
+        # In another order each round, so that no drift of the machine favours one of them.
+        for x in random.Random(number).sample(alive, len(alive)):
+            try:
+                run(x, steps, seconds)
+                outcome = f"{statistics.median(x.rounds_ms[-1]):.4g} ms/step"
+            except Failed as e:
+                x.status = outcome = e.reason
+            except KeyboardInterrupt:
+                print(f"interrupted in round {number + 1}", flush=True)
+                for other in runs:
+                    if not other.rounds_ms:
+                        other.status = other.status or "interrupted"
+                return
+            print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
 
 
 def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
     """One round: starts x, adds the step times that it prints to x, and stops it after `steps` steps.
 
-    steps 0 means about `seconds` seconds of steps. Returns the number of steps, counting those left out of the times.
-    Raises Failed where x ends earlier.
+    steps 0 means about `seconds` seconds of steps, at least LEAST_STEPS. Returns the number of steps. Raises Failed
+    where x ends earlier.
     """
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(x.command, cwd=x.cwd, env=os.environ | x.env, **options)
+    process = subprocess.Popen(
+        x.command, cwd=x.cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     assert process.stdout is not None
-    peak = None
+    lines = [""]
+    times_ms: list[float] = []
+    enough = False
+    process_bytes = None
     try:
-        seen = watch(process.stdout, steps, seconds)
-        if seen.enough:
-            peak = peak_memory(process.pid, x.on_gpu)
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if found := ITER.search(line):
+                times_ms.append(float(found[1]))
+                by_clock = len(times_ms) >= LEAST_STEPS and sum(times_ms) >= seconds * 1e3
+                enough = len(times_ms) >= steps if steps else by_clock
+            if enough:
+                process_bytes = peak_memory(process.pid)
+                break
         else:
             process.wait()  # for its own exit status, not the one that kill would give it
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    if not seen.enough:
-        raise failure(x.name, seen, process.returncode)
+    if not enough:
+        raise failure(x.name, lines, process.returncode)
 
-    times = seen.times_ms
-    first_kept = max(1, min(10, len(times) // 5))  # the first steps still allocate memory
-    x.rounds_ms.append(times[first_kept:])
-    x.first_s.append(seen.warm_up_s + times[0] / 1e3)
-    x.data_waits += seen.data_waits
-    if peak:
-        x.process_bytes.append(peak)
-    read_own_log(x)
-    return len(times)
-
-
-def watch(output: Iterable[str], steps: int, seconds: float) -> Seen:
-    """Reads a run's output until it took enough steps, or to its end."""
-    seen = Seen()
-    for line in output:
-        seen.lines.append(line.rstrip())
-        if found := WARM_UP.search(line):
-            seen.warm_up_s = float(found[1])
-        if found := DATA_WAIT.search(line):
-            seen.data_waits.append(float(found[1]) / 100)
-        if found := ITER.search(line):
-            seen.times_ms.append(float(found[2]))
-            seen.enough = are_enough(seen.times_ms, steps, seconds)
-            if seen.enough:
-                break
-    return seen
+    first_kept = max(1, min(10, len(times_ms) // 5))  # the first steps still allocate memory
+    x.rounds_ms.append(times_ms[first_kept:])
+    text = "\n".join(lines)
+    warm_up = WARM_UP.search(text)
+    x.first_s.append((float(warm_up[1]) if warm_up else 0.0) + times_ms[0] / 1e3)
+    x.data_waits += [float(percent) / 100 for percent in DATA_WAIT.findall(text)]
+    # torch's allocator's peak on CUDA. A peer has no log: what its process takes is known on a CPU only.
+    peak = read_own_log(x) or (process_bytes if x.start.get("on_cpu") else None)
+    x.peak_bytes += [peak] if peak else []
+    return len(times_ms)
 
 
-def are_enough(times_ms: list[float], steps: int, seconds: float) -> bool:
-    if steps:
-        return len(times_ms) >= steps
-    return len(times_ms) >= LEAST_STEPS and sum(times_ms) >= seconds * 1e3
+def failure(name: str, lines: list[str], status: int) -> Failed:
+    """Why a run ended too early, from its lines and its exit status."""
+    killed = ", killed by the system" if status == -9 else ""  # SIGKILL, which Windows has not
+    last = [line for line in lines[-3:] if line]
+    steps = sum(bool(ITER.search(line)) for line in lines)
+    reason = f"failed: exit status {status}"
+    if last and not ITER.search(last[-1]):
+        reason = f"failed: {last[-1].removeprefix('error: ')}"
+    if killed or "out of memory" in " ".join(last).lower():
+        reason = f"out of memory{killed}"
+    return Failed(f"{name} ended after {steps} steps: {' / '.join(last) or reason}{killed}", reason)
 
 
-def failure(name: str, seen: Seen, status: int) -> Failed:
-    """Why a run ended too early, from its last lines and its exit status."""
-    killed = status == -9  # SIGKILL, which Windows has not
-    by_system = ", killed by the system" if killed else ""
-    last_lines = [line for line in seen.lines[-3:] if line]
-    last = seen.lines[-1].removeprefix("error: ")
-    if not last or ITER.match(last):
-        last = f"exit status {status}"
-    reason = f"failed: {last}"
-    if killed or "out of memory" in " ".join(last_lines).lower():
-        reason = f"out of memory{by_system}"
-    shown = " / ".join(last_lines) or last
-    return Failed(f"{name} ended after {len(seen.times_ms)} steps: {shown}{by_system}", reason)
-
-
-def read_own_log(x: Contestant) -> None:
-    """Adds what the log.jsonl in x's out_dir says; a peer has none."""
-    folders = [a.removeprefix("--out_dir=") for a in x.command if a.startswith("--out_dir=")]
-    if not folders:
-        return
-    path = Path(folders[-1], "log.jsonl")
-    if not path.exists():
-        return
+def read_own_log(x: Contestant) -> int | None:
+    """Takes the start event from the log.jsonl in x's out_dir; returns the peak memory there. A peer has no log."""
+    folders = [word.removeprefix("--out_dir=") for word in x.command if word.startswith("--out_dir=")]
+    path = Path(folders[-1], "log.jsonl") if folders else None
+    if path is None or not path.exists():
+        return None
     events = read_events(path)
-    x.start = events[0]
-    del x.start["settings"]  # they name folders of this machine
+    x.start = {name: value for name, value in events[0].items() if name != "settings"}  # they name folders here
     # The event of the last step may not be written yet; the peak was reached before it.
     peaks = [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")]
-    x.logged_bytes += peaks[-1:]
+    return peaks[-1] if peaks else None
 
 
-def peak_memory(pid: int, on_gpu: bool) -> int | None:
-    """Bytes of a process: what it has on the GPU now, or its peak in RAM; None if the system does not say."""
-    if on_gpu:
-        return gpu_memory(pid)
+def peak_memory(pid: int) -> int | None:
+    """Bytes of RAM that a process had at its peak; None if the system does not say."""
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
     return int(found[1]) * 1024 if found else None
 
 
-def gpu_memory(pid: int) -> int | None:
-    """Bytes that a process has on the GPU; None in a container, which may see other process numbers or none."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines():
-            process, mib = line.split(",")
-            if int(process) == pid:
-                return int(mib) * 2**20
-    except (OSError, ValueError):
-        pass
-    return None
+# ---- figures -------------------------------------------------------------------------------------------------
+
+
+def table(runs: Sequence[Contestant]) -> list[dict[str, Any]]:
+    """A row of figures for each contestant; what a peer does not log is as in the first run that has figures."""
+    measured = [x for x in runs if not x.status]
+    if not measured:
+        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status}")
+    first = measured[0]
+    rows = []
+    for x in runs:
+        row: dict[str, Any] = {"name": x.name, "status": x.status}
+        if not x.status:
+            row |= figures(x, first)
+        rows.append(row)
+    return rows
+
+
+def figures(x: Contestant, first: Contestant) -> dict[str, Any]:
+    """Figures of a contestant, beside those of the first one: time per token / first, from rounds taken in turns."""
+    start = first.start | x.start
+    tokens = start["tokens_per_step"]
+    times = sorted(ms for of_round in x.rounds_ms for ms in of_round)
+    ms = statistics.median(times)
+    per_token = [statistics.median(of_round) / tokens for of_round in x.rounds_ms]
+    first_per_token = [statistics.median(of_round) / first.start["tokens_per_step"] for of_round in first.rounds_ms]
+    ratios = [a / b for a, b in zip(per_token, first_per_token, strict=False)]
+    flops = start["flops_per_token"] * tokens
+    return {
+        "dtype": start.get("dtype"),
+        "compiled": start.get("compiled"),
+        "tokens_per_step": tokens,
+        "ms": ms,
+        "p10": times[len(times) // 10],
+        "p90": times[len(times) * 9 // 10],
+        "tokens_per_s": tokens / ms * 1e3,
+        "least": 1e3 / max(per_token),
+        "most": 1e3 / min(per_token),
+        "tflops": flops / ms / 1e9,
+        "mfu": flops / ms * 1e3 / start["peak_flops"],
+        "peak": f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})",
+        "first_s": min(x.first_s),  # of several rounds one with a warm compile cache
+        "memory_gb": max(x.peak_bytes) / 1e9 if x.peak_bytes else None,
+        "data_wait": statistics.mean(x.data_waits) if x.data_waits else None,
+        "ratio": statistics.median(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+    }
+
+
+def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    head = ["", "dtype", "compiled", "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "first step"]
+    head += ["peak memory", "data wait", "time per token / first"]
+    body = []
+    for r in rows:
+        if r["status"]:
+            body.append([r["name"], r["status"], *[""] * (len(head) - 2)])
+            continue
+        cells = [r["name"], r["dtype"] or "n/a", {None: "n/a", True: "yes", False: "no"}[r["compiled"]]]
+        cells += [f"{r['tokens_per_step']:,}", f"{r['ms']:.4g} ({r['p10']:.4g}, {r['p90']:.4g})"]
+        cells += [f"{r['tokens_per_s']:,.0f} ({r['least']:,.0f} to {r['most']:,.0f})"]
+        cells += [f"{r['mfu']:.1%}", f"{r['first_s']:.1f} s"]
+        cells.append("n/a" if r["memory_gb"] is None else f"{r['memory_gb']:.2f} GB")
+        cells.append("n/a" if r["data_wait"] is None else f"{r['data_wait']:.1%}")
+        body.append([*cells, f"{r['ratio']:.2f} ({r['ratio_least']:.2f} to {r['ratio_most']:.2f})"])
+    return markdown_table(head, body, left_columns=3)
+
+
+def peaks_in_words(rows: Sequence[dict[str, Any]]) -> str:
+    return "MFU refers to " + " and ".join(dict.fromkeys(r["peak"] for r in rows if not r["status"]))

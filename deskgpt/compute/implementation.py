@@ -52,7 +52,7 @@ TURNS_S = 1.0  # ... and about the seconds that they may take
 HOPELESS = 4.0  # times the fastest on one sequence: bfloat16 takes 30 where no instruction multiplies it
 CLEARLY_FASTER = 0.97  # of the time of what comes first: a plainer form, or a smaller micro-batch
 
-# The kinds of devices on which auto_batch looks for a faster micro-batch. On others bench/sweep.py does.
+# The kinds of devices on which auto_batch looks for a faster micro-batch. On others bench/speed.py does.
 BATCH_IS_SEARCHED_ON = ("cuda",)
 SPARE = 0.1  # of the memory stays free with a micro-batch that the user has not chosen: the run's needs may grow
 

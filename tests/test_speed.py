@@ -1,0 +1,153 @@
+"""bench/speed.py: real runs of tiny models in turns, its grid, and the arithmetic of its table."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, assert_one_line, assert_refused, flags, tiny
+
+from bench import output, speed, timing
+from bench.timing import Contestant
+from deskgpt.system.errors import ConfigError
+
+SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
+START = {"flops_per_token": 6e6, "peak_flops": 1e12, "peak_source": "measured", "dtype": "bfloat16", "compiled": True}
+START |= {"tokens_per_step": 1000, "device": "a CPU"}
+
+# Stands for a checkout of nanoGPT, which cannot be had offline: takes its settings and prints its lines.
+NANOGPT = """
+import os, sys
+assert "--device=cpu" in sys.argv and "--compile=False" in sys.argv and "--n_embd=16" in sys.argv, sys.argv
+data = next(a for a in sys.argv if a.startswith("--dataset=")).split("=")[1]
+assert os.path.exists(os.path.join(data, "meta.pkl")) and os.getcwd() == os.path.dirname(os.path.abspath(__file__))
+for i in range(1000):
+    print(f"iter {i}: loss 4.2000, time {500 if i == 0 else 20 + i % 2}.00ms, mfu -100.00%")
+"""
+
+
+def measured(rounds_ms: list[list[float]], name: str = "x", **more: Any) -> Contestant:
+    return Contestant(name, [], Path(), start=START, rounds_ms=rounds_ms, first_s=[3.0, 1.0], **more)
+
+
+@pytest.mark.slow
+def test_settings_and_peers_are_timed_on_the_same_work_and_every_step_is_saved(tmp_path, monkeypatch, script):
+    (tmp_path / "train.py").write_text(NANOGPT)
+    monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
+    peers = [f"--peer=nanogpt:{tmp_path}", "--peer=ours:--n_layer=1", "--grid=batch_size=4,2"]
+    own = ["--steps=4", "--rounds=1", "--vocab_size=65", *peers, "--save=speed-1.5b"]
+    done = script("bench/speed.py", *flags(**SMALL), *own)
+    assert done.code == 0, done.err
+    rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in done.out.splitlines() if line.startswith("|")}
+    assert list(rows) == ["", "---", "batch_size=4", "batch_size=2", "nanoGPT", "--n_layer=1"]
+    assert [cell.strip() for cell in rows["nanoGPT"][:4]] == ["float32", "no", "64", "21 (20, 21)"]
+    assert rows["batch_size=2"][2].strip() == "64"  # with twice the accumulation
+    assert "1.00 (1.00 to 1.00)" in rows["batch_size=4"][-2]
+    assert re.search(r"^python train.py .*--batch_size=[24] --gradient_accumulation_steps=[12]", done.out, re.M)
+    assert {path.suffix for path in (tmp_path / "results").glob("*-speed-1.5b.*")} == {".md", ".json"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_signal_that_ends_a_benchmark_ends_the_run_that_it_times(tmp_path, script):
+    code = "import os, signal, time; print(os.getpid(), file=open('pid', 'w'), flush=True); "
+    code += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(100)"
+    (tmp_path / "train.py").write_text(code)
+    script("bench/speed.py", *flags(**SMALL), "--steps=3", "--vocab_size=65", f"--peer=nanogpt:{tmp_path}")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.slow
+def test_profile_shows_the_operations_of_our_steps(script):
+    done = script("bench/speed.py", *flags(**SMALL), "--vocab_size=65", "--profile", "--steps=2")
+    assert done.code == 0, done.err
+    [adamw] = [line for line in done.out.splitlines() if "Optimizer.step#AdamW.step" in line]
+    assert adamw.split()[-1] == "2"  # calls
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("--peer=nanogpt:/nowhere", ["/nowhere", "nanoGPT"]),
+        ("--peer=llamacpp", ["llamacpp", "nanogpt:PATH", "ours:", "checkout:PATH"]),
+        ("--peer=nanogpt:. --norm=rms", ["nanogpt:.", "norm=rms", "leave out the peer"]),
+        ("--steps=2", ["--steps 2", "3 steps"]),
+        ("--save=a/b", ["a/b", "letters"]),
+        ("--grid=batchsize=4", ["batchsize", "batch_size"]),
+        ("--grid=batch_size=3", ["batch_size=3", "64 tokens"]),
+        ("--grid=n_embd=15", ["n_embd=15", "n_head=2"]),
+        ("--grid=max_iters=5", ["max_iters=5", "leave it out"]),
+        ("--grid=compile=True --grid=compile=False", ["compile=False", "leave it out"]),
+    ],
+)
+def test_what_is_wrong_is_one_line(option, named, script):
+    assert_refused(script("bench/speed.py", *flags(**SMALL), *option.split()), *named)
+
+
+def test_cells_are_the_product_and_keep_the_tokens_of_a_step(tmp_path):
+    c = tiny(tmp_path, tmp_path, batch_size=6, gradient_accumulation_steps=2)
+    cells = speed.cells_of(["batch_size=2,4", "n_embd=16,32", "block_size=16,8"], c, [], tmp_path)
+    assert [x.settings["gradient_accumulation_steps"] for x in cells] == [6, 12, 6, 12, 3, 6, 3, 6]
+    assert len({x.command[-1] for x in cells}) == 8  # a folder each
+    assert speed.micro_batches(12, 2) == [3, 6, 12, 24]
+    with pytest.raises(ConfigError):
+        speed.cells_of(["batch_size=5"], c, [], tmp_path)
+
+
+def test_figures_of_the_table_are_these():
+    ours = measured([[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], peak_bytes=[2 * 10**9, 10**9], data_waits=[0.0, 0.1])
+    peer = measured([[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]], "peer")
+    peer.start = {"compiled": False}
+    a, b = timing.table([ours, peer])
+    assert (a["ms"], a["p10"], a["p90"]) == (16.0, 10.0, 22.0)
+    assert a["tokens_per_s"] == pytest.approx(62_500)
+    assert (a["least"], a["most"]) == pytest.approx((1e6 / 21, 1e6 / 11))
+    assert a["mfu"] == pytest.approx(0.375)  # 6e9 FLOPs in 16 ms
+    assert (a["first_s"], a["memory_gb"], a["data_wait"]) == (1.0, 2.0, pytest.approx(0.05))
+    assert (b["ms"], b["data_wait"], b["dtype"], b["compiled"]) == (42.5, None, "bfloat16", False)
+    assert (b["ratio"], b["ratio_least"], b["ratio_most"]) == pytest.approx((2.5, 2.0, 3.0))
+
+
+def test_least_memory_decides_between_runs_of_which_none_is_clearly_faster(tmp_path):
+    runs = []
+    for size, ms, gb in ((1, 30.0, 1), (8, 10.2, 2), (16, 10.0, 5)):
+        settings = {"batch_size": size, "gradient_accumulation_steps": 16 // size}
+        runs.append(measured([[ms]], peak_bytes=[gb * 10**9], settings=settings))
+    c = tiny(tmp_path, tmp_path, batch_size=16, eval_iters=10)
+    line = "python train.py --n_layer=3 --batch_size=8 --gradient_accumulation_steps=2 --eval_iters=20"
+    assert speed.recommendations(runs, ["--batch_size=16", "--n_layer=3"], c) == [line]
+
+
+def test_run_that_fails_says_why_and_the_others_go_on(tmp_path, capsys):
+    lines = "for i in range(9): print(f'iter {i}: loss 4.2, time 10.00ms', flush=True)\n"
+    reasons = {
+        "": "",
+        "print('error: no such file')": "failed: no such file",
+        "print('error: out of memory: batch_size=4 does not fit')": "out of memory",
+        "import os; os.kill(os.getpid(), 9)": "out of memory, killed by the system",
+        "raise SystemExit(3)": "failed: exit status 3",
+    }
+    runs = [Contestant(code, [sys.executable, "-c", code or lines], tmp_path) for code in reasons]
+    timing.in_turns(runs, 2, seconds=0.0)
+    assert [x.status for x in runs] == list(reasons.values())
+    assert [len(x.rounds_ms) for x in runs] == [2, 0, 0, 0, 0]
+    assert capsys.readouterr().out.count("no such file") == 2  # in the name and in the reason: it is not tried again
+    for x in runs[1:]:
+        with pytest.raises(timing.Failed) as e:
+            timing.run(x, 2)
+        assert_one_line(e.value, "ended after 0 steps")
+
+
+def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):
+    code = "for i in range(99):\n    print(f'iter {i}: loss 4.2, time 400.00ms', flush=True)"
+    x = Contestant("x", [sys.executable, "-c", code], tmp_path)
+    timing.run(x, 0, 0.1)
+    timing.run(x, 0, 4.0)
+    timing.run(x, 5)
+    assert [len(r) for r in x.rounds_ms] == [2, 8, 4]
+    assert x.first_s == [0.4, 0.4, 0.4]
