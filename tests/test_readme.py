@@ -191,7 +191,9 @@ def test_commands_of_the_pages_run(clone):
             assert re.search(r"^step \d+: train loss", out, re.M), command
         elif "bench/speed.py" in command:
             assert re.search(r"^python train.py config/.* --batch_size=[12] --gradient_accumulation_steps", out, re.M)
-            assert re.search(r"^\| batch_size=2 \| \w+ \| no \| 32 \| .* \| [\d.]+ GB \| [\d.]+% \| [^|]*\|$", out, re.M)
+            assert re.search(
+                r"^\| batch_size=2 \| \w+ \| no \| 32 \| .* \| [\d.]+ GB \| [\d.]+% \| [^|]*\|$", out, re.M
+            )
     if skipped:
         pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(COMMANDS)} commands; the others passed")
 
