@@ -25,7 +25,7 @@ from torch import Tensor
 
 from configurator import configure
 from data.chat import talk, template
-from data.text.prepare import read_text
+from data.text_files import read_text
 from data.token_files import read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta
 from deskgpt.checkpoint import store
@@ -204,7 +204,7 @@ def dtype_of(c: SampleConfig, device: torch.device) -> str:
 
 def wish_of(c: SampleConfig) -> GenerationConfig:
     """The text that c asks for. Raises ValueError if the prompt is empty or is not UTF-8."""
-    prompt = read_text([Path(c.start[5:])]) if c.start.startswith("FILE:") else c.start
+    prompt = read_text(Path(c.start[5:])) if c.start.startswith("FILE:") else c.start
     if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of other bytes than UTF-8
         raise ValueError(f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv")
     if not prompt:

@@ -1,7 +1,5 @@
 """Text to token ids and back: characters, UTF-8 bytes, merges of one's own (data/bpe.py), or tiktoken's encodings.
 
-Any of tiktoken's encodings will do whose ids fit into uint16.
-
 A small dictionary describes a tokenizer (`meta()`, `from_meta()`). It is kept in a data folder's meta.json and in
 checkpoints, so that a checkpoint can be sampled from on a machine without its data.
 """
@@ -11,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -24,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from deskgpt.system.files import sha256
+from deskgpt.system.files import file_sha256, sha256
 
 Ids = npt.NDArray[np.uint16]
 Lengths = npt.NDArray[np.int64]
@@ -34,8 +31,6 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-CHECK_EVERY = 16  # batches: in one of them, one text is encoded by tiktoken too
-CHECKED_CHARS = 20_000  # of that text
 VOCAB_MULTIPLE = 64  # ids: whole tiles in the matmul of the head
 
 # ---- merges of one's own
@@ -158,7 +153,6 @@ class TiktokenTokenizer(Tokenizer):
         self.end_of_text: int | None = self._encoding.eot_token
         if self.vocab_size > 1 << 16:
             raise ValueError(f"tokenizer {name!r} has {self.vocab_size:,} ids; token files hold uint16, at most 65,536")
-        self._batches = itertools.count()
 
     def encode(self, text: str) -> Ids:
         # disallowed_special=(): text may contain "<|endoftext|>"; it is spelt out in ordinary tokens
@@ -171,23 +165,7 @@ class TiktokenTokenizer(Tokenizer):
         buffer, bounds = fast.encode_batch_flat(texts)
         ids = np.frombuffer(buffer, "<u4").astype(np.uint16)  # of all texts
         begins = np.frombuffer(bounds, "<u8").astype(np.int64)  # of each text, and the end of the last one
-        batch = next(self._batches)
-        if batch % CHECK_EVERY == 0:
-            self._check_fast(fast, texts[batch // CHECK_EVERY % len(texts)])
         return np.split(ids, begins[1:-1])
-
-    def _check_fast(self, fast: Any, text: str) -> None:
-        """Raises ValueError where fastokens and tiktoken encode the beginning of text differently.
-
-        tiktoken, many times slower, is the reference: no mistake may go unnoticed in billions of tokens.
-        """
-        sample = text[:CHECKED_CHARS]
-        buffer, _ = fast.encode_batch_flat([sample])
-        if buffer != self.encode(sample).astype("<u4").tobytes():
-            raise ValueError(
-                f"fastokens and tiktoken encode a text differently ({sample[:40]!r}...); pip uninstall fastokens, and "
-                "prepare the data again"
-            )
 
     def encode_prompt(self, text: str) -> Ids:
         return self._encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
@@ -209,7 +187,7 @@ class BpeTokenizer(Tokenizer):
     """A byte-pair encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
 
     `merges` are the lines of a merges.txt, joined by newlines: two tokens, as CHAR_OF_BYTE spells them, and a space
-    between them. Raises ValueError where they are not.
+    between them. Raises ValueError if they are not.
     """
 
     def __init__(self, merges: str) -> None:
@@ -247,7 +225,7 @@ class BpeTokenizer(Tokenizer):
 
 
 def tokens_of(merges: Any) -> list[bytes]:
-    """The tokens of BpeTokenizer's merges by their ids, END_OF_TEXT left out. Raises ValueError where one is wrong."""
+    """The tokens of BpeTokenizer's merges by their ids, END_OF_TEXT left out. Raises ValueError if one is wrong."""
     if not isinstance(merges, str) or len(merges.encode("utf-8", "surrogatepass")) > MOST_MERGES_BYTES:
         raise ValueError(f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes")
     lines = merges.split("\n") if merges else []
@@ -282,6 +260,8 @@ def fast_gpt2() -> Any:
         from fastokens import Tokenizer as FastTokenizer
     except ImportError:
         return None
+    from data.tokenizer_json import of_bytes
+
     ids, merges = gpt2_vocabulary()
     ids.pop(END_OF_TEXT)  # in a text it is ordinary characters
     return FastTokenizer.from_json_str(json.dumps(of_bytes(ids, merges)))
@@ -294,29 +274,6 @@ def gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
     files = {name: read_file_cached(GPT2_FILES + name, checksum) for name, checksum in GPT2_SHA256.items()}
     merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # without the version line and the end
     return json.loads(files["encoder.json"]), merges
-
-
-def of_bytes(vocab: dict[str, Any], merges: list[Any], splits: bool = True) -> dict[str, Any]:
-    """A byte-pair encoding as tokenizer.json. splits: first by GPT-2's pattern, which tokens do not cross."""
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
-    end = {
-        "id": vocab.get(END_OF_TEXT),
-        "content": END_OF_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    return {
-        "version": "1.0",
-        "added_tokens": [end] if END_OF_TEXT in vocab else [],
-        "normalizer": None,
-        "pre_tokenizer": by_bytes,
-        "post_processor": None,
-        "decoder": by_bytes,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-    }
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:
@@ -353,19 +310,20 @@ def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
 
 def gpt2_is_cached() -> bool:
     """Whether tiktoken's cache holds GPT-2's files, unharmed. Damaged ones tiktoken would download again."""
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR")
-    if folder is None:
-        folder = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-    if not folder:  # an empty folder's name means no cache
-        return False
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)  # an empty name means no cache
     for name, checksum in GPT2_SHA256.items():
-        try:
-            content = (Path(folder) / hashlib.sha1((GPT2_FILES + name).encode()).hexdigest()).read_bytes()
-        except OSError:
-            return False
-        if sha256(content) != checksum:
+        path = Path(folder) / hashlib.sha1((GPT2_FILES + name).encode()).hexdigest()
+        if not folder or not path.is_file() or file_sha256(path) != checksum:
             return False
     return True
+
+
+def valid_unicode(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def short_name(meta: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ from data.tokenizer import (
     TiktokenTokenizer,
     Tokenizer,
     gpt2_vocabulary,
-    of_bytes,
 )
 
 OUR_KEY = "deskgpt"  # the one of config.json, too: deskgpt/export/hugging_face.py
@@ -81,4 +80,27 @@ def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
             "vocab": {char: i for i, char in enumerate(tokenizer.chars)},
             "unk_token": NO_SUCH_TOKEN,
         },
+    }
+
+
+def of_bytes(vocab: dict[str, Any], merges: list[Any], splits: bool = True) -> dict[str, Any]:
+    """A byte-pair encoding as tokenizer.json. splits: first by GPT-2's pattern, which tokens do not cross."""
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
+    end = {
+        "id": vocab.get(END_OF_TEXT),
+        "content": END_OF_TEXT,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": [end] if END_OF_TEXT in vocab else [],
+        "normalizer": None,
+        "pre_tokenizer": by_bytes,
+        "post_processor": None,
+        "decoder": by_bytes,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 
 import numpy as np
 import pytest
-import torch
-from conftest import TINY, assert_one_line, assert_refused, flags, shell
-from fineweb import PREPARE, contents, fails, no_file_larger_than, tokens, write_documents
+from conftest import TINY, assert_one_line, assert_refused, flags
+from fineweb import PREPARE, contents, fails, tokens, write_documents
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tokenizer import HARD
 
 from data import bpe
 from data.describe import describe
 from data.text.prepare import prepare
 from data.token_files import read_meta, read_tokens, write_meta
 from data.tokenizer import (
-    CHAR_OF_BYTE,
     LARGEST_BPE,
-    LONGEST_TOKEN,
     MOST_MERGES_BYTES,
     BpeTokenizer,
     from_meta,
-    tokens_of,
 )
-from deskgpt.checkpoint import archive, store
+from deskgpt.checkpoint import store
 
 SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
 SMALL = bpe.train([SOME], 320)
@@ -58,22 +52,6 @@ def test_any_unicode_comes_back_many_texts_are_each_text_alone_and_bytes_are_cou
         assert SMALL.token_bytes()[ids].sum() == len(text.encode())
 
 
-def ids_of_the_tokenizers_package(tokenizer: BpeTokenizer, texts: list[str]) -> list[list[int]]:
-    """What the package that trains makes of texts with the same merges."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    merges = [(left, right) for left, right in (line.split(" ") for line in tokenizer.merges.split("\n"))]
-    tokens = [CHAR_OF_BYTE[byte] for byte in range(256)] + [left + right for left, right in merges]
-    theirs = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return [encoding.ids for encoding in theirs.encode_batch(texts)]
-
-
-@given(st.lists(unicode, min_size=1, max_size=8))
-def test_ids_of_any_text_are_those_of_the_package_that_trains(texts):
-    assert [ids.tolist() for ids in SMALL.encode_batch(texts)] == ids_of_the_tokenizers_package(SMALL, texts)
-
-
 # ---- training ------------------------------------------------------------------------------------------------
 
 
@@ -89,24 +67,6 @@ def test_words_without_end_are_cut_for_training():
     assert cut.replace("\n", "") == text
     assert max(map(len, cut.split())) == bpe.LONGEST_WORD
     assert bpe.train([cut], 264).vocab_size == 264
-
-
-def test_no_token_is_longer_than_a_description_may_hold():
-    tokenizer = bpe.train(["=" * 1000, SOME], 330)
-    assert LONGEST_TOKEN / 2 <= max(map(len, tokens_of(tokenizer.merges))) <= LONGEST_TOKEN
-
-
-@pytest.mark.slow
-def test_number_of_threads_changes_no_merge(text, tmp_path):
-    (tmp_path / "a.txt").write_text(text[:100_000] + "".join(HARD), encoding="utf-8")
-    code = (
-        f"from data import bpe; texts = open({str(tmp_path / 'a.txt')!r}, encoding='utf-8').read().splitlines(True);"
-        "print(bpe.train(texts, 3000).merges.encode().hex())"
-    )
-    one = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
-    found = {shell("python", "-c", code, env=os.environ | env).stdout for env in (one, {"RAYON_NUM_THREADS": "5"})}
-    assert len(found) == 1
-    assert len(found.pop()) > 10_000
 
 
 # ---- the description -----------------------------------------------------------------------------------------
@@ -138,20 +98,6 @@ def test_description_that_is_not_one_is_refused_in_one_short_line(tmp_path, meta
         read_meta(tmp_path)
     assert_one_line(str(e.value), tmp_path / "meta.json", "prepare the data again")
     assert len(str(e.value)) < 300 + len(str(tmp_path))
-
-
-@pytest.mark.slow
-def test_largest_vocabulary_fits_into_meta_json_and_a_checkpoint(tmp_path):
-    chars = list(CHAR_OF_BYTE.values())[::-1]  # first those that both files spell longest
-    merges = [f"{a + chars[0] * n} {chars[0]}" for a in chars for n in range(LONGEST_TOKEN - 1)]
-    sizes = np.cumsum([len(line.encode()) + 1 for line in merges])
-    merges = merges[: np.count_nonzero(sizes <= MOST_MERGES_BYTES)]
-    meta = BpeTokenizer("\n".join(merges)).meta()
-    write_meta(tmp_path, {"tokenizer": meta, "vocab_size": 257 + len(merges), "files": {}})
-    assert read_meta(tmp_path)["tokenizer"] == meta
-    with open(tmp_path / "ckpt.pt", "wb") as file:
-        archive.write({"tokenizer": meta, "weights": torch.zeros(3)}, file)
-    assert archive.load(tmp_path / "ckpt.pt")["tokenizer"] == meta
 
 
 # ---- data/text/prepare.py ------------------------------------------------------------------------------------
@@ -272,20 +218,6 @@ def test_documents_are_tokenized_by_what_was_trained_on_text_after_val(tmp_path,
     fails(script(*prepare, "--vocab_size=701", "--out", tmp_path / "out"), "vocab_size", 700, 701)
     as_bytes = (PREPARE, "--source", tmp_path / name, *OWN[2:], "--encoding=bytes")
     fails(script(*as_bytes, "--out", tmp_path / "out"), "tokenizer", "bpe", "bytes")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
-def test_vocabulary_is_trained_once_also_where_the_first_start_ends_before_any_shard(tmp_path, script, text):
-    source = write_documents(tmp_path / "a.jsonl", [text[:100_000]])
-    prepare = (PREPARE, "--source", source, *OWN, "--out", tmp_path / "out")
-    with no_file_larger_than(10_000):
-        fails(script(*prepare), "val_000000.bin")
-    assert list(contents(tmp_path / "out")) == ["meta.json"]
-    done = script(*prepare)
-    assert done.code == 0, done.err
-    assert "training" not in done.out
-    assert script(*prepare[:-1], tmp_path / "undisturbed").code == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
 def test_source_without_text_after_val_is_refused(tmp_path, script, text):

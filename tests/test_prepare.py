@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
-import http.server
 import json
 import os
-import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import SHAKESPEARE, assert_one_line, needs_bpe
 from fineweb import fails, no_file_larger_than
@@ -76,6 +76,16 @@ def test_own_text_with_each_tokenizer(tmp_path, script, tokenizer):
     assert "already prepared" not in done.out  # another text
 
 
+def test_text_as_people_have_it_is_read(tmp_path, script):
+    """UTF-16 with its mark, packed, and a pattern that the shell left as it is."""
+    text = "hello Käse 🧀\n" * 60
+    (tmp_path / "a.txt").write_text(text, encoding="utf-16", newline="")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    done = script("data/text/prepare.py", tmp_path / "*.t*", "--out", tmp_path / "own", "--tokenizer=bytes")
+    assert done.code == 0, done.err
+    assert decoded(tmp_path / "own", "train") + decoded(tmp_path / "own", "val") == 2 * text
+
+
 def test_faults_of_own_text_are_named(tmp_path, script):
     def refused(name: str, content: bytes | None, *options: str) -> None:
         if content is not None:
@@ -85,9 +95,31 @@ def test_faults_of_own_text_are_named(tmp_path, script):
         assert not (tmp_path / "own").exists()
 
     refused("latin1.txt", "Käse".encode("latin-1") * 50)
+    refused("utf16_without_mark.txt", ("It was a dark night.\n" * 300).encode("utf-16-le"))
+    refused("zipped.txt", b"PK\x03\x04" + bytes(500))
+    refused("cut.gz", gzip.compress(b"hello" * 100)[:-9])
     refused("empty.txt", b"")
     refused("nowhere.txt", None)
+    refused("pattern*.txt", None)
     refused("fine.txt", b"abc" * 50, "--tokenizer=nope")
+
+
+def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(tmp_path, script):
+    stories = [f"Once upon a time {i} there was a cat.\n" for i in range(900)]
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), newline="\r\n")
+    prepare = ("data/text/prepare.py", tmp_path / "a.txt", "--out", tmp_path / "own")
+    for options in (["--tokenizer=bytes"], ["--tokenizer=bpe", "--vocab_size=300"]):
+        done = script(*prepare, *options)
+        assert done.code == 0, done.err
+        assert "900 documents" in done.out
+        meta = read_meta(tmp_path / "own")
+        ids = np.concatenate([read_tokens(tmp_path / "own" / f"{split}.bin") for split in ("train", "val")])
+        assert np.count_nonzero(ids == meta["end_of_text"]) == 900
+        text = from_meta(meta["tokenizer"]).decode_bytes(ids[ids != meta["end_of_text"]].tolist()).decode()
+        assert text == "".join(stories).replace("\n", "\r\n")
+    done = script(*prepare, "--tokenizer=char")
+    assert "char has no such token" in done.out
+    assert read_meta(tmp_path / "own")["end_of_text"] is None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
@@ -106,36 +138,27 @@ def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
 # ---- downloads -----------------------------------------------------------------------------------------------
 
 
-class Server(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(404 if self.path == "/missing" else 200)
-        self.send_header("Content-Length", "11")
-        self.end_headers()
-        self.wfile.write(b"hello" if self.path == "/cut" else b"hello world")
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def url(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+@needs_bpe
+def test_without_a_network_the_text_that_was_given_before_is_kept(tmp_path, script, monkeypatch):
+    """After `prepare.py --input FILE`, `make train` and the notebook run the same script without --input."""
+    monkeypatch.setattr("data.shakespeare_char.prepare.DATA", tmp_path)  # where no input.txt is
+    monkeypatch.setattr("data.shakespeare_char.prepare.URL", "http://127.0.0.1:9/input.txt")
+    (tmp_path / "text.txt").write_text("To be, or not to be.\n" * 100)
+    prepare = ("data/shakespeare/prepare.py", "--out", tmp_path / "s")
+    fails(script(*prepare), "127.0.0.1:9", "--input FILE")
+    assert script(*prepare, "--input", tmp_path / "text.txt").code == 0
+    assert script(*prepare).out == "s: already prepared\n"
+    (tmp_path / "s" / "val.bin").unlink()
+    fails(script(*prepare), "--input FILE")
 
 
-def test_download_arrives_whole_or_not_at_all(tmp_path, url):
-    path, checksum = tmp_path / "deep" / "input.txt", hashlib.sha256(b"hello world").hexdigest()
-    download(f"{url}/text", path, checksum)
-    assert path.read_bytes() == b"hello world"
-    for page, reason in (("missing", "404"), ("cut", "checksum|IncompleteRead|bytes"), ("text", "checksum")):
-        wrong = checksum if page != "text" else SHA256
-        with pytest.raises(ValueError, match=reason) as e:
-            download(f"{url}/{page}", tmp_path / "other.txt", wrong)
-        assert_one_line(str(e.value), "--input FILE")
-    with pytest.raises(ValueError, match="--input FILE"):
-        download("http://127.0.0.1:9/x", tmp_path / "other.txt", checksum)
-    assert [p.name for p in tmp_path.iterdir()] == ["deep"]
+@pytest.mark.parametrize(("content", "reason"), [(None, "Connection refused|cannot download"), (b"hello", "checksum")])
+def test_download_arrives_whole_or_not_at_all(tmp_path, content, reason):
+    (tmp_path / "page").write_bytes(content or b"")
+    url = (tmp_path / "page").as_uri() if content else "http://127.0.0.1:9/x"
+    with pytest.raises(ValueError, match=reason) as e:
+        download(url, tmp_path / "input.txt", SHA256)
+    assert_one_line(str(e.value), "--input FILE")
+    assert not (tmp_path / "input.txt").exists()
+    download((tmp_path / "page").as_uri(), tmp_path / "input.txt", hashlib.sha256(content or b"").hexdigest())
+    assert (tmp_path / "input.txt").read_bytes() == (content or b"")

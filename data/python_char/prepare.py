@@ -20,17 +20,8 @@ from data.text.prepare import prepare
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import sha256
 
-SKIPPED = {
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "pydoc_data",
-    "__pycache__",
-}
+SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
+SKIPPED |= {"encodings", "pydoc_data", "__pycache__"}
 SIZE = 2_000_000  # characters: about twice tiny Shakespeare
 
 
@@ -54,14 +45,10 @@ def standard_library(size: int) -> str:
     return "".join(texts)
 
 
-def arguments() -> argparse.Namespace:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=here, help="where to write")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
+    out = parser.parse_args().out
     with one_line_errors():
-        args = arguments()
-        prepare(standard_library(SIZE), args.out, "char", f"standard library of Python {platform.python_version()}")
+        prepare(standard_library(SIZE), out, "char", f"standard library of Python {platform.python_version()}")

@@ -11,51 +11,46 @@ from __future__ import annotations
 import argparse
 import http.client
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.text.prepare import prepare, read_text
+from data.text.prepare import prepare
+from data.text_files import read_text
+from data.token_files import is_prepared, read_record
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import sha256, write_atomically
 
 DATA = Path(__file__).resolve().parents[1]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SOURCE = "tiny Shakespeare"  # as meta.json names it
 TIMEOUT_S = 20
 
 
 def download(url: str, path: Path, checksum: str) -> None:
     """Fetches url to path, completely or not at all. Raises ValueError for any fault of the network or the content."""
+    remedy = f"save the text as {path} or give it with --input FILE"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # raises on a status of 400 and more
             content = response.read()
     except (OSError, http.client.HTTPException, ValueError) as e:  # URLError, time-outs and TLS faults are OSErrors
-        raise ValueError(f"cannot download {url} ({e}); save the text as {path} or give it with --input FILE") from None
+        raise ValueError(f"cannot download {url} ({e}); {remedy}") from None
     if sha256(content) != checksum:
-        raise ValueError(
-            f"{url} did not send the expected text (its checksum is {sha256(content)[:12]}...); "
-            f"save the text as {path} or give it with --input FILE"
-        )
+        found = sha256(content)[:12]
+        raise ValueError(f"{url} did not send the expected text (its checksum is {found}...); {remedy}")
     write_atomically(path, content)
 
 
-def text_file() -> Path:
-    """An input.txt that is already here, or else the downloaded one. Raises ValueError, OSError."""
-    ours = DATA / "shakespeare_char" / "input.txt"
-    for path in (ours, DATA / "shakespeare" / "input.txt"):
-        if path.exists():
-            return path
-    download(URL, ours, SHA256)
-    return ours
-
-
 def shakespeare(input_file: Path | None) -> str:
-    """The text in input_file, or in `text_file()`. Raises ValueError, OSError."""
-    path = input_file or text_file()
-    text = read_text([path])
+    """The text in input_file, else in an input.txt that is here, else downloaded. Raises ValueError, OSError."""
+    ours = DATA / "shakespeare_char" / "input.txt"
+    found = [path for path in (ours, DATA / "shakespeare" / "input.txt") if path.exists()]
+    path = input_file or (found or [ours])[0]
+    if not (input_file or found):
+        download(URL, ours, SHA256)
+    text = read_text(path)
     if sha256(text.encode()) != SHA256:
         print(f"note: {path} is not the usual text of 1,115,394 characters; figures for it do not apply")
     return text
@@ -67,7 +62,16 @@ def main(name: str, tokenizer: str) -> None:
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=DATA / name, help="where to write")
     with one_line_errors():
         args = parser.parse_args()
-        prepare(shakespeare(args.input), args.out, tokenizer, "tiny Shakespeare")
+        try:
+            text = shakespeare(args.input)
+        except ValueError:
+            # Without a network, what an earlier --input has made is still there.
+            source = read_record(args.out).get("source", "")
+            if args.input or not (source.startswith(SOURCE) and is_prepared(args.out, source)):
+                raise
+            print(f"{args.out.name}: already prepared")
+            return
+        prepare(text, args.out, tokenizer, SOURCE)
 
 
 if __name__ == "__main__":

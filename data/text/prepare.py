@@ -4,7 +4,8 @@
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096   # a vocabulary of its own
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
-Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json.
+Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files may be UTF-8 or UTF-16, also packed as .gz. If
+lines with nothing but <|endoftext|> separate documents, each document begins with that token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data import bpe
+from data.text_files import documents_in, expanded, next_document, read_text
 from data.token_files import is_prepared, named_tokenizer, write_dataset
 from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
@@ -30,10 +32,12 @@ NAMED_FILES = 10  # in the source that meta.json names
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.name in ("", "."):
-        raise ValueError(f"--name={args.name!r}: give the data a name")
-    source = ", ".join(path.name for path in args.files[:NAMED_FILES])
-    prepare(read_text(args.files), DATA / args.name, args.tokenizer, source, args.vocab_size)
+    paths = expanded(args.files)
+    source = ", ".join(path.name for path in paths[:NAMED_FILES])
+    texts = [read_text(path) for path in paths]
+    if len(texts) > 1:
+        texts = [text if text.endswith("\n") else text + "\n" for text in texts]
+    prepare("".join(texts), output_folder(args), args.tokenizer, source, args.vocab_size or bpe.USUAL_SIZE)
 
 
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = bpe.USUAL_SIZE) -> None:
@@ -43,7 +47,7 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
     which is trained on the train split. Does nothing if folder already holds the files unharmed. Raises ValueError for
     an unknown tokenizer or too short a text.
     """
-    cut = int(len(text) * TRAIN_SHARE)
+    cut = next_document(text, int(len(text) * TRAIN_SHARE))
     if len(text) - cut < 2:
         raise ValueError(f"{source} has {len(text)} characters, too few to train on; give more text")
     described = named_tokenizer(tokenizer_name)
@@ -56,54 +60,57 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
         return
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
-        tokenizer: Tokenizer = bpe.train(bpe.sample([text[:cut]], bpe.SAMPLE_BYTES), vocab_size)
+        tokenizer: Tokenizer = bpe.train(bpe.sample(documents_in(text[:cut]), bpe.SAMPLE_BYTES), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
         tokenizer = from_meta(described)
-    splits = {
-        "train": encode(text[:cut], tokenizer, "tokenizing train"),
-        "val": encode(text[cut:], tokenizer, "tokenizing val"),
-    }
-    write_dataset(folder, splits, tokenizer, source)
+    n_documents = len(documents_in(text))
+    end_of_text = tokenizer.end_of_text if n_documents > 1 else None
+    if n_documents > 1:
+        unknown = f"the tokenizer {tokenizer.meta()['name']} has no such token, so they are spelt out as text"
+        print(f"{n_documents:,} documents, separated by <|endoftext|>: {'one token each' if end_of_text else unknown}")
+    splits = {}
+    for split, part in (("train", text[:cut]), ("val", text[cut:])):
+        splits[split] = encode(part, tokenizer, end_of_text, f"tokenizing {split}")
+    write_dataset(folder, splits, tokenizer, source, end_of_text=end_of_text)
     print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
         print(f"{split}.bin has {len(ids):,} tokens")
 
 
-def encode(text: str, tokenizer: Tokenizer, label: str) -> Ids:
-    """The token ids (n,) of a long text, with a progress bar on a terminal."""
+def encode(text: str, tokenizer: Tokenizer, end_of_text: int | None, label: str) -> Ids:
+    """The token ids (n,) of a long text, with a progress bar on a terminal.
+
+    end_of_text: the token that each document begins with; None to encode the text as one, as it is.
+    """
     encoded = []
     with tqdm(total=len(text), desc=label, unit="char", unit_scale=True, disable=None) as bar:
-        for piece in pieces(text):
-            encoded.append(tokenizer.encode(piece))
-            bar.update(len(piece))
+        for document in [text] if end_of_text is None else documents_in(text):
+            if end_of_text is not None:
+                encoded.append(np.array([end_of_text], np.uint16))
+            for piece in pieces(document):
+                encoded.append(tokenizer.encode(piece))
+                bar.update(len(piece))
     return np.concatenate(encoded)
 
 
-def read_text(paths: list[Path]) -> str:
-    """The texts of UTF-8 files, joined; with several files, a newline ends each. Raises ValueError, OSError."""
-    texts = []
-    for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8-sig")  # -sig: drops the mark that Windows editors put first
-        except UnicodeDecodeError as e:
-            raise ValueError(
-                f"{path} is not UTF-8 text (byte {e.start:,}); convert it first, for instance with iconv"
-            ) from None
-        except OSError as e:
-            raise OSError(f"cannot read {path}: {e.strerror}; is its name right?") from None
-        if len(paths) > 1 and not text.endswith("\n"):
-            text += "\n"
-        texts.append(text)
-    return "".join(texts)
+def output_folder(args: argparse.Namespace) -> Path:
+    """What --out or --name says. Raises ValueError if that is nothing."""
+    if args.out is not None:
+        return args.out
+    if args.name in ("", "."):
+        raise ValueError(f"--name={args.name!r}: give the data a name")
+    return DATA / args.name
 
 
 def arguments() -> argparse.Namespace:
     parser = OneLineParser(str(__doc__))
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path)
-    add("--name", required=True, help="folder below data/, or a path; later the value of --dataset")
+    to = parser.add_mutually_exclusive_group(required=True)
+    to.add_argument("--name", help="folder below data/, or a path; later the value of --dataset")
+    to.add_argument("--out", type=Path, metavar="FOLDER", help="any folder, instead of --name")
     add(
         *("--tokenizer", "--encoding"),
         default="char",
@@ -112,11 +119,8 @@ def arguments() -> argparse.Namespace:
     )
     add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {bpe.USUAL_SIZE})")
     args = parser.parse_args()
-
     if args.tokenizer != "bpe" and args.vocab_size is not None:
         raise ConfigError(f"--vocab_size has no meaning with --tokenizer {args.tokenizer}; leave it out")
-    if args.vocab_size is None:
-        args.vocab_size = bpe.USUAL_SIZE
     return args
 
 
