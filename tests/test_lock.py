@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from conftest import ROOT, TINY, assert_one_line, contents, flags
@@ -18,25 +17,10 @@ from deskgpt.run import lock
 from deskgpt.run.lock import only_run_in
 
 
-@pytest.fixture(params=["lock", "lease"])
-def kind(request, monkeypatch) -> str:
-    """What keeps runs apart: the system's lock, or a lease where it has none."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    if request.param == "lease":
-        monkeypatch.setattr(lock.FileLock, "_acquire", refuse)
-        monkeypatch.setattr(lock, "LEASE_S", 0.4)
-    return request.param
-
-
-def test_second_run_is_told_whose_the_folder_is_and_leaves_no_trace(tmp_path, kind):
+def test_second_run_is_told_whose_the_folder_is_and_leaves_no_trace(tmp_path):
     out_dir = tmp_path / "a" / "out"
     with only_run_in(out_dir):
         (out_dir / "ckpt.pt").write_bytes(b"1")
-        if kind == "lease":
-            time.sleep(0.8)  # it would be stale by now
         before = contents(out_dir).keys()
         with pytest.raises(ValueError, match=r"is in use .* 20\d\d-") as e, only_run_in(out_dir):
             raise AssertionError("two at once")
@@ -49,7 +33,7 @@ def test_second_run_is_told_whose_the_folder_is_and_leaves_no_trace(tmp_path, ki
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_dead_runs_lock_does_not_hold(tmp_path, kind):
+def test_dead_runs_lock_does_not_hold(tmp_path):
     child = os.fork()
     if child == 0:
         held = only_run_in(tmp_path)
@@ -58,9 +42,19 @@ def test_dead_runs_lock_does_not_hold(tmp_path, kind):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert (tmp_path / f".{kind}").exists()
+    assert (tmp_path / lock.LOCK).exists()
     with only_run_in(tmp_path):
         assert json.loads((tmp_path / lock.HOLDER).read_bytes())["pid"] == os.getpid()
+
+
+def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.FileLock, "_acquire", refuse)
+    with only_run_in(tmp_path):
+        pass
+    assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
 
 
 def test_a_run_that_may_wait_takes_the_folder_when_the_other_one_has_left(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import assert_equal, assert_one_line
 
-from deskgpt.checkpoint import archive
+from deskgpt.checkpoint import ckpt_file
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.compute.optimizer import NEWTON_SCHULZ, make_optimizer, orthogonalized, step_if_finite, step_unless
 from model import GPT, GPTConfig
@@ -241,12 +241,11 @@ def test_optimizer_of_ones_own_goes_on_exactly(name, tmp_path):
     kept.load(before, "out")  # a run that goes back
     model.load_state_dict(weights)
     steps(model, optimizer, 0, 4)
-    with open(tmp_path / "state", "w+b") as file:
-        archive.write({"model": model.state_dict(), "optimizer": kept.state()}, file)
+    ckpt_file.write({"model": model.state_dict(), "optimizer": kept.state()}, tmp_path / "state")
     steps(model, optimizer, 4, 8)
 
     resumed, its_optimizer, its_kept = start()
-    saved = archive.load(tmp_path / "state")
+    saved = ckpt_file.load(tmp_path / "state")
     resumed.load_state_dict(saved["model"])
     its_kept.load(saved["optimizer"], "out")
     steps(resumed, its_optimizer, 4, 8)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -8,15 +9,15 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal, assert_one_line, files_of_at_most, shell
+from conftest import ROOT, assert_equal, assert_one_line, events, files_of_at_most, shell, tiny
 from kill_points import silent, state_of
 
+import train
 from deskgpt.checkpoint import store
-from deskgpt.run.saver import Saver, Snapshot
+from deskgpt.run.saver import Kept, Saver
 from deskgpt.system import hardware
 
 
@@ -31,39 +32,40 @@ def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(t
     saver = saver_of(tmp_path)
     state = state_of(1, 2.0)
     expected = state_of(1, 2.0)
-    for step in (1, 2):  # the second snapshot is in the first one's memory
-        state.iter_num = expected.iter_num = step
-        go.clear()
-        saver.save(state, best=False)
-        state.model["lm_head.weight"].add_(1)
-        state.optimizer["param_groups"][0]["lr"] = 7.0
-        go.set()
-        saver.wait()
-        loaded = store.load(tmp_path)
-        assert_equal(loaded.model, dict(expected.model))
-        assert_equal(loaded.optimizer, expected.optimizer)
-        assert loaded.iter_num == step
-        assert loaded.model["lm_head.weight"].data_ptr() == loaded.model["transformer.wte.weight"].data_ptr()
-        state.model["lm_head.weight"].copy_(expected.model["lm_head.weight"])
-        state.optimizer["param_groups"][0]["lr"] = expected.optimizer["param_groups"][0]["lr"]
+    saver.save(state, best=False)
+    state.model["lm_head.weight"].add_(1)
+    state.optimizer["param_groups"][0]["lr"] = 7.0
+    assert saver.kept is None  # it is not on the disk yet
+    go.set()
+    saver.wait()
+    assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
+    loaded = store.load(tmp_path)
+    assert_equal(loaded.model, dict(expected.model))
+    assert_equal(loaded.optimizer, expected.optimizer)
+    assert loaded.model["lm_head.weight"].data_ptr() == loaded.model["transformer.wte.weight"].data_ptr()
     torch.save(vars(expected), tmp_path / "plain.pt")
     assert (tmp_path / "ckpt.pt").stat().st_size < (tmp_path / "plain.pt").stat().st_size + 1000
-    assert [(saved.step, saved.best, saved.error) for saved in saver.finished()] == [(1, False, None), (2, False, None)]
+    assert [(saved.step, saved.best, saved.error) for saved in saver.finished()] == [(1, False, None)]
     assert list(saver.finished()) == []
 
 
-def test_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path):
+def test_save_that_fails_is_printed_and_the_run_names_the_checkpoint_before_it(tmp_path):
     said: list[str] = []
     saver = saver_of(tmp_path, said)
+    with files_of_at_most(kib=1):
+        saver.save(state_of(0, 3.0), best=True)
+        assert saver.kept_text() == "no checkpoint was saved yet"
     saver.save(state_of(1, 3.0), best=True)
     saver.wait()
     with files_of_at_most(kib=1):
         saver.save(state_of(2, 2.0), best=True)
         saver.wait()
-    assert [type(saved.error) for saved in saver.finished()] == [type(None), OSError]
+    assert [type(saved.error) for saved in saver.finished()] == [OSError, type(None), OSError]
     assert saver.best_val_loss == 3.0  # that of the files
+    assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
-    assert_one_line(*said, tmp_path / "ckpt.pt", "free some disk space", "the run goes on")
+    for line in said:
+        assert_one_line(line, tmp_path / "ckpt.pt", "free some disk space", "the run goes on")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(3, 2.5), best=True)
@@ -89,24 +91,39 @@ def test_without_free_memory_the_loop_waits_and_says_so_once(tmp_path, monkeypat
     for step in (1, 2):
         saver.save(state_of(step, 3.0), best=False)
         assert store.load(tmp_path).iter_num == step
-        assert [saved.step for saved in saver.finished()] == [step]
     assert said == ["little memory is free: training waits while a checkpoint is written"]
-    assert not saver.snapshot.buffers
 
 
-def test_pinned_memory_that_cannot_be_had_ends_no_run(monkeypatch):
-    empty = torch.empty
+def test_broken_weights_do_not_replace_a_checkpoint(tmp_path):
+    said: list[str] = []
+    saver = saver_of(tmp_path, said)
+    saver.save(state_of(1, 3.0), best=True)
+    huge, bad, lost = (state_of(step, 3.0) for step in (2, 3, 4))
+    huge.model["lm_head.weight"].fill_(1e27)  # finite, but what is computed with it is not
+    bad.model["lm_head.weight"][0, 0] = torch.nan
+    lost.health = {"evaluations": [[1, 3.0, 3.0, 0.1], [4, math.nan, math.nan, None]]}
+    for state in (huge, bad, lost):
+        saver.save(state, best=False)
+    saver.wait()
+    assert [type(saved.error) for saved in saver.finished()] == [type(None)] + [ValueError] * 3
+    for line in said:
+        assert_one_line(line, "is not written")
+    assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
+    assert store.load(tmp_path).iter_num == 1
 
-    def limited(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        if pin_memory:
-            raise torch.AcceleratorError("CUDA error: out of memory")
-        return empty(*size, **options)
 
-    monkeypatch.setattr(torch, "empty", limited)
-    assert Snapshot()._buffer(0, 40, pinned=True).nbytes == 40
+def test_run_whose_weights_break_keeps_the_checkpoint_from_before(chars, tmp_path, capsys):
+    train.main(tiny(chars, tmp_path, max_iters=3))
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    broken = {"init_from": "resume", "learning_rate": 1e30, "warmup_iters": 0, "decay_lr": False}
+    with pytest.raises((ValueError, OSError)) as e:
+        train.main(tiny(chars, tmp_path, max_iters=12, resume_changed=True, **broken))
+    assert_one_line(e.value)
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+    assert not [e for e in events(tmp_path, "saved") if e["iter"] > 3]
 
 
-def test_state_that_grows_gets_larger_buffers(tmp_path):
+def test_state_that_grows_is_saved(tmp_path):
     saver = saver_of(tmp_path)
     small = state_of(1, 3.0)
     saver.save(small, best=False)

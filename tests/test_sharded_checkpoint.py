@@ -208,18 +208,6 @@ def test_conversion_keeps_every_number(folder, tmp_path, script):
     assert_one_line(done.err, "error: usage: ", "SOURCE TARGET")
 
 
-def test_folder_as_it_was_until_2026_11_23_is_read(folder, tmp_path):
-    """With the steps of parameters apart, as numbers."""
-    path = tmp_path / "ckpt-00000001"
-    shutil.copytree(folder / "ckpt-00000001", path)
-    rest = json.loads((path / "checkpoint.json").read_text())
-    scalars = rest["optimizer"].pop("scalars")
-    rest["optimizer"]["steps"] = {name: values["step"]["tensor"] for name, values in scalars.items()}
-    (path / "checkpoint.json").write_text(json.dumps(rest))
-    before = store.whole(store.load(folder / "ckpt-00000001"))
-    assert_equal(store.whole(store.load(with_manifest(path))).optimizer, before.optimizer)
-
-
 # ---- damage and strangers' files -----------------------------------------------------------------------------
 
 
@@ -251,7 +239,7 @@ def test_no_damage_to_a_folder_is_silent_and_the_one_before_it_is_used(folder, t
 
 def with_manifest(path: Path) -> Path:
     """Makes the manifest of a stranger's folder right."""
-    files = {p.name: folders.facts_of(p) for p in path.iterdir() if p.name != "manifest.json"}
+    files = {p.name: folders.size_and_sha256(p) for p in path.iterdir() if p.name != "manifest.json"}
     (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     return path
 
@@ -266,7 +254,6 @@ STRANGE: dict[str, Any] = {
         {"names": 3},
         *({"names": ["x"], "scalars": {"x": {"step": {"tensor": odd}}}} for odd in ("y", 2**70)),
     ],
-    "best": [None, 1],
     "config": [3],
     "tokenizer": ["bytes"],
 }
@@ -299,7 +286,7 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
 
 def save_whole(out_dir: Path, step: int, best: bool) -> None:
     """A folder as a sharded run would have written it, by one process."""
-    tensors, rest = store.parted(state_of(*trained(), step))
+    tensors, rest = store.split_tensors(state_of(*trained(), step))
     folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
 
 
@@ -347,9 +334,9 @@ def test_what_killed_and_abandoned_runs_left_is_tidied(tmp_path):
 
 
 def test_damaged_shard_is_not_the_best_model(tmp_path):
-    tensors, rest = store.parted(state_of(*trained(), 5, loss=1.0))
+    tensors, rest = store.split_tensors(state_of(*trained(), 5, loss=1.0))
     folders.write(tensors, rest | {"best": True}, folders.new_path(tmp_path, 5))
-    tensors, rest = store.parted(state_of(*trained(), 9, loss=1.0))  # the best loss so far
+    tensors, rest = store.split_tensors(state_of(*trained(), 9, loss=1.0))  # the best loss so far
     folders.write(tensors, rest | {"best": False}, folders.new_path(tmp_path, 9))
     assert store.resume(tmp_path).best_val_loss == 1.0
     shard = next((tmp_path / "ckpt-00000005").glob("shard-*"))

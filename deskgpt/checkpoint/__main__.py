@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deskgpt.checkpoint import archive
+from deskgpt.checkpoint import ckpt_file
 from deskgpt.checkpoint.store import FORMAT, content_of, load, whole
 from deskgpt.system.errors import one_line_errors
-from deskgpt.system.files import check_unused, replacing
+from deskgpt.system.files import check_unused
 
 
 def convert(source: str, target: str) -> None:
@@ -22,8 +22,7 @@ def convert(source: str, target: str) -> None:
     path = Path(target)
     check_unused(path)
     saved = whole(load(source, print))
-    with replacing(path) as file:
-        archive.write(content_of(saved) | {"format": FORMAT}, file)
+    ckpt_file.write(content_of(saved) | {"format": FORMAT}, path)
     print(f"{target}: step {saved.iter_num}, {len(saved.model)} weights")
 
 

@@ -2,7 +2,7 @@
 
 AdamW and Muon of compute/optimizer.py are kept as torch's state_dict, as nanoGPT does. Of any other optimizer the dict
 also has its class and what it changed in its groups by itself. An optimizer with a state_dict of its own is asked for
-that alone. One that keeps something elsewhere than in `state` and in its groups must have one.
+that alone. One that keeps state elsewhere than in `state` and in its groups must have its own state_dict.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deskgpt.checkpoint import folders
+from deskgpt.checkpoint import ckpt_file, folders
 from deskgpt.compute.optimizer import Muon
 from deskgpt.compute.sharding import is_dtensor, local
 from model import GPT
@@ -38,54 +38,47 @@ class OptimizerState:
         torchs: Any = torch.optim.Optimizer
         own: Any = type(optimizer)
         self.has_own_methods = (own.state_dict, own.load_state_dict) != (torchs.state_dict, torchs.load_state_dict)
+        self.is_sharded = any(is_dtensor(p) for p in self.params)
         self.first_groups = [copy.deepcopy(hyperparameters(group)) for group in optimizer.param_groups]
-        self.first_attributes = dict(vars(optimizer))
-        self.torchs_attributes = vars(torchs([torch.zeros(1)], {})).keys()
-        self.state()
+        self.first_attributes = plain_attributes(optimizer)
+        ckpt_file.refuse_unreadable(self.state())
+        stepped = None if self.is_ours or self.has_own_methods else after_a_step(optimizer)
+        if stepped is not None:
+            self._state_of(stepped)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: plain values and tensors."""
-        found = self.optimizer.state_dict()
+        """For a checkpoint: plain values and tensors. Raises ValueError where that would lose something."""
+        return self._state_of(self.optimizer)
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self.has_own_methods:
             self._refuse_if_sharded("has a state_dict of its own")
-            return found
-        found |= {"names": self.names}
+            return optimizer.state_dict()
+        found = optimizer.state_dict() | {"names": self.names}
         if self.is_ours:
             return found
-        self._refuse_what_would_be_lost()
+        refuse_hidden_state(optimizer, self.first_attributes)
         changed = []
-        for group, first in zip(self.optimizer.param_groups, self.first_groups, strict=True):
+        for group, first in zip(optimizer.param_groups, self.first_groups, strict=True):
             now = hyperparameters(group).items()
             changed.append({k: v for k, v in now if k not in first or has_tensor(v) or v != first[k]})
         if has_tensor(changed):
             self._refuse_if_sharded("keeps tensors in its groups")
-        return found | {"class": type(self.optimizer).__name__, "changed": changed}
+        return found | {"class": type(optimizer).__name__, "changed": changed}
 
     def _refuse_if_sharded(self, what: str) -> None:
-        if any(is_dtensor(p) for p in self.params):
+        if self.is_sharded:
             name = type(self.optimizer).__name__
             raise ValueError(f"{name} {what}, which checkpoints of sharded runs do not keep: take --dp_shard=1")
 
-    def _refuse_what_would_be_lost(self) -> None:
-        """Raises ValueError for an attribute with a tensor, another optimizer or the like, or a counter."""
-        for name, value in vars(self.optimizer).items():
-            if name in self.torchs_attributes:
-                continue
-            others = [x for x in tree_leaves(value) if all(x is not p for p in self.params)]
-            holds_state = any(isinstance(x, Tensor | torch.Generator | torch.optim.Optimizer) for x in others)
-            has_counted = type(value) in (int, float) and value != self.first_attributes.get(name)
-            if holds_state or has_counted:
-                raise ValueError(
-                    f"{type(self.optimizer).__name__} keeps state in {name}, which checkpoints would lose: keep it in "
-                    "`state`, or give the class a state_dict and a load_state_dict of its own"
-                )
-
-    def load(self, state: dict[str, Any], source: str, folder: Path | None = None) -> None:
+    def load(self, state: dict[str, Any] | None, source: str, folder: Path | None = None) -> None:
         """Takes back what `state` has given; hyperparameters remain those of the settings, not the checkpoint's.
 
         folder: Checkpoint.folder. Where the model is sharded, each rank loads its rows. Raises ValueError, naming
         `source`, where the state does not belong to the model or the optimizer.
         """
+        if not state:
+            raise ValueError(f"{source} has no optimizer state: begin a new run with its weights: --init_from={source}")
         theirs = state.get("class")
         is_same = theirs == type(self.optimizer).__name__ or (theirs is None and self.is_ours)
         if not (self.has_own_methods or is_same):
@@ -95,10 +88,10 @@ class OptimizerState:
             )
         try:
             if self.has_own_methods:
-                self._load_by_itself(state)
+                load_by_itself(self.optimizer, state)
             else:
                 self._load(state, folder)
-        except Exception as e:  # a stranger's state can raise nearly anything
+        except Exception as e:  # an untrusted state can raise nearly anything
             reason = " ".join(str(e).split())[:200]
             raise ValueError(f"{source}: the optimizer state does not fit the model ({reason})") from None
 
@@ -120,46 +113,89 @@ class OptimizerState:
         self._set_state(state["state"], numbers, folder)
 
     def _set_state(self, state: dict[Any, Any], numbers: list[int], folder: Path | None) -> None:
-        """numbers: of the parameters in `state`, which is copied: it may be a memory-mapped file, soon replaced."""
-        order = {number: i for i, number in enumerate(numbers)}
+        """Copies `state`, which may lie in a memory-mapped file. numbers: of the parameters in it."""
+        param_of = dict(zip(numbers, zip(self.params, self.names, strict=True), strict=True))
         groups = [g for g in self.optimizer.param_groups if g.get("fused") or g.get("capturable")]
         counted_on_device = {p for group in groups for p in group["params"]}
         saved = {}
         tensors = {}
         self.optimizer.state.clear()
         for number, of_parameter in state.items():
-            if number not in order:  # of all parameters
+            if number not in param_of:  # of all parameters
                 self.optimizer.state[number] = copied(of_parameter, self.params[0].device)
                 continue
-            p = self.params[order[number]]
-            name = self.names[order[number]]
+            p, name = param_of[number]
             for kind, value in of_parameter.items():
                 device = torch.device("cpu") if kind == "step" and p not in counted_on_device else p.device
                 if isinstance(value, Tensor) and value.dim():
                     like = p if value.shape == p.shape else value
-                    dtype = p.dtype if self.is_ours else value.dtype
-                    kept = torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
                     saved[f"{kind}.{name}"] = value
-                    tensors[f"{kind}.{name}"] = kept
+                    mine = torch.empty_like(like, dtype=value.dtype, device=device, requires_grad=False)
+                    tensors[f"{kind}.{name}"] = mine
                 elif self.is_ours:  # a number of steps, which older versions of torch kept as an int
-                    kept = torch.tensor(float(value), device=device)
+                    mine = torch.tensor(float(value), device=device)
                 else:
-                    kept = copied(value, device)
-                self.optimizer.state[p][kind] = kept
+                    mine = copied(value, device)
+                self.optimizer.state[p][kind] = mine
         fill(tensors, saved, folder)
 
-    def _load_by_itself(self, state: dict[str, Any]) -> None:
-        """torch's load_state_dict makes new groups. Those that an optimizer shares with its parts remain the same."""
-        parts = [x for x in tree_leaves(vars(self.optimizer)) if isinstance(x, torch.optim.Optimizer)]
-        before = [(part, list(part.param_groups)) for part in (self.optimizer, *parts)]
-        self.optimizer.load_state_dict(copy.deepcopy(state))
-        for part, groups in before:
-            for group, loaded in zip(groups, part.param_groups, strict=True):
-                group.update(loaded)
-            part.param_groups[:] = groups
+
+# ---- what would be lost --------------------------------------------------------------------------------------
+
+
+def plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """The numbers and texts in each attribute that torch's optimizers do not have."""
+    torchs: Any = torch.optim.Optimizer
+    known = vars(torchs([torch.zeros(1)], {})).keys()
+    own = {name: tree_leaves(value) for name, value in vars(optimizer).items() if name not in known}
+    return {name: [x for x in leaves if isinstance(x, bool | int | float | str)] for name, leaves in own.items()}
+
+
+def refuse_hidden_state(optimizer: torch.optim.Optimizer, first: dict[str, list[Any]]) -> None:
+    """Raises ValueError for an attribute that holds a tensor or another optimizer, or numbers that have changed.
+
+    first: plain_attributes before the first step.
+    """
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, plain in plain_attributes(optimizer).items():
+        others = [x for x in tree_leaves(getattr(optimizer, name)) if id(x) not in params]
+        if any(isinstance(x, Tensor | torch.Generator | torch.optim.Optimizer) for x in others) or (
+            plain != first.get(name, [])
+        ):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps state in {name}, which checkpoints would lose: keep it in "
+                "`state`, or give the class a state_dict and a load_state_dict of its own"
+            )
+
+
+def after_a_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """A copy of the optimizer after a step on tensors without storage; None where it cannot step on such."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=True) for p in params]
+    trial: torch.optim.Optimizer = object.__new__(type(optimizer))
+    try:
+        # The memo replaces each parameter; torch's own copy of an optimizer would drop attributes.
+        trial.__dict__ = copy.deepcopy(vars(optimizer), {id(p): shape for p, shape in zip(params, shapes, strict=True)})
+        for shape in shapes:
+            shape.grad = torch.empty_like(shape)
+        trial.step()
+    except Exception:  # such as .item(): then the first save must find out
+        return None
+    return trial
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------
+
+
+def load_by_itself(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """torch's load_state_dict makes new groups. Those that an optimizer shares with its parts remain the same."""
+    parts = [x for x in tree_leaves(vars(optimizer)) if isinstance(x, torch.optim.Optimizer)]
+    before = [(part, list(part.param_groups)) for part in (optimizer, *parts)]
+    optimizer.load_state_dict(copy.deepcopy(state))
+    for part, groups in before:
+        for group, loaded in zip(groups, part.param_groups, strict=True):
+            group.update(loaded)
+        part.param_groups[:] = groups
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -185,24 +221,16 @@ def check_moments(groups: list[dict[str, Any]], state: dict[int, Any], numbers: 
 
     Parameters that got no gradient yet have none.
     """
-    if state.keys() - set(numbers):
-        raise ValueError("it has moments of parameters that the model lacks")
-    number = iter(numbers)
-    for group in groups:
-        kinds = {"momentum_buffer"} if "momentum" in group else {"exp_avg", "exp_avg_sq"}
-        for p in group["params"]:
-            i = next(number)
-            if i not in state:
-                continue
-            moments = dict(state[i])
-            step = moments.pop("step")
-            if not isinstance(step, Tensor | int | float) or torch.as_tensor(step).shape != () or not step >= 0:
-                raise ValueError(f"step of parameter {i} is not a number of steps")
-            if not moments.keys() >= kinds:
-                raise ValueError(f"parameter {i} has not the moments {', '.join(sorted(kinds))}")
-            for kind, m in moments.items():
-                if not isinstance(m, Tensor) or m.shape != p.shape or not m.is_floating_point():
-                    raise ValueError(f"{kind} of parameter {i} has not the shape {tuple(p.shape)}")
+    params = [(p, group) for group in groups for p in group["params"]]
+    group_of = dict(zip(numbers, params, strict=True))
+    for i, moments in state.items():
+        p, group = group_of[i]
+        kinds = ["momentum_buffer"] if "momentum" in group else ["exp_avg", "exp_avg_sq"]
+        if not (float(moments["step"]) >= 0 and moments.keys() >= set(kinds)):
+            raise ValueError(f"parameter {i} has not a step and the moments {', '.join(kinds)}")
+        for kind, m in moments.items():
+            if kind != "step" and (m.shape != p.shape or m.dtype != p.dtype):
+                raise ValueError(f"{kind} of parameter {i} has not the shape {tuple(p.shape)}")
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
-"""Checkpoints: written so that a crash at any moment leaves a whole one, read without running code from them.
+"""The checkpoints of a run's folder: written so that a crash at any moment leaves a whole one, and found again.
 
-On disk a checkpoint is nanoGPT's dictionary with what an exact resume needs beyond it. nanoGPT's own checkpoints are
-read too. Each file carries a checksum (deskgpt/checkpoint/archive.py). Sharded runs write a folder instead
-(deskgpt/checkpoint/folders.py).
+A checkpoint is nanoGPT's dictionary with what an exact resume needs beyond it, in one file (ckpt_file.py), or in a
+folder where the model is sharded (folders.py). nanoGPT's own checkpoints are read too.
 """
 
 from __future__ import annotations
@@ -10,25 +9,24 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from deskgpt.checkpoint import archive, folders
+from deskgpt.checkpoint import ckpt_file, folders
 from deskgpt.checkpoint.folders import agreed, is_folder, new_path, order_of
 from deskgpt.checkpoint.optimizer_state import fill
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import local
-from deskgpt.system.files import TEMPORARY, copy, replacing, sync_folder
-from deskgpt.system.untrusted import Fields, check_record, is_number
+from deskgpt.system.files import TEMPORARY, copy, sync_folder
+from deskgpt.system.untrusted import is_number
 from model import GPT
 
 NAME = "ckpt.pt"
@@ -36,7 +34,9 @@ BEST = "ckpt_best.pt"
 MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
 FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
 MISSING_FILE = "is missing"
-# Facts that tell which losses can be compared.
+MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
+LARGEST_WEIGHT = 1e18  # the square of a larger one overflows float32, so that nothing can be computed with it
+# Metadata that tells which losses can be compared.
 VAL_DATA = "val data"
 EVAL_WINDOWS = "windows per evaluation"
 
@@ -46,18 +46,18 @@ class Checkpoint:
     """What ckpt.pt holds. The first six are nanoGPT's; the others are None in a checkpoint without them."""
 
     model: dict[str, Tensor]  # state_dict
-    optimizer: dict[str, Any]  # state_dict
     model_args: dict[str, Any]
-    iter_num: int  # steps done
-    best_val_loss: float  # nats per token
-    config: dict[str, Any]  # the settings of the run
+    optimizer: dict[str, Any] | None = None  # state_dict; without it a run cannot be resumed
+    iter_num: int = 0  # steps done
+    best_val_loss: float = math.inf  # nats per token
+    config: dict[str, Any] = field(default_factory=dict)  # the settings of the run
     scaler: dict[str, Any] | None = None  # state_dict of float16's GradScaler
     tokenizer: dict[str, Any] | None = None  # its meta()
     chat: str | None = None  # the name of the template of its data (data/chat/template.py)
     form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, explicit, and the kind of device
     wandb_run_id: str | None = None
-    health: dict[str, Any] | None = None  # Health.state: batches that were skipped, recent losses, evaluations
-    facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings: resuming.py
+    health: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
+    facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
     parts: dict[str, Any] | None = None  # what else the run keeps: Run.keep
     path: Path | None = None  # that it was loaded from; not saved
 
@@ -84,48 +84,53 @@ def save(
     With a group of ranks, which all call this with their shards, it writes a folder such as out_dir/ckpt-00001000,
     which says whether it is the best. The newest `keep` checkpoints and the best one stay. Each is durable before the
     next one is begun, and its predecessor is kept until then: one checkpoint's size must be free. Raises OSError where
-    one cannot be written, ValueError where the weights are not finite; the checkpoints before are then unharmed.
+    one cannot be written, ValueError where it should not be. The checkpoints before are then unharmed.
     """
-    path = out_dir / NAME
+    path = out_dir / NAME if group is None else agreed(group, lambda: new_path(out_dir, checkpoint.iter_num))[0]
+    before = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
 
     def check() -> None:
         try:
-            for where, value in values_in(content_of(checkpoint)):
-                check_value(where, value)
-                if not is_finite(value):
-                    raise ValueError("weights or moments hold NaN or infinity")
+            ckpt_file.refuse_unreadable(content_of(checkpoint))
+            if not is_finite(content_of(checkpoint)):
+                raise ValueError("weights or moments hold NaN or infinity")
+            if any(local(w).numel() and local(w).abs().max() > LARGEST_WEIGHT for w in checkpoint.model.values()):
+                raise ValueError(f"there are weights above {LARGEST_WEIGHT:g}, which no step can mend")
         except ValueError as e:
-            raise ValueError(f"{path} is not written: {e}{kept(path)}") from None
+            raise ValueError(f"{path} is not written: {e}{before}") from None
 
+    agreed(group, check)
     if group is not None:
-        path = agreed(group, lambda: new_path(out_dir, checkpoint.iter_num))[0]
-        agreed(group, check)
-        tensors, rest = parted(checkpoint)
+        tensors, rest = split_tensors(checkpoint, group)
         folders.write(tensors, rest | {"best": best}, path, group)
         agreed(group, lambda: prune(out_dir, keep) if dist.get_rank(group) == 0 else None)
         return
-    check()
     try:
         if keep > 1 and path.exists():
-            number(path)
-        with replacing(out_dir / BEST if best else path) as file:
-            archive.write(content_of(checkpoint) | {"format": FORMAT}, file)
+            give_number(path)
+        ckpt_file.write(content_of(checkpoint) | {"format": FORMAT}, out_dir / BEST if best else path)
         sync_folder(out_dir)
         if best:
             copy(out_dir / BEST, path)
             sync_folder(out_dir)
         prune(out_dir, keep)
-    except (OSError, RuntimeError) as e:  # torch wraps a failed write in a RuntimeError
-        cause = e if isinstance(e, OSError) else e.__context__
-        reason = getattr(cause, "strerror", None) or str(e).splitlines()[0]
+    except OSError as e:
         raise OSError(
-            f"cannot write {path}: {reason}; free some disk space or choose another --out_dir{kept(path)}"
+            f"cannot write {path}: {e.strerror or e}; free some disk space or choose another --out_dir{before}"
         ) from None
 
 
-def number(path: Path) -> None:
+def is_finite(value: Any) -> bool:
+    """Whether no tensor in value holds NaN or infinity."""
+    tensors = [local(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    tensors = [x if x.itemsize > 1 else x.float() for x in tensors]
+    extremes = [torch.stack(torch.aminmax(x)).float() for x in tensors if x.numel()]
+    return all(bool(x.isfinite().all()) for x in extremes)  # NaN is smallest and largest
+
+
+def give_number(path: Path) -> None:
     """Gives ckpt.pt, which is about to be replaced, a second name with its step, such as ckpt-00001000.pt."""
-    older = path.with_name(f"ckpt-{archive.load(path)['iter_num']:08}.pt")
+    older = path.with_name(f"ckpt-{ckpt_file.load(path)['iter_num']:08}.pt")
     older.unlink(missing_ok=True)
     try:
         os.link(path, older)
@@ -134,7 +139,7 @@ def number(path: Path) -> None:
 
 
 def prune(out_dir: Path, keep: int) -> None:
-    """Removes all checkpoints but for the newest `keep` and the best one."""
+    """Removes all checkpoints except the newest `keep` and the best one."""
     best = best_of(out_dir)
     old = [path for path in candidates(out_dir) if path.name != BEST][keep:]
     if best is not None and is_folder(best):
@@ -146,10 +151,6 @@ def prune(out_dir: Path, keep: int) -> None:
             shutil.rmtree(removed)
         elif path != best:
             path.unlink(missing_ok=True)
-
-
-def kept(path: Path) -> str:
-    return f"; the checkpoint before it is intact: {path}" if path.exists() else ""
 
 
 def take_over(out_dir: Path, print0: Callable[[str], None], step: int | None = None) -> None:
@@ -166,7 +167,7 @@ def take_over(out_dir: Path, print0: Callable[[str], None], step: int | None = N
             leftover.unlink()
     best = best_of(out_dir)  # which the run will name at its end
     for path in (*numbered(out_dir), out_dir / NAME, out_dir / BEST):
-        damage = damage_of(path) if path == best else damage_of(path, NO_CHECKSUMS)
+        damage = damage_of(path, checksums=path == best or not is_folder(path))
         if damage == MISSING_FILE:
             continue
         if damage or (step is not None and order_of(path)[0] > step):
@@ -205,7 +206,7 @@ def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
     return folder
 
 
-# ---- reading -------------------------------------------------------------------------------------------------
+# ---- finding -------------------------------------------------------------------------------------------------
 
 
 def folder_of(out_dir: str | Path) -> Path:
@@ -222,7 +223,7 @@ def is_name(name: str) -> bool:
 def is_one(path: str | Path) -> bool:
     """Whether path names a checkpoint as `load` takes it."""
     path = Path(path)
-    return bool(candidates(path)) if folder_of(path) == path else path.is_file() or is_folder(path)
+    return bool(candidates(path)) if folder_of(path) == path else path.exists()
 
 
 def numbered(out_dir: Path) -> list[Path]:
@@ -232,7 +233,7 @@ def numbered(out_dir: Path) -> list[Path]:
 
 
 def candidates(out_dir: Path) -> list[Path]:
-    """The checkpoints of out_dir, in the order in which a run would go on from them, were those before damaged.
+    """The checkpoints of out_dir, in the order in which a run would go on from them, if those before are damaged.
 
     The first is that of the latest step, since a run that goes back moves later ones aside (take_over). Without
     folders it is ckpt.pt, the last one that was saved. ckpt_best.pt is the last.
@@ -247,7 +248,7 @@ def candidates(out_dir: Path) -> list[Path]:
 def best_of(out_dir: Path) -> Path | None:
     """The checkpoint with the lowest validation loss: ckpt_best.pt, or the latest folder that was saved as the best.
 
-    The later one, where a run has changed from one form to the other. None if there is none.
+    The later of the two, where a run was sharded for a part of its time. None if there is none.
     """
     best = out_dir / BEST if (out_dir / BEST).exists() else None
     for path in numbered(out_dir):
@@ -259,6 +260,9 @@ def best_of(out_dir: Path) -> Path | None:
 def is_later(file: Path, folder: Path) -> bool:
     """Whether a file is a good checkpoint of a later step than that of a folder."""
     return damage_of(file) is None and load_checked(file).iter_num > order_of(folder)[0]
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
 
 
 def silent(line: str) -> None:
@@ -273,16 +277,15 @@ def load(
 ) -> Checkpoint:
     """The last good checkpoint of the folder out_dir, or the one at the path of a .pt file or of a folder of shards.
 
-    In a folder that is the first of `candidates` that is not damaged; say() is told of damaged ones. Raises ValueError
-    where there is no good one. ranks: all call this, share the checking of a folder, and find the same. checksums:
-    False compares only sizes of a folder's tensors.
+    In a folder that is the first of `candidates` that is not damaged; print0 is told of damaged ones. Raises ValueError
+    where there is no good one. ranks: all call this and find the same; the first one compares checksums. checksums:
+    False compares none, but for those of the tensors.
     """
     path = Path(out_dir)
     is_named = folder_of(path) != path
     found = [path] if is_named else candidates(path)
-    last = path / NAME
-    if not is_named and last not in found and not any(is_folder(p) for p in found):
-        found = [last, *found]  # to say that it is missing
+    if not is_named and not any(p.name == NAME or is_folder(p) for p in found):
+        found = [path / NAME, *found]  # to say that it is missing
     damages: list[str] = []
     for p in found:
         damage = damage_for(p, ranks, checksums)
@@ -302,10 +305,10 @@ def load(
 
 
 def damage_for(path: Path, ranks: DistContext | None, checksums: bool) -> str | None:
-    """As damage_of, for ranks that share the checksums of a folder; what one finds is true for all."""
+    """As damage_of, for ranks, of which the first compares checksums; what one finds is true for all."""
     if ranks is None or not checksums:
-        return damage_of(path) if checksums else damage_of(path, NO_CHECKSUMS)
-    damage = damage_of(path, (ranks.rank, ranks.world))
+        return damage_of(path, checksums)
+    damage = damage_of(path, ranks.is_first)
     return damage if ranks.all(damage is None) else damage or "is damaged, as another rank has found"
 
 
@@ -343,7 +346,7 @@ def load_checked(path: Path) -> Checkpoint:
     Prefixes that torch.compile and DDP leave on parameter names are removed. nanoGPT's lose the mask buffers of its
     attention without SDPA and the machine that the run was set to, and their model_args name its GELU.
     """
-    found = joined(path, folders.tensors_of(path)) if is_folder(path) else archive.load(path)
+    found = joined(path, folders.tensors_of(path)) if is_folder(path) else ckpt_file.load(path)
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
     saved.path = path
     saved.model = {plain_name(k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
@@ -359,18 +362,48 @@ def plain_name(key: str) -> str:
     return key.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
+def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
+    """The whole weights of a loaded checkpoint, on the CPU. Raises ValueError where they cannot be read."""
+    return whole(saved, ("model",)).model
+
+
+def whole(saved: Checkpoint, names: tuple[str, ...] = ("model", "optimizer")) -> Checkpoint:
+    """A loaded checkpoint with the tensors of these fields on the CPU. Raises ValueError where they cannot be read."""
+    if saved.folder is None:
+        return saved
+    shapes = folders.tensors_of(saved.folder)
+    if "optimizer" not in names:
+        shapes = {name: shape for name, shape in shapes.items() if name in saved.model}
+    tensors = {name: torch.empty_like(shape, device="cpu") for name, shape in shapes.items()}
+    folders.read(tensors, saved.folder)
+    found = joined(saved.folder, tensors)
+    return replace(saved, path=None, **{name: found[name] for name in names})
+
+
+def restore_weights(model: GPT, saved: Checkpoint) -> None:
+    """Copies the weights of a loaded checkpoint into a model of its shape, whole or sharded. Raises ValueError."""
+    own = {name: w.detach() for name, w in model.state_dict().items()}
+    if saved.folder is not None:  # where shared weights have one name
+        own = {name: own[name] for name in folders.tensors_of(saved.folder) if name in own}
+    fill(own, saved.model, saved.folder)
+
+
 # ---- folders of shards ---------------------------------------------------------------------------------------
 
-HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"  # one tensor where tied; then only the embedding is saved
 
+def split_tensors(
+    checkpoint: Checkpoint, group: dist.ProcessGroup | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a checkpoint by name, such as exp_avg.transformer.wte.weight, and everything else, for JSON.
 
-def parted(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint by name, such as exp_avg.transformer.wte.weight, and everything else, for JSON."""
+    Of weights that share their numbers the last one is kept, as `shared` says by name.
+    """
     rest = content_of(checkpoint)
     tensors = dict(rest.pop("model"))
-    if checkpoint.model_args.get("tie_weights", True):
-        del tensors[HEAD]
-    optimizer = dict(checkpoint.optimizer)
+    shared = agreed(group, lambda: names_of_shared(tensors))[0]  # of rank 0: others may have no rows to compare
+    for name in shared:
+        del tensors[name]
+    optimizer = dict(rest["optimizer"])
     names = optimizer["names"]
     scalars: dict[str, dict[str, Any]] = {}
     for i, of_parameter in optimizer.pop("state").items():
@@ -380,7 +413,21 @@ def parted(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
             else:
                 scalar = {"tensor": value.item()} if isinstance(value, Tensor) else value
                 scalars.setdefault(names[i], {})[kind] = scalar
-    return tensors, rest | {"optimizer": optimizer | {"scalars": scalars}}
+    return tensors, rest | {"shared": shared, "optimizer": optimizer | {"scalars": scalars}}
+
+
+def names_of_shared(weights: dict[str, Tensor]) -> dict[str, str]:
+    """Of weights that share their numbers, such as a tied head: the name to its first name."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    shared = {}
+    for name, w in weights.items():
+        first_name = first.setdefault((local(w).data_ptr(), w.shape), name)
+        if first_name != name:
+            shared[name] = first_name
+    return shared
+
+
+TIED = {"lm_head.weight": "transformer.wte.weight"}  # in folders that do not say what is shared
 
 
 def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -391,9 +438,7 @@ def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         optimizer = dict(rest["optimizer"])
         numbers = {name: i for i, name in enumerate(optimizer["names"])}
         state: dict[int, dict[str, Any]] = {}
-        for name, step in optimizer.pop("steps", {}).items():  # as folders had them until 2026-11-23
-            state[numbers[name]] = {"step": torch.tensor(float(step))}
-        for name, values in optimizer.pop("scalars", {}).items():
+        for name, values in optimizer.pop("scalars").items():
             of_parameter = state.setdefault(numbers[name], {})
             for kind, value in values.items():
                 of_parameter[kind] = torch.tensor(value["tensor"]) if isinstance(value, dict) else value
@@ -402,195 +447,87 @@ def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
             if name in numbers:
                 state.setdefault(numbers[name], {})[kind] = tensors.pop(key)
         rest["optimizer"] = optimizer | {"state": dict(sorted(state.items()))}
-        return rest | {"model": tensors if HEAD in tensors else tensors | {HEAD: tensors[EMBEDDING]}}
+        shared = rest.pop("shared", {name: first for name, first in TIED.items() if name not in tensors})
+        return rest | {"model": tensors | {name: tensors[first] for name, first in shared.items()}}
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise ValueError(f"its {folders.REST} does not belong to its tensors: {e}"[:200]) from None
 
 
-def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
-    """The whole weights of a loaded checkpoint, on the CPU. Raises ValueError where they cannot be read."""
-    if saved.folder is None:
-        return saved.model
-    tied = saved.model[HEAD] is saved.model[EMBEDDING]
-    weights = {name: w for name, w in saved.model.items() if not (tied and name == HEAD)}
-    weights = read_whole(weights, saved.folder)
-    return weights | {HEAD: weights[EMBEDDING]} if tied else weights
-
-
-def whole(saved: Checkpoint) -> Checkpoint:
-    """A loaded checkpoint with all its tensors on the CPU. Raises ValueError where they cannot be read."""
-    if saved.folder is None:
-        return saved
-    found = joined(saved.folder, read_whole(folders.tensors_of(saved.folder), saved.folder))
-    return replace(saved, model=found["model"], optimizer=found["optimizer"], path=None)
-
-
-def read_whole(shapes: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """The tensors of these names and shapes, from the folder."""
-    tensors = {name: torch.empty_like(shape, device="cpu") for name, shape in shapes.items()}
-    folders.read(tensors, folder)
-    return tensors
-
-
-def restore_weights(model: GPT, saved: Checkpoint) -> None:
-    """Copies the weights of a loaded checkpoint into a model of its shape, whole or sharded. Raises ValueError."""
-    own = model.state_dict()
-    tied = model.lm_head.weight is model.transformer.wte.weight
-    fill({name: w.detach() for name, w in own.items() if not (tied and name == HEAD)}, saved.model, saved.folder)
-
-
 # ---- checks --------------------------------------------------------------------------------------------------
 
-# Far above what any checkpoint has: bounds for files that were made to be endless.
-MOST_VALUES = 1_000_000
-DEEPEST = 20
-PLAIN = {dict, OrderedDict, list, tuple, str, float, bool, type(None)}
-# The state of float16's GradScaler, which computes with these.
-SCALER: Fields = {
-    "scale": lambda value: type(value) is float and 0 < value < math.inf,
-    "growth_factor": lambda value: isinstance(value, int | float) and 1 <= value < math.inf,
-    "backoff_factor": lambda value: type(value) is float and 0 < value < math.inf,
-    "growth_interval": lambda value: is_number(value) and value >= 1,
-    "_growth_tracker": is_number,
-}
 
-
-NO_CHECKSUMS = (0, 0)  # which take minutes for a large folder
-
-
-def damage_of(path: Path, part: tuple[int, int] = (0, 1)) -> str | None:
+def damage_of(path: Path, checksums: bool = True) -> str | None:
     """Why what is at path is not a good checkpoint, in words that follow its name; None for a good one.
 
-    Each content is checked once: a resumed run asks several times. part: of a folder, as folders.check.
+    Each content is checked once: a resumed run asks several times. checksums: whether those of tensors are compared,
+    which takes minutes for a large checkpoint.
     """
-    files = [path]
     try:
-        if is_folder(path):
-            files = sorted(path.iterdir())
-        else:
-            part = (0, 1)  # a file is checked as a whole, and only once
+        files = sorted(path.iterdir()) if is_folder(path) else [path]
         stats = [file.stat() for file in files]
     except OSError:  # the run that writes there may have just removed it
         return MISSING_FILE
-    return _damage_of(path, part, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats))
+    return _damage_of(path, checksums, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats))
 
 
 @lru_cache(32)
-def _damage_of(path: Path, part: tuple[int, int], stats: tuple[tuple[int, int, int], ...]) -> str | None:
-    is_in_folder = is_folder(path)
+def _damage_of(path: Path, checksums: bool, stats: tuple[tuple[int, int, int], ...]) -> str | None:
+    has_checksum = False
     try:
-        if is_in_folder:
-            folders.check(path, part)
+        if is_folder(path):
+            folders.check(path, checksums)
             found = joined(path, folders.tensors_of(path))
         else:
-            has_checksum = archive.check(path)
-            found = archive.load(path)
-    except ValueError as e:
-        return f"is not a readable checkpoint ({e})"
-    except OSError as e:
-        return f"is not a readable checkpoint ({e.strerror})"
+            has_checksum = ckpt_file.check(path, checksums)
+            found = ckpt_file.load(path)
+    except (OSError, ValueError) as e:
+        return f"is not a readable checkpoint ({getattr(e, 'strerror', None) or e})"
     try:
-        if is_in_folder and not isinstance(found.pop("best", None), bool):
-            raise ValueError("it does not say whether it is the best")
         check_content(found)
     except ValueError as e:
         return f"is not a training checkpoint: {e}"
-    if is_in_folder:
+    if is_folder(path):
         return None
     if not has_checksum and "format" in found:
         return "is not a readable checkpoint (its checksum is missing)"
-    if not all(is_finite(value) for _, value in values_in(found)):
+    if checksums and not is_finite(found):
         return "holds weights or moments that are NaN or infinity"
     return None
 
 
+MOST_BLOCKS = 100  # per weight: a model may apply a block several times, but no absurd number of times
+SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+DICTS = ("model", "model_args", "config", "optimizer", "scaler", "tokenizer", "form", "health", "facts", "parts")
+
+
 def check_content(found: Any) -> None:
-    """Raises ValueError where what a file holds has not the types and sizes of a checkpoint."""
-    if not isinstance(found, dict):
-        raise ValueError("it holds no dictionary")
-    for n, (where, value) in enumerate(values_in(found)):
-        if n > MOST_VALUES:
-            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
-        check_value(where, value)
-    hints = get_type_hints(Checkpoint)
-    lacking = [f.name for f in fields(Checkpoint) if f.default is MISSING and f.name not in found]
-    lacking += [name for name in hints.keys() & found.keys() if not has_type(found[name], hints[name])]
-    if lacking:
-        raise ValueError(f"no {', '.join(lacking)} of the usual type")
-    if not 0 <= found["iter_num"] < 2**63:
-        raise ValueError(f"iter_num={found['iter_num']} is not a number of steps")
-    if math.isnan(found["best_val_loss"]):
-        raise ValueError("best_val_loss is NaN")
-    if any(isinstance(value, Tensor) for value in found["model_args"].values()):
-        raise ValueError("a value of its model_args is a tensor")
-    check_weights(found["model"], found["model_args"])
-    if found.get("scaler"):
-        check_record(found["scaler"], SCALER, required=SCALER)
-
-
-def values_in(value: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """value and all that it contains, dictionaries' keys too, each with its place, such as model.lm_head.weight.
-
-    Raises ValueError where it is nested too deep.
-    """
-    yield where, value
-    if depth == DEEPEST:
-        raise ValueError(f"it is nested more than {DEEPEST} deep")
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield where, key
-            yield from values_in(entry, f"{where}.{key}"[-100:].lstrip("."), depth + 1)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from values_in(entry, where, depth + 1)
-
-
-def check_value(where: str, value: Any) -> None:
-    """Raises ValueError where a value is neither plain nor a tensor with all its numbers in the file.
-
-    Of classes that inherit from plain ones, as numpy's float64 does, archive.py reads none but torch's.
-    """
-    if isinstance(value, Tensor):
-        value = local(value)
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise ValueError(f"{where!r}, a tensor of {tuple(value.shape)}, has more numbers than the file")
-        if value.dtype not in archive.DTYPES:
-            raise ValueError(f"{where!r} has a tensor of {value.dtype}")
-    elif type(value) is int:
-        if abs(value) >= 2**63:
-            raise ValueError(f"a number in it has more than 64 bits: {where!r}")
-    elif type(value) not in PLAIN:
-        raise ValueError(f"{where!r} has a {type(value).__name__}, which is no plain value")
-
-
-def has_type(value: Any, hint: Any) -> bool:
-    """Whether a value has the type that the hint of Checkpoint's field says, or is a number in its place."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    types = tuple(get_origin(kind) or kind for kind in kinds)
-    if float in types:
-        types += (int,)
-        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # as nanoGPT's loss
-    return isinstance(value, types) and not isinstance(value, bool)
-
-
-def check_weights(weights: dict[str, Tensor], model_args: dict[str, Any]) -> None:
-    """Raises ValueError where weights are no numbers, or fewer than the model that model_args would make."""
-    for name, w in weights.items():
+    """Raises ValueError where what a file holds has not the types of a checkpoint."""
+    if not isinstance(found, dict) or not {"model", "model_args"} <= found.keys():
+        raise ValueError("it holds no dictionary with model and model_args")
+    for name in DICTS:
+        value = found.get(name)
+        if not isinstance(value, dict) and (value is not None or (name in DICTS[:3] and name in found)):
+            raise ValueError(f"its {name} is not a dictionary")
+    for name in ("chat", "wandb_run_id"):
+        if not isinstance(found.get(name), str | None):
+            raise ValueError(f"its {name} is not a text")
+    if not (is_number(found.get("iter_num", 0)) and found.get("iter_num", 0) < MOST_STEPS):
+        raise ValueError("its iter_num is not a number of steps")
+    try:
+        is_loss = not math.isnan(found.get("best_val_loss", 0.0))
+    except (TypeError, ValueError, RuntimeError):
+        is_loss = False
+    if not is_loss:
+        raise ValueError("its best_val_loss is not a number")
+    for name, w in found["model"].items():
         if not (isinstance(name, str) and isinstance(w, Tensor) and not w.is_complex()):
             raise ValueError(f"its weight {str(name)[:80]!r} is not a tensor of numbers")
-    blocks = {name.split(".h.")[1].split(".")[0] for name in weights if ".h." in name}
-    n_layer = model_args.get("n_layer")
-    if isinstance(n_layer, int) and n_layer > max(len(blocks), 1):
-        raise ValueError(f"model_args say n_layer={n_layer}, the weights are those of {len(blocks)} blocks")
-    wanted = (model_args.get("vocab_size"), model_args.get("n_embd"))
-    for name, w in weights.items():
-        if name.endswith("transformer.wte.weight") and None not in wanted and tuple(w.shape) != wanted:
-            raise ValueError(f"model_args say vocab_size={wanted[0]}, n_embd={wanted[1]}, {name} is {tuple(w.shape)}")
-
-
-def is_finite(value: Any) -> bool:
-    """False for a tensor that holds NaN or infinity."""
-    if not (isinstance(value, Tensor) and value.is_floating_point() and local(value).numel()):
-        return True
-    value = local(value)
-    return all(math.isfinite(x) for x in torch.stack(torch.aminmax(value)).tolist())  # NaN is smallest and largest
+    for name, value in found["model_args"].items():
+        if isinstance(value, Tensor) or (isinstance(value, int) and abs(value) >= 2**63):
+            raise ValueError(f"{name} of its model_args is a tensor or has more than 64 bits")
+    n_layer = found["model_args"].get("n_layer")
+    if isinstance(n_layer, int) and n_layer > MOST_BLOCKS * len(found["model"]):
+        raise ValueError(f"model_args say n_layer={n_layer}, and there are only {len(found['model'])} weights")
+    scaler = [found["scaler"].get(name) for name in SCALER] if found.get("scaler") else [1]
+    if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in scaler) or not scaler[0]:
+        raise ValueError("its scaler is not that of a GradScaler")

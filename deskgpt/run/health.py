@@ -108,7 +108,7 @@ class Health:
         self.spike = None
         if spike is None or self.on_spike == "go":
             return False
-        kept = self.saver.kept
+        kept = self.saver.latest(self.ranks)
         if self.on_spike == "stop":
             raise ValueError(
                 f"on_spike=stop: the loss leapt to {spike.loss:.4f} at step {spike.step}; {self.saver.kept_text()}"
@@ -117,8 +117,6 @@ class Health:
             self.ranks.print0("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
             return False
         with self.report.timer.saving():
-            self.saver.wait()
-            self.ranks.all(True)  # the first rank has written it by now
             saved = store.load(kept.path, ranks=self.ranks)
             step = saved.iter_num
             if self.run.rewinds_to(step) >= MAX_REWINDS:

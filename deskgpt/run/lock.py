@@ -1,8 +1,4 @@
-"""One run per folder, and one prepare.py: a lock that the system releases when its process ends, however it ends.
-
-Where the file system has no locks, as some network file systems, a lease takes its place: a file that its holder keeps
-refreshing, and that others take over once it was not refreshed for a while. Both are the package filelock's.
-"""
+"""One run per folder, and one prepare.py: a lock that the system releases when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -16,9 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from filelock import BaseFileLock, FileLock, SoftFileLease, Timeout
+from filelock import FileLock, Timeout
 
 from deskgpt.system.files import read_small, write_atomically
 
@@ -26,12 +22,10 @@ if TYPE_CHECKING:
     from deskgpt.compute.distributed import DistContext
 
 LOCK = ".lock"
-LEASE = ".lease"
 HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
 HOLDER_BYTES = 1 << 16  # of that file, at most
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
-LEASE_S = 60.0  # a lease is stale when it was not refreshed for so long; its holder refreshes it three times as often
 SEEN_WITHIN_S = 10.0  # the longest that a network file system may hide a new file from another host
 
 
@@ -42,11 +36,11 @@ def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     wait_s: how long another run may take to leave it. Raises ValueError where one stays, OSError where it cannot be
     written.
     """
-    facts = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    holder = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     with if_free(folder, wait_s=wait_s, remedy="choose another --out_dir") as is_free:
         if not is_free:
             raise in_use(folder)
-        write_atomically(folder / HOLDER, json.dumps(facts).encode())
+        write_atomically(folder / HOLDER, json.dumps(holder).encode())
         try:
             yield
         finally:
@@ -60,13 +54,18 @@ def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "ch
 
     wait_s: how long another one may take to leave. Raises OSError, with the remedy, where the folder cannot be written.
     """
+    # filelock's own fallback, a file, would outlive a crash.
+    lock = FileLock(folder / (LOCK + name), fallback_to_soft=False)
     try:
-        lock = locked(folder, name, wait_s)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=wait_s, poll_interval=0.3)
     except Timeout:
         yield False
         return
     except OSError as e:
-        raise OSError(f"{folder} cannot be written: {e.strerror}; {remedy}") from None
+        if e.errno not in NO_LOCKS:
+            raise OSError(f"{folder} cannot be written: {e.strerror}; {remedy}") from None
+        print(f"note: the file system of {folder} has no locks: see to it that only one run is there", file=sys.stderr)
     try:
         yield True
     finally:
@@ -75,34 +74,12 @@ def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "ch
         lock.release()
 
 
-def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> BaseFileLock:
-    """The folder's lock of this name, or a lease in its place, taken. Raises Timeout or another OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        # filelock's own fallback is a file that would outlive a crash.
-        lock: BaseFileLock = FileLock(folder / (LOCK + name), fallback_to_soft=False)
-        lock.acquire(timeout=wait_s, poll_interval=0.3)
-    except OSError as e:
-        if e.errno not in NO_LOCKS:
-            raise
-        lock = SoftFileLease(folder / (LEASE + name), lease_duration=LEASE_S, on_compromise=leave)
-        lock.acquire(timeout=max(wait_s, 1.5 * LEASE_S))  # it takes so long to see that a holder's host is gone
-    return lock
-
-
-def leave(lost: Any) -> None:
-    """Ends a run whose lease another one has taken meanwhile: this machine slept, or the network was away."""
-    if lost.reason != "refresh-failed":  # after which it is tried again
-        print(f"error: another run has taken over {lost.lock_file}: leaving at once", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
 def in_use(folder: Path) -> ValueError:
     """The refusal, which names the run that is in the folder."""
     time.sleep(0.1)  # it may be writing its name just now
     try:
-        facts = json.loads(read_small(folder / HOLDER, HOLDER_BYTES))
-        who = f"a run that started {facts['started']} (pid {facts['pid']} on host {facts['host']})"
+        holder = json.loads(read_small(folder / HOLDER, HOLDER_BYTES))
+        who = f"a run that started {holder['started']} (pid {holder['pid']} on host {holder['host']})"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another run"
     return ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")
