@@ -29,7 +29,6 @@ from conftest import (
     weights,
 )
 from gloo import forked, resumed, run
-from safetensors.torch import save_file
 from tiny_models import MODERN_SETTINGS
 
 import train
@@ -270,11 +269,6 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
         (path / "checkpoint.json").write_text(text)
         assert_refuses(with_manifest(path))
     (path / "checkpoint.json").write_text(content)
-    shard = next(path.glob("shard-00001*"))
-    for offsets in ([10**15, 0], [0, 1], [-1, 0], [1.5, 0], "x", None):
-        info = json.dumps({"w": {"saved_offsets": offsets}})
-        save_file({"w": torch.zeros(2, 2)}, shard, {"DCP_SHARDING_INFO": info})
-        assert_refuses(with_manifest(path))
     for name in ("../../x", "/etc/passwd", "checkpoint.json/x"):
         files = {"checkpoint.json": [1, ""], name: [1, ""]}
         (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
