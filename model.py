@@ -33,7 +33,7 @@ MOST_LAYERS = 1000
 MOST_IN_A_MATRIX = 10**14
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModelSettings:
     """What a user chooses about the model. train.py has these among its settings. Raises ValueError."""
 
@@ -80,7 +80,7 @@ NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size
 MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NANOGPT_ARGS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GPTConfig(ModelSettings):
     vocab_size: AtLeast1 = 50304  # GPT-2's 50257 rounded up to a multiple of 64: matmul tiles are whole
 

@@ -16,7 +16,7 @@ from deskgpt.system.terminal import lasting_output, open_standard_files
 
 if __name__ == "__main__":
     open_standard_files()
-    signal_handler.listen()  # before torch is imported, which takes seconds
+    signal_handler.install()  # before torch is imported, which takes seconds
 
 import functools
 import math
@@ -24,18 +24,18 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 
 from configurator import build, read_settings
 from data.dataset import Dataset
 from data.loader import Loader, eval_batches, first_micro_batch
+from data.splits import mix
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
 from deskgpt.compute import sharding
@@ -43,16 +43,17 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
 from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.estimate import plan
-from deskgpt.export.gpt2_weights import exported_model_args
 from deskgpt.run.diagnosis import without_improvement
+from deskgpt.run.end_screen import end_screen
 from deskgpt.run.health import Health
-from deskgpt.run.init_state import RESUMED_SETTINGS, facts_of_code, open_log, prepare_machine, starting_point
+from deskgpt.run.init_state import InitState, choose_runner, initial_state, metadata_of_code, open_log, prepare_machine
 from deskgpt.run.lock import RESTART_S, only_run_in
 from deskgpt.run.report import Report
-from deskgpt.run.resuming import refuse_differences, said_again, say_left_out
+from deskgpt.run.resuming import changes_of_settings, check_same_on_all_hosts, rate_change, steps_to_compare
 from deskgpt.run.saver import Saver
-from deskgpt.run.time_budget import PLANNED, steps_within
-from deskgpt.run.train_state import Run
+from deskgpt.run.settings import settings_of_start
+from deskgpt.run.time_budget import TimeBudget
+from deskgpt.run.train_state import TrainState
 from deskgpt.system import peak_flops
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.gpu_peaks import find_card
@@ -65,7 +66,7 @@ DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
     # input and output
     out_dir: FilePath = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
@@ -139,111 +140,101 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
                 f"batch_size={self.batch_size} x gradient_accumulation_steps={self.gradient_accumulation_steps} are "
                 f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
             )
-        if self.plan_for or self.world:  # who asks for a plan does not want to train
-            object.__setattr__(self, "dry_run", True)
         if self.plan_for:
             try:
                 find_card(self.plan_for)
             except ValueError as e:
                 raise ValueError(f"plan_for={e}") from None
+        if self.plan_for or self.world:  # whoever asks for a plan does not want to train
+            self.dry_run = True
 
 
-def main(asked: TrainConfig) -> float:
-    """Trains as asked; returns the best validation loss (nats per token), math.inf if none was taken."""
+def main(config: TrainConfig, started: float | None = None) -> float:
+    """Trains as config says; returns the best validation loss (nats per token), math.inf if none was taken.
+
+    started: the instant at which max_minutes and max_hours begin, now if not given. Where the machine decides (the
+    micro-batch that fits, the steps that fit into max_minutes), config gets what was decided.
+    """
+    started = started or time.perf_counter()
     # ---- data and model --------------------------------------------------------------------------------------
-    began = time.perf_counter()
-    settings = asdict(asked)
-    make = functools.partial(make_optimizer, asked)
-    ranks = init_distributed("cpu" if asked.plan_for else asked.device, asked.backend, asked.dist_timeout_s)
-    prepare_machine(settings, ranks)
-    split = Batching.of(settings, ranks.rank, ranks.world)
-    sharding.shards_for(settings, asked.world or ranks.world)
-    data = Dataset(DATA / asked.dataset, needed=not asked.dry_run)
-    scratch = GPTConfig.from_settings(asked, data.vocab_size)
-    start = starting_point(settings, scratch, settings_of_earlier_run, ranks)
-    if asked.dry_run:
-        dry_run(asked, start.config, ranks)
+    dist = init_distributed("cpu" if config.plan_for else config.device, config.backend, config.dist_timeout_s)
+    prepare_machine(config, dist)
+    sharding.check_sharding(config.dp_shard, config.world or dist.world, config.dtype, config.sample_interval)
+    data = Dataset(DATA / config.dataset, needed=not config.dry_run)
+    init = initial_state(config, GPTConfig.from_settings(config, data.vocab_size), dist)
+    if config.dry_run:
+        dry_run(config, init.model_config, dist)
         return math.inf
-    data.open(asked.block_size, start.config.vocab_size, start.tokenizer, asked.seed, asked.align_documents)
-    verification = data.verify(ranks.is_first)
-    refuse_differences(settings, data.metadata | {"checkpoint": f"step {start.step}"}, ranks)
-    is_limited = asked.max_minutes > 0 and not asked.eval_only  # then the schedule is known later
-    if not is_limited:
-        start.say_changes(settings, data.metadata, data.val.n_eval_windows, rate_of)
-    model = start.model(make)
+    data.open(config.block_size, init.model_config.vocab_size, init.tokenizer, config.seed, config.align_documents)
+    checksums = data.verify(dist.is_first)
+    check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {init.step}"}, dist)
+    check_resumed(config, init, data, dist)
+    make_optimizer = functools.partial(build_optimizer, config)
+    model = init.build_model(config, make_optimizer, dist)
 
-    # ---- how it runs here ------------------------------------------------------------------------------------
-    batch_of = functools.partial(first_micro_batch, data.train, split, ranks.device)
-    runner, fitting = start.fastest_form(model, make, split, batch_of, began)
-    optimizer = make(runner.model, runner.form.dtype)
-    run = Run(settings | fitting.changed(settings), runner, optimizer, ranks)
-    if is_limited:
-        first = batch_of(fitting.batch_size)
-        run.settings |= steps_within(began, run, fitting, data.eval_windows(fitting), first, start.step)
-        start.say_changes(run.settings, data.metadata, data.val.n_eval_windows, rate_of)
-    c = TrainConfig(**run.settings)  # from here on, the settings as the run has them
-    batching = Batching.of(run.settings, ranks.rank, ranks.world)
-    code = facts_of_code(runner)
-    start.say_changes_of_code(code)
-    run.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
-    start.resume(run)
-    warm_up_s = time.perf_counter() - began
+    # ---- how it runs here: choose, verify, print -------------------------------------------------------------
+    first_batch = functools.partial(
+        first_micro_batch, data.train, Batching.of(asdict(config), dist.rank, dist.world), dist.device
+    )
+    runner = choose_runner(config, init, model, make_optimizer, first_batch, dist)
+    optimizer = make_optimizer(runner.model, runner.form.dtype)
+    state = TrainState(config, runner, optimizer, dist)
+    code = metadata_of_code(runner)
+    init.print_changes_of_code(code, dist)
+    init.restore(state, config)
+    budget = TimeBudget(config, started, state) if config.max_minutes and not config.eval_only else None
+    if budget:
+        split = Batching.of(asdict(config), dist.rank, dist.world)
+        budget.plan(split, data.eval_windows(split), first_batch(config.batch_size))
+    batching = Batching.of(asdict(config), dist.rank, dist.world)
+    state.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
-    log = open_log(run, start)
-    report = Report(run, log, batching, functools.partial(data.windows, batching.sequences))
-    about_data = data.lines(verification.state, batching, ranks)
-    report.start(about_data, data.log_metadata(), warm_up_s)
-    writers = sharding.group_for_saves(c.dist_timeout_s) if runner.sharded else None
-    saver = Saver(
-        report.out_dir, ranks.print0, run.best_val_loss, c.keep_checkpoints, c.save_async, writers, start.kept
-    )
-    health = Health(run, report, saver)
-    stops = StopController(ranks, began, c.max_hours, c.save_interval, c.save_minutes, shared=runner.sharded)
-    sampler = sampler_for(0 if c.eval_only else c.sample_interval, runner, ranks, data.tokenizer)
-    loader = Loader(data.train, batching, ranks.device, run.position, report.timer.waited)
-    report.timer.resume()
+    log = open_log(config, state)
+    report = Report(config, state, log, batching, functools.partial(data.windows, batching.sequences))
+    report.start(data.lines(checksums.state, batching, dist), data.log_metadata(), time.perf_counter() - started)
+    saver = Saver.of(config, state)
+    health = Health(config, state, report, saver)
+    stops = StopController(config, dist, started, runner.sharded)
+    sampler = sampler_for(0 if config.eval_only else config.sample_interval, runner, dist, data.tokenizer)
+    loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
+    report.timer.start()
 
     while True:
-        # ---- before a step -----------------------------------------------------------------------------------
-        due = stops.due(run.step, run.step > run.first_step, run.step % c.eval_interval == 0)
-        verification.check()
-        lr = float(learning_rate(c, run.step))
-        is_last = run.step >= c.max_iters or c.eval_only
-        evaluates = (run.step % c.eval_interval == 0 or is_last) and not due.stop
-        if evaluates or due.save or due.stop:
+        # ---- evaluate ----------------------------------------------------------------------------------------
+        lr = float(learning_rate(config, state.step))
+        is_last = state.step >= config.max_iters or config.eval_only
+        evaluates = is_last or state.step % config.eval_interval == 0
+        save_is_due = stops.check(state.step, state.step > state.first_step, evaluates)
+        checksums.check()
+        if evaluates or save_is_due or stops.reason:
             health.flush()
         if health.rewind_if_spiked():
-            loader.seek(run.position)
+            loader.seek(state.position)
             continue
 
-        # ---- evaluate ----------------------------------------------------------------------------------------
-        if evaluates:
+        improved = False
+        if evaluates and not stops.reason:
             report.warn(data.changes())
             with stops.catching(), report.evaluating():
-                train = runner.evaluate(stops.until_signal(eval_batches(data.train, batching, ranks.device)), ranks)
-                val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, ranks.device)), ranks)
-                texts = (
-                    sampler.texts_at(run.step // c.eval_interval, is_last, signal_handler.has_signal) if sampler else []
-                )
-        stop = due.stop or (stops.interrupted() if evaluates else None)
-        evaluated = evaluates and not stop
-        improved = evaluated and run.evaluated(train, val)
-        out_of_patience = evaluated and 0 < c.patience <= without_improvement(run.evaluations)
-        if evaluated:
-            report.evaluation(train, val, data.bits_per_byte(val.loss), lr, texts)
-            health.check_val_loss(val.loss)
+                train = runner.evaluate(stops.until_signal(eval_batches(data.train, batching, dist.device)), dist)
+                val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, dist.device)), dist)
+                number = state.step // config.eval_interval
+                texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
+            if not stops.interrupted():
+                improved = state.add_evaluation(train, val)
+                report.evaluation(train, val, data.bits_per_byte(val.loss), lr, texts, data.eval_digest(batching)[1])
+                health.check_val_loss(val.loss)
+                save_is_due = save_is_due or improved or config.always_save_checkpoint
+                if 0 < config.patience <= without_improvement(state.evaluations):
+                    stops.reason = "patience"
 
         # ---- save --------------------------------------------------------------------------------------------
-        by_time = due.save and not health.bad_in_a_row  # otherwise these weights may be what fails
-        by_evaluation = evaluated and (improved or c.always_save_checkpoint)
-        is_new = not c.eval_only and (run.step > run.first_step or (improved and run.step > 0))
-        if saver.is_stale or (is_new and (stop or out_of_patience or by_time or by_evaluation)):
-            saver.save_run(run, report, best=improved)
-            stops.saved_at = time.perf_counter()
-        saver.tell(run, report)
-
-        if is_last or stop or out_of_patience:
+        if (save_is_due or saver.is_stale) and health.may_save and not config.eval_only:
+            saver.save_if_new(state, report, best=improved)
+            stops.saved()
+        saver.report_finished(state, report)
+        if is_last or stops.reason:
             break
 
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -251,174 +242,130 @@ def main(asked: TrainConfig) -> float:
             group["lr"] = lr
 
         numbers: defaultdict[str, Any] = defaultdict(float)  # losses by name: sums over micro-batches
-        for batch in stops.until_failure(loader.step()):
-            # Each micro-batch has its own random stream, on whichever rank: a resumed run needs no generator state.
-            seed_all(hash((c.seed, run.step, batch.number)) % 2**63, ranks.device)
-            with runner.micro_batch(batch.is_last):
-                loss, parts = runner.forward(batch.x, batch.y, batching.micro_steps, batch.weight)
-                runner.backward(loss)
-            for name, part in parts.items():
-                numbers[name] += part
-        seed_all(hash((c.seed, run.step)) % 2**63, ranks.device)  # from here on, the same on all ranks
-        if stops.failure:
+        with stops.catching():
+            for batch in loader.step():
+                # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
+                seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
+                with runner.micro_batch(batch.is_last):
+                    loss, parts = runner.forward(batch.x, batch.y, batching.micro_steps, batch.weight)
+                    runner.backward(loss)
+                for name, part in parts.items():
+                    numbers[name] += part
+        seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
+        if stops.reason:  # a token file is damaged: the step is not taken
             optimizer.zero_grad(set_to_none=True)
-            continue  # with the end of the run
+            break
 
         runner.scaler.unscale_(optimizer)
         grad_norms = runner.gradient_norms()
         grad_norm = torch.linalg.vector_norm(grad_norms)
-        torch.nn.utils.clip_grads_with_norm_(runner.parameters, c.grad_clip or math.inf, grad_norm)
-        health.see(numbers["loss"], grad_norms, grad_norm)
+        torch.nn.utils.clip_grads_with_norm_(runner.parameters, config.grad_clip or math.inf, grad_norm)
+        health.record(numbers["loss"], grad_norms, grad_norm)
         step_if_finite(optimizer, runner.scaler, grad_norm)
         optimizer.zero_grad(set_to_none=True)
 
         # ---- log ---------------------------------------------------------------------------------------------
-        if report.is_due() or health.is_full:
-            health.flush()
-        report.step(lr=lr, **numbers)
-        run.step += 1
+        report.step(lr, **numbers)
+        state.step += 1
+        if budget:
+            budget.replan(report.timer)
 
     # ---- end -------------------------------------------------------------------------------------------------
-    with report.timer.saving():
-        saver.wait()
-    saver.tell(run, report)
-    if not c.eval_only:
-        report.end(stop, out_of_patience, saver.kept.path if saver.kept else None)
+    if stops.reason and health.may_save and not config.eval_only:
+        saver.save_if_new(state, report, best=False)
+    saver.wait()
+    saver.report_finished(state, report)
+    if not config.eval_only:
+        end_screen(config, state, report, stops.reason)
     loader.close()
-    if not verification.close():
-        ranks.print0("note: the run ended before the checksums of all its data were verified")
+    if not checksums.close():
+        dist.print0("note: the run ended before the checksums of all its data were verified")
     log.close()
     runner.leave_ranks()
-    ranks.close()
+    dist.close()
     saver.raise_if_last_failed()
-    stops.leave(stop)
-    return run.best_val_loss
+    stops.leave()
+    return state.best_val_loss
 
 
-def learning_rate(c: TrainConfig, step: int) -> float:
-    """Linear warm-up to c.learning_rate, then down to min_lr at lr_decay_iters as lr_schedule says, then min_lr."""
-    if not c.decay_lr:
-        return c.learning_rate
-    low = c.learning_rate / 10 if c.min_lr is None else c.min_lr
-    end = c.lr_decay_iters or c.max_iters
-    if step < c.warmup_iters:
-        return c.learning_rate * (step + 1) / (c.warmup_iters + 1)
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up to learning_rate, then down to min_lr at lr_decay_iters as lr_schedule says, then min_lr."""
+    if not config.decay_lr:
+        return config.learning_rate
+    low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
+    end = config.lr_decay_iters or config.max_iters
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
     if step >= end:
         return low
-    left = (end - step) / (end - c.warmup_iters)
-    if c.lr_schedule == "cosine":
+    left = (end - step) / (end - config.warmup_iters)
+    if config.lr_schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
-    elif c.lr_schedule == "trapezoid":
-        left = min(1.0, (end - step) / (c.cooldown_iters or math.ceil(end / 5)))
-    return low + left * (c.learning_rate - low)
+    elif config.lr_schedule == "trapezoid":
+        left = min(1.0, (end - step) / (config.cooldown_iters or math.ceil(end / 5)))
+    return low + left * (config.learning_rate - low)
 
 
-def make_optimizer(c: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
-    """The run's optimizer. dtype: of the model's matmuls; Muon's own have it on a CPU, and the fast one elsewhere."""
+def random_stream(seed: int, *numbers: int) -> int:
+    """A seed for torch's generators, below 2^63: another stream for each step and micro-batch of a run."""
+    mixed = mix(np.array([seed], np.uint64))
+    for number in numbers:
+        mixed = mix(mixed + np.uint64(number + 1))
+    return int(mixed[0] >> np.uint64(1))
+
+
+def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
+    """The run's optimizer. dtype: of the model's matmuls.
+
+    Muon uses it on a CPU, and the GPU's fastest dtype elsewhere.
+    """
     device = next(model.parameters()).device
     muon_dtype = dtype if device.type == "cpu" else peak_flops.fast_dtype(device)
-    betas = (c.beta1, c.beta2)
-    return optimizers.make_optimizer(model, c.optimizer, c.weight_decay, c.learning_rate, betas, c.momentum, muon_dtype)
+    betas = (config.beta1, config.beta2)
+    return optimizers.make_optimizer(
+        model, config.optimizer, config.weight_decay, config.learning_rate, betas, config.momentum, muon_dtype
+    )
 
 
 # ---- set-up --------------------------------------------------------------------------------------------------
 
 
-def dry_run(c: TrainConfig, config: GPTConfig, ranks: DistContext) -> None:
-    """Says what a run of c with this model needs."""
-    world = c.world or ranks.world
+def check_resumed(config: TrainConfig, init: InitState, data: Dataset, dist: DistContext) -> None:
+    """Prints what differs from the run that is resumed. Raises ValueError where it is another experiment."""
+    if not init.is_resumed:
+        return
+    changes = []
+    if init.earlier:
+        steps = steps_to_compare(init.step)
+        before = [learning_rate(init.earlier, step) for step in steps]
+        now = [learning_rate(config, step) for step in steps]
+        n_windows = (n_val_windows(init.earlier, data), n_val_windows(config, data))
+        changes = changes_of_settings(init.earlier, config, n_windows, rate_change(steps, before, now))
+    init.check_changes(config, data.metadata, changes, dist)
+
+
+def n_val_windows(config: TrainConfig, data: Dataset) -> int:
+    """The windows of val data that an evaluation reads."""
+    return data.val.n_eval_windows(Batching.of(asdict(config)).eval_windows)
+
+
+def dry_run(config: TrainConfig, model_config: GPTConfig, dist: DistContext) -> None:
+    """Prints what a run of config with this model needs."""
+    world = config.world or dist.world
     planned = plan.Planned(
-        config=replace(config, block_size=c.block_size),
-        batching=Batching.of(asdict(c), 0, world),
-        max_iters=c.max_iters,
-        make_optimizer=functools.partial(make_optimizer, c),
-        dtype=c.dtype,
-        attention=c.attention,
-        compiled=c.compile is not False,
-        activation_checkpoint=c.activation_checkpoint,
-        dp_shard=c.dp_shard,
-        reshard_after_forward=c.reshard_after_forward,
-        sync_each_batch=c.sync_each_batch,
+        config=replace(model_config, block_size=config.block_size),
+        batching=Batching.of(asdict(config), 0, world),
+        max_iters=config.max_iters,
+        make_optimizer=functools.partial(build_optimizer, config),
+        dtype=config.dtype,
+        attention=config.attention,
+        compiled=config.compile is not False,
+        activation_checkpoint=config.activation_checkpoint,
+        dp_shard=config.dp_shard,
+        reshard_after_forward=config.reshard_after_forward,
+        sync_each_batch=config.sync_each_batch,
     )
-    plan.dry_run(planned, c.plan_for, ranks)
-
-
-def rate_of(settings: Mapping[str, Any], step: int) -> float:
-    """The learning rate at a step of a run of these settings."""
-    return learning_rate(SimpleNamespace(**settings), step)  # type: ignore[arg-type]
-
-
-def settings_of_earlier_run(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """All settings of the run whose checkpoint has these, which resumed_settings has checked; None if it has none.
-
-    A setting that came later has the default, which is what runs before it did.
-    """
-    known = {name: value for name, value in config.items() if name in TrainConfig.__dataclass_fields__}
-    return asdict(TrainConfig(**known)) if "learning_rate" in known else None
-
-
-# ---- command line --------------------------------------------------------------------------------------------
-
-
-def settings_of_start(argv: list[str], settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings after init_from is followed. settings: from the config files and the command line in argv."""
-    if settings["init_from"] == "auto" and not store.is_one(settings["out_dir"]):
-        # As the config files say, so that one command serves every start of a finetuning run, too.
-        argv = [arg for arg in argv if arg != "--init_from=auto"]
-        settings = read_settings(TrainConfig, argv)
-        if settings["init_from"] == "auto":
-            settings["init_from"] = "scratch"
-    source = settings["init_from"]
-    if source in ("resume", "auto"):
-        return resumed_settings(argv, settings["out_dir"])
-    if store.is_one(source) or exported_model_args(source):
-        return finetuning_settings(argv, source)
-    return settings
-
-
-def resumed_settings(argv: list[str], out_dir: str) -> dict[str, Any]:
-    """The settings of the run in out_dir, overridden by config files (but for the model's size) and command line."""
-    saved = store.load(out_dir, checksums=False)
-    of_model = [f"--{name}={value}" for name, value in settings_of_model(saved.model_args, out_dir).items()]
-    known = {k: v for k, v in saved.config.items() if k in TrainConfig.__dataclass_fields__}
-    # The checkpoint's max_iters may come from its max_minutes. A user who names new minutes wants more steps.
-    known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "max_minutes": 0.0}
-    known["resume_changed"] = False  # is meant for one time
-    left_out = said_again(known)
-    known |= {name: False if name == "wandb_log" else "" for name in left_out}
-    settings = read_settings(TrainConfig, [*of_model, *argv], known)
-    say_left_out(left_out, settings, out_dir)
-    if settings["init_from"] == "auto":  # the same command as before: max_minutes has made its plan already
-        settings["init_from"] = "resume"
-        if settings["max_minutes"]:
-            settings |= {name: known[name] for name in PLANNED if name in known}
-    elif settings["max_minutes"] and not any(arg.startswith("--max_iters=") for arg in argv):
-        settings["max_iters"] = TrainConfig.__dataclass_fields__["max_iters"].default
-    before = read_settings(TrainConfig, [], known)
-    counts_batches = not before["eval_tokens"] and not settings["eval_tokens"]
-    same_count = counts_batches and settings["eval_iters"] == before["eval_iters"]
-    if same_count and settings["batch_size"] != before["batch_size"]:
-        # An evaluation keeps its windows, however many now make a micro-batch.
-        settings["eval_tokens"] = before["eval_iters"] * before["batch_size"] * settings["block_size"]
-    return settings
-
-
-def finetuning_settings(argv: list[str], source: str) -> dict[str, Any]:
-    """The settings of a new run with the weights of a checkpoint or of an exported folder.
-
-    Those of its model are the defaults.
-    """
-    if store.is_one(source):
-        model_args = store.load(source, checksums=False).model_args
-    else:
-        model_args = exported_model_args(source) or {}
-    return read_settings(TrainConfig, argv, settings_of_model(model_args, source))
-
-
-def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:
-    """Those of a saved model, without dropout, which may change."""
-    config = GPTConfig.from_args(model_args, source)
-    return {name: getattr(config, name) for name in RESUMED_SETTINGS}
+    plan.dry_run(planned, config.plan_for, dist)
 
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
@@ -438,4 +385,5 @@ if __name__ == "__main__":
     with lasting_output(), one_line_errors(if_out_of_memory, signal_handler.has_signal):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings):
-            main(build(TrainConfig, settings_of_start(sys.argv[1:], settings)))
+            config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
+            main(config, signal_handler.installed_at)

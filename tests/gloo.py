@@ -18,6 +18,7 @@ from conftest import flags, spare_what_is_imported
 import train
 from configurator import build
 from deskgpt.compute.distributed import DistContext
+from deskgpt.run.settings import resumed_settings
 from deskgpt.system.errors import message_for_user
 
 
@@ -81,4 +82,4 @@ def run(world: int, c: train.TrainConfig) -> None:
 
 def resumed(out_dir: Path, **settings: Any) -> train.TrainConfig:
     """The settings of a resumed run."""
-    return build(train.TrainConfig, train.resumed_settings(flags(**settings), str(out_dir)))
+    return build(train.TrainConfig, resumed_settings(train.TrainConfig, flags(**settings), str(out_dir)))

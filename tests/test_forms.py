@@ -30,10 +30,12 @@ from deskgpt.compute.runner import Runner, Variant
 from deskgpt.estimate import fit
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.overridable import overridable
+from deskgpt.run.settings import resumed_settings
 from deskgpt.system import cache, hardware, terminal
 from deskgpt.system.terminal import not_silent
 from model import GPT, MLP, GPTConfig, causal_mask
-from train import TrainConfig, main, make_optimizer, resumed_settings
+from train import TrainConfig, main
+from train import build_optimizer as make_optimizer
 
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
 SIZES |= {"gradient_accumulation_steps": 1, "device": "cpu"}
@@ -729,7 +731,7 @@ def test_resumed_run_keeps_its_form(chars, tmp_path, monkeypatch):
     assert events(tmp_path / "halves", "start")[0]["dtype"] == "bfloat16"
     monkeypatch.setattr(implementation, "in_turns", lambda *_: pytest.fail("asked again"))
     argv = [f"--out_dir={tmp_path / 'halves'}", "--init_from=resume", "--max_iters=6"]
-    main(TrainConfig(**resumed_settings(argv, str(tmp_path / "halves"))))
+    main(TrainConfig(**resumed_settings(TrainConfig, argv, str(tmp_path / "halves"))))
     assert [e["dtype"] for e in events(tmp_path / "halves", "start")] == ["bfloat16"] * 2
     assert_equal(*(weights(tmp_path / name) for name in ("whole", "halves")))
 

@@ -61,7 +61,8 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.runner import Runner, Variant
-from deskgpt.run.train_state import Run
+from deskgpt.run.settings import resumed_settings
+from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 from deskgpt.system.errors import is_out_of_memory, one_line_errors
 from deskgpt.system.files import file_sha256
@@ -532,14 +533,14 @@ odd_parts = odd_tensors | odd_json | st.dictionaries(odd_texts | odd_numbers, od
 
 def resume(file: Path) -> None:
     """What train.py does to go on from a checkpoint, a step of it, and what sample.py does with the tokenizer."""
-    c = build(TrainConfig, train.resumed_settings([], str(file)))
+    c = build(TrainConfig, resumed_settings(TrainConfig, [], str(file)))
     saved = store.load(file)
     model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
     cpu = torch.device("cpu")
     runner = Runner(model, Variant("float16" if saved.scaler else "float32"))
     optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
-    run = Run(asdict(c), runner, optimizer, DistContext(cpu))
-    run.resume(saved, str(file), saved.best_val_loss, saved.health, trains=True)
+    run = TrainState(c, runner, optimizer, DistContext(cpu))
+    run.resume(saved, str(file), trains=True)
     implementation.EarlierVariant.of(saved.form, cpu)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

@@ -21,9 +21,9 @@ from data.loader import Loader
 from data.splits import Split
 from deskgpt.checkpoint import store
 from deskgpt.compute.runner import Evaluation, Runner, Variant
-from deskgpt.run.diagnosis import Evaluated, SpikeWatch, advice, without_improvement
+from deskgpt.run.diagnosis import EvalRecord, SpikeDetector, advice, without_improvement
 from deskgpt.run.health import Health
-from deskgpt.run.stopping import Due, StopController
+from deskgpt.run.stopping import StopController
 from train import main
 
 # ---- planting what goes wrong --------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class Plant:
         self.bad_gradients: range | tuple[int, ...] = ()  # at which steps
         self.leaps: range | tuple[int, ...] = ()  # at which batches, when they come again, too
         self.batches: list[torch.Tensor] = []  # those trained on
-        step, backward, see = Loader.step, Runner.backward, Health.see
+        step, backward, see = Loader.step, Runner.backward, Health.record
 
         def noted(loader):
             for batch in step(loader):
@@ -52,11 +52,11 @@ class Plant:
                 runner.model.get_parameter(BAD).grad[0, 0] = math.nan
 
         def leapt(health, loss, *norms):
-            see(health, loss + 5 * (health.run.position in self.leaps), *norms)
+            see(health, loss + 5 * (health.state.position in self.leaps), *norms)
 
         monkeypatch.setattr(Loader, "step", noted)
         monkeypatch.setattr(Runner, "backward", spoiled)
-        monkeypatch.setattr(Health, "see", leapt)
+        monkeypatch.setattr(Health, "record", leapt)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_numbers_that_wait_on_the_device_until_a_log_line_say_the_same(chars, tm
     plant.bad_gradients = (3, 23)  # of each run the third
     settings = {"max_iters": 20, "log_interval": 7, "eval_interval": 10, "grad_clip": 0.7}
     main(tiny(chars, tmp_path / "at-once", **settings))
-    monkeypatch.setattr(Health, "is_full", False)
+    monkeypatch.setattr("deskgpt.run.health.WAITS_FOR_NOTHING", ())
     main(tiny(chars, tmp_path / "later", **settings))
     for kind in ("bad_step", "iter", "eval"):
         at_once, later = (events(tmp_path / run, kind) for run in ("at-once", "later"))
@@ -180,13 +180,13 @@ def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path
 @given(st.integers(0, 2**32), st.floats(0.01, 0.5), st.floats(0.0, 3.0))
 def test_noise_and_a_falling_loss_are_no_spikes_and_a_leap_is_one(seed, noise, fall):
     draw = random.Random(seed)
-    watch = SpikeWatch()
+    detector = SpikeDetector()
     losses = [2.0 + fall * math.exp(-step / 30) + draw.gauss(0, noise) for step in range(300)]
-    assert all(watch.see(loss) is None for loss in losses)
-    assert watch.see(math.nan) is None  # its gradients are bad
+    assert all(detector.add(loss) is None for loss in losses)
+    assert detector.add(math.nan) is None  # its gradients are bad
     leapt = draw.choice([2.0 + 20 * noise + 0.5, math.inf])
-    assert watch.see(leapt) == statistics.median(losses[-100:])
-    assert all(watch.see(9.0) is None for _ in range(50))  # it has been said
+    assert detector.add(leapt) == statistics.median(losses[-100:])
+    assert all(detector.add(9.0) is None for _ in range(50))  # it has been said
 
 
 SPIKED = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
@@ -232,10 +232,10 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars,
     def killed(stops, step, has_work, evaluates):
         if step == 42 and events(tmp_path / "halves", "rewind"):
             raise KeyboardInterrupt
-        return Due(stop=None, save=False)
+        return False
 
     with monkeypatch.context() as patched:
-        patched.setattr(StopController, "due", killed)
+        patched.setattr(StopController, "check", killed)
         with pytest.raises(KeyboardInterrupt):
             main(tiny(chars, tmp_path / "halves", on_spike="rewind", **SPIKED))
     for thread in threading.enumerate():
@@ -262,7 +262,7 @@ def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, pla
 
 def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
     def count(*val_losses: float, error: float | None = 0.1) -> int:
-        return without_improvement([Evaluated(i, 0.0, loss, error) for i, loss in enumerate(val_losses)])
+        return without_improvement([EvalRecord(i, 0.0, loss, error) for i, loss in enumerate(val_losses)])
 
     assert count(3.0, 2.0, 1.0) == 0
     assert count(3.0, 2.95, 2.92) == 2
@@ -305,7 +305,7 @@ def test_end_of_a_run_gives_commands_that_work(chars, tmp_path, script):
     assert re.search(r"^6 steps: .*; best val loss \d\.\d{4}$", done.out, re.M)
     assert f"best model of step 6: {out_dir / 'ckpt_best.pt'}\n" in done.out
     commands = {name: shlex.split(line) for name, line in re.findall(r"^(\w[\w ]+): +python (.*)$", done.out, re.M)}
-    assert list(commands) == ["sample", "resume", "compare"]
+    assert list(commands) == ["sample", "resume", "report", "compare"]
     why = r"^resume: .* --resume_changed=True\n +.*--resume_changed=True turns off the check"
     assert re.search(why, done.out, re.M)
     commands["sample"] += ["--num_samples=1", "--max_new_tokens=3", "--device=cpu"]

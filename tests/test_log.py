@@ -51,7 +51,7 @@ def test_log_of_a_stranger_that_is_a_link_writes_nowhere_else(tmp_path):
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
+def test_wandb_gets_the_numbers_and_a_run_goes_on_where_it_fails(tmp_path, capsys):
     logged = []
 
     class Full:
@@ -66,10 +66,11 @@ def test_run_goes_on_where_wandb_fails(tmp_path, capsys):
             raise AssertionError("called after it failed")
 
     log = RunLog(tmp_path / "log.jsonl", Full())
-    for step in (7, 8, 9):
+    log.write("iter", iter=7, loss=2.0, mfu=0.5)
+    for step in (8, 9):
         log.write("iter", iter=step, loss=1.0)
     log.close()
-    assert [step for step, _ in logged] == [7]
+    assert logged == [(7, {"iter": 7, "loss": 2.0, "mfu": 50.0})]
     assert [e["iter"] for e in events(tmp_path, "iter")] == [7, 8, 9]
     assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run goes on")
 

@@ -27,9 +27,10 @@ from deskgpt.estimate import fit
 from deskgpt.estimate.memory import MakeOptimizer, Step, fake_tensors, memory
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing
+from deskgpt.run.settings import earlier_settings, resumed_settings
 from deskgpt.system import hardware
 from model import GPT, GPTConfig
-from train import TrainConfig, main, resumed_settings, settings_of_earlier_run
+from train import TrainConfig, main
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64, bias=False)
@@ -415,7 +416,7 @@ def test_batch_that_does_not_fit_is_halved_also_when_it_resumes_and_the_training
     main(tiny(chars, tmp_path / "auto", batch_size=16, auto_batch=True, lr_decay_iters=6, max_iters=3))
     assert "out of memory: going on with" in capsys.readouterr().out
     argv = [f"--out_dir={tmp_path / 'auto'}", "--init_from=resume", "--max_iters=6"]
-    main(TrainConfig(**resumed_settings(argv, str(tmp_path / "auto"))))
+    main(TrainConfig(**resumed_settings(TrainConfig, argv, str(tmp_path / "auto"))))
     assert "out of memory" not in capsys.readouterr().out
     main(tiny(chars, tmp_path / "by_hand", batch_size=4, gradient_accumulation_steps=4, eval_iters=8))
     taken = events(tmp_path / "auto", "start")[0]["settings"]
@@ -444,8 +445,8 @@ def test_on_cuda_a_run_takes_the_micro_batch_that_fits_and_so_does_the_same_comm
 
 def test_checkpoints_of_runs_before_auto_keep_their_choice(chars, tmp_path):
     main(tiny(chars, tmp_path, auto_batch=False))
-    assert resumed_settings([], str(tmp_path))["auto_batch"] is False
-    before = settings_of_earlier_run(TINY | {"learning_rate": 1e-3, "auto_batch": True})
+    assert resumed_settings(TrainConfig, [], str(tmp_path))["auto_batch"] is False
+    before = earlier_settings(TrainConfig, TINY | {"learning_rate": 1e-3, "auto_batch": True})
     assert before is not None
     assert before["auto_batch"] is True
 

@@ -27,9 +27,8 @@ from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner
 from deskgpt.run import lock, resuming, saver, stopping
-from deskgpt.run.init_state import InitState
 from deskgpt.run.report import Report
-from deskgpt.run.resuming import refuse_differences
+from deskgpt.run.resuming import check_same_on_all_hosts
 from deskgpt.run.stopping import SIGNALS, signal_handler
 from deskgpt.system import errors
 from deskgpt.system.errors import one_line_errors
@@ -114,7 +113,7 @@ def test_settings_and_data_that_differ_between_hosts_are_refused_on_all_ranks(tm
             is_odd = ranks.rank == 2
             mine = settings | other_settings if is_odd else settings
             try:
-                refuse_differences(mine, data | other_data if is_odd else data, ranks)
+                check_same_on_all_hosts(mine, data | other_data if is_odd else data, ranks)
                 refusals.append("")
             except ValueError as e:
                 refusals.append(str(e))
@@ -157,8 +156,7 @@ def trained_by_two(
         os.chdir(places[rank])
         for signal_number in SIGNALS:
             signal.signal(signal_number, signal.SIG_DFL)
-        signal_handler._ends = None  # that of the process which forked this one; its thread is not here
-        signal_handler.listen()
+        signal_handler.install()
         errors.FIRST_SPEAKS_S = 0.0  # there is no torchrun to wait for
         if rank == 1:
             setattr(owner, name, disturbed)
@@ -175,7 +173,7 @@ def stop_this_process() -> None:
 
 
 MOMENTS = {  # what the second rank is about to do when it gets the signal, and the step that is saved then
-    "warm-up": ((InitState, "fastest_form"), 1, 0),
+    "warm-up": ((train, "choose_runner"), 1, 0),
     "evaluation": ((train, "eval_batches"), 6, 6),  # of the val split at step 6
     "save": ((saver, "Kept"), 2, 7),  # after step 5, while the first rank's thread writes
     "step": ((Report, "step"), 7, 7),

@@ -35,7 +35,7 @@ from deskgpt.estimate import fit
 from deskgpt.kernels.verify import Mismatch
 from deskgpt.run import time_budget
 from deskgpt.run.health import Health
-from deskgpt.run.train_state import Run
+from deskgpt.run.train_state import TrainState
 from deskgpt.system import cache
 from model import GPT, GPTConfig
 
@@ -179,7 +179,7 @@ def found_form(
 ) -> tuple[Runner, Batching]:
     """The Runner of a run of c, and its micro-batches."""
     settings = asdict(c)
-    make = functools.partial(train.make_optimizer, c)
+    make = functools.partial(train.build_optimizer, c)
     wanted = Options.of(settings, earlier or EarlierVariant(), 5, None)
     smaller = functools.partial(fit.smaller_batch, model.config, make, CPU, wanted.may_split_anew(CPU))
     batching = Batching.of(settings, ranks.rank, ranks.world)
@@ -216,11 +216,12 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
             began = -100.0
         runner.forward_backward(*batch_of(4))
         optimizer = make_optimizer(model, "muon", 0.1, 1e-3, (0.9, 0.95), 0.95)
-        settings = asdict(c)
-        run = Run(settings | batching.changed(settings) | {"max_minutes": 5.0}, runner, optimizer, ranks)
+        planned = replace(c, max_minutes=5.0, **batching.changed(asdict(c)))
+        state = TrainState(planned, runner, optimizer, ranks)
         val = Split(chars, "val", CONFIG.block_size, CONFIG.vocab_size, 1)
         windows = [val.n_eval_windows(batching.eval_windows)]
-        found.append(time_budget.steps_within(began, run, batching, windows, batch_of(4), 0))
+        time_budget.TimeBudget(planned, began, state).plan(batching, windows, batch_of(4))
+        found.append(asdict(planned))
         assert_equal(whole_weights(model), before)
 
         # gradients and weights that are not finite
@@ -231,11 +232,11 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
         step_unless(optimizer, torch.tensor(True))
         assert_equal(whole_weights(model), before)
         unused: Any = None
-        health = Health(run, unused, unused)
-        found.append(health.broken_weight())
+        health = Health(planned, state, unused, unused)
+        found.append(health._broken_weight())
         if ranks.rank == 1:
             sharding.local(runner.parameters[3])[-1] = torch.nan
-        found.append(health.broken_weight())
+        found.append(health._broken_weight())
         return found
 
     first, second = on_ranks(work, 2, tmp_path)
@@ -255,10 +256,11 @@ def test_what_one_rank_finds_decides_for_all(chars, tmp_path, monkeypatch):
     ],
 )
 def test_what_sharded_weights_cannot_do_is_refused_with_the_remedy(tmp_path, settings, named):
+    c = tiny(tmp_path, tmp_path, **settings)
     with pytest.raises(ValueError, match="dp_shard") as refused:
-        sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **settings)), 8)
+        sharding.check_sharding(c.dp_shard, 8, c.dtype, c.sample_interval)
     assert_one_line(str(refused.value), *named)
-    sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": 1}))), 8)
+    sharding.check_sharding(1, 8, c.dtype, c.sample_interval)
     sharding.shards_for(asdict(tiny(tmp_path, tmp_path, **(settings | {"dp_shard": -1}))), 1)
 
 

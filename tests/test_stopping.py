@@ -21,7 +21,7 @@ from gloo import resumed, run
 import train
 from deskgpt.checkpoint import store
 from deskgpt.run.report import Report
-from deskgpt.run.stopping import ONE_WISH_S, SIGNALS, Listener, signal_handler
+from deskgpt.run.stopping import ONE_WISH_S, SIGNALS, SignalHandler, signal_handler
 from train import main
 
 NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
@@ -32,11 +32,10 @@ LONG = {"max_iters": 30, "eval_interval": 5, "lr_decay_iters": 30, "dropout": 0.
 def listening() -> Iterator[None]:
     """This process hears signals as a run does, those too that whoever started the tests ignores."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    signal_handler.listen()
+    signal_handler.install()
     yield
     signal_handler.signal = None
     signal_handler.has_work_to_save = False
-    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -60,9 +59,9 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], None]) 
     """Does something when a step is logged, such as sending this process a signal."""
     log_step = Report.step
 
-    def logged(self, **numbers):
-        log_step(self, **numbers)
-        if self.run.step == step:
+    def logged(self, lr, **numbers):
+        log_step(self, lr, **numbers)
+        if self.state.step == step:
             do()
 
     monkeypatch.setattr(Report, "step", logged)
@@ -85,17 +84,17 @@ def test_run_that_each_signal_has_stopped_goes_on_bit_for_bit(chars, whole, tmp_
     for n, number in enumerate(SIGNALS):
         c = tiny(chars, out_dir, init_from="resume" if n else "scratch", **LONG)
         with monkeypatch.context() as patch:
-            at_step(patch, 6 + 8 * n, partial(send, number))
+            at_step(patch, 6 + 6 * n, partial(send, number))
             with pytest.raises(SystemExit) as exit:
                 main(c)
         assert exit.value.code == 128 + number
-        assert store.load(out_dir).iter_num == 7 + 8 * n
+        assert store.load(out_dir).iter_num == 7 + 6 * n
         out, err = capfd.readouterr()
         assert_one_line(err, number.name, "saving")
         command = re.search(r"^resume:  python (.*)$", out, re.M)
         assert command
         assert shlex.split(command[1])[1:] == ["--init_from=resume", f"--out_dir={out_dir}"]
-        signal_handler.listen()
+        signal_handler.install()
     main(tiny(chars, out_dir, init_from="resume", **LONG))
     assert_same_run(whole, out_dir)
 
@@ -121,7 +120,7 @@ def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(
             main(tiny(chars, tmp_path, **LONG))
     assert store.load(tmp_path).iter_num == step
     assert [e["iter"] for e in events(tmp_path, "eval")] == list(range(0, step, 5))
-    signal_handler.listen()
+    signal_handler.install()
     main(tiny(chars, tmp_path, init_from="resume", **LONG))
     assert store.load(whole / "ckpt_best.pt").iter_num >= step
     assert_same_run(whole, tmp_path)
@@ -151,18 +150,18 @@ def test_checkpoints_between_evaluations(chars, tmp_path):
 
 def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
-    ears = Listener()
+    ears = SignalHandler()
     with pytest.raises(SystemExit) as exit:
-        ears._handle(signal.SIGTERM)
+        ears._handle(signal.SIGTERM, None)
     assert exit.value.code == 143
     assert_one_line(capfd.readouterr().err, "SIGTERM", "nothing to save")
     ears.has_work_to_save = True
-    ears._handle(signal.SIGTERM)
-    ears._handle(signal.SIGINT)  # as systemd and shells of closing terminals send them
+    ears._handle(signal.SIGTERM, None)
+    ears._handle(signal.SIGINT, None)  # as systemd and shells of closing terminals send them
     assert ears.signal == signal.SIGTERM
     ears._heard_at -= ONE_WISH_S
     with pytest.raises(SystemExit) as exit:
-        ears._handle(signal.SIGINT)
+        ears._handle(signal.SIGINT, None)
     assert exit.value.code == 143
     assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 

@@ -21,7 +21,8 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.estimate import traffic
 from model import GPT, GPTConfig
-from train import TrainConfig, make_optimizer
+from train import TrainConfig
+from train import build_optimizer as make_optimizer
 
 ODD = GPTConfig(n_layer=2, n_head=1, n_embd=33, block_size=16, vocab_size=50)  # rows do not divide among 2, 4 or 8
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")

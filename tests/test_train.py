@@ -43,6 +43,8 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.run.saver import Saver
+from deskgpt.run.settings import resumed_settings
+from deskgpt.system import peak_flops
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -128,8 +130,8 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
 def test_mfu_refers_to_the_published_peak_and_mfu_measured_to_the_fastest_matmul(
     measured, chars, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(train.peak_flops, "measured_matmul_flops", lambda *_: measured)
-    monkeypatch.setattr(train.peak_flops, "published_flops", lambda *_: (1e12, "a data sheet"))
+    monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda *_: measured)
+    monkeypatch.setattr(peak_flops, "published_flops", lambda *_: (1e12, "a data sheet"))
     main(tiny(chars, tmp_path, max_iters=2))
     first = events(tmp_path, "start")[0]
     known = None if math.isnan(measured) else measured
@@ -158,14 +160,14 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
     monkeypatch.setattr(Saver, "save", takes(1000, Saver.save))
     monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(train.peak_flops, "measured_matmul_flops", lambda *_: 1e12)
+    monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda *_: 1e12)
     main(tiny(chars, tmp_path, max_iters=10, log_interval=4))  # evaluates at 0, 3, 6, 9, 10; logs at 0, 4, 8, 9
     assert [e["time_ms"] for e in events(tmp_path, "iter")] == [250.0] * 4
     assert [e["train_s"] for e in events(tmp_path, "iter")] == [0.25, 1.25, 2.25, 2.5]
     assert {e["eval_s"] for e in events(tmp_path, "eval")} == {200.0}  # two splits
     assert {e["save_s"] for e in events(tmp_path, "save")} == {1000.0}
     end = events(tmp_path, "end")[0]
-    assert (end["train_s"], end["eval_s"], end["save_s"]) == (2.5, 5 * 200.0, 4 * 1000.0)
+    assert (end["train_s"], end["eval_s"], end["save_s"]) == (2.75, 5 * 200.0, 4 * 1000.0)
 
 
 def test_start_says_what_is_known_about_the_data(tmp_path, capsys):
@@ -305,7 +307,7 @@ def test_timing_the_steps_changes_no_weight_and_leaves_no_state(chars, tmp_path,
 
 def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new_ones(chars, tmp_path):
     def resumed(*argv: str) -> TrainConfig:
-        return TrainConfig(**train.resumed_settings([f"--out_dir={tmp_path}", *argv], str(tmp_path)))
+        return TrainConfig(**resumed_settings(TrainConfig, [f"--out_dir={tmp_path}", *argv], str(tmp_path)))
 
     main(tiny(chars, tmp_path, max_minutes=60.0, max_iters=4))
     c = resumed("--init_from=resume")

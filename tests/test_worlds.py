@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,23 +24,23 @@ from data.splits import Split
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
-from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.run import stopping
 from deskgpt.run.init_state import InitState
 from deskgpt.run.stopping import StopController, signal_handler
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
+NO_LIMITS: Any = SimpleNamespace(max_hours=0.0, save_interval=0, save_minutes=0.0)
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 
 
 def recorded_run(c: train.TrainConfig, ranks: DistContext) -> dict[str, Any]:
     """Trains; returns checksums of the initial weights and of each dropout's mask, row by row, and counts."""
     found: dict[str, Any] = {"weights": "", "masks": [], "evaluated": 0}
-    make_model = InitState.model
+    make_model = InitState.build_model
 
-    def built(start: InitState, make: MakeOptimizer) -> GPT:
-        model = make_model(start, make)
+    def built(start: InitState, *args: Any) -> GPT:
+        model = make_model(start, *args)
         content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         found["weights"] = sha256(content).hexdigest()
         return model
@@ -54,8 +55,8 @@ def recorded_run(c: train.TrainConfig, ranks: DistContext) -> dict[str, Any]:
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "start_ranks", lambda *_: ranks)
-        patch.setattr(InitState, "model", built)
+        patch.setattr(train, "init_distributed", lambda *_: ranks)
+        patch.setattr(InitState, "build_model", built)
         patch.setattr(train, "eval_batches", evaluated)
         hook = torch.nn.modules.module.register_module_forward_hook(dropped)
         train.main(c)
@@ -117,7 +118,7 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
             model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
             model.register_forward_hook(signalled)
             batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
-            own = StopController(ranks, 0.0, max_hours=0.0, save_interval=0, save_minutes=0.0, shared=shared)
+            own = StopController(NO_LIMITS, ranks, 0.0, sharded=shared)
             Runner(model, Variant()).evaluate(own.until_signal(eval_batches(split, batching, CPU)), ranks)
             signal_handler.signal = None
             counts.append(len(calls))
@@ -132,14 +133,15 @@ def test_ranks_agree_about_once_a_second_and_stop_at_the_same_step(tmp_path, mon
 
     def stopped(ranks: DistContext) -> tuple[int, list[int], int]:
         agreements = 0
-        of_run = StopController(ranks, 0.0, max_hours=0.0, save_interval=60, save_minutes=0.0, shared=False)
+        limits = SimpleNamespace(max_hours=0.0, save_interval=60, save_minutes=0.0)
+        stops = StopController(limits, ranks, 0.0, sharded=False)  # type: ignore[arg-type]
         saves = []
         for step in itertools.count():
-            due = of_run.due(step, has_work=True, evaluates=step == 90)
-            agreements += of_run.steps_since == 0
-            if due.save:
+            save_is_due = stops.check(step, has_work=True, evaluates=step == 90)
+            agreements += stops._steps_since == 0
+            if save_is_due:
                 saves.append(step)
-            if due.stop:
+            if stops.reason:
                 return step, saves, agreements
             time.sleep(0.02 if step >= 100 and ranks.rank == 1 else 0.002)
             if step == 200 and ranks.rank == 1:
@@ -166,7 +168,7 @@ def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
 
         eval_batch = Split.eval_batch
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "start_ranks", lambda *_: ranks)
+            patch.setattr(train, "init_distributed", lambda *_: ranks)
             patch.setattr(Split, "eval_batch", cut_short)
             with pytest.raises((ValueError, RuntimeError)) as raised:
                 train.main(c)

@@ -399,5 +399,5 @@ def overfit(run: Run) -> tuple[int, float] | None:
     evaluations = []
     for e in run.val:
         train_loss = math.nan if e["train_loss"] is None else e["train_loss"]
-        evaluations.append(diagnosis.Evaluated(e["iter"], train_loss, e["val_loss"], se))
+        evaluations.append(diagnosis.EvalRecord(e["iter"], train_loss, e["val_loss"], se))
     return diagnosis.overfit(evaluations)

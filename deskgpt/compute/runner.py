@@ -56,6 +56,8 @@ class Variant:
 class Evaluation:
     loss: float  # mean, in nats per token
     standard_error: float | None  # what other text of this length would change; None if too few batches tell
+    windows: int = 0  # that were read, over all ranks
+    batch_losses: tuple[float, ...] = ()  # the mean loss of each of this rank's batches, to compare runs in pairs
 
 
 class Runner:
@@ -247,9 +249,9 @@ class Runner:
         n_batches = int(ranks.sum(torch.tensor(len(counts), dtype=torch.float64)).item())
         mean = ranks.sum(sums.sum()).item() / n_rows if n_rows else math.nan
         squares = ranks.sum((sums - mean * rows_of).square().sum()).item()
-        if n_batches < 8:
-            return Evaluation(mean, None)
-        return Evaluation(mean, math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows)
+        error = math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows if n_batches >= 8 else None
+        batch_losses = tuple(round(loss, 6) for loss in (sums / rows_of).tolist())
+        return Evaluation(mean, error, round(n_rows), batch_losses)
 
 
 def replacements_of(form: Variant, device: torch.device, dropout: float) -> dict[str, Callable[..., Any]]:

@@ -11,7 +11,7 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -43,23 +43,19 @@ def shards_of(dp_shard: int, world: int) -> int:
     return n
 
 
-# Settings that do not work with sharded weights: why, and what to do instead.
-REFUSED = {
-    "dtype=float16": "its loss scale is not for sharded weights; try --dtype=bfloat16",
-    "sample_interval": "one rank has no whole weights for samples; take --sample_interval=0, and run sample.py",
-}
-
-
-def shards_for(settings: Mapping[str, Any], world: int) -> int:
-    """How many ranks share one copy in a run. Raises ValueError also for settings that sharded weights cannot serve."""
-    dp_shard = settings["dp_shard"]
-    n = shards_of(dp_shard, world)
-    for setting, why in REFUSED.items() if n > 1 else ():
-        name, _, value = setting.partition("=")
-        given = settings[name]
-        if given == value if value else given:
-            raise ValueError(f"{name}={given} with dp_shard={dp_shard}: {why}")
-    return n
+def check_sharding(dp_shard: int, world: int, dtype: str, sample_interval: int) -> None:
+    """Raises ValueError where dp_shard does not divide the ranks, or other settings do not work with sharded weights."""
+    if shards_of(dp_shard, world) == 1:
+        return
+    if dtype == "float16":
+        raise ValueError(
+            f"dtype=float16 with dp_shard={dp_shard}: its loss scale needs whole weights; try --dtype=bfloat16"
+        )
+    if sample_interval:
+        raise ValueError(
+            f"sample_interval={sample_interval} with dp_shard={dp_shard}: no rank has whole weights for samples; use "
+            "--sample_interval=0, and run sample.py"
+        )
 
 
 def describe_shards(dp_shard: int, world: int) -> str:

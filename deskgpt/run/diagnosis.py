@@ -1,6 +1,6 @@
 """What a run's numbers mean: gradients that are not finite, loss spikes, evaluations that no longer improve.
 
-Functions of plain numbers, which health.py asks.
+Functions of plain numbers; health.py and report.py call them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 # ---- bad gradients -------------------------------------------------------------------------------------------
 
 
-def advice(form: Variant, no_update_before: bool, broken_weight: str | None) -> str:
+def advice(variant: Variant, no_update_before: bool, broken_weight: str | None) -> str:
     """What to try after gradients or a loss that are not finite.
 
     no_update_before: in this run. broken_weight: the first parameter that is not finite itself.
     """
     if broken_weight:
         return f"the weights themselves are not finite ({broken_weight}): go on from another checkpoint"
-    tries = ["--compile=False"] if form.compiled else []
-    if form.dtype != "float32":
+    tries = ["--compile=False"] if variant.compiled else []
+    if variant.dtype != "float32":
         tries.append("--dtype=float32")
     if not no_update_before:
         return f"try {', then '.join(['a lower --learning_rate', *tries])}"
@@ -50,26 +50,24 @@ def clip_rate(norms: Sequence[float], grad_clip: float) -> float | None:
 
 # ---- loss spikes ---------------------------------------------------------------------------------------------
 
-# Measured on characters: 18 runs of 64 to 8192 tokens a step, 47,228 losses, warm-up included, gave no alarm. The
-# farthest loss was 5.8 deviations above its median, 6.0 at a learning rate of 0.1. At 0.3, where training does leap,
-# 1500 steps had 4 spikes, from 3.4 to 4.8 and more. Two nats added to a loss were seen in 97% of places and more where
-# losses scatter by 0.04 to 0.17, in 82% where half of the run is the first steep fall. With a scatter of 0.44, even
-# four nats were seen in 70% only.
+# Measured on characters: 18 runs of 64 to 8192 tokens a step (47,228 losses, warm-up included) gave no false alarm; the
+# farthest loss was 5.8 deviations above its median. Two nats added to a loss were found in at least 97% of places where
+# losses scatter by 0.04 to 0.17.
 WINDOW = 100  # steps that a loss is compared with
 FEWEST = 30  # losses with which comparing begins
 DEVIATIONS = 8.0
 LEAST_RISE = 0.25  # nats: with large batches 8 deviations are less than what other text changes
 
 
-class SpikeWatch:
+class SpikeDetector:
     """Finds the steps at which the loss leaps up. For WINDOW steps after a spike no other one is reported."""
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.steps_since_spike = WINDOW
 
-    def see(self, loss: float) -> float | None:
-        """The median loss of the steps before, if this one is a spike; otherwise None."""
+    def add(self, loss: float) -> float | None:
+        """Adds a step's loss. Returns the median loss of the steps before if this one is a spike; otherwise None."""
         quiet = self.steps_since_spike >= WINDOW
         spike = quiet and len(self.losses) >= FEWEST and is_spike(loss, self.losses)
         median = statistics.median(self.losses) if spike else None
@@ -95,8 +93,8 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
 # ---- evaluations ---------------------------------------------------------------------------------------------
 
 
-class Evaluated(NamedTuple):
-    """An evaluation."""
+class EvalRecord(NamedTuple):
+    """What is remembered of an evaluation."""
 
     step: int
     train_loss: float
@@ -104,12 +102,12 @@ class Evaluated(NamedTuple):
     standard_error: float | None  # of val_loss
 
 
-def lowest(evaluations: Sequence[Evaluated]) -> Evaluated:
+def lowest(evaluations: Sequence[EvalRecord]) -> EvalRecord:
     """The evaluation with the lowest val loss; there must be one."""
     return min(evaluations, key=lambda e: e.val_loss)
 
 
-def without_improvement(evaluations: Sequence[Evaluated]) -> int:
+def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
     """How many evaluations in a row, up to the last one, are not below the best before them by a standard error.
 
     Small steps down add up: the best is the last one that counted as an improvement. Where the standard error is not
@@ -126,11 +124,11 @@ def without_improvement(evaluations: Sequence[Evaluated]) -> int:
     return n
 
 
-def overfit(evaluations: Sequence[Evaluated]) -> tuple[int, float] | None:
-    """(step of the lowest val loss, how much higher the last one is), where it rose while the train loss fell.
+def overfit(evaluations: Sequence[EvalRecord]) -> tuple[int, float] | None:
+    """(step of the lowest val loss, how much higher the last one is), if it rose while the train loss fell.
 
-    It counts as a rise above four standard errors: the lowest of many evaluations is partly low by chance. None also
-    where the standard error is not known.
+    A rise counts from four standard errors on, because the lowest of many evaluations is partly low by chance. None if
+    the standard error is not known.
     """
     if not evaluations:
         return None

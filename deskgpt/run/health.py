@@ -1,9 +1,10 @@
-"""Follows the numbers of a run's steps: says which were bad, and ends the run, or takes it back, where it must."""
+"""Follows the numbers of a run's steps: reports bad ones, and ends or rewinds the run where it must."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,77 +14,87 @@ from deskgpt.compute.sharding import local
 from deskgpt.run.diagnosis import advice, bad_parameters
 from deskgpt.run.report import Report, Step
 from deskgpt.run.saver import Saver
-from deskgpt.run.train_state import Run
+from deskgpt.run.settings import RunSettings
+from deskgpt.run.train_state import TrainState
 
+WAITS_FOR_NOTHING = ("cpu",)  # devices on which fetching a number is free
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
 
 
-class Health:
-    """Collects the numbers of each step on the device and looks at them now and then.
+@dataclass(frozen=True)
+class Pending:
+    """A step whose numbers are still on the device."""
 
-    `see` does not wait for the device, except for float16's loss scale. `look_back` does, and for all ranks, which call
+    step: int
+    position: int  # of its global batch in the order of batches
+    may_overflow: bool
+    numbers: Tensor  # (2 + parameters,): loss, norm of all gradients, norm of each
+
+
+class Health:
+    """Keeps per-step metrics on the device and fetches them at log steps.
+
+    `record` does not wait for the device, except for float16's loss scale. `flush` does, and for all ranks, which call
     it at the same steps.
     """
 
-    def __init__(self, run: Run, report: Report, saver: Saver) -> None:
-        self.run = run
+    def __init__(self, config: RunSettings, state: TrainState, report: Report, saver: Saver) -> None:
+        self.config = config
+        self.state = state
         self.report = report
         self.saver = saver
-        self.ranks = run.ranks
-        self.max_bad_steps = run.settings["max_bad_steps"]  # in a row; 0 is no limit
-        self.on_spike = run.settings["on_spike"]
-        self.names = run.runner.names
+        self.dist = state.dist
+        self.names = state.runner.names
         self.bad_in_a_row: list[Step] = []
         self.good_norms: deque[float] = deque(maxlen=4)  # the last ones
-        self.spike: Step | None = None  # that nothing was done about yet
-        self._waiting: list[tuple[int, int, bool, Tensor]] = []
+        self._spike: Step | None = None  # that nothing was done about yet
+        self._pending: list[Pending] = []
 
     # ---- steps -------------------------------------------------------------------------------------------
 
-    def see(self, loss: Tensor, grad_norms: Tensor, grad_norm: Tensor) -> None:
+    def record(self, loss: Tensor, grad_norms: Tensor, grad_norm: Tensor) -> None:
         """A step's numbers, still on the device: loss (), the norm of each gradient (parameters,) and of all ()."""
-        scaler = self.run.runner.scaler
+        scaler = self.state.runner.scaler
         # Above a scale of 1, float16 gradients that overflow are the scaler's normal way of finding the right scale.
         may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-        row = torch.cat([torch.stack([loss, grad_norm]), grad_norms])
-        self._waiting.append((self.run.step, self.run.position, may_overflow, row))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether look_back is due, however rare log lines are. On a CPU it waits for nothing."""
-        return self.ranks.device.type == "cpu" or len(self._waiting) >= KEPT_STEPS
+        numbers = torch.cat([torch.stack([loss, grad_norm]), grad_norms])
+        self._pending.append(Pending(self.state.step, self.state.position, may_overflow, numbers))
+        # On a CPU nothing is waited for, so that a bad step is known at once.
+        if self.dist.device.type in WAITS_FOR_NOTHING or len(self._pending) >= KEPT_STEPS or self.report.is_due():
+            self.flush()
 
     def flush(self) -> None:
-        """Reports what the steps since the last look showed. Raises ValueError after too many bad ones in a row."""
-        if self._waiting:
-            rows = torch.stack([row for *_, row in self._waiting])
-            rows[:, 0] = self.ranks.sum(rows[:, 0].clone())
-            waiting = self._waiting
-            self._waiting = []
-            for (step, position, may_overflow, _), row in zip(waiting, rows.tolist(), strict=True):
+        """Reports the steps since the last call. Raises ValueError after too many bad ones in a row."""
+        if self._pending:
+            rows = torch.stack([pending.numbers for pending in self._pending])
+            rows[:, 0] = self.dist.sum(rows[:, 0].clone())
+            pending_steps = self._pending
+            self._pending = []
+            for pending, row in zip(pending_steps, rows.tolist(), strict=True):
                 loss, grad_norm, *norms = row
-                bad = not math.isfinite(grad_norm) and not may_overflow
-                self._learn(Step(step, position, loss / self.ranks.world, grad_norm, norms, bad))
+                is_bad = not math.isfinite(grad_norm) and not pending.may_overflow
+                mean_loss = loss / self.dist.world
+                self._add(Step(pending.step, pending.position, mean_loss, grad_norm, norms, is_bad))
         self._check_gradients()
 
-    def _learn(self, now: Step) -> None:
-        self.report.saw(now)
-        if now.bad:
-            self.bad_in_a_row.append(now)
-            self.report.bad_step(now)
+    def _add(self, step: Step) -> None:
+        self.report.add_step(step)
+        if step.bad:
+            self.bad_in_a_row.append(step)
+            self.report.bad_step(step)
             return
-        if math.isfinite(now.grad_norm):
+        if math.isfinite(step.grad_norm):
             self.bad_in_a_row.clear()
-            self.good_norms.append(now.grad_norm)
-        median = self.run.spikes.see(now.loss)
+            self.good_norms.append(step.grad_norm)
+        median = self.state.spikes.add(step.loss)
         if median is not None:
-            self.report.spike(now, median)
-            self.spike = self.spike or now
+            self.report.spike(step, median)
+            self._spike = self._spike or step
 
     def _check_gradients(self) -> None:
         n = len(self.bad_in_a_row)
-        if not self.max_bad_steps or n < self.max_bad_steps:
+        if not self.config.max_bad_steps or n < self.config.max_bad_steps:
             return
         first = self.bad_in_a_row[0]
         steps = f"at step {first.step}" if n == 1 else f"in {n} steps in a row, {first.step} to {first.step + n - 1}"
@@ -93,42 +104,47 @@ class Health:
 
     def check_val_loss(self, loss: float) -> None:
         """Raises ValueError if a validation loss is not finite."""
-        step = self.run.step
+        step = self.state.step
         if not math.isfinite(loss):
             raise ValueError(f"val loss is {loss} at step {step}; {self.evidence(step)}")
+
+    @property
+    def may_save(self) -> bool:
+        """False while gradients are not finite: the weights may be what fails, and the last good checkpoint stays."""
+        return not self.bad_in_a_row
 
     # ---- spikes ------------------------------------------------------------------------------------------
 
     def rewind_if_spiked(self) -> bool:
-        """Does what on_spike says after a loss spike: whether the run is now at an earlier step.
+        """After a loss spike, what on_spike says. Returns whether the run is now at an earlier step.
 
         Raises ValueError to end the run.
         """
-        spike = self.spike
-        self.spike = None
-        if spike is None or self.on_spike == "go":
+        spike = self._spike
+        self._spike = None
+        if spike is None or self.config.on_spike == "go":
             return False
-        kept = self.saver.latest(self.ranks)
-        if self.on_spike == "stop":
+        if self.config.on_spike == "stop":
             raise ValueError(
                 f"on_spike=stop: the loss leapt to {spike.loss:.4f} at step {spike.step}; {self.saver.kept_text()}"
             )
+        kept = self.saver.latest(self.dist)
         if kept is None:
-            self.ranks.print0("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
+            self.dist.print0("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
             return False
         with self.report.timer.saving():
-            saved = store.load(kept.path, ranks=self.ranks)
+            saved = store.load(kept.path, ranks=self.dist)
             step = saved.iter_num
-            if self.run.rewinds_to(step) >= MAX_REWINDS:
+            if self.state.rewinds_to(step) >= MAX_REWINDS:
                 raise ValueError(
                     f"on_spike=rewind: {MAX_REWINDS} times back to step {step}, and the loss leapt again: it is not "
                     f"the data; try a lower --learning_rate; {self.saver.kept_text()}"
                 )
-            self.run.go_back(saved, str(kept.path), spike.position)
-            self._waiting.clear()
+            self.state.rewind(saved, kept.path, spike.position)
+            self._pending.clear()
             self.bad_in_a_row.clear()
             self.saver.is_stale = True
-            self.ranks.all(True)  # no rank replaces the file while another reads it
+            self.dist.all(True)  # no rank replaces the file while another reads it
         self.report.rewind(spike)
         return True
 
@@ -136,17 +152,17 @@ class Health:
 
     def evidence(self, step: int) -> str:
         """What is known of a failure at this step, and what to try."""
-        runner = self.run.runner
+        runner = self.state.runner
         scale = f", loss scale {runner.scaler.get_scale():g}" if runner.scaler.is_enabled() else ""
         norms = ", ".join(f"{norm:.3g}" for norm in self.good_norms) or "none that is finite"
-        is_first = step == self.run.first_step or not self.good_norms
+        is_first = step == self.state.first_step or not self.good_norms
         return (
             f"computed in {runner.form}{scale}; gradient norms before: {norms}; {self.saver.kept_text()}; "
-            f"{advice(runner.form, is_first, self.broken_weight())}"
+            f"{advice(runner.form, is_first, self._broken_weight())}"
         )
 
-    def broken_weight(self) -> str | None:
+    def _broken_weight(self) -> str | None:
         """The first parameter that is not finite, on whichever rank."""
-        bad = torch.stack([~local(p).isfinite().all() for p in self.run.runner.parameters])
-        broken = [name for name, n in zip(self.names, self.ranks.sum(bad.float()).tolist(), strict=True) if n]
+        bad = torch.stack([~local(p).isfinite().all() for p in self.state.runner.parameters])
+        broken = [name for name, n in zip(self.names, self.dist.sum(bad.float()).tolist(), strict=True) if n]
         return broken[0] if broken else None

@@ -1,12 +1,12 @@
-"""Where a run starts: from random weights, a checkpoint or GPT-2's weights; and what it must not start with."""
+"""What a run starts from: random weights, a checkpoint, or GPT-2's weights; and what it must not start with."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,268 +17,262 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.checks import Batch
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import EarlierVariant, Options, Tuner, choose_implementation, dtype_of_shards
 from deskgpt.compute.runner import Runner
 from deskgpt.estimate.fit import refuse_beyond_memory, smaller_batch, times_memory
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
-from deskgpt.run import resuming
 from deskgpt.run.lock import check_shared
 from deskgpt.run.log import RunLog, start_wandb
-from deskgpt.run.resuming import Facts, LearningRate, Settings
-from deskgpt.run.saver import Kept
-from deskgpt.run.time_budget import seconds_left
-from deskgpt.run.train_state import Run
+from deskgpt.run.resuming import OF_EVALUATION, Change, Metadata, compare
+from deskgpt.run.settings import RESUMED_SETTINGS, RunSettings, earlier_settings
+from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 from deskgpt.system.provenance import git_commit, versions
-from model import GPT, MODERN_CHOICES, GPTConfig, ModelSettings
-
-# What a resumed run takes from its checkpoint.
-RESUMED_SETTINGS = tuple(name for name in ModelSettings.__dataclass_fields__ if name != "dropout")
+from model import GPT, MODERN_CHOICES, GPTConfig
 
 
-def prepare_machine(settings: Settings, ranks: DistContext) -> None:
+def prepare_machine(config: RunSettings, dist: DistContext) -> None:
     """What a run sets before anything else. Raises ValueError where hosts do not share the folder of the run."""
     hardware.keep_freed_memory()
-    hardware.forbid_spilling(ranks.device)
-    if not settings["eval_only"] and not settings["dry_run"]:
-        check_shared(store.folder_of(settings["out_dir"]), ranks)
-    hardware.seed_all(settings["seed"], ranks.device)
-
-
-# ---- the starting point --------------------------------------------------------------------------------------
+    hardware.forbid_spilling(dist.device)
+    if not config.eval_only and not config.dry_run:
+        check_shared(store.folder_of(config.out_dir), dist)
+    hardware.seed_all(config.seed, dist.device)
 
 
 @dataclass
 class InitState:
-    """What a run starts from."""
+    """Where a run starts."""
 
-    settings: Settings  # of the run that starts
-    ranks: DistContext
     source: str  # for messages
-    config: GPTConfig
-    weights: dict[str, Tensor] | None = None  # None: random ones, or the weights of `saved`
-    saved: Checkpoint | None = None  # that has the weights
+    model_config: GPTConfig
+    weights: dict[str, Tensor] | None = None  # GPT-2's
+    checkpoint: Checkpoint | None = None  # of another run, or of the run that is resumed
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
-    resumed: Checkpoint | None = None
-    earlier: dict[str, Any] | None = None  # all settings of the resumed run, if its checkpoint has them
-    # of the resumed run:
-    step: int = 0
-    best_val_loss: float = math.inf
-    best_is_comparable: bool = True  # with this run's validation losses
-    wandb_run_id: str | None = None
-    progress: dict[str, Any] | None = None  # Checkpoint.health
-    kept: Kept | None = None
+    is_resumed: bool = False
+    earlier: Any = None  # the settings of the resumed run, of the script's class, if its checkpoint has them
 
-    def model(self, make: MakeOptimizer) -> GPT:
-        """The model on this rank's device, as a whole or sharded. make: the optimizer that it will train with.
+    @property
+    def step(self) -> int:
+        return self.checkpoint.iter_num if self.is_resumed and self.checkpoint else 0
+
+    # ---- the model ---------------------------------------------------------------------------------------
+
+    def build_model(self, config: RunSettings, make_optimizer: MakeOptimizer, dist: DistContext) -> GPT:
+        """The model on this rank's device, as a whole or sharded.
 
         Where it is sharded, only the first rank builds it in the machine's memory, and none where each can read its own
         rows from a checkpoint. Raises ValueError, also where the memory cannot hold it, before any of it is taken.
         """
-        ranks = self.ranks
-        settings = self.settings
-        shards = sharding.shards_of(settings["dp_shard"], ranks.world)
-        trained_with = None if settings["eval_only"] else make
-        refuse_beyond_memory(self.config, ranks.device, trained_with, shards, ranks.is_first or shards == 1)
+        shards = sharding.shards_of(config.dp_shard, dist.world)
+        trained_with = None if config.eval_only else make_optimizer
+        refuse_beyond_memory(self.model_config, dist.device, trained_with, shards, dist.is_first or shards == 1)
         if shards == 1:
-            return self._built().to(ranks.device)
-        each_reads = self.saved is not None and settings["block_size"] == self.config.block_size
-        each_reads = each_reads and not sharding.has_other_buffers(GPT.without_storage(self.config))
-        builds = ranks.is_first and not each_reads
+            return self._build(config.block_size).to(dist.device)
+        each_reads = self.checkpoint is not None and config.block_size == self.model_config.block_size
+        each_reads = each_reads and not sharding.has_other_buffers(GPT.without_storage(self.model_config))
+        builds = dist.is_first and not each_reads
         with nullcontext() if builds else torch.device("meta"):
-            built = self._built(reads=builds)
-        mesh = sharding.make_mesh(ranks.device.type, shards, ranks.world, settings["dist_timeout_s"])
-        reshard = settings["reshard_after_forward"]
-        dtype = dtype_of_shards(settings["dtype"], self.earlier_form, ranks)
-        if self.saved is None or not each_reads:
-            return sharding.sharded_copy(built, mesh, reshard, ranks.device, dtype)
-        model = sharding.empty_copy(built, mesh, reshard, ranks.device, dtype)
-        store.restore_weights(model, self.saved)
+            built = self._build(config.block_size, reads=builds)
+        mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
+        dtype = dtype_of_shards(config.dtype, self.earlier_variant(dist), dist)
+        if self.checkpoint is None or not each_reads:
+            return sharding.sharded_copy(built, mesh, config.reshard_after_forward, dist.device, dtype)
+        model = sharding.empty_copy(built, mesh, config.reshard_after_forward, dist.device, dtype)
+        store.restore_weights(model, self.checkpoint)
         return model
 
-    @property
-    def earlier_form(self) -> EarlierVariant:
-        batch_size = (self.earlier or {}).get("batch_size")
-        return EarlierVariant.of(self.resumed.form if self.resumed else None, self.ranks.device, batch_size)
-
-    def _built(self, reads: bool = True) -> GPT:
+    def _build(self, block_size: int, reads: bool = True) -> GPT:
         """The model on the CPU, with its context shortened to block_size. Raises ValueError.
 
-        reads: whether the weights of a checkpoint's folder matter; where a model is sharded, they do not on each rank.
+        reads: whether the numbers of a checkpoint's folder matter; where a model is sharded, they do not on each rank.
         """
         weights = self.weights
-        if self.saved is not None:
-            weights = store.weights_of(self.saved) if reads else self.saved.model
-        model = GPT(self.config) if weights is None else GPT.from_state(self.config, weights, self.source)
-        model.crop_block_size(self.settings["block_size"])
+        if self.checkpoint is not None:
+            weights = store.weights_of(self.checkpoint) if reads else self.checkpoint.model
+        if weights is None:
+            model = GPT(self.model_config)
+        else:
+            model = GPT.from_state(self.model_config, weights, self.source)
+        model.crop_block_size(block_size)
         return model
 
-    def fastest_form(
-        self, model: GPT, make: MakeOptimizer, split: Batching, batch_of: Callable[[int], Batch], began: float
-    ) -> tuple[Runner, Batching]:
-        """As fastest_right_form, with ranks connected. split: as the settings say. began: the instant of the start."""
-        settings = self.settings
-        ranks = self.ranks
-        steps = 0 if settings["eval_only"] else settings["max_iters"] - self.step
-        wanted = Options.of(settings, self.earlier_form, steps, seconds_left(settings, began))
-        may_halve = wanted.may_split_anew(ranks.device)
-        smaller = functools.partial(smaller_batch, model.config, make, ranks.device, may_halve)
-        trained_with = None if settings["eval_only"] else make
-        shards = sharding.shards_of(settings["dp_shard"], ranks.world)
-        times = functools.partial(times_memory, model.config, trained_with, ranks.device, shards)
-        runner, batching = choose_implementation(Tuner(model, split, wanted, ranks, batch_of, smaller, times))
-        if ranks.distributed and not settings["eval_only"]:
-            runner.distribute(*batch_of(batching.batch_size))
-        return runner, batching
+    def earlier_variant(self, dist: DistContext) -> EarlierVariant:
+        """How the resumed run computed, so that this one goes on bit for bit."""
+        if not self.is_resumed or self.checkpoint is None:
+            return EarlierVariant()
+        batch_size = self.earlier.batch_size if self.earlier else None
+        return EarlierVariant.of(self.checkpoint.form, dist.device, batch_size)
 
-    def resume(self, run: Run) -> None:
-        """Takes the resumed run's step, optimizer and progress into run, and frees the memory of what was loaded.
-
-        Raises ValueError where they do not fit.
-        """
-        if self.resumed is not None:
-            run.resume(self.resumed, self.source, self.best_val_loss, self.progress, not self.settings["eval_only"])
+    def restore(self, state: TrainState, config: RunSettings) -> None:
+        """Gives a resumed run its step, optimizer and progress; frees what was loaded. Raises ValueError."""
+        if self.is_resumed and self.checkpoint:
+            state.resume(self.checkpoint, self.source, trains=not config.eval_only)
         self.weights = None
-        self.saved = None
-        self.resumed = None
+        self.checkpoint = None
 
     # ---- what is not as it was ---------------------------------------------------------------------------
 
-    def say_changes(
-        self, now: Settings, data: Facts, n_eval_windows: Callable[[int], int], learning_rate: LearningRate
-    ) -> None:
-        """Says how a resumed run differs from the run before. The best loss of other evaluations is forgotten.
+    def check_changes(self, config: RunSettings, data: Metadata, of_settings: list[Change], dist: DistContext) -> None:
+        """Prints how a resumed run differs from the run before; forgets a best loss of other evaluations.
 
-        now: the settings that the run will have. n_eval_windows: as Split.n_eval_windows. Raises ValueError where that
-        changes what is learned or compared, unless the settings have resume_changed.
+        of_settings: what resuming.changes_of_settings has found. Raises ValueError where a change matters for what is
+        learned or compared, unless resume_changed.
         """
-        if self.resumed is None:
-            return
-        changes = resuming.changes(self.resumed, self.earlier, now, data, n_eval_windows, learning_rate)
+        assert self.checkpoint is not None
+        changes = compare(self.checkpoint.facts, data) + of_settings
         refused = [str(change) for change in changes if change.matters]
-        if refused and not now["resume_changed"] and not now["eval_only"]:
-            remedy = resuming.remedy(self.earlier, now, learning_rate, self.resumed.iter_num)
+        if refused and not config.resume_changed and not config.eval_only:
+            remedies = "".join(change.remedy for change in changes)
             raise ValueError(
-                f"{self.source} belongs to another experiment: {'; '.join(refused)}. {remedy}Go on all the same with "
+                f"{self.source} belongs to another experiment: {'; '.join(refused)}. {remedies}Go on all the same with "
                 f"--resume_changed=True, or begin a new run with its weights: --init_from={self.source}"
             )
         for change in changes:
-            self.ranks.print0(f"changed: {change}")
-        if resuming.OF_EVALUATION & {change.name for change in changes}:
-            self.best_val_loss = math.inf
-            self.best_is_comparable = False
-            if self.progress:  # nor is patience counted across them
-                self.progress["evaluations"] = []
+            dist.print0(f"changed: {change}")
+        if OF_EVALUATION & {change.name for change in changes}:
+            self.checkpoint.best_val_loss = math.inf
+            if self.checkpoint.health:  # nor does patience count across them
+                self.checkpoint.health["evaluations"] = []
 
-    def say_changes_of_code(self, code: Facts) -> None:
-        """Says what else computes now than in the run before."""
-        if self.resumed is not None:
-            for change in resuming.compare(self.resumed.facts, code):
-                self.ranks.print0(f"changed: {change}")
+    def print_changes_of_code(self, code: Metadata, dist: DistContext) -> None:
+        """Prints what else computes now than in the run before."""
+        if self.is_resumed and self.checkpoint:
+            for change in compare(self.checkpoint.facts, code):
+                dist.print0(f"changed: {change}")
 
 
-def starting_point(
-    settings: Settings, scratch: GPTConfig, earlier_settings: EarlierSettings, ranks: DistContext
-) -> InitState:
-    """Where init_from says that the run starts. Raises ValueError where settings name another model than the source.
+def initial_state(config: RunSettings, scratch: GPTConfig, dist: DistContext) -> InitState:
+    """Where init_from says that the run starts. scratch: the model if it is a new one.
 
-    scratch: the model if it is a new one. earlier_settings: all settings of a run from those that its checkpoint has.
+    Raises ValueError where the settings describe another model than the source has.
     """
-    init_from = settings["init_from"]
-    out_dir = settings["out_dir"]
-    dropout = {"dropout": settings["dropout"]}
-    writes = not settings["eval_only"] and not settings["dry_run"]
-    if init_from != "resume" and writes and store.is_name(Path(out_dir).name):
-        raise ValueError(f"out_dir={out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out")
-    if init_from == "scratch":
-        return InitState(settings, ranks, "scratch", scratch)
-
-    if init_from == "resume":
-        saved = store.resume(out_dir, ranks.print0, ranks)
-        start = InitState(
-            settings=settings,
-            ranks=ranks,
-            source=out_dir,
-            config=GPTConfig.from_args(saved.model_args | dropout, out_dir),
-            saved=saved,
-            tokenizer=saved.tokenizer,
-            resumed=saved,
-            earlier=earlier_settings(saved.config),
-            step=saved.iter_num,
-            best_val_loss=saved.best_val_loss,
-            wandb_run_id=saved.wandb_run_id,
-            progress=saved.health,
-            kept=Kept(Path(out_dir), saved.iter_num),
+    writes = not config.eval_only and not config.dry_run
+    if config.init_from != "resume" and writes and store.is_name(Path(config.out_dir).name):
+        raise ValueError(
+            f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out"
         )
-        if start.step > settings["max_iters"] and writes:
-            raise ValueError(
-                f"{out_dir} is at step {start.step:,}, past max_iters={settings['max_iters']}: raise --max_iters"
-            )
-        ranks.print0(f"going on from {out_dir}, step {start.step}")
+    if config.init_from == "scratch":
+        return InitState("scratch", scratch)
+    if config.init_from == "resume":
+        init = resumed_state(config, writes, dist)
         given = RESUMED_SETTINGS
-    elif store.is_one(init_from):
-        if writes and store.folder_of(init_from).resolve() == store.folder_of(out_dir).resolve():
-            raise ValueError(
-                f"init_from={init_from} is where the new run would write, too: choose another --out_dir, or go on "
-                "with that run: --init_from=resume"
-            )
-        saved = store.load(init_from, ranks=ranks)
-        config = GPTConfig.from_args(saved.model_args | dropout, init_from)
-        start = InitState(settings, ranks, init_from, config, saved=saved, tokenizer=saved.tokenizer)
+    elif store.is_one(config.init_from):
+        init = finetuned_state(config, writes, dist)
         given = RESUMED_SETTINGS
     else:
-        model_args, weights = load_gpt2(init_from)
-        config = GPTConfig.from_args(model_args | dropout, init_from)
-        start = InitState(settings, ranks, init_from, config, weights, tokenizer=tokenizer_of(init_from))
-        given = MODERN_CHOICES if exported_model_args(init_from) is None else RESUMED_SETTINGS
+        model_args, weights = load_gpt2(config.init_from)
+        model_config = GPTConfig.from_args(model_args | {"dropout": config.dropout}, config.init_from)
+        init = InitState(config.init_from, model_config, weights, tokenizer=tokenizer_of(config.init_from))
+        given = MODERN_CHOICES if exported_model_args(config.init_from) is None else RESUMED_SETTINGS
 
     for name in given:
-        wanted = settings[name]
-        there = getattr(start.config, name)
-        # Evaluated, or finetuned, with the context of another model. build_model refuses a longer one.
-        if name == "block_size" and (settings["eval_only"] or start.resumed is None):
+        # A model may be evaluated or finetuned with a shorter context. crop_block_size refuses a longer one.
+        if name == "block_size" and (config.eval_only or not init.is_resumed):
             continue
-        if wanted != there:
-            raise ValueError(f"{name}={wanted}, but {start.source} has {name}={there}: take --{name}={there}")
-    return start
+        wanted = getattr(config, name)
+        found = getattr(init.model_config, name)
+        if wanted != found:
+            raise ValueError(f"{name}={wanted}, but {init.source} has {name}={found}: use --{name}={found}")
+    return init
 
 
-EarlierSettings = Callable[[Mapping[str, Any]], "dict[str, Any] | None"]
+def resumed_state(config: RunSettings, writes: bool, dist: DistContext) -> InitState:
+    """The last good checkpoint of out_dir. Raises ValueError where the run is past max_iters already."""
+    saved = store.resume(config.out_dir, dist.print0, dist)
+    if saved.iter_num > config.max_iters and writes:
+        raise ValueError(
+            f"{config.out_dir} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
+        )
+    dist.print0(f"going on from {config.out_dir}, step {saved.iter_num}")
+    return InitState(
+        source=config.out_dir,
+        model_config=GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, config.out_dir),
+        checkpoint=saved,
+        tokenizer=saved.tokenizer,
+        is_resumed=True,
+        earlier=earlier_settings(type(config), saved.config),
+    )
+
+
+def finetuned_state(config: RunSettings, writes: bool, dist: DistContext) -> InitState:
+    """The weights of another run's checkpoint. Raises ValueError where the new run would overwrite that run."""
+    source = config.init_from
+    if writes and store.folder_of(source).resolve() == store.folder_of(config.out_dir).resolve():
+        raise ValueError(
+            f"init_from={source} is where the new run would write, too: choose another --out_dir, or go on with that "
+            "run: --init_from=resume"
+        )
+    saved = store.load(source, ranks=dist)
+    model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
+    return InitState(source, model_config, checkpoint=saved, tokenizer=saved.tokenizer)
+
+
+# ---- how it runs here ----------------------------------------------------------------------------------------
+
+
+def choose_runner(
+    config: RunSettings,
+    init: InitState,
+    model: GPT,
+    make_optimizer: MakeOptimizer,
+    first_batch: Callable[[int], tuple[Tensor, Tensor]],
+    dist: DistContext,
+) -> Runner:
+    """The fastest variant that computes as model.py does here, in a micro-batch that fits, which config gets.
+
+    first_batch: the first micro-batch of a number of sequences. Raises ValueError where no such variant is allowed.
+    """
+    split = Batching.of(asdict(config), dist.rank, dist.world)  # type: ignore[call-overload]
+    seconds = 60 * config.max_minutes if config.max_minutes and not config.eval_only else None
+    steps = 0 if config.eval_only else config.max_iters - init.step
+    options = Options.of(asdict(config), init.earlier_variant(dist), steps, seconds)  # type: ignore[call-overload]
+    smaller = functools.partial(
+        smaller_batch, model.config, make_optimizer, dist.device, options.may_split_anew(dist.device)
+    )
+    shards = sharding.shards_of(config.dp_shard, dist.world)
+    trained_with = None if config.eval_only else make_optimizer
+    times = functools.partial(times_memory, model.config, trained_with, dist.device, shards)
+    runner, fitting = choose_implementation(Tuner(model, split, options, dist, first_batch, smaller, times))
+    for name, value in fitting.changed(asdict(config)).items():  # type: ignore[call-overload]
+        setattr(config, name, value)
+    if dist.distributed and not config.eval_only:
+        runner.distribute(*first_batch(config.batch_size))
+    return runner
+
 
 # ---- provenance and log --------------------------------------------------------------------------------------
 
 
-def facts_of_code(runner: Runner) -> Facts:
+def metadata_of_code(runner: Runner) -> Metadata:
     """What computes: none of it changes the experiment."""
-    on_cpu = runner.device.type == "cpu"  # whose name would have the number of threads, which ranks share
+    on_cpu = runner.device.type == "cpu"  # whose full name has the number of threads, which ranks share
     device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
     return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.form)}
 
 
-def open_log(run: Run, start: InitState) -> RunLog:
+def open_log(config: RunSettings, state: TrainState) -> RunLog:
     """The log of this run; an earlier run in out_dir is moved aside. Other ranks and eval_only write no file."""
-    settings = run.settings
-    ranks = run.ranks
-    if not ranks.is_first or settings["eval_only"]:
+    dist = state.dist
+    if not dist.is_first or config.eval_only:
         return RunLog(None)
     wandb_run = None
-    if settings["wandb_log"]:
-        wandb_run = start_wandb(settings["wandb_project"], settings["wandb_run_name"], settings, start.wandb_run_id)
-    out_dir = store.folder_of(settings["out_dir"])
-    if settings["init_from"] != "resume":
+    if config.wandb_log:
+        settings = asdict(state.config)
+        wandb_run = start_wandb(config.wandb_project, config.wandb_run_name, settings, state.wandb_run_id)
+        state.wandb_run_id = wandb_run.id
+    out_dir = store.folder_of(config.out_dir)
+    if config.init_from != "resume":
         found = tuple(path.name for path in store.candidates(out_dir))
         old = store.set_aside(out_dir, (*found, "log.jsonl"))
         if old:
-            ranks.print0(f"{out_dir} held an earlier run; it is now in {old}")
-    elif not start.best_is_comparable:
+            dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
+    elif math.isinf(state.best_val_loss) and state.first_step > 0:
         best = store.best_of(out_dir)
         is_last = best in store.candidates(out_dir)[:1]  # a folder, which the run goes on from
         old = store.set_aside(out_dir, () if best is None or is_last else (best.name,))
         kept = f"; {best.name} is now in {old}" if best and old else ""
-        ranks.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
-    log = RunLog(out_dir / "log.jsonl", wandb_run, start.wandb_run_id)
-    run.wandb_run_id = log.wandb_run_id
-    return log
+        dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
+    return RunLog(out_dir / "log.jsonl", wandb_run)

@@ -9,11 +9,10 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from deskgpt.system.files import is_at, read_small
+from deskgpt.system.files import read_small
 
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
 NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
@@ -22,38 +21,36 @@ PERCENT = ("mfu", "mfu_measured")  # nanoGPT logs percent
 MOST_BYTES = 1 << 30  # of a log that is read whole; a line has about 450, so these are two million steps
 
 
-# ---- the log -------------------------------------------------------------------------------------------------
-
-
 class RunLog:
     """Events as JSON lines, each with a checksum and written at once. A resumed run appends, from a new "start" on.
 
-    path None writes no file. wandb_run, if given, gets the metrics too. earlier_wandb_run_id: of a resumed run.
+    path None writes no file. wandb_run, if given, gets the metrics too. Raises OSError where the file cannot be
+    written at first; later the run goes on without the lines that fail.
     """
 
-    def __init__(self, path: Path | None, wandb_run: Any = None, earlier_wandb_run_id: str | None = None) -> None:
+    def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
         self.path = path
-        self.file: FileIO | None = None
-        self.start_line = b""  # of the last "start" event
-        self.has_failed = False
+        self.wandb_run = wandb_run
+        self._start_line = b""  # of the last "start" event: a file that was deleted begins with it again
+        self._has_failed = False
         if path:
             try:
-                self.file = open_to_append(path)
+                end_last_line(path)
             except OSError as e:
                 raise OSError(f"cannot write {path}: {e.strerror}; choose another --out_dir") from None
-        self.wandb_run = wandb_run
-        self.wandb_run_id = wandb_run.id if wandb_run else earlier_wandb_run_id
 
     def write(self, event: str, **fields: Any) -> None:
         if self.path:
             known = {name: null_if_not_finite(value) for name, value in fields.items()}
             line = with_checksum(json.dumps({"event": event, **known})) + b"\n"
             if event == "start":
-                self.start_line = line
+                self._start_line = line
             try:
                 self._append(line)
             except OSError as e:
-                self._failed(e)
+                if not self._has_failed:
+                    print(f"cannot write {self.path}: {e.strerror}; the run goes on, and tries again", file=sys.stderr)
+                self._has_failed = True
         if self.wandb_run and event in ("iter", "eval"):
             numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
             numbers = {name: 100 * value if name in PERCENT else value for name, value in numbers.items()}
@@ -61,32 +58,21 @@ class RunLog:
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
 
     def _append(self, line: bytes) -> None:
-        """Raises OSError, with the file ending in a whole line. A file that was deleted or moved is begun anew."""
+        """Raises OSError, with the file ending in a whole line."""
         assert self.path is not None
-        if self.file is None or not is_at(self.path, self.file):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.file is not None:
-                self.file.close()
-            self.file = open_to_append(self.path)
-            if line != self.start_line and not self.file.tell():
-                print(f"{self.path} was deleted or moved: the log goes on in a new file", file=sys.stderr)
-                line = self.start_line + line
-        size = self.file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self.file.write(line) :]
-        except OSError:
-            self.file.truncate(size)
-            raise
-
-    def _failed(self, e: OSError) -> None:
-        if not self.has_failed:
-            print(f"cannot write {self.path}: {e.strerror}; the run goes on, and tries again", file=sys.stderr)
-        self.has_failed = True
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0, opener=without_following) as file:
+            size = file.tell()
+            if size == 0 and line != self._start_line:
+                line = self._start_line + line
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(size)
+                raise
 
     def close(self) -> None:
-        if self.file:
-            self.file.close()
         self._wandb(lambda run: run.finish())
 
     def _wandb(self, call: Callable[[Any], None]) -> None:
@@ -100,22 +86,21 @@ class RunLog:
 
 
 def without_following(path: str, flags: int) -> int:
-    """Opens a file that is no symbolic link. Windows needs a privilege to make those, and has no such flag."""
+    """Opens a file that is no symbolic link: in a folder from elsewhere a link could name any file of the user.
+
+    Windows needs a privilege to make links, and has no such flag.
+    """
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-def open_to_append(path: Path) -> FileIO:
-    """The log at path, unbuffered, with its last line ended. Raises OSError, also where it is a symbolic link.
-
-    In a stranger's out_dir a link could name any file of the user.
-    """
-    file = open(path, "a+b", buffering=0, opener=without_following)  # noqa: SIM115 (it stays open as long as the run)
-    size = file.tell()
-    if size:
-        file.seek(size - 1)
-        if file.read(1) != b"\n":
-            file.write(b"\n")  # a crash left the last line torn
-    return file
+def end_last_line(path: Path) -> None:
+    """Makes the file if need be, and ends a line that a crash left torn. Raises OSError."""
+    with open(path, "a+b", buffering=0, opener=without_following) as file:
+        size = file.tell()
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def null_if_not_finite(value: Any) -> Any:
@@ -134,9 +119,12 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
         raise ValueError("wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False") from None
     try:
         return wandb.init(project=project, name=name, config=config, id=run_id, resume="allow")
-    except wandb.Error as e:
+    except Exception as e:  # wandb's own errors, and pydantic's for a bad WANDB_ variable
         reason = " ".join(str(e).split())[:200]
-        raise ValueError(f"wandb cannot start: {reason}; WANDB_MODE=offline keeps the run on this disk") from None
+        raise ValueError(
+            f"wandb cannot start: {reason}; WANDB_MODE=offline keeps the run on this disk, --wandb_log=False leaves it "
+            "out"
+        ) from None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Whether a run's val losses are as usual: like those of earlier runs that differ only in their seed.
 
 config/loss_bands has a band for a config that the project ships: the val losses of at least eight runs, which
-bench/asking/band.py has put into a JSON file.
+bench/ask.py --band has put into a JSON file. A band knows one loss per step and seed, so it finds a run that learns
+wrongly, not one that is a little worse.
 """
 
 from __future__ import annotations
@@ -9,23 +10,20 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deskgpt.compute.batching import eval_windows
 from deskgpt.run.resuming import SCHEDULE, SETTINGS
 from deskgpt.system.files import read_small
-from deskgpt.system.untrusted import Fields, check_record
 from model import ModelSettings
 
-FOLDER = Path(__file__).resolve().parents[2] / "config" / "usual"
+FOLDER = Path(__file__).resolve().parents[2] / "config" / "loss_bands"
 MOST_BYTES = 1 << 20
-LARGEST = 1e6  # loss that a file may hold
 # Settings that make runs repeats of one experiment, besides those of its batch, its evaluation and its seed.
-NAMES = sorted({*ModelSettings.__dataclass_fields__, *SETTINGS, *SCHEDULE, "optimizer"} - {"seed"})
-DEFAULTS = {name: field.default for name, field in ModelSettings.__dataclass_fields__.items()}
-# Half the width of a band, at least: with zero_init all seeds begin at one loss, which the precision of a form rounds.
+NAMES = sorted({*(f.name for f in fields(ModelSettings)), *SETTINGS, *SCHEDULE, "optimizer"} - {"seed"})
+DEFAULTS = {f.name: f.default for f in fields(ModelSettings)}
+# Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by rounding only.
 LEAST = 1e-3  # nats
 
 
@@ -41,55 +39,53 @@ class Band:
         return len(next(iter(self.losses.values())))
 
     def limits(self, step: int) -> tuple[float, float]:
-        """(lowest, highest) usual val loss at one of its steps."""
+        """(lowest, highest) usual val loss at one of its steps: the interval that decides."""
         runs = self.losses[step]
         mean = statistics.fmean(runs)
         half = max(LEAST, self.deviations * statistics.stdev(runs))
         return mean - half, mean + half
 
     def verdict(self, val_losses: Mapping[int, float]) -> str:
-        """In words, where a run with these val losses is, and where it first left the band. "" if they share no step.
+        """A sentence about a run with these val losses by step: as usual, or where it first left the band.
 
-        val_losses: by step.
+        "" if they share no step.
         """
         steps = sorted(self.losses.keys() & val_losses.keys())
         if not steps:
             return ""
-        last = steps[-1]
-        runs = self.losses[last]
-        where = "end at" if last == max(self.losses) else f"at step {last:,} have"
-        usually = f"{len(runs)} runs {where} {min(runs):.3f} to {max(runs):.3f}"
-        for step in steps:
-            low, high = self.limits(step)
-            loss = val_losses[step]
-            if not low <= loss <= high:
-                side = "lower" if loss < low else "higher"
-                now = f"val loss {val_losses[last]:.4f} at step {last:,}"
-                first = f"first {side} than usual at step {step:,} ({loss:.4f}, usual {low:.3f} to {high:.3f})"
-                return f"unusual: {now}, {usually}; {first}"
-        return f"as usual: {usually}"
+        outside = [step for step in steps if not self.is_inside(step, val_losses[step])]
+        at = outside[0] if outside else steps[-1]
+        low, high = self.limits(at)
+        expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {self.n_runs} runs with other seeds"
+        return f"{'unusual' if outside else 'as usual'}: val loss {val_losses[at]:.4f}, {expected}"
+
+    def is_inside(self, step: int, loss: float) -> bool:
+        low, high = self.limits(step)
+        return low <= loss <= high
 
 
-def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
-    """What runs that differ only in their seed, their form and their machine have in common, as plain values.
+def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
+    """What runs that differ only in their seed, their variant and their machine have in common, as plain values.
 
-    None where that is not known, and for runs that do not begin with new weights. val_sha256: Split.fingerprint of the
-    val data; train_tokens: of the train data.
+    config: the settings of a run, or a log's by name. val_sha256: Split.fingerprint of the val data; train_tokens: of
+    the train data. None where that is not known, and for runs that do not begin with new weights.
     """
+    settings: Mapping[str, Any] = asdict(config) if is_dataclass(config) else config  # type: ignore[arg-type]
     try:
         if settings["init_from"] not in ("scratch", "resume"):
             return None
         found = {name: settings[name] for name in NAMES}
         found["sequences per step"] = settings["batch_size"] * settings["gradient_accumulation_steps"]
-        found["windows per evaluation"] = eval_windows(settings)
+        windows = -(-settings["eval_tokens"] // settings["block_size"])
+        found["windows per evaluation"] = windows or settings["eval_iters"] * settings["batch_size"]
     except (KeyError, TypeError, ArithmeticError):  # a log may lack settings, or hold absurd ones
         return None
     return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
 
 
-def band_of(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> Band | None:
+def band_of(config: Any, val_sha256: Any, train_tokens: Any) -> Band | None:
     """The band that a run belongs to, if there is one. The arguments are those of `experiment`."""
-    own = experiment(settings, val_sha256, train_tokens)
+    own = experiment(config, val_sha256, train_tokens)
     if own is not None:
         for path in sorted(FOLDER.glob("*.json")):
             record = read_record(path)
@@ -102,29 +98,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """A band's file; None if it is damaged or something else, which ends no run."""
     try:
         record = json.loads(read_small(path, MOST_BYTES))
-        check_record(record, FIELDS, required=FIELDS)
-    except (OSError, ValueError, RecursionError):
+        losses = {int(step): list(map(float, runs)) for step, runs in record["val_losses"].items()}
+        is_right = min(map(len, losses.values())) > 1 and float(record["deviations"]) > 0
+        is_right = is_right and isinstance(record["experiment"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return record
-
-
-def is_loss(value: Any) -> bool:
-    return type(value) is float and 0 <= value < LARGEST
-
-
-def is_losses(value: Any) -> bool:
-    """Whether these are the losses of several runs, by step."""
-    if not isinstance(value, dict) or not value:
-        return False
-    return all(step.isdecimal() and len(step) < 16 and is_of_runs(runs) for step, runs in value.items())
-
-
-def is_of_runs(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(is_loss(loss) for loss in value)
-
-
-FIELDS: Fields = {
-    "experiment": lambda value: isinstance(value, dict),
-    "val_losses": is_losses,
-    "deviations": is_loss,
-}
+    return record if is_right else None

@@ -1,28 +1,22 @@
-"""What a resumed run compares with the run before, and ranks among themselves: data, settings, learning rates, code.
+"""What a resumed run compares with the run before, and hosts among themselves: data, settings, learning rates, code.
 
-A checkpoint has the settings of its run, and facts that they do not show: each is a value, or several by name. What
-differs is said, a line each. What changes the experiment or the meaning of its losses needs --resume_changed=True.
+A checkpoint has the settings of its run, and metadata that they do not show: each is a value, or several by name. Each
+difference is printed. What changes the experiment, or the meaning of its losses, needs --resume_changed=True.
 """
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA, Checkpoint
-from deskgpt.compute.batching import eval_windows
-from deskgpt.compute.distributed import DistContext, dist_env
-from deskgpt.system.errors import ConfigError
-from deskgpt.system.formatting import shortened
+from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA
+from deskgpt.compute.distributed import DistContext
+from deskgpt.run.settings import RunSettings
 from deskgpt.system.provenance import git_commit, versions
-from deskgpt.system.untrusted import is_local
 
-Facts = dict[str, Any]
-Settings = Mapping[str, Any]  # of a run, by name
-LearningRate = Callable[[Settings, int], float]  # at a step of a run of these settings
+Metadata = dict[str, Any]
 
 # Where one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS, "block_size"}
@@ -48,12 +42,13 @@ ON_A_HOST = ("out_dir", "dataset", "device")  # paths and names that can differ 
 
 @dataclass(frozen=True)
 class Change:
-    """A fact that is not what it was."""
+    """Something that is not what it was."""
 
     name: str
     before: str
     now: str
-    matters: bool = True  # for what is learned or compared; others are only said
+    matters: bool = True  # for what is learned or compared; other changes are only printed
+    remedy: str = ""  # a setting that undoes it
 
     def __str__(self) -> str:
         return f"{self.name}: {self.before} before, {self.now} now"
@@ -62,107 +57,67 @@ class Change:
 # ---- the run and the run before ------------------------------------------------------------------------------
 
 
-def changes(
-    saved: Checkpoint,
-    before: Settings | None,
-    now: Settings,
-    data: Facts,
-    n_eval_windows: Callable[[int], int],
-    learning_rate: LearningRate,
+def changes_of_settings(
+    before: RunSettings, now: RunSettings, n_val_windows: tuple[int, int], rate_change: Change | None
 ) -> list[Change]:
-    """How a run of the settings `now` that resumes `saved` differs from the run before, but for facts of its code.
+    """How the settings of two runs differ, for what is learned and compared.
 
-    before: the settings of the run before, None if the checkpoint has none. n_eval_windows: of val data, as
-    Split.n_eval_windows. What a checkpoint does not know (nanoGPT's does not know its data) is not compared.
+    n_val_windows: what an evaluation reads of the val data, before and now. rate_change: of learning rates so far.
     """
-    found = compare(saved.facts or {}, data)
-    if before is None:
-        return found
-    found += compare(facts_of_settings(before, n_eval_windows), facts_of_settings(now, n_eval_windows))
-    rate = rate_change(before, now, learning_rate, saved.iter_num)
-    schedule = {"schedule": {name: now[name] for name in SCHEDULE}}
-    earlier = {"schedule": {name: before[name] for name in SCHEDULE}}
-    return found + rate + compare(earlier, schedule, matters=bool(rate))
+    n_before, n_now = n_val_windows
+    found = compare(
+        of_experiment(before) | {EVAL_WINDOWS: n_before},
+        of_experiment(now) | {EVAL_WINDOWS: n_now},
+    )
+    if rate_change:
+        end = before.lr_decay_iters or before.max_iters
+        has_other_end = end != (now.lr_decay_iters or now.max_iters)
+        remedy = f"--lr_decay_iters={end} keeps the schedule's end. " if has_other_end else ""
+        found.append(replace(rate_change, remedy=remedy))
+    schedules = [{"schedule": {name: getattr(config, name) for name in SCHEDULE}} for config in (before, now)]
+    return found + compare(*schedules, matters=rate_change is not None)
 
 
-def facts_of_settings(settings: Settings, n_eval_windows: Callable[[int], int]) -> Facts:
-    """Facts that follow from settings. A global batch in other parts is the same one."""
-    facts: Facts = {name: settings[name] for name in SETTINGS}
-    if settings["optimizer"] != "muon":
-        del facts["momentum"]
-    facts["sequences per step"] = settings["batch_size"] * settings["gradient_accumulation_steps"]
-    facts[EVAL_WINDOWS] = n_eval_windows(eval_windows(settings))
-    return facts
-
-
-def rate_change(before: Settings, now: Settings, learning_rate: LearningRate, steps: int) -> list[Change]:
-    """Where two schedules differ most in the steps done so far, as one Change; [] if they are the same.
-
-    What comes later may differ: with the same past, it is the same experiment with another end.
-    """
-    n = min(steps, RATES_COMPARED)
-    done = [round(i * (steps - 1) / max(1, n - 1)) for i in range(n)]
-
-    def difference(step: int) -> float:
-        a = learning_rate(before, step)
-        b = learning_rate(now, step)
-        return abs(a - b) / max(a, b, 1e-30)
-
-    worst = max(done, key=difference, default=None)
-    if worst is None or difference(worst) <= 1e-9:
-        return []
-    old = f"{learning_rate(before, worst):.6g}"
-    new = f"{learning_rate(now, worst):.6g}"
-    return [Change(f"learning rate at step {worst:,}", old, new)]
-
-
-def remedy(before: Settings | None, now: Settings, learning_rate: LearningRate, steps: int) -> str:
-    """The setting that keeps the schedule where only its end has moved, as the beginning of a sentence; else ""."""
-    if before is None or not rate_change(before, now, learning_rate, steps):
-        return ""
-    end = before["lr_decay_iters"] or before["max_iters"]
-    if rate_change(before, {**now, "lr_decay_iters": end}, learning_rate, steps):
-        return ""
-    return f"--lr_decay_iters={end} keeps the schedule. "
-
-
-def said_again(settings: Settings) -> dict[str, Any]:
-    """Those of a run that no checkpoint, which may be a stranger's, brings into another one by itself.
-
-    wandb_log sends data away, and Windows logs in to the host that a path names.
-    """
-    found = {}
-    wandb_log = settings.get("wandb_log", False)
-    if wandb_log is not False:  # a stranger's may be a tensor, which has no truth
-        found["wandb_log"] = wandb_log
-    dataset = settings.get("dataset")
-    if isinstance(dataset, str) and not is_local(dataset):
-        found["dataset"] = dataset
+def of_experiment(config: RunSettings) -> Metadata:
+    """What the settings say about the experiment. A global batch in other micro-batches is the same one."""
+    found: Metadata = {name: getattr(config, name) for name in SETTINGS}
+    if config.optimizer != "muon":
+        del found["momentum"]
+    found["sequences per step"] = config.batch_size * config.gradient_accumulation_steps
     return found
 
 
-def say_left_out(left_out: Settings, settings: Settings, out_dir: str) -> None:
-    """Says which of said_again's settings this run goes without. Raises ConfigError if it has no dataset then."""
-    for name, value in left_out.items():
-        if settings[name]:
-            continue
-        text = shortened(value)
-        if name == "dataset":
-            raise ConfigError(f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}")
-        if dist_env(os.environ).rank == 0:
-            print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
+def steps_to_compare(done: int) -> list[int]:
+    """At most RATES_COMPARED of the steps 0 to done - 1, evenly spread."""
+    n = min(done, RATES_COMPARED)
+    return [round(i * (done - 1) / max(1, n - 1)) for i in range(n)]
+
+
+def rate_change(steps: Sequence[int], before: Sequence[float], now: Sequence[float]) -> Change | None:
+    """Where two schedules differ most in the steps done so far; None if their learning rates are the same.
+
+    What comes later may differ: with the same past, it is the same experiment with another end.
+    """
+
+    def difference(i: int) -> float:
+        return abs(before[i] - now[i]) / max(before[i], now[i], 1e-30)
+
+    worst = max(range(len(steps)), key=difference, default=None)
+    if worst is None or difference(worst) <= 1e-9:
+        return None
+    return Change(f"learning rate at step {steps[worst]:,}", f"{before[worst]:.6g}", f"{now[worst]:.6g}")
 
 
 # ---- the ranks of a run --------------------------------------------------------------------------------------
 
 
-def refuse_differences(settings: dict[str, Any], facts: Facts, ranks: DistContext) -> None:
-    """Raises ValueError, on all ranks, where these or the code are not the same on all hosts."""
-    if ranks.world == 1:
+def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dist: DistContext) -> None:
+    """Raises ValueError, on all ranks, where settings, data or code are not the same on all hosts."""
+    if dist.world == 1:
         return
-    own: Facts = {name: str(value) for name, value in settings.items() if name not in ON_A_HOST}
-    own |= facts | {"torch": versions()["torch"], "code": git_commit()}
-    everyone = ranks.gather((platform.node(), own))
+    own: Metadata = {name: str(value) for name, value in settings.items() if name not in ON_A_HOST}
+    own |= metadata | {"torch": versions()["torch"], "code": git_commit()}
+    everyone = dist.gather((platform.node(), own))
     first_host, first = everyone[0]
     for rank, (host, theirs) in enumerate(everyone):
         for change in compare(first, theirs):
@@ -172,21 +127,21 @@ def refuse_differences(settings: dict[str, Any], facts: Facts, ranks: DistContex
             )
 
 
-# ---- facts ---------------------------------------------------------------------------------------------------
+# ---- metadata ------------------------------------------------------------------------------------------------
 
 
-def compare(before: Any, now: Facts, matters: bool = True) -> list[Change]:
-    """The facts that both know and that differ, in the order of `now`. before: a checkpoint's may be of any type."""
+def compare(before: Any, now: Metadata, matters: bool = True) -> list[Change]:
+    """What both know and what differs, in the order of `now`. before: a checkpoint's may be of any type."""
     before = before if isinstance(before, dict) else {}
     return [
-        Change(name, fact_text(old), fact_text(new), matters)
-        for name, fact in now.items()
-        for old, new in differing(before.get(name), fact)
+        Change(name, as_text(old), as_text(new), matters)
+        for name, value in now.items()
+        for old, new in differing(before.get(name), value)
     ]
 
 
 def differing(before: Any, now: Any) -> Iterator[tuple[Any, Any]]:
-    """(before, now) if they differ; of several values, those that do."""
+    """(before, now) if they differ; of several values by name, those that differ."""
     if isinstance(now, dict) and isinstance(before, dict):
         names = [name for name in now if any(differing(before.get(name), now[name]))]
         if names:
@@ -195,10 +150,10 @@ def differing(before: Any, now: Any) -> Iterator[tuple[Any, Any]]:
         yield before, now
 
 
-def fact_text(fact: Any) -> str:
-    if isinstance(fact, dict):
-        return ", ".join(f"{name} {fact_text(value)}" for name, value in fact.items())
-    if type(fact) is int:
-        return f"{fact:,}"
-    text = str(fact)[:200]  # of a checkpoint, from anywhere
+def as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {as_text(entry)}" for name, entry in value.items())
+    if type(value) is int:
+        return f"{value:,}"
+    text = str(value)[:200]  # of a checkpoint, from anywhere
     return text if text.isprintable() else repr(text)

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.sharding import is_dtensor, local
+from deskgpt.compute.sharding import group_for_saves, is_dtensor, local
 from deskgpt.run.report import Report
-from deskgpt.run.train_state import Run
+from deskgpt.run.settings import RunSettings
+from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 
 MEMORY_FACTOR = 1.5  # how much of a copy's size must be free: the system needs some, too
@@ -60,37 +60,58 @@ class Saver:
     best_val_loss: float  # of the best checkpoint on the disk
     keep: int = 1
     in_background: bool = True
-    group: dist.ProcessGroup | None = None
+    group: distributed.ProcessGroup | None = None
     kept: Kept | None = None  # the latest checkpoint; at first the one that the run goes on from
 
     def __post_init__(self) -> None:
-        self.is_stale = False  # whether the run went back before the latest checkpoint, which it must replace
+        self.latest_step = self.kept.step if self.kept else 0  # that was saved, or that the run began with
+        self.is_stale = False  # whether the run went back to that step: what it skips must be saved
         self.thread: threading.Thread | None = None
         self.last: Saved | None = None
         self.ended: list[Saved] = []
         self.has_taken_over = False
         self.has_noted_memory = False
 
-    def save_run(self, run: Run, report: Report, best: bool) -> None:
-        """Saves the run as it is now. All ranks call this; without a group the first one writes."""
-        if run.ranks.is_first or self.group is not None:
+    @classmethod
+    def of(cls, config: RunSettings, state: TrainState) -> Saver:
+        """For a run of these settings."""
+        group = group_for_saves(config.dist_timeout_s) if state.runner.sharded else None
+        kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
+        out_dir = store.folder_of(config.out_dir)
+        print0 = state.dist.print0
+        saver = cls(out_dir, print0, state.best_val_loss, config.keep_checkpoints, config.save_async, group, kept)
+        if config.init_from not in ("scratch", "resume"):
+            saver.latest_step = -1  # weights that were trained elsewhere can stay the best: they are saved, too
+        return saver
+
+    def save_if_new(self, state: TrainState, report: Report, best: bool) -> None:
+        """Saves the run as it is now, unless its step was saved already. All ranks call this.
+
+        best: whether its val loss is the best so far. That of random weights is not worth a file.
+        """
+        is_new_best = best and state.step > 0
+        if state.step == self.latest_step and not is_new_best and not self.is_stale:
+            return
+        self.latest_step = state.step
+        if state.dist.is_first or self.group is not None:
             self.print0(f"saving checkpoint to {self.out_dir}")
             with report.timer.saving():
-                saving = self.save(run.checkpoint(), best)
+                saving = self.save(state.checkpoint(), best)
             saving.save_s = report.timer.last_save_s
 
-    def tell(self, run: Run, report: Report) -> None:
-        """Reports the saves that have ended since the last call. After one that failed, another loss is the best."""
+    def report_finished(self, state: TrainState, report: Report) -> None:
+        """Reports the saves that have ended since the last call. After one that failed, an earlier loss is the best."""
         for saved in self.finished():
             if saved.error is None:
                 report.saved(saved.step, saved.best, saved.save_s, saved.write_s)
-            elif saved.best and saved is self.last:
-                run.best_val_loss = self.best_val_loss
+            elif saved is self.last:
+                self.latest_step = -1  # so that the same step is tried again
+                state.best_val_loss = self.best_val_loss
 
-    def latest(self, ranks: DistContext) -> Kept | None:
+    def latest(self, dist: DistContext) -> Kept | None:
         """The latest checkpoint, once the save that goes on has ended. All ranks call this and get the same."""
         self.wait()
-        self.kept = ranks.gather(self.kept)[0]
+        self.kept = dist.gather(self.kept)[0]
         return self.kept
 
     def kept_text(self) -> str:
@@ -134,7 +155,7 @@ class Saver:
         self.ended.append(saved)
 
     def _take_over(self, step: int) -> None:
-        if self.group is None or dist.get_rank(self.group) == 0:
+        if self.group is None or distributed.get_rank(self.group) == 0:
             store.take_over(self.out_dir, self.print0, step)
 
     def finished(self) -> Iterator[Saved]:

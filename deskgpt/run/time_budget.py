@@ -1,4 +1,4 @@
-"""max_minutes: how many steps a run can take in a given time, found by timing its own steps and evaluations."""
+"""max_minutes: how many steps a run can take in a given time. Planned by timing a few steps, and anew while it runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.checks import Batch
 from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.compute.runner import Runner
 from deskgpt.compute.sharding import local
-from deskgpt.run.train_state import Run
+from deskgpt.run.settings import RunSettings
+from deskgpt.run.timer import StepTimer
+from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 from deskgpt.system.formatting import clock
 
@@ -26,88 +26,93 @@ LEAST_EVAL_BATCHES = 8  # but each split gives at least this many batches: fewer
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
 TIMED = 7  # steps, at most ...
 TIMED_S = 3.0  # ... and about the seconds that this may take
-
-# What steps_within settles, as the checkpoint of its run has it; a run that goes on plans no second time.
-PLANNED = ("max_minutes", "max_iters", "warmup_iters", "lr_decay_iters", "cooldown_iters", "eval_iters", "eval_tokens")
-
-
-@dataclass(frozen=True)
-class Time:
-    """Of a run, in steps and evaluations."""
-
-    steps: int
-    step_s: float
-    eval_interval: int  # steps
-    eval_batches: int  # per evaluation, of both splits and each rank
-    batch_s: float
-
-    def evaluations(self) -> int:
-        """At the beginning, after each eval_interval steps and at the end."""
-        return 2 + (self.steps - 1) // self.eval_interval
-
-    def eval_s(self) -> float:
-        return self.eval_batches * self.batch_s
-
-    def total_s(self) -> float:
-        return self.steps * self.step_s + self.evaluations() * self.eval_s()
+PLANS = 40  # how often the steps are planned anew, evenly spread over the run
+FEW_STEPS = 100  # with which hardly any model learns
 
 
-def seconds_left(settings: Mapping[str, Any], began: float) -> float | None:
-    """Of max_minutes, since the instant `began`; None without a limit."""
-    if not settings["max_minutes"] or settings["eval_only"]:
-        return None
-    return 60 * settings["max_minutes"] - (time.perf_counter() - began)
+class TimeBudget:
+    """Sets max_iters, and what is longer in the schedule, so that the run ends max_minutes after its start.
 
-
-def steps_within(
-    began: float, run: Run, batching: Batching, eval_windows: Sequence[int], batch: Batch, first_step: int
-) -> dict[str, Any]:
-    """Settings with which a run that would take longer than max_minutes ends in time; {} if it takes no longer.
-
-    began: the instant of its start. eval_windows: that an evaluation reads of each split. batch: a micro-batch. Steps
-    and evaluation are timed. max_iters becomes the steps that fit. What is longer than these in the schedule is
-    shortened; in a resumed run, only with resume_changed. Where evaluations would take more than EVAL_SHARE of the
-    time, they read less. All ranks get the same settings. Leaves weights and optimizer as they were.
+    The rate of learning follows the share of max_iters that is done, so it follows the share of time. Ranks plan
+    together. A run that would end earlier by itself keeps its settings.
     """
-    settings = run.settings
-    ranks = run.ranks
-    seconds = ranks.max(max(seconds_left(settings, began) or 0.0, 0.0))
-    step_s = ranks.max(time_step(run, batch, batching.micro_steps))
-    batch_s = ranks.max(time_evaluation(run.runner, batch))
-    eval_batches = sum(batching.eval_batches(n) for n in eval_windows)
-    time_of_run = Time(settings["max_iters"] - first_step, step_s, settings["eval_interval"], eval_batches, batch_s)
-    found: dict[str, Any] = {}
-    if time_of_run.total_s() > seconds:
-        unbroken = replace(time_of_run, steps=int(seconds / step_s))  # if evaluation took no time
-        most = int(EVAL_SHARE * seconds / (unbroken.evaluations() * batch_s))
-        per_split = max(LEAST_EVAL_BATCHES, most // len(eval_windows))
+
+    def __init__(self, config: RunSettings, started: float, state: TrainState) -> None:
+        """started: when the clock began. Raises ValueError where a resumed run's schedule would change."""
+        if state.first_step > 0 and config.decay_lr and not config.lr_decay_iters and not config.resume_changed:
+            raise ValueError(
+                f"max_minutes={config.max_minutes:g} gives the resumed run's schedule another end: add "
+                "--resume_changed=True, or keep the schedule with --lr_decay_iters"
+            )
+        self.config = config
+        self.state = state
+        self.dist = state.dist
+        self.started = started
+        self._wanted_iters = config.max_iters
+        self._schedule = (config.warmup_iters, config.lr_decay_iters, config.cooldown_iters)  # as the user wants them
+        self._next_step = 0  # at which the steps are planned anew
+        self._planned_at = (state.first_step, 0.0)  # step, and training time
+
+    def plan(self, batching: Batching, eval_windows: Sequence[int], batch: tuple[Tensor, Tensor]) -> None:
+        """The first plan, from timed steps. Leaves weights and optimizer as they were.
+
+        eval_windows: that an evaluation reads of each split. batch: a micro-batch. Where evaluations would take more
+        than EVAL_SHARE of the time, they read less.
+        """
+        config = self.config
+        seconds = self._seconds_left()
+        step_s = self.dist.max(time_step(self.state, batch, batching.micro_steps))
+        batch_s = self.dist.max(time_evaluation(self.state.runner, batch))
+        eval_batches = sum(batching.eval_batches(n) for n in eval_windows)
+        n_evaluations = 2 + int(seconds / step_s) // config.eval_interval
+        affordable = int(EVAL_SHARE * seconds / (n_evaluations * batch_s))
+        per_split = max(LEAST_EVAL_BATCHES, affordable // len(eval_windows))
         if eval_batches > per_split * len(eval_windows):
-            time_of_run = replace(time_of_run, eval_batches=per_split * len(eval_windows))
-            if settings["eval_tokens"]:
-                found["eval_tokens"] = per_split * batching.batch_size * batching.world * batching.block_size
-            else:
-                found["eval_iters"] = per_split * batching.world
-        eval_s = time_of_run.eval_s()
-        fit = int((seconds - 2 * eval_s) / (step_s + eval_s / time_of_run.eval_interval))
-        time_of_run = replace(time_of_run, steps=max(1, min(time_of_run.steps, fit)))
-        found["max_iters"] = first_step + time_of_run.steps
-        if first_step == 0 or settings["resume_changed"]:  # otherwise the steps so far would have had other rates
-            found["warmup_iters"] = min(settings["warmup_iters"], math.ceil(time_of_run.steps * WARMUP_SHARE))
-            found["lr_decay_iters"] = min(settings["lr_decay_iters"], found["max_iters"])
-            found["cooldown_iters"] = min(settings["cooldown_iters"], time_of_run.steps)
-    ranks.print0(
-        f"max_minutes={settings['max_minutes']:g}: {time_of_run.steps:,} steps of about {step_s * 1e3:.3g} ms "
-        f"({time_of_run.steps * batching.tokens_per_step:,} tokens) and {time_of_run.evaluations()} evaluations of "
-        f"about {clock(time_of_run.eval_s())}: done in about {clock(time_of_run.total_s())}"
-    )
-    return found
+            eval_batches = per_split * len(eval_windows)
+            config.eval_tokens = per_split * batching.batch_size * batching.world * batching.block_size
+        eval_s = eval_batches * batch_s
+        self._set_steps(step_s, eval_s, n_missing=2, at_least=1)
+        steps = config.max_iters - self.state.first_step
+        few = ", which is too few to learn much" if steps < min(FEW_STEPS, self._wanted_iters) else ""
+        self.dist.print0(
+            f"max_minutes={config.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms{few} "
+            f"({steps * batching.tokens_per_step:,} tokens), evaluations of {clock(eval_s)}; planned anew as it runs"
+        )
+
+    def replan(self, timer: StepTimer) -> None:
+        """Plans anew at PLANS moments of the run, from the steps since the last plan."""
+        step = self.state.step
+        if step < self._next_step or step <= self._planned_at[0]:
+            return
+        train_s = timer.train_s()
+        step_s = self.dist.max((train_s - self._planned_at[1]) / (step - self._planned_at[0]))
+        self._planned_at = (step, train_s)
+        self._set_steps(step_s, self.dist.max(timer.last_eval_s + timer.last_save_s), n_missing=1)
+
+    def _set_steps(self, step_s: float, eval_s: float, n_missing: int, at_least: int = 0) -> None:
+        """n_missing: evaluations besides those after each eval_interval steps: at the end, and at the start."""
+        config = self.config
+        step = max(self.state.step, self.state.first_step)
+        fit = int((self._seconds_left() - n_missing * eval_s) / (step_s + eval_s / config.eval_interval))
+        config.max_iters = min(self._wanted_iters, step + max(at_least, fit))
+        steps = config.max_iters - self.state.first_step
+        if self.state.first_step == 0 or config.resume_changed:  # otherwise the steps so far would have had other rates
+            warmup, decay, cooldown = self._schedule
+            config.warmup_iters = min(warmup, math.ceil(steps * WARMUP_SHARE))
+            config.lr_decay_iters = min(decay, config.max_iters)
+            config.cooldown_iters = min(cooldown, steps)
+        self._next_step = step + max(1, steps // PLANS)
+
+    def _seconds_left(self) -> float:
+        left = 60 * self.config.max_minutes - (time.perf_counter() - self.started)
+        return -self.dist.max(-max(left, 0.0))  # the least of all ranks
 
 
-def time_step(run: Run, batch: Batch, micro_steps: int) -> float:
+def time_step(state: TrainState, batch: tuple[Tensor, Tensor], micro_steps: int) -> float:
     """Median seconds of an optimizer step of `micro_steps` micro-batches. Leaves weights and optimizer as they were."""
-    runner = run.runner
-    optimizer = run.optimizer
-    optimizer_before = copy.deepcopy(run.optimizer_state.state())
+    runner = state.runner
+    optimizer = state.optimizer
+    optimizer_before = copy.deepcopy(state.optimizer_state.state())
     scaler_before = runner.scaler.state_dict()
     tensors = [local(x.detach()) for x in runner.model.parameters()]
     values = [x.to("cpu", copy=True) for x in tensors]
@@ -128,18 +133,18 @@ def time_step(run: Run, batch: Batch, micro_steps: int) -> float:
         hardware.synchronize(runner.device)
         passes.append(t1 - t0)
         updates.append(time.perf_counter() - t1)
-        if run.ranks.max(sum(passes)) > TIMED_S:  # all ranks go through the same steps
+        if state.dist.max(sum(passes)) > TIMED_S:  # all ranks go through the same steps
             break
-    run.optimizer_state.load(optimizer_before, "the state before")
+    state.optimizer_state.load(optimizer_before, "the state before")
     if scaler_before:
         runner.scaler.load_state_dict(scaler_before)
     for x, value in zip(tensors, values, strict=True):
         x.copy_(value)
-    usual_updates = updates[1:] or updates  # the first one makes the optimizer's state
-    return micro_steps * statistics.median(passes) + statistics.median(usual_updates)
+    later_updates = updates[1:] or updates  # the first one makes the optimizer's state
+    return micro_steps * statistics.median(passes) + statistics.median(later_updates)
 
 
-def time_evaluation(runner: Runner, batch: Batch) -> float:
+def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
     """Median seconds of a micro-batch of evaluation."""
     times = []
     with runner.evaluating():

@@ -1,8 +1,10 @@
-"""A run's state: all that a checkpoint keeps of it, with one owner."""
+"""The training state: all that a checkpoint keeps of a run, and the only place of each fact about its progress."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,51 +14,45 @@ from deskgpt.checkpoint.store import Checkpoint, restore_weights
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import saved_variant
 from deskgpt.compute.runner import Evaluation, Runner
-from deskgpt.run.diagnosis import Evaluated, SpikeWatch
+from deskgpt.run.diagnosis import EvalRecord, SpikeDetector
 from deskgpt.system.untrusted import Fields, check_record, is_number
 
 # Under "health" in a checkpoint.
 COUNTS: Fields = dict.fromkeys(("skipped_batches", "rewound_to", "rewinds_there", "steps_since_spike"), is_number)
 
 
-class Run:
-    """How far a run is: its weights and optimizer, its step, its best loss, its evaluations, the batches it skips.
+class TrainState:
+    """Weights, optimizer, step, best loss, evaluations, and the batches that were skipped.
 
-    `checkpoint` gives all of that, and `restore` takes it back, into the same weights: compiled forms and DDP hold
-    these tensors.
+    `checkpoint` gives all of it. `resume` and `rewind` take it back into the same tensors, which compiled code and DDP
+    hold.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        runner: Runner,
-        optimizer: torch.optim.Optimizer,
-        ranks: DistContext,
-    ) -> None:
-        self.settings = settings
+    def __init__(self, config: Any, runner: Runner, optimizer: torch.optim.Optimizer, dist: DistContext) -> None:
+        """config: the script's settings, a dataclass; a checkpoint has them as they are when it is taken."""
+        self.config = config
         self.runner = runner
         self.optimizer = optimizer
         self.optimizer_state = OptimizerState(optimizer, runner.model)
-        self.ranks = ranks
-        self.facts: dict[str, Any] = {}  # as in Checkpoint, and so are the next two
+        self.dist = dist
+        self.metadata: dict[str, Any] = {}  # of data and code: what a resumed run compares
         self.tokenizer: dict[str, Any] | None = None
-        self.chat: str | None = None
+        self.chat: str | None = None  # the name of the template, where the data are dialogues
         self.wandb_run_id: str | None = None
-        self.parts: dict[str, Any] = {}  # what else it keeps, see keep
-        self.saved_parts: dict[str, Any] = {}
         self.first_step = 0  # of this process
-        self.step = 0  # done
+        self.step = 0  # optimizer steps done
         self.best_val_loss = math.inf
-        self.evaluations: list[Evaluated] = []
-        self.is_repeated = False  # whether the last one was taken before, too
-        self.spikes = SpikeWatch()
+        self.evaluations: list[EvalRecord] = []
+        self.spikes = SpikeDetector()
         self.skipped_batches = 0  # by rewinds
         self.rewound_to = 0  # the step of the checkpoint that the last rewind went to
         self.rewinds_there = 0
+        self._extra: dict[str, Any] = {}  # see register_state
+        self._saved_extra: dict[str, Any] = {}
 
-    def set_metadata(self, facts: dict[str, Any], tokenizer: dict[str, Any], chat: str | None) -> None:
+    def set_metadata(self, metadata: dict[str, Any], tokenizer: dict[str, Any], chat: str | None) -> None:
         """What a checkpoint says of data and code."""
-        self.facts = facts
+        self.metadata = metadata
         self.tokenizer = tokenizer
         self.chat = chat
 
@@ -67,29 +63,28 @@ class Run:
 
     # ---- evaluations -------------------------------------------------------------------------------------
 
-    def evaluated(self, train: Evaluation, val: Evaluation) -> bool:
-        """Takes in an evaluation; returns whether its val loss is the best so far.
+    def add_evaluation(self, train: Evaluation, val: Evaluation) -> bool:
+        """Adds an evaluation of this step; returns whether its val loss is the best so far.
 
-        One that is repeated, after a resume or a rewind, counts once.
+        One that is repeated, after a resume or a rewind, replaces the first.
         """
-        self.best_val_loss = self.ranks.max(self.best_val_loss)  # a save that failed has changed it, on some ranks yet
+        self.best_val_loss = self.dist.max(self.best_val_loss)  # ranks hear of a failed save at different moments
         improved = val.loss < self.best_val_loss
         self.best_val_loss = min(self.best_val_loss, val.loss)
-        before = [e for e in self.evaluations if e.step < self.step]
-        self.is_repeated = before != self.evaluations
-        self.evaluations = [*before, Evaluated(self.step, train.loss, val.loss, val.standard_error)]
+        self.evaluations = [e for e in self.evaluations if e.step < self.step]
+        self.evaluations.append(EvalRecord(self.step, train.loss, val.loss, val.standard_error))
         return improved
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
-    def keep(self, name: str, part: Any) -> None:
+    def register_state(self, name: str, part: Any) -> None:
         """From now on checkpoints keep this too: an object with state_dict and load_state_dict, such as an average of
         the weights. In a resumed run it gets its state back at once. Raises ValueError in a sharded run.
         """
         if self.runner.sharded:
             raise ValueError(f"{name}: checkpoints of sharded runs keep the model and the optimizer only")
-        self.parts[name] = part
-        self._restore_part(name)
+        self._extra[name] = part
+        self._restore_extra(name)
 
     def checkpoint(self) -> Checkpoint:
         runner = self.runner
@@ -99,71 +94,62 @@ class Run:
             model_args=runner.model.config.as_args(),
             iter_num=self.step,
             best_val_loss=self.best_val_loss,
-            config=self.settings,
+            config=asdict(self.config),
             scaler=runner.scaler.state_dict(),
             tokenizer=self.tokenizer,
             chat=self.chat,
             form=saved_variant(runner),
             wandb_run_id=self.wandb_run_id,
             health=self._progress(),
-            facts=self.facts,
-            parts={name: part.state_dict() for name, part in self.parts.items()} or None,
+            facts=self.metadata,
+            parts={name: part.state_dict() for name, part in self._extra.items()} or None,
         )
 
-    def resume(
-        self,
-        saved: Checkpoint,
-        source: str,
-        best_val_loss: float,
-        progress: dict[str, Any] | None,
-        trains: bool,
-    ) -> None:
-        """Goes on from a checkpoint, whose weights the model has. Raises ValueError, naming `source`, if it is damaged.
+    def resume(self, saved: Checkpoint, source: str, trains: bool) -> None:
+        """Goes on from a checkpoint, whose weights the model has. trains: whether the optimizer's state matters.
 
-        best_val_loss and progress: of the checkpoint, as far as they still mean something. trains: whether the
-        optimizer's state matters.
+        Raises ValueError, naming `source`, if it is damaged.
         """
         self.first_step = saved.iter_num
-        self.best_val_loss = best_val_loss
-        self._restore(saved, source, progress, trains)
+        self.best_val_loss = saved.best_val_loss
+        self.wandb_run_id = saved.wandb_run_id
+        self._restore(saved, source, trains)
 
-    def go_back(self, saved: Checkpoint, source: str, past: int) -> None:
-        """To a checkpoint of this run, to go on with the batch after the one at position `past`."""
-        n = self.rewinds_to(saved.iter_num) + 1
+    def rewind(self, saved: Checkpoint, source: Path, position: int) -> None:
+        """Back to a checkpoint of this run, to go on with the batch after the one at `position`."""
+        rewinds = self.rewinds_to(saved.iter_num) + 1
         restore_weights(self.runner.model, saved)
-        self._restore(saved, source, saved.health)
+        self._restore(saved, str(source), trains=True)
         self.rewound_to = self.step
-        self.rewinds_there = n
-        self.skipped_batches = past + 1 - self.step
+        self.rewinds_there = rewinds
+        self.skipped_batches = position + 1 - self.step
 
     def rewinds_to(self, step: int) -> int:
         """How many times the run has gone back to the checkpoint of this step."""
         return self.rewinds_there if step == self.rewound_to else 0
 
-    def _restore(self, saved: Checkpoint, source: str, progress: dict[str, Any] | None, trains: bool = True) -> None:
+    def _restore(self, saved: Checkpoint, source: str, trains: bool) -> None:
         if trains:
             self.optimizer_state.load(saved.optimizer, source, saved.folder)
         if trains and saved.scaler:
             self.runner.scaler.load_state_dict(saved.scaler)
         self.step = saved.iter_num
-        self.saved_parts = saved.parts or {}
-        for name in self.parts:
-            self._restore_part(name)
-        self._restore_progress(progress, source)
+        self._saved_extra = saved.parts or {}
+        for name in self._extra:
+            self._restore_extra(name)
+        self._restore_progress(saved.health, source)
 
-    def _restore_part(self, name: str) -> None:
-        """Gives a part its state back, where the checkpoint that the run goes on from has it. Raises ValueError."""
-        if name not in self.saved_parts:
+    def _restore_extra(self, name: str) -> None:
+        """Gives a registered object its state back, if the checkpoint has it. Raises ValueError if it does not fit."""
+        if name not in self._saved_extra:
             if self.step > 0:
-                self.ranks.print0(f"{name}: the checkpoint of step {self.step} has none, it begins anew")
+                self.dist.print0(f"{name}: the checkpoint of step {self.step} has none, so it starts anew")
             return
         try:
-            self.parts[name].load_state_dict(self.saved_parts[name])
+            self._extra[name].load_state_dict(self._saved_extra[name])
         except Exception as e:  # whatever that class raises
             reason = " ".join(str(e).split())[:200]
-            raise ValueError(
-                f"{self.settings['out_dir']}: its {name} does not fit what the run keeps ({reason})"
-            ) from None
+            raise ValueError(f"{self.config.out_dir}: its {name} does not fit this run ({reason})") from None
 
     def _progress(self) -> dict[str, Any]:
         """Under "health" in a checkpoint, as plain values."""
@@ -177,7 +163,7 @@ class Run:
         }
 
     def _restore_progress(self, state: dict[str, Any] | None, source: str) -> None:
-        self.spikes = SpikeWatch()
+        self.spikes = SpikeDetector()
         self.evaluations = []
         if state is None:
             return
@@ -192,6 +178,6 @@ class Run:
                 if not is_number(step):
                     raise ValueError
                 known = None if error is None else float(error)
-                self.evaluations.append(Evaluated(step, float(train_loss), float(val_loss), known))
+                self.evaluations.append(EvalRecord(step, float(train_loss), float(val_loss), known))
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{source}: what it says about skipped batches and past losses is damaged") from None
+            raise ValueError(f"{source}: its record of skipped batches and past losses is damaged") from None
