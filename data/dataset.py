@@ -71,10 +71,6 @@ class Dataset:
             found[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
         return found
 
-    def eval_digest(self, batching: Batching) -> tuple[int, str]:
-        """(number, digest) of the windows of val that an evaluation reads: two losses compare if both are equal."""
-        return self.val.n_eval_windows(batching.eval_windows), self.val.fingerprint()
-
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since this was last asked."""
         return self.train.changes() + self.val.changes()
