@@ -1,1 +1,1 @@
-"""Pages and programs' interfaces to a model: chat, playground, OpenAI's API."""
+"""A model on a page in the browser, and for programs that ask as they ask OpenAI's API."""

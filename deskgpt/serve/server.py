@@ -1,0 +1,128 @@
+"""The web server of all pages: `sample.py --serve` and `bench/report.py --serve`.
+
+    run_app(make_app([Route("/", page)]), port=8000)
+
+It listens on this machine only, answers no request that names another host (DNS rebinding), limits the size of
+requests, and sends no header that would let other sites read a page or embed it.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from deskgpt.system.errors import message_for_user, raised_in_our_code
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import iterate_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import BaseRoute
+except ModuleNotFoundError as e:
+    raise ValueError(f"--serve needs the package {e.name}: pip install starlette uvicorn") from None
+
+HOST = "127.0.0.1"
+TRUSTED_HOSTS = [HOST, "localhost"]  # in a request's Host header
+MOST_BODY_BYTES = 2_000_000
+LAST_TOKEN_S = 5  # Ctrl+C waits this long for streams to end
+
+# What the page itself may load, its own HTML says.
+HEADERS = {
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def make_app(routes: Sequence[BaseRoute]) -> Starlette:
+    """An ASGI app for this machine's own browser and programs. A ValueError of our code answers with status 400."""
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=TRUSTED_HOSTS, www_redirect=False),
+            Middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES),
+        ],
+        exception_handlers={HTTPException: http_error, ValueError: value_error},
+    )
+
+
+def run_app(app: Starlette, port: int = 0, path: str = "/", about: str = "") -> None:
+    """Serves the app until Ctrl+C. Prints its address, and `about`, in which {address} is the one without the path.
+
+    port: 0 takes a free one. Raises OSError, one line, if the port is taken.
+    """
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as e:
+        raise OSError(f"cannot listen on {HOST}, port {port}: {e.strerror}; choose another --port") from None
+    config = uvicorn.Config(
+        app,
+        headers=list(HEADERS.items()),
+        server_header=False,
+        access_log=False,
+        proxy_headers=False,
+        log_level="error",
+        timeout_graceful_shutdown=LAST_TOKEN_S,
+    )
+    app.state.server = uvicorn.Server(config)
+    address = f"http://{HOST}:{listener.getsockname()[1]}"
+    print(f"{address}{path} (Ctrl+C ends it)", flush=True)
+    if about:
+        print(about.format(address=address), flush=True)
+    try:
+        app.state.server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        print("no longer served", file=sys.stderr)
+
+
+# ---- streams -------------------------------------------------------------------------------------------------
+
+
+async def in_threads(request: Request, events: Iterator[Any]) -> AsyncIterator[Any]:
+    """The items of an iterator, each computed in a thread, so that the server answers others meanwhile.
+
+    An error becomes the last item, as error_of has it; so does Ctrl+C.
+    """
+    server = getattr(request.app.state, "server", None)
+    try:
+        async for event in iterate_in_threadpool(events):
+            if server is not None and server.should_exit:
+                yield error_of(503, "the server was stopped")
+                return
+            yield event
+    except (ValueError, RuntimeError, MemoryError) as e:
+        message = message_for_user(e, "ask for fewer tokens or a shorter prompt")
+        if message is None:
+            traceback.print_exception(e)
+        yield error_of(500, message or "a defect; the terminal shows where")
+
+
+# ---- errors --------------------------------------------------------------------------------------------------
+
+
+def error_of(status: int, line: str) -> dict[str, Any]:
+    """An error as OpenAI's API writes it."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": line, "type": kind, "param": None, "code": None}}
+
+
+async def http_error(request: Request, e: Exception) -> Response:
+    assert isinstance(e, HTTPException)
+    return JSONResponse(error_of(e.status_code, e.detail), e.status_code, e.headers)
+
+
+async def value_error(request: Request, e: Exception) -> Response:
+    if not raised_in_our_code(e):
+        raise e
+    return JSONResponse(error_of(400, str(e)), 400)
