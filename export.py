@@ -32,13 +32,14 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.export import gguf_format, hub, hugging_face
 from deskgpt.export.hugging_face import MODELING_FILE
 from deskgpt.kernels.verify import SAME_LOGITS, distance
+from deskgpt.sampling.trained import DATA, Trained, load
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import check_unused, new_folder, replacing, write_atomically
 from deskgpt.system.formatting import millions
 from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.untrusted import is_local
 from model import GPT, GPTConfig
-from sample import DATA, SampleConfig, Trained, load
+from sample import SampleConfig
 
 CARD_SETTINGS = (
     *("batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "min_lr", "lr_schedule"),

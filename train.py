@@ -54,13 +54,13 @@ from deskgpt.run.saver import Saver
 from deskgpt.run.settings import settings_of_start
 from deskgpt.run.time_budget import TimeBudget
 from deskgpt.run.train_state import TrainState
+from deskgpt.sampling.training_samples import sampler_for
 from deskgpt.system import peak_flops
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.gpu_peaks import find_card
 from deskgpt.system.hardware import seed_all
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
-from sample import sampler_for
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end

@@ -27,9 +27,9 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.export import hugging_face
 from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.sampling.trained import load
 from export import ExportConfig, main
 from model import GPT, GPTConfig
-from sample import load
 from train import main as train
 
 CHARS = "".join(map(chr, range(48, 48 + 65)))

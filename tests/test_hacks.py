@@ -34,7 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 BOTH_WAYS = """
 import torch
 from deskgpt.compute.inference import Reading
-from sample import load
+from deskgpt.sampling.trained import load
 model = load("resume", "whole", torch.device("cpu")).model.eval()
 prompt = torch.arange(4)[None]
 reading = Reading(model, prompt, "float32")

@@ -10,8 +10,9 @@ from pathlib import Path
 from conftest import ROOT
 
 # From the ground up. model.py stands between what is below the definition and what runs it.
-ORDER = ["system", "configurator", "kernels", "model", "compute", "checkpoint", "estimate", "export", "serve", "run"]
-ABOVE = {"bench", "config", "data", "export", "sample", "tasks", "tests", "train"}
+ORDER = ["system", "configurator", "kernels", "model", "compute", "checkpoint", "estimate", "export", "run"]
+ORDER += ["data", "sampling", "serve"]
+ABOVE = {"bench", "config", "export", "sample", "tasks", "tests", "train"}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -31,7 +32,7 @@ def room_of(module: str) -> str | None:
     first, *rest = module.split(".")
     if first == "deskgpt":
         return rest[0] if rest else None
-    return first if first in ("model", "configurator") or first in ABOVE else None
+    return first if first in ("model", "configurator", "data") or first in ABOVE else None
 
 
 def our_files() -> dict[str, Path]:

@@ -17,9 +17,10 @@ from tiny_models import MODERN_SETTINGS
 
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt.compute.generation import Sample, write
+from deskgpt.compute.generation import GenerationConfig, Sample, write
+from deskgpt.sampling.trained import encode_prompt, load
 from model import GPT, GPTConfig
-from sample import SampleConfig, encoded, load, main, wish_of
+from sample import SampleConfig, generation_config, main
 from train import main as train
 
 
@@ -146,6 +147,10 @@ def test_faults_are_one_line(run, script, setting, named):
     assert done.out == ""
 
 
+def test_defaults_of_generation_are_those_of_the_script():
+    assert generation_config(SampleConfig()) == GenerationConfig()
+
+
 # ---- tokens that are parts of characters ---------------------------------------------------------------------
 
 
@@ -162,10 +167,11 @@ def test_text_that_comes_in_pieces_is_shown_whole_up_to_the_stop_text(content, s
 
 def test_no_token_is_drawn_after_the_end_of_a_text(run):
     trained = load("resume", str(run), torch.device("cpu"))
-    wish = wish_of(SampleConfig(max_new_tokens=40, stop="e"))
+    config = GenerationConfig(max_new_tokens=40, stop="e")
     sample = Sample(trained.tokenizer, "the ", "e")
     drawn: list[torch.Tensor] = []
-    shown = write(trained.model, encoded("the ", trained.tokenizer, trained.model), [sample], wish, watch=drawn.append)
+    prompt = encode_prompt("the ", trained.tokenizer, trained.model)
+    shown = write(trained.model, prompt, [sample], config, watch=drawn.append)
     assert sum(len(text) for (text,) in shown) < 40
     assert len(drawn) == len(sample.text) - len("the ") + 1  # the last one completed the stop text
 

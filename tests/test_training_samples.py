@@ -11,7 +11,7 @@ from gloo import run
 
 import train
 from data.text.prepare import prepare
-from sample import Sampler
+from deskgpt.sampling.training_samples import Sampler
 
 MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True}
 

@@ -18,7 +18,7 @@ from bench.qualifying.session import Session
 from deskgpt.compute.inference import InferenceEngine
 from deskgpt.system import hardware
 from model import GPT
-from sample import SampleConfig, dtype_of
+from sample import SampleConfig, inference_dtype
 
 PROMPT = 8  # tokens
 WARM_UP = 4  # tokens at first, after a prompt of one: at other lengths than those that are timed
@@ -27,7 +27,7 @@ SAMPLES = (1, 10)
 
 def measure(s: Session) -> dict[str, Any]:
     model = work.new_model(s).eval()
-    dtype = dtype_of(SampleConfig(), s.device)
+    dtype = inference_dtype(SampleConfig(), s.device)
     n = min(s.sizes.sampled_tokens, s.sizes.model.block_size - PROMPT)
     rows = []
     for samples in SAMPLES:

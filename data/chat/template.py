@@ -107,7 +107,10 @@ def as_messages(value: Any) -> list[Message]:
 
 
 def as_message(value: Any, n: int) -> Message:
-    """The message number n. Raises ValueError as as_messages."""
+    """The message number n; of a content in parts, as OpenAI's API has it, all texts. Raises ValueError."""
+    parts = value.get("content") if isinstance(value, dict) else None
+    if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        value = value | {"content": "".join(part["text"] for part in parts)}
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("role", "content")):
         raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content, which are text")
     if value["role"] not in ROLES:

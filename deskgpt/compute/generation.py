@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from torch import Tensor
 
+from deskgpt.system.settings import Range, check_fields
 from model import GPT
 
 
 class Tokenizer(Protocol):
-    """What writing needs of a tokenizer of data/tokenizer.py."""
+    """The part of a tokenizer of data/tokenizer.py that writing needs."""
 
     vocab_size: int
 
@@ -22,15 +24,18 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """What to write, by the names of sample.py's settings."""
+    """What to write, by the names of sample.py's settings and with their defaults. Raises ConfigError."""
 
-    prompt: str
-    stop: str  # empty = no stop text
-    max_new_tokens: int
-    temperature: float
-    top_k: int  # 0 = draw from all tokens
-    top_p: float
-    seed: int
+    prompt: str = "\n"
+    stop: str = ""  # empty = no stop text
+    max_new_tokens: Annotated[int, Range(1, 1_000_000)] = 500
+    temperature: Annotated[float, Range(0, 100)] = 0.8
+    top_k: Annotated[int, Range(0, 1_000_000)] = 200  # 0 = draw from all tokens
+    top_p: Annotated[float, Range(1e-6, 1)] = 1.0
+    seed: Annotated[int, Range(0, 2**53 - 1)] = 1337  # the numbers of JSON and browsers are exact up to here
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Sample:
@@ -87,25 +92,29 @@ def write(
     model: GPT,
     prompts: Tensor,
     samples: list[Sample],
-    wish: GenerationConfig,
+    config: GenerationConfig,
+    replacing: Callable[[], AbstractContextManager[None]] = nullcontext,
     watch: Callable[[Tensor], None] | None = None,
 ) -> Iterator[list[str]]:
     """Continues prompts (B, T), one for each sample, until all samples have ended; yields what each can show by now.
 
-    That is a list after each token, and at the end one of what was held back. watch: as GPT.generate takes it.
+    That is a list after each token, and at the end one of what was held back. replacing: InferenceEngine.replacing, in
+    use while a token is computed and not in between, when the caller may compute something else. watch: as
+    GPT.generate takes it.
     """
     tokens = model.generate(
         prompts,
-        wish.max_new_tokens,
-        temperature=wish.temperature,
-        top_k=wish.top_k or None,
-        top_p=wish.top_p,
-        seed=wish.seed,
+        config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k or None,
+        top_p=config.top_p,
+        seed=config.seed,
         vocab_size=samples[0].tokenizer.vocab_size,
         watch=watch,
     )
     while not all(sample.done for sample in samples):
-        new = next(tokens, None)  # (B,)
+        with replacing():
+            new = next(tokens, None)  # (B,)
         if new is None:
             break
         yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]

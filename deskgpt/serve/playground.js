@@ -5,7 +5,7 @@
 
 const GONE = "the server cannot be reached; start it again and open the URL that it prints";
 
-const form = document.getElementById("wish");
+const form = document.getElementById("request");
 const tip = document.getElementById("tip");
 const generateButton = document.getElementById("generate");
 const stopButton = document.getElementById("stop");
@@ -17,7 +17,7 @@ const status = main.querySelector(".status");
 
 let page; // the model, settings, ranges and limits, from the server
 let messages = []; // of the dialogue
-let answers = 0; // drawn so far: each has a seed of its own
+let answers = 0; // so far: each has a seed of its own
 let tokens = 0; // shown of the text that is being written
 let stopper = null; // an AbortController while a text is written
 
@@ -41,8 +41,6 @@ function fill() {
     form.elements[name].min = low;
     form.elements[name].max = high;
   }
-  for (const [name, most] of Object.entries(page.most_chars)) form.elements[name].maxLength = most;
-  document.getElementById("about-max_new_tokens").textContent = `at most ${page.ranges.max_new_tokens[1]}`;
   document.getElementById("settings").open = matchMedia("(min-width: 60rem)").matches;
   main.querySelector("h2").textContent = page.name;
   main.querySelector(".facts").append(...page.facts.map(fact => make("span", "", fact)));
@@ -67,7 +65,7 @@ function becomeChat() {
   field.focus();
 }
 
-function wish() {
+function requested() {
   const values = {};
   for (const [name, value] of Object.entries(page.settings)) {
     const field = form.elements[name];
@@ -78,7 +76,7 @@ function wish() {
 
 // ---- the text ----
 
-function say(line, isProblem = false) {
+function showStatus(line, isProblem = false) {
   status.textContent = line;
   status.classList.toggle("bad", isProblem);
 }
@@ -105,7 +103,7 @@ async function write(values, place, signal) {
   let ended = false;
   tokens = 0;
   main.classList.add("writing");
-  say("reading the prompt …");
+  showStatus("reading the prompt …");
   try {
     const response = await fetch("write", {method: "POST", body: JSON.stringify(values), signal});
     if (!response.ok) throw new Error((await response.json()).error.message);
@@ -115,22 +113,22 @@ async function write(values, place, signal) {
       if (event.prompt_tokens) {
         const cut = event.prompt_tokens > event.block_size ? `, of which it sees the last ${event.block_size}` : "";
         prompt = `prompt of ${event.prompt_tokens.toLocaleString("en")} tokens${cut}`;
-        say(`writing … ${prompt}`);
+        showStatus(`writing … ${prompt}`);
       } else if (event.end) {
         ended = true;
         place.append(event.text);
         const speed = `${event.tokens_per_s.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`;
         const stopped = event.end === "stop" && page.system === null ? ", up to the stop text" : "";
-        say(`${tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${prompt}`);
+        showStatus(`${tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${prompt}`);
       } else {
         addToken(event, place);
       }
     }
     if (!ended) throw new Error(GONE);
   } catch (error) {
-    if (signal.aborted) say(`stopped after ${tokens} tokens`);
-    else if (error instanceof TypeError) say(GONE, true);
-    else say(error.message, true);
+    if (signal.aborted) showStatus(`stopped after ${tokens} tokens`);
+    else if (error instanceof TypeError) showStatus(GONE, true);
+    else showStatus(error.message, true);
   }
   main.classList.remove("writing");
   return ended;
@@ -150,7 +148,7 @@ async function* lines(response) {
 
 async function generate() {
   if (stopper !== null || !form.reportValidity()) return;
-  const values = wish();
+  const values = requested();
   if (page.system === null) {
     text.replaceChildren();
     const place = show("");
@@ -160,12 +158,12 @@ async function generate() {
   }
   const field = form.elements.prompt;
   if (!values.prompt.trim()) return;
-  const said = show("user", values.prompt);
+  const message = show("user", values.prompt);
   messages.push({role: "user", content: values.prompt});
   field.value = "";
   if (await answer(values)) return;
   field.value = messages.pop().content;
-  said.remove();
+  message.remove();
   againButton.disabled = messages.length === 0;
 }
 
@@ -191,7 +189,7 @@ async function again() {
     messages.pop();
     text.lastChild.remove();
   }
-  await answer(wish());
+  await answer(requested());
 }
 
 async function run(values, place) {
@@ -319,4 +317,4 @@ fetch("page.json")
     page = found;
     fill();
   })
-  .catch(() => say(GONE, true));
+  .catch(() => showStatus(GONE, true));

@@ -8,27 +8,25 @@ requests, and sends no header that would let other sites read a page or embed it
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from deskgpt.system.errors import message_for_user, raised_in_our_code
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import iterate_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
 
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.concurrency import iterate_in_threadpool
-    from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
-    from starlette.middleware.body_limit import RequestBodyLimitMiddleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import BaseRoute
-except ModuleNotFoundError as e:
-    raise ValueError(f"--serve needs the package {e.name}: pip install starlette uvicorn") from None
+from deskgpt.system.errors import message_for_user, raised_in_our_code
 
 HOST = "127.0.0.1"
 TRUSTED_HOSTS = [HOST, "localhost"]  # in a request's Host header
@@ -84,6 +82,17 @@ def run_app(app: Starlette, port: int = 0, path: str = "/", about: str = "") -> 
         app.state.server.run(sockets=[listener])
     except KeyboardInterrupt:
         print("no longer served", file=sys.stderr)
+
+
+async def json_object(request: Request) -> dict[str, Any]:
+    """The JSON object in a request's body. Raises ValueError, one line."""
+    try:
+        found = json.loads(await request.body())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("the request is not a JSON object")
+    return found
 
 
 # ---- streams -------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Trained models and their tokenizers; samples during training."""

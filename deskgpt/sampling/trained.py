@@ -1,0 +1,100 @@
+"""Loads a trained model with its tokenizer: for sample.py, export.py and bench/evaluate.py."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.chat import template
+from data.token_files import read_meta
+from data.tokenizer import Tokenizer, from_meta
+from deskgpt.checkpoint import store
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.estimate import fit
+from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.system.formatting import shortened
+from deskgpt.system.untrusted import is_local
+from model import GPT, GPTConfig
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+
+
+@dataclass
+class Trained:
+    """A trained model and the tokenizer that it was trained with."""
+
+    model: GPT  # on the CPU
+    tokenizer: Tokenizer
+    source: str  # init_from or out_dir, as the user wrote it
+    checkpoint: Checkpoint | None = None  # None for GPT-2's weights and other folders in Hugging Face's format
+
+    @property
+    def saw_chat(self) -> bool:
+        """Whether it was trained on dialogues in our template."""
+        return self.checkpoint is not None and self.checkpoint.chat == template.NAME
+
+    @property
+    def name(self) -> str:
+        """The last part of the source; of a checkpoint file the last two."""
+        path = Path(os.path.abspath(self.source))
+        return f"{path.parent.name}/{path.name}" if path.suffix == ".pt" else path.name
+
+
+def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
+    """The model that init_from and out_dir of SampleConfig name. It is on the CPU, and `device` has room for it.
+
+    Raises ValueError if there is none, if it is damaged, or if it does not fit into the memory of the device.
+    """
+    saved = None
+    if init_from == "resume" or store.is_one(init_from):
+        source = out_dir if init_from == "resume" else init_from
+        saved = store.load(source, functools.partial(print, file=sys.stderr))
+        config = GPTConfig.from_args(saved.model_args, source)
+        weights = store.weights_of(saved)
+        meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
+    else:
+        source = init_from
+        model_args, weights = load_gpt2(init_from)
+        config = GPTConfig.from_args(model_args, source)
+        meta = tokenizer_of(init_from)
+    fit.refuse_beyond_memory(config, device)
+    model = GPT.from_state(config, weights, source)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"{source}: the weights hold NaN or infinity, which give no text; take another checkpoint")
+    tokenizer = from_meta(meta)
+    if saved is not None and tokenizer.vocab_size > config.vocab_size:
+        dataset = saved.config.get("dataset")
+        raise ValueError(
+            f"the checkpoint has {config.vocab_size} tokens, its tokenizer ({meta.get('name')}) "
+            f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of dataset {dataset!r} missing in {DATA}?"
+        )
+    return Trained(model, tokenizer, source, saved)
+
+
+def tokenizer_of_dataset(dataset: Any) -> dict[str, Any]:
+    """The meta of a data folder's tokenizer, for nanoGPT's checkpoints, which name only the folder.
+
+    Raises ValueError.
+    """
+    if not is_local(dataset):
+        raise ValueError(f"the checkpoint has no tokenizer, and dataset={shortened(dataset)} is not on this machine")
+    folder = DATA / dataset
+    meta = read_meta(folder)["tokenizer"]
+    if not meta:
+        raise ValueError(f"{folder / 'meta.pkl'} does not hold the characters (stoi, itos) to read and write text")
+    return meta
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, model: GPT) -> Tensor:
+    """Token ids (1, T) of a prompt. Raises ValueError if the tokenizer or the model lacks one of them."""
+    ids = tokenizer.encode_prompt(prompt).astype("int64")
+    if ids.max() >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {ids.max()}, and the model has only {model.config.vocab_size} tokens")
+    return torch.from_numpy(ids)[None]

@@ -1,0 +1,452 @@
+"""sample.py --serve: what the page and OpenAI's API write, whom they answer, what they refuse, and how streams end."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import socket
+import string
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from conftest import ROOT, assert_one_line
+from tiny_models import MODERN, SMALL, make
+
+import sample
+from data.chat import template
+from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer
+from deskgpt.checkpoint import store
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.generation import Sample
+from deskgpt.sampling.trained import Trained, encode_prompt, load
+from deskgpt.serve import openai_api, playground, server
+from deskgpt.serve.writer import Writer
+from deskgpt.system.terminal import harmless
+from sample import SampleConfig
+
+CPU = torch.device("cpu")
+SETTINGS: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
+SETTINGS |= {"top_k": 200, "top_p": 1.0, "seed": 1337}
+ASK: Any = [{"role": "user", "content": "Who is there?"}]
+
+
+def saved(out_dir: Path, tokenizer: Tokenizer, chat: str | None) -> Path:
+    """A run of a model with random weights."""
+    config = replace(SMALL, vocab_size=tokenizer.vocab_size, block_size=96)
+    state = make(config).state_dict()
+    store.save(Checkpoint(state, {}, asdict(config), 6, 4.5, {}, tokenizer=tokenizer.meta(), chat=chat), out_dir, True)
+    return out_dir
+
+
+@dataclass
+class Served:
+    writer: Writer
+    port: int
+    app: Any
+
+    @property
+    def page(self) -> str:
+        return f"/{self.writer.token}/"
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, bytes]:
+        """(status, headers, body) of a request."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        with closing(http.client.HTTPConnection(server.HOST, self.port, timeout=60)) as connection:
+            connection.request(method, path, data, headers)
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+
+    def post(self, path: str, body: Any) -> tuple[int, Any, bytes]:
+        return self.ask("POST", path, body, Authorization=f"Bearer {self.writer.token}")
+
+    def write(self, **changes: Any) -> list[dict[str, Any]]:
+        """The events of a text on the page."""
+        status, _, body = self.ask("POST", f"{self.page}write", SETTINGS | changes)
+        assert status == 200, body
+        return [json.loads(line) for line in body.splitlines()]
+
+    def client(self, key: str | None = None) -> openai.OpenAI:
+        address = f"http://{server.HOST}:{self.port}/v1"
+        return openai.OpenAI(base_url=address, api_key=self.writer.token if key is None else key, max_retries=0)
+
+
+@contextmanager
+def serving(writer: Writer) -> Iterator[Served]:
+    with socket.create_server((server.HOST, 0)) as free:
+        port = free.getsockname()[1]
+    app = server.make_app([*playground.routes(writer), *openai_api.routes(writer)])
+    thread = threading.Thread(target=server.run_app, args=(app, port))
+    thread.start()
+    while not (hasattr(app.state, "server") and app.state.server.started):
+        time.sleep(0.01)
+    yield Served(writer, port, app)
+    app.state.server.should_exit = True
+    thread.join()
+
+
+def writer_of(trained: Trained, **settings: Any) -> Writer:
+    c = SampleConfig(**{"device": "cpu", "max_new_tokens": 40, "start": "the "} | settings)
+    return sample.writer_of(c, sample.generation_config(c), trained)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return saved(tmp_path_factory.mktemp("run"), BytesTokenizer(), template.NAME)
+
+
+@pytest.fixture(scope="module")
+def chat(run) -> Iterator[Served]:
+    """A model of bytes that saw dialogues."""
+    with serving(writer_of(load("resume", str(run), CPU))) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory) -> Path:
+    return saved(tmp_path_factory.mktemp("plain"), CharTokenizer.of(string.printable), None)
+
+
+@pytest.fixture(scope="module")
+def plain(plain_run) -> Iterator[Served]:
+    """A model of characters that saw no dialogues."""
+    with serving(writer_of(load("resume", str(plain_run), CPU))) as served:
+        yield served
+
+
+def error_in(body: bytes) -> str:
+    return json.loads(body)["error"]["message"]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(e.get("text", "") for e in events)
+
+
+# ---- the page: what it shows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0, "top_k": 0}, {"stop": "he", "temperature": 2.0}])
+def test_text_is_the_very_one_that_sample_prints_first(plain, plain_run, changes):
+    settings = {k: v for k, v in (SETTINGS | changes).items() if k != "prompt"}
+    (expected,) = sample.main(
+        SampleConfig(out_dir=str(plain_run), device="cpu", start="the ", num_samples=1, **settings)
+    )
+    assert "the " + text_of(plain.write(**changes)) == expected
+
+
+def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
+    trained = plain.writer.trained
+    ids = encode_prompt("the ", trained.tokenizer, trained.model)
+    events = plain.write(top_k=40, temperature=3.0)  # neither of which changes them
+    assert any(e["rank"] > 8 for e in events[1:-1])
+    assert (len(events), events[0]["prompt_tokens"]) == (42, 4)
+    for e in events[1:-1]:
+        with torch.inference_mode():
+            p = trained.model(ids)[0][0, -1].double().softmax(0)
+        listed = {t["id"]: t["p"] for t in e["top"]} | {e["id"]: e["p"]}
+        for token, found in listed.items():
+            assert found == pytest.approx(p[token].item(), rel=1e-4)
+        assert sum(listed.values()) + e["rest"] == pytest.approx(1)
+        assert [t["id"] for t in e["top"]] == p.topk(8).indices.tolist()
+        assert e["rank"] == 1 + (p > p[e["id"]]).sum()
+        ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
+
+
+def test_tokens_that_are_parts_of_characters_keep_their_bytes():
+    model = make(replace(MODERN, vocab_size=256)).eval()
+    with serving(writer_of(Trained(model, BytesTokenizer(), "bytes"))) as served:
+        events = served.write(prompt="é", max_new_tokens=60, temperature=1.0)
+    expected = Sample(BytesTokenizer(), "é", "")
+    for e in events[1:-1]:
+        assert e["text"] == expected.add(e["id"])
+        assert e["name"] == (repr(chr(e["id"])) if e["id"] < 128 else f"bytes {e['id']:02X}")
+    assert events[-1]["text"] == expected.finish()
+    assert any(e["text"] == "" for e in events[1:-1])
+
+
+def test_stop_text_of_several_tokens_ends_the_text_and_is_never_sent(plain):
+    whole = text_of(plain.write(max_new_tokens=100))
+    stop = whole[30:35]
+    events = plain.write(max_new_tokens=100, stop=stop)
+    assert text_of(events) == whole[: whole.find(stop)]
+    assert events[-1]["end"] == "stop"
+    # What only begins like the stop text is sent, and each token still has its own text.
+    events = plain.write(max_new_tokens=36, stop=whole[30:36] + "\x00")
+    assert [e["text"] for e in events[1:-1]] == list(whole[:36])
+    assert events[-1]["end"] == "length"
+
+
+def test_texts_that_are_asked_for_at_once_do_not_disturb_each_other(plain):
+    def text(seed: int) -> str:
+        return text_of(plain.write(seed=seed))
+
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(text, range(3)))
+    assert together == list(map(text, range(3)))
+
+
+def test_weights_whose_logits_are_not_numbers_end_in_one_line(plain):
+    weight = plain.writer.trained.model.lm_head.weight
+    kept = weight.detach().clone()
+    try:
+        weight.data.fill_(float("nan"))
+        assert_one_line(plain.write()[-1]["error"]["message"], "NaN", "--dtype=float32")
+    finally:
+        weight.data.copy_(kept)
+
+
+# ---- OpenAI's API: what it writes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drawn", [{"temperature": 0, "seed": 0}, {"seed": 7, "temperature": 1.3, "top_p": 0.8}])
+def test_completion_is_the_text_of_sample_streamed_or_not(chat, run, drawn):
+    stop = ""
+    for end in ("length", "stop"):
+        settings: dict[str, Any] = {"start": "the ", "stop": stop, "num_samples": 1, "max_new_tokens": 60}
+        (expected,) = sample.main(SampleConfig(out_dir=str(run), device="cpu", **settings, **drawn))
+        asked = {"model": "any", "prompt": "the ", "stop": [stop, "\x00\x00"], "max_tokens": 60} | drawn
+        whole = chat.client().completions.create(**asked)
+        (choice,) = whole.choices
+        assert "the " + choice.text == expected
+        assert (choice.finish_reason, whole.model, whole.usage.prompt_tokens) == (end, run.name, 4)
+        assert (whole.usage.completion_tokens == 60) == (end == "length")
+        pieces = list(chat.client().completions.create(**asked | {"prompt": ["the "]}, stream=True))
+        assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+        assert [piece.choices[0].finish_reason for piece in pieces[-2:]] == [None, end]
+        stop = expected[20:23]
+
+
+def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who is there?\nAnd now?\n"))
+    done = script("sample.py", "--chat", f"--out_dir={run}", "--system=Be kind.", "--max_new_tokens=30", "--seed=5")
+    messages = [{"role": "system", "content": "Be kind."}, *ASK]
+    printed = ""
+    for n in range(2):
+        settings = {"model": "any", "messages": messages, "max_completion_tokens": 30, "seed": 5 + n}
+        whole = chat.client().chat.completions.create(**settings)
+        answer = whole.choices[0].message.content
+        first, *pieces, last = chat.client().chat.completions.create(
+            **settings, stream=True, stream_options={"include_usage": True}
+        )
+        assert first.choices[0].delta.role == "assistant"
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer
+        assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        assert (last.choices, last.usage) == ([], whole.usage)
+        printed += answer + "\n"
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And now?"}]
+    assert harmless(printed) == done.out
+
+
+def test_long_dialogue_is_cut_to_the_context_and_parts_of_a_message_are_one(chat):
+    def tokens_of(messages: Any) -> int:
+        return chat.client().chat.completions.create(model="any", messages=messages, max_tokens=1).usage.prompt_tokens
+
+    turn = [*ASK, {"role": "assistant", "content": "Nobody."}]
+    assert tokens_of(turn * 50 + ASK) <= 72  # three quarters of the context
+    parts = [{"type": "text", "text": "Who is "}, {"type": "text", "text": "there?"}]
+    assert tokens_of([{"role": "user", "content": parts}]) == tokens_of(ASK)
+
+
+def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
+    client = chat.client()
+    ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "extra_body": {"min_p": 0.1}}
+    assert len({client.completions.create(model="any", prompt="a", **ignored).choices[0].text for _ in range(3)}) == 3
+    assert [model.id for model in client.models.list()] == [run.name]
+    whole = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=50).choices[0].text
+    with serving(writer_of(chat.writer.trained, temperature=0.0, stop=whole[20:23])) as served:
+        (choice,) = served.client().completions.create(model="any", prompt="a").choices
+    assert (choice.text, choice.finish_reason) == (whole[: whole.find(whole[20:23])], "stop")
+
+
+def test_model_that_saw_no_dialogues_only_completes(plain):
+    assert plain.client().completions.create(model="any", prompt="a", max_tokens=3).choices[0].text
+    with pytest.raises(openai.BadRequestError) as e:
+        plain.client().chat.completions.create(model="any", messages=ASK)
+    assert_one_line(error_in(e.value.response.content), "docs/chat.md", "--chat")
+    assert json.loads(plain.ask("GET", f"{plain.page}page.json")[2])["system"] is None
+
+
+# ---- whom it answers, and what it refuses --------------------------------------------------------------------
+
+
+def test_only_who_has_the_token_is_answered(chat):
+    for path, kind in (("", "html"), ("playground.css", "css"), ("playground.js", "javascript"), ("page.json", "json")):
+        status, headers, body = chat.ask("GET", chat.page + path)
+        assert (status, kind in headers["Content-Type"]) == (200, True)
+        assert path or b"default-src 'none'; script-src 'self'" in body
+    others = ["/", "/page.json", "/playground.js", "/etc/passwd", "//", f"{chat.page[:-2]}/", f"{chat.page[:-1]}x/"]
+    others += [
+        f"/x{chat.page}",
+        f"{chat.page}playground.py",
+        f"{chat.page}../server.py",
+        f"{chat.page}%2e%2e/server.py",
+    ]
+    for path in others:
+        assert chat.ask("GET", path)[0] == 404, path
+        assert chat.ask("POST", path, b"{}")[0] in (404, 405), path
+    for key in ("wrong", chat.writer.token[:-1], chat.writer.token + "x"):
+        with pytest.raises(openai.AuthenticationError) as e:
+            chat.client(key).completions.create(model="any", prompt="a")
+        assert_one_line(error_in(e.value.response.content), "API key")
+    assert chat.ask("GET", "/v1/models")[0] == 401
+    assert chat.ask("GET", "/v1/models", Authorization="Bearer \xe4")[0] == 401
+
+
+HOSTS = dict.fromkeys(["127.0.0.1:80", "LOCALHOST", "localhost:9000"], 200)  # a tunnel may have another port
+HOSTS |= dict.fromkeys(["example.com", "127.0.0.1.example.com", "localhost.example.com:80", "www.localhost", ""], 400)
+
+
+@pytest.mark.parametrize(("host", "status"), HOSTS.items())
+def test_only_this_machines_own_names_are_answered(chat, host, status):
+    assert chat.ask("GET", chat.page, Host=host)[0] == status
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", ""), ("GET", "nothing"), ("POST", "write"), ("OPTIONS", "write")])
+def test_answers_let_no_other_page_read_or_embed_this_one(chat, method, path):
+    _, headers, _ = chat.ask(method, chat.page + path, b"", Origin="http://example.com")
+    assert {name: headers[name] for name in server.HEADERS} == server.HEADERS
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+
+
+def test_request_that_is_too_large_is_refused(chat):
+    assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
+    for length in ("-1", "x", "9" * 5000):
+        with socket.create_connection((server.HOST, chat.port), timeout=30) as connection:
+            connection.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
+            )
+            assert b" 200 " not in connection.makefile("rb").readline()
+
+
+NO_OBJECTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]"]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": 5}, "prompt=5"),
+    ({"prompt": "the \u2603"}, "\u2603"),
+    ({"temperature": 10**400}, "temperature="),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": True}, "temperature=True"),
+    ({"top_p": "1"}, "top_p='1'"),
+    ({"seed": []}, "seed=[]"),
+    ({"seed": -1}, "seed=-1"),
+]
+WRONG_OF_PAGE = [({"max_new_tokens": 0}, "max_new_tokens=0"), ({"max_new_tokens": 1.5}, "1.5"), ({"x": 1}, "settings")]
+WRONG_OF_API: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ["a", "b"]}, "prompt="),
+    ({"max_tokens": 0}, "max_new_tokens=0"),
+    ({"n": 2}, "n=2"),
+    ({"n": "x" * 9999}, "n="),
+    ({"stop": {}}, "stop={}"),
+    ({"stop": ["a", 5]}, "stop=5"),
+    ({"stream": "yes"}, "stream='yes'"),
+    ({"stream": True, "stream_options": []}, "stream_options=[]"),
+]
+
+
+@pytest.mark.parametrize("place", ["page", "api"])
+def test_bad_requests_get_one_line_that_names_the_value(plain, place):
+    path = "/v1/completions" if place == "api" else f"{plain.page}write"
+    base = {"prompt": "a", "max_tokens": 3} if place == "api" else SETTINGS
+    requests = [(body, "JSON") for body in NO_OBJECTS]
+    requests += [
+        (base | change, named) for change, named in WRONG + (WRONG_OF_API if place == "api" else WRONG_OF_PAGE)
+    ]
+    for body, named in requests:
+        status, headers, reply = plain.post(path, body)
+        assert (status, headers["Content-Type"]) == (400, "application/json"), body
+        assert json.loads(reply)["error"].keys() == {"message", "type", "param", "code"}
+        assert_one_line(error_in(reply), named)
+        assert len(error_in(reply)) < 300
+
+
+@pytest.mark.parametrize("messages", [None, "hi", [], [5], [{"role": "x", "content": "y"}], [*ASK, {"role": "user"}]])
+def test_messages_that_are_not_a_dialogue_are_refused(chat, messages):
+    status, _, body = chat.post("/v1/chat/completions", {"messages": messages})
+    assert status == 400
+    assert_one_line(error_in(body))
+
+
+# ---- how it ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ends_first", ["reader", "server"])
+def test_text_ends_once_its_reader_has_gone_and_once_the_server_ends(chat, stream, ends_first):
+    with serving(writer_of(chat.writer.trained)) as served:
+        body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": stream})
+        connection = http.client.HTTPConnection(server.HOST, served.port)
+        connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {served.writer.token}"})
+        while not served.writer.turn.locked():
+            time.sleep(0.01)
+        if ends_first == "server":
+            served.app.state.server.should_exit = True
+            assert b"the server was stopped" in connection.getresponse().read()
+        connection.close()
+        until = time.monotonic() + 20
+        while served.writer.turn.locked():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "named"),
+    [
+        (["--port=65536"], 2, "port=65536"),
+        (["--compile"], 2, "compile=True"),
+        (["--port={taken}"], 1, "{taken}"),
+        ([f"--system={'x' * 100}"], 1, "system's message takes"),
+    ],
+)
+def test_what_cannot_be_served_ends_in_one_line(run, script, chat, flags, code, named):
+    words = [flag.format(taken=chat.port) for flag in flags]
+    done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve", *words)
+    assert (done.code, done.out) == (code, "")
+    assert_one_line(done.err, "error: ", named.format(taken=chat.port))
+
+
+def test_missing_packages_are_named(run, script, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "deskgpt.serve.server")
+    monkeypatch.delattr("deskgpt.serve.server")
+    done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve")
+    assert done.code == 1
+    assert_one_line(done.err, "pip install starlette uvicorn")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
+    command = [sys.executable, "sample.py", f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=100000"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None
+        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", process.stdout.readline().split()[0])
+        assert found
+        assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in process.stdout.readline()
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+        connection.request("GET", f"/{found[2]}/page.json")
+        page = json.loads(connection.getresponse().read())
+        assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["facts"])
+        connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
+        response = connection.getresponse()
+        response.readline()
+        process.send_signal(signal.SIGINT)
+        *_, last = response.read().splitlines()
+        out, err = process.communicate(timeout=20)
+    assert error_in(last) == "the server was stopped"
+    assert (process.returncode, out) == (0, "")
+    assert_one_line(err)
