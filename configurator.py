@@ -52,7 +52,7 @@ def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
 def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The value of every setting, by name, from defaults, config files and command line. Raises ConfigError.
 
-    `base` holds values to use instead of the defaults, such as those of the run that is resumed.
+    `base` holds values to use instead of the defaults, such as those of the run that is resumed; a path may be empty.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text(cls))
@@ -60,7 +60,8 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
     settings = settings_of(cls)
     values = {name: setting.default for name, setting in settings.items()}
     for name, value in (base or {}).items():
-        values[name] = check(value, settings[name], f"the resumed run's {name}")
+        is_empty_path = settings[name].is_path and isinstance(value, str) and not value
+        values[name] = "" if is_empty_path else check(value, settings[name], f"the resumed run's {name}")
 
     # Config files come first, wherever they stand among the arguments.
     for before, argument in zip(["", *argv], argv, strict=False):
