@@ -121,8 +121,8 @@ def train(python: Path, text: str, out: str, settings: list) -> None:
 def first_model(python: Path) -> list:
     """Settings of the model that learns most in three minutes here, chosen by how fast matmuls are."""
     print0("measuring how fast this machine multiplies matrices")
-    code = "from deskgpt.system import hardware, peak_flops; device = hardware.resolve_device('auto'); "
-    code += "print(device.type, peak_flops.fastest_matmul(device))"
+    code = "from deskgpt.system import hardware, peaks; device = hardware.resolve_device('auto'); "
+    code += "print(device.type, peaks.fastest_matmul(device))"
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return []  # train.py will say what is wrong

@@ -35,7 +35,7 @@ from deskgpt.kernels import replacements
 from deskgpt.kernels.kv_cache import Decoder
 from deskgpt.kernels.overridable import replacing
 from deskgpt.run.saver import Saver
-from deskgpt.system import hardware, peak_flops
+from deskgpt.system import hardware, peaks
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -370,13 +370,13 @@ def test_card_that_computes_is_one_that_torch_has_kernels_for():
 @cuda_only
 def test_sweep_of_matmuls_leaves_no_trace_and_is_near_the_published_peak(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    peak_flops.measured_matmul_flops.cache_clear()
+    peaks.measured_matmul_flops.cache_clear()
     device = torch.device("cuda", 0)
     held, peak = torch.cuda.memory_allocated(device), hardware.peak_memory_bytes(device) or 0
     for dtype in ("float32", "bfloat16", "float16"):
-        flops, _ = peak_flops.peak_flops(device, dtype)
+        flops, _ = peaks.peak_flops(device, dtype)
         assert flops > 1e11
-        measured = peak_flops.measured_matmul_flops(device, dtype)
+        measured = peaks.measured_matmul_flops(device, dtype)
         assert 0.3 * flops < measured < 1.5 * flops  # many cards run above the clock that is published
     workspace = 64 * 2**20  # cuBLAS', more than it takes
     assert torch.cuda.memory_allocated(device) <= held + workspace

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, flags
 
-from deskgpt.system import hardware, peak_flops
+from deskgpt.system import hardware, peaks
 from deskgpt.system.hardware import resolve_device
 
 CPU = torch.device("cpu")
@@ -264,9 +264,9 @@ def test_processor_is_known_by_its_instruction_sets(capabilities, sets, monkeypa
 
 def test_limited_machine_has_another_name_and_another_peak(monkeypatch):
     """Set in the environment, oneDNN and torch use less than the processor has."""
-    key = peak_flops.peak_key(CPU, "float32")
+    key = peaks.peak_key(CPU, "float32")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     name = hardware.device_name(CPU)
     assert "ONEDNN_MAX_CPU_ISA=AVX2" in name
     assert re.search(r"\), \d+ cores?, \d+ threads?$", name)
-    assert peak_flops.peak_key(CPU, "float32") != key
+    assert peaks.peak_key(CPU, "float32") != key

@@ -16,7 +16,7 @@ from conftest import ROOT, assert_one_line
 from logs import log, rewrite
 from torch.torch_version import TorchVersion
 
-from deskgpt.system import peak_flops
+from deskgpt.system import peaks
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = ROOT / "notebook.ipynb"
@@ -84,7 +84,7 @@ def test_torch_is_never_installed():
 def test_hint_for_an_old_torch_loses_no_gpu_to_a_build_that_its_driver_is_too_old_for(cuda, monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(peak_flops, "fastest_matmul", lambda device: 1e12)
+    monkeypatch.setattr(peaks, "fastest_matmul", lambda device: 1e12)
     exec(code_cells(notebook())["torch"].source, {})
     said = capsys.readouterr().out
     assert ("CUDA 12.6" in said) == (cuda == "12.8")

@@ -107,7 +107,7 @@ def test_card_without_a_peak_in_the_dtype_has_no_time(capsys):
         ("RTX 4700", ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
         ("RTX 4070 24GB", ["GeForce RTX 4070", "12 GB"]),
         ("A100 60GB", ["40 or 80 GB"]),
-        ("???", ["plan_for='???'", "deskgpt/system/gpu_peaks.py"]),
+        ("???", ["plan_for='???'", "deskgpt/system/peaks.py"]),
     ],
 )
 def test_unknown_card_is_an_error_of_one_line(name, named, script):

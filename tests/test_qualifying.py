@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from bench.qualifying import batches, breakdown, facts, parity, peer, roofs, sampling, steps, suite, variants, work
 from bench.qualifying.session import Session, Sizes
 from deskgpt.compute.runner import Runner, Variant
-from deskgpt.system import peak_flops
+from deskgpt.system import peaks
 from model import GPT, GPTConfig
 
 SMALL = Sizes(
@@ -37,7 +37,7 @@ def s(tmp_path, monkeypatch) -> Session:
     """A session on the CPU with time enough, after stage 4, which need not measure peaks first."""
     monkeypatch.setattr(work, "SAMPLES", 1)
     monkeypatch.setattr(work, "SAMPLE_S", 1e-4)
-    monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda device, dtype: 1e11)
+    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda device, dtype: 1e11)
     results = {4: {"best": 4, "form": Variant().facts()}}
     return Session(CPU, SMALL, tmp_path, results=results, deadline=time.perf_counter() + 600)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from configurator import read_settings
 from deskgpt.system.errors import ConfigError
-from deskgpt.system.gpu_peaks import card_named
+from deskgpt.system.peaks import card_named
 from deskgpt.system.settings import check, settings_of
 from train import TrainConfig
 
@@ -205,7 +205,7 @@ def refer_to_published_peak(run: Run) -> None:
     card = card_named(name)
     found = None
     if card is not None:
-        found = card.peak_in_training(dtype if dtype in ("float32", "float16") else card.fast_dtype())
+        found = card.peak(dtype if dtype in ("float32", "float16") else card.fast_dtype())
     if found is None:
         raise ValueError(f"--device {name}: no published peak is known of it; leave it out")
     flops_per_s, source = found

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from bench.output import markdown_table
 from bench.qualifying.session import Session
 from deskgpt.compute import compiling
-from deskgpt.system import hardware, peak_flops, provenance
+from deskgpt.system import hardware, peaks, provenance
 
 # What nvidia-smi is asked, and the name on the page.
 QUERIED = {
@@ -30,10 +30,10 @@ def measure(s: Session) -> dict[str, Any]:
     facts |= {"Triton": compiling.triton_name(), "C++ compiler": compiling.cpp_compiler_name()}
     facts |= provenance.versions() | {"commit": provenance.git_commit()}
     for dtype in hardware.DTYPES:
-        peak = peak_flops.published_flops(device, dtype)
+        peak = peaks.published_flops(device, dtype)
         facts[f"published peak, {dtype}"] = f"{peak[0] / 1e12:.4g} TFLOP/s ({peak[1]})" if peak else None
         facts[f"attention in {dtype}"] = attention_backend(s, dtype)
-    facts["dtype that --dtype=auto takes"] = peak_flops.fast_dtype(device)
+    facts["dtype that --dtype=auto takes"] = peaks.fast_dtype(device)
     return {"facts": facts}
 
 

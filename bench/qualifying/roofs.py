@@ -21,7 +21,7 @@ from bench.output import markdown_table
 from bench.qualifying import work
 from bench.qualifying.session import Session
 from deskgpt.kernels.verify import full_float32
-from deskgpt.system import hardware, peak_flops
+from deskgpt.system import hardware, peaks
 from deskgpt.system.formatting import in_tera
 from model import GPT, GPTConfig
 
@@ -56,7 +56,7 @@ def measure(s: Session) -> dict[str, Any]:
         with nullcontext() if way == "tf32" else full_float32():
             rates[way] = [flops_per_s(part, c, sequences, way, s.device, why_not) for part in parts]
         hardware.release_memory(s.device)
-    fast = peak_flops.fast_dtype(s.device)
+    fast = peaks.fast_dtype(s.device)
     return {
         "tokens": sequences * c.block_size,
         "parts": [vars(part) for part in parts],
@@ -64,7 +64,7 @@ def measure(s: Session) -> dict[str, Any]:
         "roofs": {way: together(parts, rates[way]) for way in ways},
         "why_not": why_not,
         "fast_dtype": fast,
-        "published": peak_flops.published_flops(s.device, fast),
+        "published": peaks.published_flops(s.device, fast),
         "copy_bytes_per_s": copy_speed(s),
     }
 

@@ -10,7 +10,7 @@ from bench import speed, timing
 from bench.qualifying import work
 from bench.qualifying.session import Session
 from bench.timing import Contestant, Failed
-from deskgpt.system import hardware, peak_flops
+from deskgpt.system import hardware, peaks
 
 STEPS = 2  # after the one that warms up
 
@@ -37,7 +37,7 @@ def measure(s: Session) -> dict[str, Any]:
         "tokens_per_step": start["tokens_per_step"],
         "dtype": start["dtype"],
         "rows": speed.table(runs, start["tokens_per_step"]),
-        "is_published": peak_flops.published_flops(s.device, start["dtype"]) is not None,
+        "is_published": peaks.published_flops(s.device, start["dtype"]) is not None,
         "failed": failed,
         "unfinished": [x.name for x in both[ended:]],
     }

@@ -17,7 +17,7 @@ from bench.timing import write_data
 from deskgpt.compute import implementation
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.runner import Runner, Variant
-from deskgpt.system import hardware, peak_flops
+from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import is_out_of_memory
 from model import GPT, GPTConfig, ModelSettings
 
@@ -32,7 +32,7 @@ OUT_OF_MEMORY = "out of memory"  # as problem_of says it
 
 def usual_form(device: torch.device) -> Variant:
     """The form that train.py tries first here: compiled on CUDA; on a CPU only long runs win back compiling."""
-    return Variant(peak_flops.fast_dtype(device), compiled=bool(implementation.Options().compiled(device)))
+    return Variant(peaks.fast_dtype(device), compiled=bool(implementation.Options().compiled(device)))
 
 
 def found_form(s: Session) -> Variant:

@@ -37,7 +37,7 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.verify import Mismatch, Problems, machine
-from deskgpt.system import cache, hardware, peak_flops
+from deskgpt.system import cache, hardware, peaks
 from deskgpt.system.errors import is_out_of_memory
 from deskgpt.system.formatting import clock
 from deskgpt.system.terminal import not_silent
@@ -388,7 +388,7 @@ def fastest_plain(s: Tuner, measured: bool) -> Variant:
     if s.sharded:
         dtype = dtype_of_shards(s.wanted.dtype, earlier, s.ranks)
     elif dtype is None and not measured:
-        dtype = peak_flops.fast_dtype(s.device)
+        dtype = peaks.fast_dtype(s.device)
     dtypes = [dtype] if dtype else ["float32", "bfloat16"]
     kinds = {kind: with_attention(s, kind) for kind in kinds_of_attention(s, measured)}
     forms = {
@@ -411,7 +411,7 @@ def dtype_of_shards(wanted: str, earlier: EarlierVariant, ranks: DistContext) ->
 
     It is not float16, since no loss scale follows their gradients.
     """
-    dtype = wanted if wanted != "auto" else earlier.dtype or peak_flops.fast_dtype(ranks.device)
+    dtype = wanted if wanted != "auto" else earlier.dtype or peaks.fast_dtype(ranks.device)
     return "bfloat16" if ranks.all(dtype == "bfloat16") else "float32"
 
 

@@ -4,7 +4,7 @@
     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070"
     python train.py config/train_fineweb_125m.py --plan_for=H100 --world=1024 --dp_shard=64
 
-Memory is rehearsed (memory.py), peaks and sizes of cards are published ones (gpu_peaks.py), and the share of the peak
+Memory is rehearsed (memory.py), peaks and sizes of cards are published ones (peaks.py), and the share of the peak
 that a run reaches is assumed. So a plan for a card needs no GPU, and measures nothing here; one for many ranks does not
 need them either: what they send each other follows from the sizes (traffic.py).
 """
@@ -26,9 +26,9 @@ from deskgpt.estimate import traffic
 from deskgpt.estimate.fit import USABLE, largest_batch
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.kernels import cpu_kernels, replacements, verify
-from deskgpt.system import gpu_peaks, hardware, peak_flops
+from deskgpt.system import hardware, peaks
 from deskgpt.system.formatting import BYTES, clock, millions, with_unit
-from deskgpt.system.gpu_peaks import Card
+from deskgpt.system.peaks import Card
 from model import GPT, GPTConfig
 
 ASSUMED_MFU = 0.4  # share of a device's peak that a run reaches
@@ -53,8 +53,8 @@ class Machine:
     def at_hand(cls, device: torch.device, dtype: str) -> Machine:
         """dtype: of the matmuls, or auto. Measures the device's peak."""
         if dtype == "auto":
-            dtype = peak_flops.fast_dtype(device)
-        flops, source = peak_flops.peak_flops(device, dtype)
+            dtype = peaks.fast_dtype(device)
+        flops, source = peaks.peak_flops(device, dtype)
         peak = None if math.isnan(flops) else (flops, source)
         memory_bytes = hardware.memory_bytes(device)
         free_bytes = hardware.usable_memory_bytes(device)
@@ -66,7 +66,7 @@ class Machine:
         if dtype == "auto":
             dtype = card.fast_dtype()
         memory_bytes = card.memory_gb[0] * 2**30  # a maker's GB of memory is a GiB
-        return cls(card.name, "cuda", dtype, memory_bytes, memory_bytes, card.peak_in_training(dtype))
+        return cls(card.name, "cuda", dtype, memory_bytes, memory_bytes, card.peak(dtype))
 
     def usable_bytes(self) -> float | None:
         """How much of a GPU's memory a run may take; None if that is not known, and for CPUs and Apple chips."""
@@ -155,7 +155,7 @@ def dry_run(run: Planned, plan_for: str, ranks: DistContext) -> None:
             f"block_size={run.config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
         )
     if plan_for:
-        machine = Machine.of_card(gpu_peaks.find_card(plan_for), run.dtype)
+        machine = Machine.of_card(peaks.find_card(plan_for), run.dtype)
     else:
         machine = Machine.at_hand(ranks.device, run.dtype)
     say_size(run, machine, ranks)

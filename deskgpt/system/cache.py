@@ -1,53 +1,90 @@
-"""What was measured or checked on this machine, for later runs: JSON files in ~/.cache/deskgpt or XDG_CACHE_HOME.
+"""What was measured or checked on this machine, for later runs: files in ~/.cache/deskgpt or XDG_CACHE_HOME/deskgpt.
 
-Nothing depends on them: if a file is missing, damaged or cannot be written, the next run measures again.
+Nothing depends on them: if a file is missing, damaged, somebody else's, or cannot be written, the next run measures
+again. The JSON files hold a checksum of their entries.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deskgpt.system.files import read_small, replacing
+from filelock import FileLock
+
+from deskgpt.system.files import read_small, replacing, sha256
 
 LARGEST = 64 << 20  # bytes of such a file
 
 
+def folder() -> Path:
+    """The folder of all these files, made if need be.
+
+    Where the home cannot be used (none, another user's, read-only): a folder of this user in the system's temporary one.
+    """
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt"
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            return path
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    path = Path(tempfile.gettempdir()) / f"deskgpt-{user}"
+    with suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether a file, and the folder it is in, belong to this user and nobody else may write there; no link."""
+    try:
+        found = [path.lstat(), path.parent.stat()]
+    except OSError:
+        return False
+    if not stat.S_ISREG(found[0].st_mode):
+        return False
+    if not hasattr(os, "getuid"):  # Windows: the home is the user's
+        return True
+    return all(s.st_uid == os.getuid() and not s.st_mode & stat.S_IWOTH for s in found)
+
+
 def path_of(name: str) -> Path:
-    """The file that holds the entries called `name`. Raises RuntimeError where the user has no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt" / f"{name}.json"
+    """The file that holds the entries called `name`."""
+    return folder() / f"{name}.json"
 
 
 def read(name: str) -> dict[str, Any]:
-    """The entries called `name`, by key; empty if there is no such file or it is damaged."""
-    try:
-        return read_file(path_of(name))
-    except RuntimeError:
-        return {}
+    """The entries called `name`, by key; empty if there is no such file, or it is damaged or somebody else's."""
+    return read_file(path_of(name))
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """The entries in a file, as read."""
-    try:
-        entries = json.loads(read_small(path, LARGEST))
-    except (OSError, RecursionError, ValueError):
+    if not is_trusted(path):
         return {}
-    return entries if isinstance(entries, dict) else {}
+    try:
+        content = json.loads(read_small(path, LARGEST))
+        entries, checksum = content["entries"], content["sha256"]
+        is_whole = checksum == sha256(json.dumps(entries).encode())
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
+        return {}
+    return entries if is_whole and isinstance(entries, dict) else {}
 
 
 def keep(name: str, key: str, value: Any) -> None:
     """Sets one entry, replacing the file in one step."""
-    with suppress(RuntimeError):  # then the next run measures again
-        keep_in_file(path_of(name), {key: value})
+    keep_in_file(path_of(name), {key: value})
 
 
 def keep_in_file(path: Path, new: dict[str, Any]) -> None:
     """Sets entries of a file, as keep."""
-    entries = read_file(path) | new
     with suppress(OSError):  # then the next run measures again
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps(entries, indent=1).encode())
+        with FileLock(f"{path}.lock", timeout=5):
+            entries = read_file(path) | new
+            content = {"sha256": sha256(json.dumps(entries).encode()), "entries": entries}
+            with replacing(path) as file:
+                file.write(json.dumps(content, indent=1).encode())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import platform
 import re
@@ -17,9 +16,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from deskgpt.system.terminal import flushed_output, harmless_output
+from deskgpt.system.terminal import safe_output
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
@@ -35,14 +34,13 @@ OUT_OF_MEMORY = (
     "Failed to CUDA calloc",  # NCCL's own buffers
 )
 
-
-# How torch says that ranks lost each other: gloo's RuntimeErrors by the file that they begin with, others by a class.
+# Recognise gloo's errors by the source file in their text, others by class.
 LOST_RANK = "gloo/transport"
 TIMED_OUT = "Timed out"
 LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
-# An error that all ranks have is printed by the first one of each host. The others wait for torchrun to end them, which
-# it does when that one has ended; on a busy machine that takes seconds. After this time an error is a rank's own.
+# If all ranks have the same error, the first rank of each host prints it. The others wait for torchrun to end them, which
+# takes seconds on a busy machine. After this time the error is this rank's own.
 FIRST_SPEAKS_S = 10.0
 
 
@@ -62,22 +60,34 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; for example: {self.example}")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, with the home folder in place of "~", which a shell leaves alone after "--to="."""
+        words = sys.argv[1:] if args is None else args
+        found = [re.fullmatch(r"(--[\w-]+=|)(~(?:/.*)?)", str(word), re.S) for word in words]
+        words = [f[1] + os.path.expanduser(f[2]) if f else word for f, word in zip(found, words, strict=True)]
+        return super().parse_args(words, namespace)
+
 
 @contextmanager
 def one_line_errors(
-    if_out_of_memory: str = "take a smaller input", is_stopped: Callable[[], bool] = lambda: False
+    if_out_of_memory: str = "take a smaller input",
+    is_stopped: Callable[[], bool] = lambda: False,
+    output_lasts: bool = False,
 ) -> Iterator[None]:
     """Ends the script with one line on stderr and an exit status for an error that a user can cause.
 
     The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. `if_out_of_memory` is the remedy to print
-    when memory runs out; `is_stopped` says whether torchrun has told this process to end. Where there are several
-    ranks, the line names this one and its host. Characters that the terminal's encoding lacks are printed as "?", and
-    what would be a command to the terminal as its number.
+    when memory runs out; `is_stopped` says whether torchrun has told this process to end; `output_lasts` whether to go
+    on where nothing can be printed. Where there are several ranks, the line names this one and its host.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks become "?"
+    if sys.stdin is None:  # closed at the start: as at the end of a file
+        sys.stdin = open(os.devnull)
     try:
-        with harmless_output(), flushed_output():
+        if sys.stdout is None and not output_lasts:
+            raise OSError("standard output is closed: print to a file, or to /dev/null")
+        with safe_output(output_lasts):
             yield
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -86,35 +96,28 @@ def one_line_errors(
         raise SystemExit(1) from None
     except Exception as e:
         message = message_for_user(e, if_out_of_memory)
-        is_defect = message is None or bool(os.environ.get("DESKGPT_TRACEBACK"))
-        line = " ".join((message or "").split())  # a path or a value in it may hold line ends, or escape sequences
-        line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
-        if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
-            line = f"rank {os.environ['RANK']} on {platform.node()}: {line}"
-        tell_torchrun(traceback.format_exc() if is_defect else line)
-        if is_to_be_said(e, is_stopped):
-            if is_defect:
+        if is_to_be_printed(e, is_stopped):
+            if message is None or os.environ.get("DESKGPT_TRACEBACK"):
                 raise
-            print(f"error: {line}", file=sys.stderr)
+            with suppress(OSError):  # the terminal may be gone
+                print(f"error: {of_this_rank(message)}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 
 
-def tell_torchrun(message: str) -> None:
-    """For the summary that torchrun prints of its ranks.
-
-    PyTorch's decorator `record` writes this file too, but tracebacks only, also of an error of one line.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+def of_this_rank(message: str) -> str:
+    """The message in one line without control characters; of several ranks it names this one and its host."""
+    line = " ".join(message.split())  # a path or a value in it may hold line ends, or escape sequences
+    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+        return line
+    return f"rank {os.environ['RANK']} on {platform.node()}: {line}"
 
 
-def is_to_be_said(e: Exception, is_stopped: Callable[[], bool]) -> bool:
-    """Whether this rank prints its error; not if torchrun ends it, because the first one of the host has ended."""
+def is_to_be_printed(e: Exception, is_stopped: Callable[[], bool]) -> bool:
+    """Whether this rank prints its error; not if torchrun ends it, because the first rank of the host has ended."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return True
-    if TIMED_OUT in str(e):  # of many that wait for one which hangs, that one is found by its silence
+    if TIMED_OUT in str(e):  # many ranks wait for one that hangs: it is the one that prints nothing
         return True
     latest = time.monotonic() + FIRST_SPEAKS_S
     while time.monotonic() < latest and not is_stopped():
@@ -132,7 +135,7 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     if isinstance(e, RuntimeError) and (LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS):
         sentence = str(e).splitlines()[0].partition(". ")[0]
         reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
-        found = "the one that says nothing hangs" if TIMED_OUT in reason else "the one that ended first says why"
+        found = "the one that prints nothing hangs" if TIMED_OUT in reason else "the one that ended first says why"
         return f"lost the other ranks ({reason}); {found}; start the same command again, with --init_from=auto"
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)

@@ -8,8 +8,6 @@ import os
 import platform
 import random
 import re
-import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,12 +15,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-# ---- choosing a device ---------------------------------------------------------------------------------------
+from deskgpt.system import wheels
 
-NVIDIA_SMI_TIMEOUT_S = 5.0  # it takes seconds if no process keeps the driver loaded
-DRIVER_NOT_LOADED = 9  # nvidia-smi's exit status, by its manual
+# ---- choosing a device ---------------------------------------------------------------------------------------
 
 
 def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
@@ -32,7 +30,7 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     ValueError if there is no such device, or if several ranks would share one GPU.
     """
     if name == "auto":
-        name = fastest_device_type()
+        name = fastest_device_type(local_rank)
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -46,13 +44,12 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     return device
 
 
-def fastest_device_type() -> str:
+def fastest_device_type(local_rank: int = 0) -> str:
     """cuda, mps or cpu: the first that torch can use here."""
-    if torch.cuda.is_available() and unserved_gpu(torch.device("cuda", 0)) is None:
-        return "cuda"
-    if torch.backends.mps.is_available():
-        return "mps"
-    return "cpu"
+    if torch.cuda.is_available():
+        own = torch.device("cuda", local_rank % torch.cuda.device_count())
+        return "cpu" if unserved_gpu(own) else "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int) -> torch.device:
@@ -78,44 +75,18 @@ def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int)
     return device
 
 
-# Below this compute capability only torch's builds for CUDA 12.6 have kernels, for 5.0 and more; the newest cards need
-# a build for CUDA 13 (torch's RELEASE.md for 2.11 to 2.13; pytorch's issues 172352 and 178665).
-LOWEST_OF_CUDA_13 = (7, 5)
-
-
 def unserved_gpu(device: torch.device) -> str | None:
-    """Why torch has no kernels for a GPU that it sees, and the remedy; None if it has. torch itself only warns."""
-    architectures = torch.cuda.get_arch_list()
-    if torch.version.cuda is None or not architectures:
+    """Why torch has no kernels for a GPU that it sees, and the remedy; None if one runs. torch itself only warns."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of many lines
+            torch.ones(1, device=device).add_(1)
+    except torch.OutOfMemoryError:  # the run itself will say so
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of many lines
-        card = torch.cuda.get_device_capability(device)
-    if any(serves(architecture, card) for architecture in architectures):
-        return None
-    build = "CUDA 12.6" if card < LOWEST_OF_CUDA_13 else "CUDA 13"
-    return (
-        f"{torch.cuda.get_device_name(device)} has compute capability {card[0]}.{card[1]}, for which torch "
-        f"{torch.__version__} has no kernels (only {' '.join(architectures)}): pip uninstall torch, then install the "
-        f'same version for {build} as pytorch.org says under "Get Started"'
-    )
-
-
-def serves(architecture: str, card: tuple[int, int]) -> bool:
-    """Whether what torch was compiled for, such as sm_86, sm_90a or compute_120, runs on a card of this capability.
-
-    Kernels run on cards of the same major version from their minor one on, and PTX (compute_) on all later cards; with
-    an "a", both on this capability alone, with an "f" within the major version (CUDA's feature set compiler targets).
-    """
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-    if found is None:
-        return False
-    kind, major, minor, suffix = found.groups()
-    lowest = (int(major), int(minor))
-    if suffix == "a":
-        return card == lowest
-    is_for_later = kind == "compute" and not suffix
-    return card >= lowest and (card[0] == lowest[0] or is_for_later)
+    except RuntimeError as e:
+        name = torch.cuda.get_device_name(device)
+        return f"torch {torch.__version__} cannot compute on {name} ({first_line(e)}): {wheels.remedy()}"
+    return None
 
 
 def unused_gpu() -> str | None:
@@ -125,36 +96,26 @@ def unused_gpu() -> str | None:
     """
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    gpu = wheels.nvidia_gpu()
+    if gpu is None:
         return None
-    try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if listed.returncode == DRIVER_NOT_LOADED:
-        return "nvidia-smi finds no loaded NVIDIA driver: reboot if it was just updated, or install it again"
-    found = re.search(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", listed.stdout, re.M)
-    if found is None:
-        return None
-    gpu = found[1]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu} from torch; unset it to use the GPU"
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu.name} from torch; unset it to use the GPU"
     if torch.version.cuda is None:
-        return (
-            f"nvidia-smi lists {gpu}, but torch {torch.__version__} is a build without CUDA: "
-            'pip uninstall torch, then install a build for CUDA as pytorch.org says under "Get Started"'
-        )
+        return f"torch {torch.__version__} is a build without CUDA and cannot use {gpu.name}: {wheels.remedy()}"
     try:
         torch.cuda.init()
         reason = "no reason given"
     except RuntimeError as e:  # such as a driver that is too old for this build
-        reason = " ".join(str(e).split())[:300]
+        reason = first_line(e)
     return (
-        f"nvidia-smi lists {gpu}, but torch {torch.__version__} for CUDA {torch.version.cuda} does not see it "
-        f"({reason}): update the driver, install torch's build for CUDA 12.6 (pytorch.org), or reboot"
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} does not see {gpu.name} ({reason}): {wheels.remedy()}"
     )
+
+
+def first_line(e: Exception) -> str:
+    return " ".join(str(e).split())[:200]
 
 
 # ---- computing on it -----------------------------------------------------------------------------------------
@@ -194,14 +155,11 @@ def synchronize(device: torch.device) -> None:
 # ---- memory --------------------------------------------------------------------------------------------------
 
 
-def memory_bytes(device: torch.device) -> int | None:
-    """Memory of the GPU, or of the machine for a CPU or an Apple GPU; None if the system does not say."""
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the GPU, or of the machine for a CPU or an Apple GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf; other systems may lack these names
-        return None
+    return psutil.virtual_memory().total
 
 
 def reachable_memory_bytes(device: torch.device) -> int:
@@ -210,63 +168,50 @@ def reachable_memory_bytes(device: torch.device) -> int:
     return free_bytes + torch.cuda.memory_reserved(device)
 
 
-def usable_memory_bytes(device: torch.device) -> int | None:
-    """The memory that this process can get; None if the system does not say.
+def usable_memory_bytes(device: torch.device) -> int:
+    """The memory that this process can get.
 
     On a GPU a desktop and other processes have their part, and torch.cuda.set_per_process_memory_fraction may allow
     less still. For a CPU and an Apple GPU it is all of the machine's memory, or what a control group allows of it.
     """
     if device.type != "cuda":
-        return min(filter(None, (memory_bytes(device), group_limit_bytes())), default=None)
+        return min([memory_bytes(device), *(limit for limit, _ in memory_groups())])
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
     return min(reachable_memory_bytes(device), int(cap_bytes))
 
 
+def free_memory_bytes() -> int:
+    """What this process can still take of the machine's memory, or of its control group's (a container's, a job's)."""
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in memory_groups())])
+
+
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+# Files of the second version of control groups, and of the first, which has a folder for memory: limit, use.
+GROUP_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
 
 
-def group_limit_bytes() -> int | None:
-    """The memory that this process's control groups allow (a container's, a batch job's); None without a limit.
-
-    Of the second version of these groups, and of the first, which has a folder for memory.
-    """
-    limits = []
+def memory_groups() -> list[tuple[int, int]]:
+    """(limit, use without cached files) in bytes of each control group of this process that limits memory. Linux only."""
+    found = []
     with suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
+            if controllers not in GROUP_FILES:
                 continue
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
             own = Path(path.lstrip("/"))
             for group in (own, *own.parents):  # in a container, a path of the host may stand here
+                folder = CONTROL_GROUPS / controllers / group
                 with suppress(OSError, ValueError):  # no such group, or its limit is "max"
-                    limits.append(int((CONTROL_GROUPS / controllers / group / name).read_text()))
-    return min(limits, default=None)
+                    limit, used = (int((folder / name).read_text()) for name in GROUP_FILES[controllers])
+                    cached = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.M)
+                    found.append((limit, used - int(cached[1] if cached else 0)))
+    return found
 
 
-def free_memory_bytes() -> int | None:
-    """What this process can still take of the machine's memory, or of its control group's (a container's, a batch
-    job's); None if the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    (available,) = re.findall(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
-    free_bytes = int(available) * 1024
-    with suppress(OSError, ValueError, IndexError):  # no such group, or its limit is "max"
-        path = re.findall(r"^0::/(.*)", Path("/proc/self/cgroup").read_text(), re.M)[0]
-        group = Path("/sys/fs/cgroup") / path
-        used = int((group / "memory.current").read_text())
-        cached = re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)
-        free_bytes = min(free_bytes, int((group / "memory.max").read_text()) - used + int(cached[0]))
-    return free_bytes
-
-
-def memory_in_words(usable_bytes: float | None, total_bytes: float | None) -> str:
-    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"; "n/a" if it is not known."""
-    if usable_bytes is None or total_bytes is None:
-        return "n/a"
+def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
+    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"."""
     total = f"{total_bytes / 2**30:.1f}"
     usable = f"{usable_bytes / 2**30:.1f}"
     return f"{total} GiB" if usable == total else f"{usable} GiB free ({total} in all)"
@@ -300,14 +245,13 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():  # Linux, whose getrusage would count the process that started this one
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        kilobytes = lines["VmHWM"].split()[0]
-        return int(kilobytes) * 1024
-    if sys.platform != "darwin":
-        return None
-    import resource
+        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.M)
+        return int(found[1]) * 1024 if found else None
+    if sys.platform == "darwin":
+        import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
+    return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
 
 
 def release_memory(device: torch.device) -> None:
@@ -407,18 +351,13 @@ def processor() -> tuple[str, list[str]]:
     """(name, instruction sets) of the CPU, by the system and by torch."""
     # A torch without this function leaves the instruction sets out of the name.
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    name = processor_name() or capabilities.get("cpu_name") or platform.processor() or platform.machine() or "CPU"
+    name = ""
+    with suppress(OSError):  # Linux; on Arm the file names no processor
+        start = Path("/proc/cpuinfo").read_bytes()[: 1 << 14].decode(errors="replace")
+        found = re.search(r"^model name\s*: (.+)$", start, re.M)
+        name = found[1].strip() if found else ""
+    name = name or capabilities.get("cpu_name") or platform.processor() or platform.machine() or "CPU"
     return name, instruction_sets(capabilities)
-
-
-def processor_name() -> str:
-    """The name of the processor that Linux reports; empty if it has none, as on Arm, and on other systems."""
-    cpuinfo = Path("/proc/cpuinfo")
-    with suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as f:
-        first = f.read(1 << 14)  # the other processors are the same, and reading about many takes a while
-        found = re.search(r"^model name\s*: (.+)$", first, re.M)
-        return found[1].strip() if found else ""
-    return ""
 
 
 def instruction_sets(capabilities: Mapping[str, Any]) -> list[str]:

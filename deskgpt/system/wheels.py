@@ -1,0 +1,103 @@
+"""Which of torch's builds (wheels) serves this machine's GPU. Needs the standard library only: tasks.py asks before torch is there.
+
+python -m deskgpt.system.wheels      # what this machine needs, in one line
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+INDEX = "https://download.pytorch.org/whl"
+NVIDIA_SMI_TIMEOUT_S = 10.0  # it takes seconds if no process keeps the driver loaded
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA card by nvidia-smi."""
+
+    name: str
+    cuda: tuple[int, int]  # the newest CUDA that its driver offers
+    capability: tuple[int, int] | None  # compute capability; None if nvidia-smi is too old to print it
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One kind of torch's builds for Linux and Windows (torch 2.13: RELEASE.md)."""
+
+    name: str  # of its folder below INDEX
+    cuda: tuple[int, int]  # that the driver must offer
+    lowest: tuple[int, int]  # compute capability of the cards that it has kernels for
+    highest: tuple[int, int]
+    last_torch: str = ""  # the last version that has it
+    gb: float = 0.0  # to download, with CUDA's libraries
+
+
+# The first that serves a card is taken. CUDA 12.6 runs on every driver for CUDA 12.
+WHEELS = (
+    Wheel("cu130", (13, 0), (7, 5), (12, 1), gb=2.3),  # GTX 16, RTX 20 and newer; driver 580 or newer
+    Wheel("cu126", (12, 0), (5, 0), (9, 0), "2.14", gb=2.9),  # Maxwell, Pascal, Volta; newer ones with an older driver
+)
+CPU = Wheel("cpu", (0, 0), (0, 0), (0, 0), gb=0.2)
+ROCM = Wheel("rocm7.2", (0, 0), (0, 0), (0, 0), gb=4.5)
+
+
+def nvidia_gpu() -> Gpu | None:
+    """The first NVIDIA card that nvidia-smi lists; None if there is none, or no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    listed = answer(program, "--query-gpu=name,compute_cap", "--format=csv,noheader")
+    found = re.match(r"(.+?), (\d+)\.(\d+)\s*$", listed, re.M)
+    if found is None:
+        name = re.match(r"GPU 0: (.+?)(?: \(UUID.*)?$", answer(program, "-L"), re.M)  # drivers before 510
+        if name is None:
+            return None
+    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", answer(program))
+    return Gpu(
+        found[1] if found else name[1],
+        (int(cuda[1]), int(cuda[2])) if cuda else (0, 0),
+        (int(found[2]), int(found[3])) if found else None,
+    )
+
+
+def answer(*command: str) -> str:
+    """What a command prints; empty if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str]:
+    """(the build to install, why in one line) for a card, or for none."""
+    if platform == "darwin":
+        return CPU, "macOS: torch's only build, which computes on Apple's GPU too"
+    if gpu is None:
+        if platform == "linux" and shutil.which("rocminfo"):
+            return ROCM, "rocminfo is here, so there is an AMD card: torch's build for ROCm"
+        return CPU, "no NVIDIA card was found: torch's build for the CPU"
+    card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
+    for wheel in WHEELS:
+        serves = gpu.capability is None or wheel.lowest <= gpu.capability <= wheel.highest
+        if serves and gpu.cuda >= wheel.cuda:
+            until = f"; torch {wheel.last_torch} is the last with it" if wheel.last_torch else ""
+            return wheel, f"{card}: torch's build for CUDA {wheel.name[2:4]}.{wheel.name[4:]}{until}"
+    needed = "580" if gpu.capability is None or gpu.capability >= WHEELS[0].lowest else "525"
+    return CPU, f"{card}: no build of torch serves it; install driver {needed} or newer, then start again"
+
+
+def remedy() -> str:
+    """What to type, or to install first, so that torch uses this machine's card."""
+    wheel, why = wheel_for(nvidia_gpu())
+    if wheel is CPU:
+        return why
+    return f"{sys.executable} -m pip install --force-reinstall torch --index-url {INDEX}/{wheel.name}"
+
+
+if __name__ == "__main__":
+    print(wheel_for(nvidia_gpu())[1])

@@ -1,0 +1,178 @@
+"""Published peaks of cards, found by the names that people and torch use; and the measured ones."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.benchmark import Timer
+
+from deskgpt.system import cache, peaks
+
+CPU = torch.device("cpu")
+
+# ---- the table -----------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_card_agree_with_each_other():
+    """A digit that is wrong in one of its four totals shows in their ratios, which are about powers of two."""
+    for card in peaks.table():
+        totals = list(card.flops.values())
+        for total in totals:
+            factor = math.log2(total / totals[0])
+            assert abs(factor - round(factor)) < 0.21, card.name
+        assert card.flops.get("bfloat16", card.flops["float16"]) == card.flops["float16"], card.name
+        if "tf32" in card.flops:
+            assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), card.name
+        if card.sms:
+            assert 0.15e12 < card.flops["float32"] / card.sms < 0.7e12, card.name
+        assert list(card.memory_gb) == sorted(set(card.memory_gb))
+        assert all(4 <= gb <= 288 for gb in card.memory_gb)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "gb"),
+    [
+        ("RTX 4060 Ti", "GeForce RTX 4060 Ti", 8),
+        ("rtx 4060 ti 16gb", "GeForce RTX 4060 Ti", 16),
+        ("a100 80GB", "A100-SXM4", 80),
+        ("NVIDIA A100 80GB PCIe", "A100-SXM4", 80),
+        ("V100 32 GB", "Tesla V100-SXM2", 32),
+        ("NVIDIA GeForce RTX 4070", "GeForce RTX 4070", 12),
+        ("4070 ti super", "GeForce RTX 4070 Ti SUPER", 16),
+        ("geforce-rtx-3060-12gb", "GeForce RTX 3060", 12),
+        ("NVIDIA H100 80GB HBM3", "H100 HBM3", 80),
+        ("h100-pcie", "H100 PCIe", 80),
+        ("t4", "Tesla T4", 16),
+        ("rtx pro 6000", "RTX PRO 6000 Blackwell Workstation Edition", 96),
+        ("mi300x", "Instinct MI300X", 192),
+    ],
+)
+def test_names_as_people_and_torch_write_them_are_found_with_the_size_that_they_state_or_the_smallest(name, card, gb):
+    found = peaks.find_card(name)
+    assert (found.name, found.memory_gb) == (card, (gb,))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 4070 Laptop GPU",
+        "NVIDIA GeForce RTX 2080 with Max-Q Design",
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA H20",
+        "AMD Radeon Graphics",
+        "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads",
+        "RTX 6000",  # Quadro, Ada or PRO
+        "",
+    ],
+)
+def test_name_that_only_looks_like_a_card_is_none(name):
+    assert peaks.card_named(name) is None
+
+
+def test_card_with_another_count_of_sms_is_another_card():
+    assert peaks.card_named("NVIDIA GeForce RTX 3080", 68) is not None
+    assert peaks.card_named("NVIDIA GeForce RTX 3080", 70) is None  # that of 12 GB
+    assert peaks.card_named("NVIDIA A10G", 72) is not None  # whose SMs the table does not know
+
+
+# ---- a device's peak -----------------------------------------------------------------------------------------
+
+
+def test_measured_peak_is_one_that_a_matmul_reaches():
+    peak, source = peaks.peak_flops(CPU, "float32")
+    assert source == "measured float32 matmul"
+    a = torch.randn(1024, 1024)
+    times = [Timer("a @ a", globals={"a": a}).timeit(1).median for _ in range(10)]
+    assert 0.5 < peak / (2 * 1024**3 / min(times)) < 50
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "dtype", "measured", "peak", "printed"),
+    [
+        ("NVIDIA H200", 132, "bfloat16", 745e12, 989e12, ["NVIDIA data sheet, bfloat16", "745 TFLOP/s (75%)"]),
+        ("NVIDIA H200", 132, "bfloat16", math.nan, 989e12, ["not measured"]),
+        # The published peak stays where a faster matmul was measured.
+        ("NVIDIA H200", 132, "bfloat16", 1100e12, 989e12, ["(111%", "peaks.py"]),
+        # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
+        ("NVIDIA H200", 132, "float32", 400e12, 494.5e12, ["TF32"]),
+        ("AMD Instinct MI300X", 304, "float32", 100e12, 163.4e12, ["float32"]),
+        # What the table does not have is measured.
+        ("NVIDIA H200", 16, "bfloat16", 1.5e12, 1.5e12, ["measured bfloat16 matmul"]),
+        ("Tesla T4", 40, "bfloat16", 1.5e12, 1.5e12, ["measured bfloat16 matmul"]),
+    ],
+)
+def test_gpu_has_its_published_peak_or_the_measured_one_and_says_which(
+    name, sms, dtype, measured, peak, printed, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    properties = SimpleNamespace(multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda device, dtype: measured)
+    flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
+    assert flops == peak
+    assert all(words in source for words in printed), source
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((6, 1), "float32"), ((7, 0), "float16"), ((7, 5), "float16"), ((8, 9), "bfloat16")]
+)
+def test_float16_is_for_cards_with_tensor_cores_that_lack_bfloat16(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert peaks.fast_dtype(torch.device("cuda")) == dtype
+    assert peaks.find_card("T4").fast_dtype() == "float16"
+    assert peaks.find_card("RTX 4070").fast_dtype() == "bfloat16"
+
+
+# ---- measuring and remembering -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The measured peak of a new process in which matmuls of size n reach the FLOP/s given by a function of n."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def measure(flops_of) -> tuple[float, list[int]]:
+        sizes: list[int] = []
+
+        def matmul_flops(device: torch.device, dtype: str, n: int) -> float:
+            sizes.append(n)
+            return flops_of(n)
+
+        monkeypatch.setattr(peaks, "matmul_flops", matmul_flops)
+        peaks.measured_matmul_flops.cache_clear()
+        return peaks.measured_matmul_flops(CPU, "float32"), sizes
+
+    yield measure
+    peaks.measured_matmul_flops.cache_clear()
+
+
+def test_best_measured_peak_is_kept_and_only_checked_again(measured, tmp_path):
+    assert measured(lambda n: 2e12) == (2e12, [512, 1024, 2048])
+    assert measured(lambda n: 1e12) == (2e12, [1024])
+    assert measured(lambda n: 3e12) == (3e12, [1024, 512, 1024, 2048])
+    (tmp_path / "cache" / "deskgpt" / "peaks.json").write_text("{")
+    assert measured(lambda n: 1e12) == (1e12, [512, 1024, 2048])
+    assert measured(lambda n: 5e11) == (1e12, [1024])  # the file is repaired
+
+
+def test_sizes_that_are_too_slow_or_too_large_are_left_out(measured):
+    def limited(n: int) -> float:
+        if n > 1024:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1e13
+
+    assert measured(lambda n: 1e10) == (1e10, [512, 1024])
+    cache.path_of("peaks").unlink()
+    assert measured(limited) == (1e13, [512, 1024, 2048])
+
+
+def test_measuring_takes_no_random_numbers():
+    before = torch.get_rng_state()
+    peaks.sweep_matmuls(CPU, "float32", (64,))
+    assert torch.equal(before, torch.get_rng_state())
