@@ -1,3 +1,5 @@
+"""Errors that a user can cause are one line and a status; defects keep their traceback. What is printed is harmless."""
+
 from __future__ import annotations
 
 import json
@@ -8,40 +10,30 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, shell
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from conftest import assert_one_line, files_of_at_most, shell
 
-from deskgpt.system import errors
-from deskgpt.system.errors import ConfigError, is_out_of_memory, one_line_errors
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("CUDA out of memory. Tried"),
-        RuntimeError("can't allocate memory: you"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-        RuntimeError("NCCL error in: NCCLUtils.hpp:275\nLast error:\nFailed to CUDA calloc 6291456"),
-    ],
-)
-def test_running_out_of_memory_is_one_line_with_the_remedy(error, capsys):
-    with pytest.raises(SystemExit) as exit, one_line_errors("take less"):
-        raise error
-    assert exit.value.code == 1
-    assert_one_line(capsys.readouterr().err, "out of memory", "take less")
+from deskgpt.system import cache, errors
+from deskgpt.system.errors import ConfigError, OneLineParser, is_out_of_memory, one_line_errors
+from deskgpt.system.files import replacing, write_atomically
 
 
 @pytest.mark.parametrize(
     ("error", "status", "named"),
     [
         (ConfigError("x=1 must be 2"), 2, "x=1 must be 2"),
-        (ConfigError("of a stranger: \x1b[31mred"), 2, r"\x1b[31mred"),
+        (ConfigError("untrusted: \x1b[31mred"), 2, r"\x1b[31mred"),
         (ValueError("no such model"), 1, "no such model"),
         (FileNotFoundError(2, "No such file or directory", "a.bin"), 1, "a.bin"),
-        (ModuleNotFoundError("no", name="wandb"), 1, "wandb"),
+        (ModuleNotFoundError("no", name="wandb"), 1, "pip install wandb"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 1, "take a smaller input"),
+        (RuntimeError("CUDA out of memory. Tried"), 1, "take a smaller input"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            1,
+            "out of memory",
+        ),
+        (RuntimeError("NCCL error in: NCCLUtils.hpp:275\nLast error:\nFailed to CUDA calloc 6"), 1, "out of memory"),
     ],
 )
 def test_error_of_a_user_is_one_line_and_an_exit_status(error, status, named, capsys):
@@ -52,62 +44,16 @@ def test_error_of_a_user_is_one_line_and_an_exit_status(error, status, named, ca
 
 
 @pytest.mark.parametrize(
-    ("command", "named"),
+    "error",
     [
-        ("data/chat/prepare.py", ["FILE", "python data/chat/prepare.py dialogues.jsonl"]),
-        ("data/text/prepare.py novel.txt", ["--name", "python data/text/prepare.py novel.txt"]),
-        ("bench/compare.py", ["RUN", "python bench/compare.py out-a out-b"]),
-        ("bench/report.py out --port=x", ["--port", "'x'", "python bench/report.py"]),
+        RuntimeError("a shape"),
+        ModuleNotFoundError(name="torch.nothing"),
+        KeyError(),
+        RuntimeError("OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376."),
     ],
 )
-def test_command_line_that_lacks_something_is_one_line_with_an_example(script, command, named):
-    done = script(*command.split())
-    assert done.code == 2
-    assert_one_line(done.err, *named)
-
-
-@pytest.fixture
-def error_file(monkeypatch, tmp_path) -> Path:
-    """The second of three ranks that torchrun started, and what it reads."""
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(errors, "FIRST_SPEAKS_S", 0.2)
-    return tmp_path / "error.json"
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_for_the_firsts_sake(
-    is_stopped, error_file, capsys
-):
-    with pytest.raises(SystemExit) as exit, one_line_errors(is_stopped=lambda: is_stopped):
-        raise ConfigError("x=1 must be 2")
-    assert exit.value.code == 2
-    line = f"rank 1 on {platform.node()}: x=1 must be 2"
-    assert capsys.readouterr().err == ("" if is_stopped else f"error: {line}\n")
-    assert ProcessFailure(1, 123, 2, str(error_file)).message == line
-
-
-def test_silence_of_the_rank_that_hangs_tells_which_it_is(error_file, monkeypatch, capsys):
-    monkeypatch.setattr(errors, "FIRST_SPEAKS_S", 1e9)
-    with pytest.raises(SystemExit), one_line_errors(is_stopped=lambda: True):
-        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation")
-    assert_one_line(capsys.readouterr().err, "rank 1 on", "lost the other ranks", "says nothing hangs")
-
-
-def test_torchrun_gets_the_traceback_of_a_defect(error_file):
-    with pytest.raises(KeyError), one_line_errors():
-        raise KeyError("name")
-    assert "KeyError: 'name'" in ProcessFailure(1, 123, 1, str(error_file)).message
-
-
-def test_shared_memory_too_small_for_a_kernel_is_not_out_of_memory():
-    words = "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes may help."
-    assert not is_out_of_memory(RuntimeError(f"OutOfResources: {words}"))
-
-
-@pytest.mark.parametrize("error", [RuntimeError("a shape"), ModuleNotFoundError(name="torch.nothing"), KeyError()])
 def test_defect_keeps_its_traceback(error):
+    assert not is_out_of_memory(error)
     with pytest.raises(type(error)), one_line_errors():
         raise error
 
@@ -123,6 +69,59 @@ def test_traceback_is_shown_on_request(monkeypatch):
         raise ConfigError("x=1 must be 2")
 
 
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("data/chat/prepare.py", ["FILE", "python data/chat/prepare.py dialogues.jsonl"]),
+        ("data/text/prepare.py novel.txt", ["--name", "python data/text/prepare.py novel.txt"]),
+    ],
+)
+def test_command_line_that_lacks_something_is_one_line_with_an_example(script, command, named):
+    done = script(*command.split())
+    assert done.code == 2
+    assert_one_line(done.err, *named)
+
+
+def test_tilde_in_an_option_means_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = OneLineParser("Example:\n\n    python x.py\n")
+    parser.add_argument("file")
+    parser.add_argument("--name")
+    found = parser.parse_args(["~/a", "--name=~/b"])
+    assert (found.file, found.name) == ("/home/me/a", "/home/me/b")
+
+
+# ---- several ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_of_three(monkeypatch) -> None:
+    """The second of three ranks that torchrun started."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(errors, "FIRST_SPEAKS_S", 0.2)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the_first(
+    is_stopped, second_of_three, capsys
+):
+    with pytest.raises(SystemExit) as exit, one_line_errors(is_stopped=lambda: is_stopped):
+        raise ConfigError("x=1 must be 2")
+    assert exit.value.code == 2
+    expected = "" if is_stopped else f"error: rank 1 on {platform.node()}: x=1 must be 2\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_rank_that_hangs_is_the_one_that_prints_nothing(second_of_three, capsys):
+    with pytest.raises(SystemExit), one_line_errors(is_stopped=lambda: True):
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation")
+    assert_one_line(capsys.readouterr().err, "rank 1 on", "lost the other ranks", "hangs", "--init_from=auto")
+
+
+# ---- output --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["sample.py", "--help"], ["data/shakespeare/prepare.py", "--help"]])
 def test_output_that_cannot_be_written_is_one_line(words):
@@ -133,10 +132,101 @@ def test_output_that_cannot_be_written_is_one_line(words):
     assert_one_line(done.stderr, "cannot print", "No space left on device")
 
 
-def test_names_of_a_stranger_give_the_terminal_no_commands(capfdbinary):
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+def test_output_that_is_closed_is_an_error_and_closed_input_is_the_end_of_a_file():
+    code = "from deskgpt.system.errors import *\nwith one_line_errors(): print(input())"
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" >&-'], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert_one_line(done.stderr, "standard output is closed")
+    code = "from deskgpt.system.errors import *; import sys\nwith one_line_errors(): print(len(sys.stdin.read()))"
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&-'], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):
     with one_line_errors():
         print("name\x1b]0;owned\x07\x9b31m\tand\n\x1b[Aa bar\r")
         print("\x1b[31mnote", file=sys.stderr, flush=True)
     captured = capfdbinary.readouterr()
     assert captured.out == rb"name\x1b]0;owned\x07\x9b31m" + b"\tand\n\x1b[Aa bar\r\n"
     assert captured.err == rb"\x1b[31mnote" + b"\n"
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+
+def test_of_two_writers_at_once_the_last_one_to_end_wins_with_its_whole_content(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with replacing(path) as last:
+        last.write(b"la")
+        with replacing(path) as first:
+            first.write(b"first")
+            assert path.read_bytes() == b"old"
+        assert path.read_bytes() == b"first"
+        last.write(b"st")
+    assert path.read_bytes() == b"last"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_block_or_disk_that_fails_leaves_the_old_content_and_nothing_else(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:  # noqa: PT012 (the block is what fails)
+        file.write(b"new")
+        raise KeyboardInterrupt
+    with files_of_at_most(kib=1), pytest.raises(OSError, match=r"a\.bin") as e:
+        write_atomically(path, bytes(2000))
+    assert_one_line(e.value, path, "free some disk space")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def entries(tmp_path, monkeypatch) -> Path:
+    """A file of the cache with one entry."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache.keep("x", "a", 1.5)
+    assert cache.read("x") == {"a": 1.5}
+    return cache.path_of("x")
+
+
+def test_damaged_cache_counts_as_none_and_is_repaired(entries):
+    whole = entries.read_bytes()
+    for content in (b"{", b"[1]", b"\xff", whole.replace(b"1.5", b"2.5"), whole[:-9], b'{"a": 1.5}', b""):
+        entries.write_bytes(content)
+        assert cache.read("x") == {}
+    cache.keep("x", "b", 2)
+    assert cache.read("x") == {"b": 2}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX's owners and modes")
+def test_cache_that_others_can_write_is_not_believed(entries, tmp_path):
+    entries.chmod(0o666)
+    assert cache.read("x") == {}
+    entries.chmod(0o600)
+    assert cache.read("x") == {"a": 1.5}
+    entries.rename(tmp_path / "elsewhere")
+    entries.symlink_to(tmp_path / "elsewhere")
+    assert cache.read("x") == {}
+    assert cache.read_file(tmp_path / "elsewhere") == {"a": 1.5}
+    entries.parent.chmod(0o777)
+    assert not cache.is_trusted(entries)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX's owners and modes")
+@pytest.mark.parametrize("home", ["file", "missing"])
+def test_without_a_home_the_cache_is_in_the_temporary_folder(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    if home == "file":
+        (tmp_path / "home").write_text("")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cache.keep("x", "a", 1)
+    assert cache.path_of("x").parent == tmp_path / f"deskgpt-{os.getuid()}"
+    assert cache.read("x") == {"a": 1}

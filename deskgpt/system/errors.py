@@ -83,7 +83,7 @@ def one_line_errors(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks become "?"
     if sys.stdin is None:  # closed at the start: as at the end of a file
-        sys.stdin = open(os.devnull)
+        sys.stdin = open(os.devnull)  # noqa: SIM115 (open until the end)
     try:
         if sys.stdout is None and not output_lasts:
             raise OSError("standard output is closed: print to a file, or to /dev/null")

@@ -81,7 +81,8 @@ def safe_output(lasts: bool = False) -> Iterator[None]:
         with suppress(OSError, AttributeError):  # Windows has no such modes before Python 3.12
             if stream is not None and not os.get_blocking(number):
                 os.set_blocking(number, True)  # another program on the same terminal or pipe has changed that
-    wrapped: Any = [Output(stream or open(os.devnull, "w"), lasts) for stream in before]
+    null: Any = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
+    wrapped: Any = [Output(stream or null, lasts) for stream in before]
     sys.stdout, sys.stderr = wrapped
     try:
         yield

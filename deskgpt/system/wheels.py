@@ -1,4 +1,4 @@
-"""Which of torch's builds (wheels) serves this machine's GPU. Needs the standard library only: tasks.py asks before torch is there.
+"""Which of torch's builds (wheels) serves this machine's GPU; by the standard library only, since tasks.py asks first.
 
 python -m deskgpt.system.wheels      # what this machine needs, in one line
 """
@@ -42,7 +42,6 @@ WHEELS = (
     Wheel("cu126", (12, 0), (5, 0), (9, 0), "2.14", gb=2.9),  # Maxwell, Pascal, Volta; newer ones with an older driver
 )
 CPU = Wheel("cpu", (0, 0), (0, 0), (0, 0), gb=0.2)
-ROCM = Wheel("rocm7.2", (0, 0), (0, 0), (0, 0), gb=4.5)
 
 
 def nvidia_gpu() -> Gpu | None:
@@ -79,7 +78,7 @@ def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str
         return CPU, "macOS: torch's only build, which computes on Apple's GPU too"
     if gpu is None:
         if platform == "linux" and shutil.which("rocminfo"):
-            return ROCM, "rocminfo is here, so there is an AMD card: torch's build for ROCm"
+            return CPU, "an AMD card: for its build of torch set PIP_EXTRA_INDEX_URL to ROCm's index (pytorch.org)"
         return CPU, "no NVIDIA card was found: torch's build for the CPU"
     card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
     for wheel in WHEELS:
