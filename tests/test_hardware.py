@@ -51,7 +51,7 @@ def test_ranks_never_share_a_gpu(gpus):
 
 
 def test_gpu_that_torch_has_no_kernels_for_is_named_and_the_cpu_taken(gpus, nvidia_smi):
-    nvidia_smi("NVIDIA GeForce GTX 1080, 6.1", "13.0")
+    nvidia_smi("NVIDIA GeForce GTX 1080", "6.1", "13.0")
     gpus.problem = "CUDA error: no kernel image is available for execution on the device\nmore"
     assert hardware.resolve_device("auto").type == "cpu"
     assert_one_line(hardware.unused_gpu(), "GTX 1080", torch.__version__, "no kernel image", "pip install", "cu126")
@@ -93,15 +93,15 @@ def test_machines_without_nvidias_cards_get_the_small_build(monkeypatch):
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Sets what a program on the PATH answers in nvidia-smi's place: name and capability, and the driver's CUDA."""
+    """Sets what a program on the PATH answers in nvidia-smi's place: name, capability, the driver's CUDA."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def answers(card: str, cuda: str, status: int = 0) -> None:
+    def answers(card: str, capability: str, cuda: str, status: int = 0) -> None:
         program = tmp_path / "nvidia-smi"
         program.write_text(
-            f'#!/bin/sh\ncase "$1" in\n--query-gpu*) echo "{card}";;\n'
-            f'-L) echo "GPU 0: {card.split(",")[0]} (UUID: GPU-1)";;\n'
+            f'#!/bin/sh\ncase "$1" in\n--query-gpu*) echo "{capability}";;\n'
+            f'-L) echo "GPU 0: {card} (UUID: GPU-1)";;\n'
             f'*) echo "| Driver Version: 575.1   CUDA Version: {cuda} |";;\nesac\nexit {status}\n'
         )
         program.chmod(0o755)
@@ -111,20 +111,18 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 @POSIX
 def test_nvidia_smi_of_any_age_is_understood(nvidia_smi):
-    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9\nTesla T4, 7.5", "12.8")
+    nvidia_smi("NVIDIA GeForce RTX 4070", "8.9\n7.5", "12.8")
     assert wheels.nvidia_gpu() == Gpu("NVIDIA GeForce RTX 4070", (12, 8), (8, 9))
-    nvidia_smi("Field compute_cap is not a valid field to query.", "11.4")
-    old = wheels.nvidia_gpu()
-    assert old is not None
-    assert (old.cuda, old.capability) == ((11, 4), None)
-    nvidia_smi("NVIDIA-SMI has failed", "12.8", status=9)
+    nvidia_smi("Tesla K80", "Field compute_cap is not valid", "11.4")
+    assert wheels.nvidia_gpu() == Gpu("Tesla K80", (11, 4), None)
+    nvidia_smi("NVIDIA-SMI has failed", "", "12.8", status=9)
     assert wheels.nvidia_gpu() is None
 
 
 @pytest.fixture
 def unseen_gpu(nvidia_smi, monkeypatch):
     """nvidia-smi lists a card that torch does not see."""
-    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9", "13.0")
+    nvidia_smi("NVIDIA GeForce RTX 4070", "8.9", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -143,7 +141,7 @@ def test_gpu_that_torch_does_not_see_is_named_with_the_remedy(unseen_gpu, nvidia
     assert_one_line(hardware.unused_gpu(), "GeForce RTX 4070", "13.0", "too old (found version 12080)", *remedy)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert_one_line(hardware.unused_gpu(), "GeForce RTX 4070", "CUDA_VISIBLE_DEVICES='-1'", "unset")
-    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9", "13.0", status=6)
+    nvidia_smi("NVIDIA GeForce RTX 4070", "8.9", "13.0", status=6)
     assert hardware.unused_gpu() is None
 
 

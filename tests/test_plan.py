@@ -179,7 +179,7 @@ def test_plan_of_ddp_counts_the_buckets(capsys):
     ("options", "named"),
     [
         ({"world": 1024, "dp_shard": 60}, ["dp_shard=60", "1024", "--dp_shard=64"]),
-        ({"world": 10**9}, ["world=1,000,000,000", "1,048,576"]),
+        ({"world": 10**9}, ["world=1000000000", "1,048,576"]),
         ({"world": -1}, ["world=-1", "0"]),
         ({"world": 16}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
     ],

@@ -210,8 +210,10 @@ def memory_groups() -> list[tuple[int, int]]:
     return found
 
 
-def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
-    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"."""
+def memory_in_words(usable_bytes: float | None, total_bytes: float | None) -> str:
+    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"; "n/a" if it is not known."""
+    if usable_bytes is None or total_bytes is None:
+        return "n/a"
     total = f"{total_bytes / 2**30:.1f}"
     usable = f"{usable_bytes / 2**30:.1f}"
     return f"{total} GiB" if usable == total else f"{usable} GiB free ({total} in all)"

@@ -90,7 +90,8 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 def check_fields(config: Any) -> None:
     """Checks all fields of a dataclass's instance, and gives them their types. Raises ConfigError."""
-    for name, setting in settings_of(type(config)).items():
+    cls: type = type(config)
+    for name, setting in settings_of(cls).items():
         object.__setattr__(config, name, check(getattr(config, name), setting, name))
 
 

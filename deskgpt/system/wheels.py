@@ -49,18 +49,18 @@ def nvidia_gpu() -> Gpu | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    listed = answer(program, "--query-gpu=name,compute_cap", "--format=csv,noheader")
-    found = re.match(r"(.+?), (\d+)\.(\d+)\s*$", listed, re.M)
-    if found is None:
-        name = re.match(r"GPU 0: (.+?)(?: \(UUID.*)?$", answer(program, "-L"), re.M)  # drivers before 510
-        if name is None:
-            return None
-    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", answer(program))
-    return Gpu(
-        found[1] if found else name[1],
-        (int(cuda[1]), int(cuda[2])) if cuda else (0, 0),
-        (int(found[2]), int(found[3])) if found else None,
-    )
+    name = re.search(r"^GPU 0: (.+?)(?: \(UUID.*)?$", answer(program, "-L"), re.M)
+    if name is None:
+        return None
+    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", answer(program))
+    capability = re.match(r"\d+\.\d+", answer(program, "--query-gpu=compute_cap", "--format=csv,noheader"))
+    return Gpu(name[1], version(cuda[1] if cuda else "0.0"), version(capability[0]) if capability else None)
+
+
+def version(text: str) -> tuple[int, int]:
+    """The two numbers of "12.8"."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def answer(*command: str) -> str:
