@@ -44,7 +44,7 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.run.saver import Saver
 from deskgpt.run.settings import resumed_settings
-from deskgpt.system import peak_flops
+from deskgpt.system import peaks
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -130,8 +130,8 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
 def test_mfu_refers_to_the_published_peak_and_mfu_measured_to_the_fastest_matmul(
     measured, chars, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda *_: measured)
-    monkeypatch.setattr(peak_flops, "published_flops", lambda *_: (1e12, "a data sheet"))
+    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda *_: measured)
+    monkeypatch.setattr(peaks, "published_flops", lambda *_: (1e12, "a data sheet"))
     main(tiny(chars, tmp_path, max_iters=2))
     first = events(tmp_path, "start")[0]
     known = None if math.isnan(measured) else measured
@@ -160,7 +160,7 @@ def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(cha
     monkeypatch.setattr(Saver, "save", takes(1000, Saver.save))
     monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(peak_flops, "measured_matmul_flops", lambda *_: 1e12)
+    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda *_: 1e12)
     main(tiny(chars, tmp_path, max_iters=10, log_interval=4))  # evaluates at 0, 3, 6, 9, 10; logs at 0, 4, 8, 9
     assert [e["time_ms"] for e in events(tmp_path, "iter")] == [250.0] * 4
     assert [e["train_s"] for e in events(tmp_path, "iter")] == [0.25, 1.25, 2.25, 2.5]

@@ -21,7 +21,7 @@ from deskgpt.run.log import RunLog
 from deskgpt.run.settings import RunSettings
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
-from deskgpt.system import hardware, peak_flops
+from deskgpt.system import hardware, peaks
 from deskgpt.system.formatting import clock, millions
 from deskgpt.system.terminal import not_silent
 
@@ -77,8 +77,8 @@ class Report:
         self._last: Step | None = None
         self._norms_since_log: list[float] = []
         dtype = state.runner.form.dtype
-        peak, self.peak_source = peak_flops.peak_flops(self.dist.device, dtype)
-        measured = peak_flops.measured_matmul_flops(self.dist.device, dtype)
+        peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
+        measured = peaks.measured_matmul_flops(self.dist.device, dtype)
         of_all_ranks = self.dist.sum(torch.tensor([peak, measured], dtype=torch.float64))
         self.peak_flops, self.measured_flops = of_all_ranks.tolist()
 

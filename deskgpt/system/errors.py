@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import platform
 import re
@@ -96,11 +97,16 @@ def one_line_errors(
         raise SystemExit(1) from None
     except Exception as e:
         message = message_for_user(e, if_out_of_memory)
+        is_defect = message is None or bool(os.environ.get("DESKGPT_TRACEBACK"))
+        line = of_this_rank(message or "")
+        with suppress(OSError, KeyError):  # torchrun prints it as the root cause; `record` of torch has tracebacks only
+            content = {"message": traceback.format_exc() if is_defect else line, "timestamp": int(time.time())}
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
         if is_to_be_printed(e, is_stopped):
-            if message is None or os.environ.get("DESKGPT_TRACEBACK"):
+            if is_defect:
                 raise
             with suppress(OSError):  # the terminal may be gone
-                print(f"error: {of_this_rank(message)}", file=sys.stderr)
+                print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 
 
