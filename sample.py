@@ -28,7 +28,7 @@ from deskgpt.compute.generation import GenerationConfig, Sample, write
 from deskgpt.compute.inference import InferenceEngine
 from deskgpt.sampling.trained import Trained, encode_prompt, load
 from deskgpt.serve.writer import Writer
-from deskgpt.system import hardware, peak_flops
+from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.settings import AtLeast1, FilePath, Range, check_fields
 
@@ -116,7 +116,7 @@ def inference_dtype(c: SampleConfig, device: torch.device) -> str:
     """
     if c.dtype != "auto":
         return c.dtype
-    return "float32" if device.type == "cpu" else peak_flops.fast_dtype(device)
+    return "float32" if device.type == "cpu" else peaks.fast_dtype(device)
 
 
 def generation_config(c: SampleConfig) -> GenerationConfig:

@@ -12,7 +12,7 @@ what the terminal shows.
 from __future__ import annotations
 
 from deskgpt.run.stopping import StopController, signal_handler
-from deskgpt.system.terminal import lasting_output, open_standard_files
+from deskgpt.system.terminal import open_standard_files
 
 if __name__ == "__main__":
     open_standard_files()
@@ -55,10 +55,10 @@ from deskgpt.run.settings import settings_of_start
 from deskgpt.run.time_budget import TimeBudget
 from deskgpt.run.train_state import TrainState
 from deskgpt.sampling.training_samples import sampler_for
-from deskgpt.system import peak_flops
+from deskgpt.system import peaks
 from deskgpt.system.errors import one_line_errors
-from deskgpt.system.gpu_peaks import find_card
 from deskgpt.system.hardware import seed_all
+from deskgpt.system.peaks import find_card
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
 
@@ -320,7 +320,7 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
     Muon uses it on a CPU, and the GPU's fastest dtype elsewhere.
     """
     device = next(model.parameters()).device
-    muon_dtype = dtype if device.type == "cpu" else peak_flops.fast_dtype(device)
+    muon_dtype = dtype if device.type == "cpu" else peaks.fast_dtype(device)
     betas = (config.beta1, config.beta2)
     return optimizers.make_optimizer(
         model, config.optimizer, config.weight_decay, config.learning_rate, betas, config.momentum, muon_dtype
@@ -382,7 +382,7 @@ if __name__ == "__main__":
         "with --auto_batch=False, halve --batch_size and double --gradient_accumulation_steps, the same training; or "
         "take a smaller model"
     )
-    with lasting_output(), one_line_errors(if_out_of_memory, signal_handler.has_signal):
+    with one_line_errors(if_out_of_memory, signal_handler.has_signal, output_lasts=True):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings):
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
