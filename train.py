@@ -173,20 +173,17 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     model = init.build_model(config, make_optimizer, dist)
 
     # ---- how it runs here: choose, verify, print -------------------------------------------------------------
-    first_batch = functools.partial(
-        first_micro_batch, data.train, Batching.of(asdict(config), dist.rank, dist.world), dist.device
-    )
+    first_batch = functools.partial(first_micro_batch, data.train, batching_of(config, dist), dist.device)
     runner = choose_runner(config, init, model, make_optimizer, first_batch, dist)
     optimizer = make_optimizer(runner.model, runner.form.dtype)
     state = TrainState(config, runner, optimizer, dist)
     code = metadata_of_code(runner)
-    init.print_changes_of_code(code, dist)
-    init.restore(state, config)
+    init.restore(state, config, code)
     budget = TimeBudget(config, started, state) if config.max_minutes and not config.eval_only else None
     if budget:
-        split = Batching.of(asdict(config), dist.rank, dist.world)
+        split = batching_of(config, dist)
         budget.plan(split, data.eval_windows(split), first_batch(config.batch_size))
-    batching = Batching.of(asdict(config), dist.rank, dist.world)
+    batching = batching_of(config, dist)
     state.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     stops.reason = "patience"
 
         # ---- save --------------------------------------------------------------------------------------------
-        if (save_is_due or saver.is_stale) and health.may_save and not config.eval_only:
+        if save_is_due or saver.is_stale:
             saver.save_if_new(state, report, best=improved)
             stops.saved()
         saver.report_finished(state, report)
@@ -271,7 +268,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             budget.replan(report.timer)
 
     # ---- end -------------------------------------------------------------------------------------------------
-    if stops.reason and health.may_save and not config.eval_only:
+    if stops.reason:
         saver.save_if_new(state, report, best=False)
     saver.wait()
     saver.report_finished(state, report)
@@ -342,6 +339,11 @@ def check_resumed(config: TrainConfig, init: InitState, data: Dataset, dist: Dis
         n_windows = (n_val_windows(init.earlier, data), n_val_windows(config, data))
         changes = changes_of_settings(init.earlier, config, n_windows, rate_change(steps, before, now))
     init.check_changes(config, data.metadata, changes, dist)
+
+
+def batching_of(config: TrainConfig, dist: DistContext) -> Batching:
+    """How the settings split a step and an evaluation into micro-batches and ranks."""
+    return Batching.of(asdict(config), dist.rank, dist.world)
 
 
 def n_val_windows(config: TrainConfig, data: Dataset) -> int:

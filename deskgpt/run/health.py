@@ -46,7 +46,6 @@ class Health:
         self.saver = saver
         self.dist = state.dist
         self.names = state.runner.names
-        self.bad_in_a_row: list[Step] = []
         self.good_norms: deque[float] = deque(maxlen=4)  # the last ones
         self._spike: Step | None = None  # that nothing was done about yet
         self._pending: list[Pending] = []
@@ -81,11 +80,11 @@ class Health:
     def _add(self, step: Step) -> None:
         self.report.add_step(step)
         if step.bad:
-            self.bad_in_a_row.append(step)
+            self.state.bad_in_a_row.append(step)
             self.report.bad_step(step)
             return
         if math.isfinite(step.grad_norm):
-            self.bad_in_a_row.clear()
+            self.state.bad_in_a_row.clear()
             self.good_norms.append(step.grad_norm)
         median = self.state.spikes.add(step.loss)
         if median is not None:
@@ -93,10 +92,10 @@ class Health:
             self._spike = self._spike or step
 
     def _check_gradients(self) -> None:
-        n = len(self.bad_in_a_row)
+        n = len(self.state.bad_in_a_row)
         if not self.config.max_bad_steps or n < self.config.max_bad_steps:
             return
-        first = self.bad_in_a_row[0]
+        first = self.state.bad_in_a_row[0]
         steps = f"at step {first.step}" if n == 1 else f"in {n} steps in a row, {first.step} to {first.step + n - 1}"
         raise ValueError(
             f"gradients are not finite {steps}: {bad_parameters(first.norms, self.names)}; {self.evidence(first.step)}"
@@ -107,11 +106,6 @@ class Health:
         step = self.state.step
         if not math.isfinite(loss):
             raise ValueError(f"val loss is {loss} at step {step}; {self.evidence(step)}")
-
-    @property
-    def may_save(self) -> bool:
-        """False while gradients are not finite: the weights may be what fails, and the last good checkpoint stays."""
-        return not self.bad_in_a_row
 
     # ---- spikes ------------------------------------------------------------------------------------------
 
@@ -142,7 +136,7 @@ class Health:
                 )
             self.state.rewind(saved, kept.path, spike.position)
             self._pending.clear()
-            self.bad_in_a_row.clear()
+            self.state.bad_in_a_row.clear()
             self.saver.is_stale = True
             self.dist.all(True)  # no rank replaces the file while another reads it
         self.report.rewind(spike)

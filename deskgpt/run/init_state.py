@@ -106,9 +106,14 @@ class InitState:
         batch_size = self.earlier.batch_size if self.earlier else None
         return EarlierVariant.of(self.checkpoint.form, dist.device, batch_size)
 
-    def restore(self, state: TrainState, config: RunSettings) -> None:
-        """Gives a resumed run its step, optimizer and progress; frees what was loaded. Raises ValueError."""
+    def restore(self, state: TrainState, config: RunSettings, code: Metadata) -> None:
+        """Gives a resumed run its step, optimizer and progress; frees what was loaded. Raises ValueError.
+
+        code: what computes now. Where that is not what computed before, a line is printed.
+        """
         if self.is_resumed and self.checkpoint:
+            for change in compare(self.checkpoint.facts, code):
+                state.dist.print0(f"changed: {change}")
             state.resume(self.checkpoint, self.source, trains=not config.eval_only)
         self.weights = None
         self.checkpoint = None
@@ -136,12 +141,6 @@ class InitState:
             self.checkpoint.best_val_loss = math.inf
             if self.checkpoint.health:  # nor does patience count across them
                 self.checkpoint.health["evaluations"] = []
-
-    def print_changes_of_code(self, code: Metadata, dist: DistContext) -> None:
-        """Prints what else computes now than in the run before."""
-        if self.is_resumed and self.checkpoint:
-            for change in compare(self.checkpoint.facts, code):
-                dist.print0(f"changed: {change}")
 
 
 def initial_state(config: RunSettings, scratch: GPTConfig, dist: DistContext) -> InitState:

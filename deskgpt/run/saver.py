@@ -65,6 +65,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.latest_step = self.kept.step if self.kept else 0  # that was saved, or that the run began with
+        self.writes = True
         self.is_stale = False  # whether the run went back to that step: what it skips must be saved
         self.thread: threading.Thread | None = None
         self.last: Saved | None = None
@@ -80,6 +81,7 @@ class Saver:
         out_dir = store.folder_of(config.out_dir)
         print0 = state.dist.print0
         saver = cls(out_dir, print0, state.best_val_loss, config.keep_checkpoints, config.save_async, group, kept)
+        saver.writes = not config.eval_only
         if config.init_from not in ("scratch", "resume"):
             saver.latest_step = -1  # weights that were trained elsewhere can stay the best: they are saved, too
         return saver
@@ -87,8 +89,11 @@ class Saver:
     def save_if_new(self, state: TrainState, report: Report, best: bool) -> None:
         """Saves the run as it is now, unless its step was saved already. All ranks call this.
 
-        best: whether its val loss is the best so far. That of random weights is not worth a file.
+        best: whether its val loss is the best so far. That of random weights is not worth a file. While gradients are
+        not finite nothing is saved: the weights may be the cause, and the last good checkpoint stays.
         """
+        if state.bad_in_a_row or not self.writes:
+            return
         is_new_best = best and state.step > 0
         if state.step == self.latest_step and not is_new_best and not self.is_stale:
             return

@@ -44,6 +44,7 @@ class TrainState:
         self.best_val_loss = math.inf
         self.evaluations: list[EvalRecord] = []
         self.spikes = SpikeDetector()
+        self.bad_in_a_row: list[Any] = []  # the last steps, while their gradients were not finite
         self.skipped_batches = 0  # by rewinds
         self.rewound_to = 0  # the step of the checkpoint that the last rewind went to
         self.rewinds_there = 0
