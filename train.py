@@ -38,12 +38,10 @@ from data.loader import Loader, eval_batches, first_micro_batch
 from data.splits import mix
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
-from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
 from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.estimate import plan
-from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.end_screen import end_screen
 from deskgpt.run.health import Health
 from deskgpt.run.init_state import InitState, choose_runner, initial_state, metadata_of_code, open_log, prepare_machine
@@ -152,14 +150,12 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 def main(config: TrainConfig, started: float | None = None) -> float:
     """Trains as config says; returns the best validation loss (nats per token), math.inf if none was taken.
 
-    started: the instant at which max_minutes and max_hours begin, now if not given. Where the machine decides (the
-    micro-batch that fits, the steps that fit into max_minutes), config gets what was decided.
+    The micro-batch and the steps that this machine allows are put into config. started: when time limits begin.
     """
     started = started or time.perf_counter()
     # ---- data and model --------------------------------------------------------------------------------------
     dist = init_distributed("cpu" if config.plan_for else config.device, config.backend, config.dist_timeout_s)
     prepare_machine(config, dist)
-    sharding.check_sharding(config.dp_shard, config.world or dist.world, config.dtype, config.sample_interval)
     data = Dataset(DATA / config.dataset, needed=not config.dry_run)
     init = initial_state(config, GPTConfig.from_settings(config, data.vocab_size), dist)
     if config.dry_run:
@@ -167,8 +163,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         return math.inf
     data.open(config.block_size, init.model_config.vocab_size, init.tokenizer, config.seed, config.align_documents)
     checksums = data.verify(dist.is_first)
-    check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {init.step}"}, dist)
-    check_resumed(config, init, data, dist)
+    check_experiment(config, init, data, dist)
     make_optimizer = functools.partial(build_optimizer, config)
     model = init.build_model(config, make_optimizer, dist)
 
@@ -179,16 +174,15 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     state = TrainState(config, runner, optimizer, dist)
     code = metadata_of_code(runner)
     init.restore(state, config, code)
-    budget = TimeBudget(config, started, state) if config.max_minutes and not config.eval_only else None
-    if budget:
-        split = batching_of(config, dist)
-        budget.plan(split, data.eval_windows(split), first_batch(config.batch_size))
+    budget = TimeBudget(config, started, state)
+    split = batching_of(config, dist)
+    budget.plan(split, data.eval_windows(split), first_batch(config.batch_size))
     batching = batching_of(config, dist)
     state.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
-    log = open_log(config, state)
-    report = Report(config, state, log, batching, functools.partial(data.windows, batching.sequences))
+    windows = functools.partial(data.windows, batching.sequences)
+    report = Report(config, state, open_log(config, state), batching, windows)
     report.start(data.lines(checksums.state, batching, dist), data.log_metadata(), time.perf_counter() - started)
     saver = Saver.of(config, state)
     health = Health(config, state, report, saver)
@@ -223,8 +217,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                 report.evaluation(train, val, data.bits_per_byte(val.loss), lr, texts, data.eval_digest(batching)[1])
                 health.check_val_loss(val.loss)
                 save_is_due = save_is_due or improved or config.always_save_checkpoint
-                if 0 < config.patience <= without_improvement(state.evaluations):
-                    stops.reason = "patience"
+                stops.check_patience(state.evaluations)
 
         # ---- save --------------------------------------------------------------------------------------------
         if save_is_due or saver.is_stale:
@@ -237,7 +230,6 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         # ---- one optimizer step ------------------------------------------------------------------------------
         for group in optimizer.param_groups:
             group["lr"] = lr
-
         numbers: defaultdict[str, Any] = defaultdict(float)  # losses by name: sums over micro-batches
         with stops.catching():
             for batch in loader.step():
@@ -261,23 +253,16 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         step_if_finite(optimizer, runner.scaler, grad_norm)
         optimizer.zero_grad(set_to_none=True)
 
-        # ---- log ---------------------------------------------------------------------------------------------
         report.step(lr, **numbers)
         state.step += 1
-        if budget:
-            budget.replan(report.timer)
+        budget.replan(report.timer)
 
     # ---- end -------------------------------------------------------------------------------------------------
-    if stops.reason:
-        saver.save_if_new(state, report, best=False)
-    saver.wait()
-    saver.report_finished(state, report)
-    if not config.eval_only:
-        end_screen(config, state, report, stops.reason)
+    saver.finish(state, report, stops.reason)
+    end_screen(config, state, report, stops.reason)
     loader.close()
-    if not checksums.close():
-        dist.print0("note: the run ended before the checksums of all its data were verified")
-    log.close()
+    checksums.close(dist.print0)
+    report.log.close()
     runner.leave_ranks()
     dist.close()
     saver.raise_if_last_failed()
@@ -327,8 +312,9 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 # ---- set-up --------------------------------------------------------------------------------------------------
 
 
-def check_resumed(config: TrainConfig, init: InitState, data: Dataset, dist: DistContext) -> None:
-    """Prints what differs from the run that is resumed. Raises ValueError where it is another experiment."""
+def check_experiment(config: TrainConfig, init: InitState, data: Dataset, dist: DistContext) -> None:
+    """Raises ValueError where hosts differ, or where a resumed run is another experiment; prints other changes."""
+    check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {init.step}"}, dist)
     if not init.is_resumed:
         return
     changes = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,15 @@ class Verification:
         if self._fault is not None:
             raise self._fault
 
-    def close(self) -> bool:
-        """Stops verifying. Returns whether it was finished; raises as check."""
+    def close(self, print0: Callable[[str], None]) -> None:
+        """Stops verifying, and prints if something was left to verify. Raises as check."""
         finished = self._thread is None or not self._thread.is_alive()
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         self.check()
-        return finished
+        if not finished:
+            print0("note: the run ended before the checksums of all its data were verified")
 
     def _verify(self, files: list[MappedFile]) -> None:
         found: dict[str, Any] = {}

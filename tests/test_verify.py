@@ -36,7 +36,9 @@ def verified(folder: Path) -> str:
     if verification._thread is not None:
         verification._thread.join()
     verification.check()
-    assert verification.close()
+    said: list[str] = []
+    verification.close(said.append)
+    assert not said
     return verification.state
 
 
@@ -56,7 +58,7 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
         assert verification._thread is not None
         verification._thread.join()
         with pytest.raises(ValueError, match=r"val\.bin"):
-            verification.close()
+            verification.close(print)
 
 
 def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
@@ -118,5 +120,7 @@ def test_closing_stops_a_verification_that_has_not_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(Shard, "sha256", slow)
     verification = Verification(tmp_path, splits_of(tmp_path))
     verification.check()
-    assert not verification.close()
+    said: list[str] = []
+    verification.close(said.append)
+    assert_one_line(*said, "before the checksums")
     assert not (tmp_path / CHECKED).exists()

@@ -24,7 +24,12 @@ from deskgpt.system.formatting import clock
 
 
 def end_screen(config: RunSettings, state: TrainState, report: Report, stop: str | None) -> None:
-    """Prints the screen and logs the "end" event. stop: why the run ends before max_iters, such as a signal's name."""
+    """Prints the screen and logs the "end" event; nothing after eval_only.
+
+    stop: why the run ends before max_iters, such as a signal's name.
+    """
+    if config.eval_only:
+        return
     timer = report.timer
     print0 = report.print0
     if stop == "patience":

@@ -34,7 +34,10 @@ from model import GPT, MODERN_CHOICES, GPTConfig
 
 
 def prepare_machine(config: RunSettings, dist: DistContext) -> None:
-    """What a run sets before anything else. Raises ValueError where hosts do not share the folder of the run."""
+    """What a run sets before anything else. Raises ValueError where hosts do not share the folder of the run, or where
+    other settings do not work with sharded weights.
+    """
+    sharding.check_sharding(config.dp_shard, config.world or dist.world, config.dtype, config.sample_interval)
     hardware.keep_freed_memory()
     hardware.forbid_spilling(dist.device)
     if not config.eval_only and not config.dry_run:

@@ -104,6 +104,13 @@ class Saver:
                 saving = self.save(state.checkpoint(), best)
             saving.save_s = report.timer.last_save_s
 
+    def finish(self, state: TrainState, report: Report, stop: str | None) -> None:
+        """At the end of a run: saves what was not saved yet if something stopped it, and waits for the last save."""
+        if stop:
+            self.save_if_new(state, report, best=False)
+        self.wait()
+        self.report_finished(state, report)
+
     def report_finished(self, state: TrainState, report: Report) -> None:
         """Reports the saves that have ended since the last call. After one that failed, an earlier loss is the best."""
         for saved in self.finished():

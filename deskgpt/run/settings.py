@@ -63,6 +63,8 @@ class RunSettings(Protocol):
     dropout: float
     dtype: Any
     dp_shard: int
+    world: int
+    sample_interval: int
     reshard_after_forward: bool
     dist_timeout_s: float
     wandb_log: bool

@@ -10,10 +10,12 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
+
+from deskgpt.run.diagnosis import EvalRecord, without_improvement
 
 if TYPE_CHECKING:
     from deskgpt.compute.distributed import DistContext
@@ -101,6 +103,7 @@ class StopController:
         self._ends_at = started + 3600 * config.max_hours if config.max_hours else math.inf
         self._save_interval = config.save_interval
         self._save_s = 60 * config.save_minutes or math.inf
+        self._patience = config.patience
         self._sharded = sharded
         self._failure: Exception | None = None
         self._saved_at = time.perf_counter()
@@ -158,6 +161,11 @@ class StopController:
         if self._failure:
             wish = ERROR
         return WISHES[self.dist.agree(WISHES.index(wish))]
+
+    def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
+        """Sets `reason` after `patience` evaluations in a row without an improvement."""
+        if 0 < self._patience <= without_improvement(evaluations):
+            self.reason = "patience"
 
     # ---- what may be interrupted -------------------------------------------------------------------------
 

@@ -39,7 +39,14 @@ class TimeBudget:
 
     def __init__(self, config: RunSettings, started: float, state: TrainState) -> None:
         """started: when the clock began. Raises ValueError where a resumed run's schedule would change."""
-        if state.first_step > 0 and config.decay_lr and not config.lr_decay_iters and not config.resume_changed:
+        self.is_limited = config.max_minutes > 0 and not config.eval_only
+        if (
+            self.is_limited
+            and state.first_step > 0
+            and config.decay_lr
+            and not config.lr_decay_iters
+            and not config.resume_changed
+        ):
             raise ValueError(
                 f"max_minutes={config.max_minutes:g} gives the resumed run's schedule another end: add "
                 "--resume_changed=True, or keep the schedule with --lr_decay_iters"
@@ -59,6 +66,8 @@ class TimeBudget:
         eval_windows: that an evaluation reads of each split. batch: a micro-batch. Where evaluations would take more
         than EVAL_SHARE of the time, they read less.
         """
+        if not self.is_limited:
+            return
         config = self.config
         seconds = self._seconds_left()
         step_s = self.dist.max(time_step(self.state, batch, batching.micro_steps))
@@ -82,7 +91,7 @@ class TimeBudget:
     def replan(self, timer: StepTimer) -> None:
         """Plans anew at PLANS moments of the run, from the steps since the last plan."""
         step = self.state.step
-        if step < self._next_step or step <= self._planned_at[0]:
+        if not self.is_limited or step < self._next_step or step <= self._planned_at[0]:
             return
         train_s = timer.train_s()
         step_s = self.dist.max((train_s - self._planned_at[1]) / (step - self._planned_at[0]))
