@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -88,8 +90,10 @@ LAUNCHERS = {
     "PMI_SIZE": "MPICH's or Intel's mpirun",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
 }
-NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # besides RANK
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
+WAIT_S = 10.0  # how long ranks may wait for each other without a word
+MOST_OPEN_FILES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -104,66 +108,51 @@ class DistEnv:
 
 
 def dist_env(environ: Mapping[str, str]) -> DistEnv:
-    """Where torchrun has placed this process. Raises ValueError where another launcher started several, or it is torn.
+    """Where torchrun has placed this process. A variable that is set to nothing counts as not set.
 
-    Processes that do not know of each other would each train the whole run, all into one folder.
+    Raises ValueError where another launcher started several processes, each of which would train the whole run into one
+    folder, or where variables are left over from something else.
     """
-    if "RANK" not in environ:
-        if environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(
-                f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but RANK is not: unset it to train in one process; "
-                f"{USE_TORCHRUN}"
-            )
+    found = {name: value for name, value in environ.items() if value}
+    if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
         for name, launcher in LAUNCHERS.items():
             alone = "0" if name == "SLURM_PROCID" else "1"
-            value = environ.get(name, alone)
-            if value != alone:
+            if found.get(name, alone) != alone:
                 raise ValueError(
-                    f"{launcher} started several processes ({name}={value}), each of which would train all by itself: "
-                    f"start one; {USE_TORCHRUN}"
+                    f"{launcher} started several processes ({name}={found[name]}), each of which would train all by "
+                    f"itself: start one; {USE_TORCHRUN}"
                 )
         return DistEnv()
-    missing = [name for name in NEEDED if not environ.get(name)]
-    if missing:
-        raise ValueError(
-            f"RANK={environ['RANK']} is set, but {missing[0]} is not: unset RANK to train in one process; "
-            f"{USE_TORCHRUN}"
-        )
-    rank = int(environ["RANK"])
-    world = int(environ["WORLD_SIZE"])
-    local_rank = int(environ.get("LOCAL_RANK", 0))
-    local_world = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    there = [f"{name}={found[name]}" for name in NEEDED if name in found]
+    for name in NEEDED:
+        if name not in found:
+            raise ValueError(
+                f"{' and '.join(there)} are set, but {name} is not: unset RANK and WORLD_SIZE to train in one process; "
+                f"{USE_TORCHRUN}"
+            )
+    rank, world, _ = (number_in(found, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}; {USE_TORCHRUN}")
-    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    restarts = found.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
             f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch's "
             "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
         )
-    return DistEnv(rank, world, local_rank, local_world, distributed=True)
+    local_rank = number_in(found, "LOCAL_RANK", "0")
+    return DistEnv(rank, world, local_rank, number_in(found, "LOCAL_WORLD_SIZE", "1"), distributed=True)
 
 
-OTHER_FILES = 64  # that a rank has open besides its connections: data, log, checkpoints, libraries
+def number_in(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    """The number in a variable. Raises ValueError where it holds none."""
+    value = environ.get(name, default)
+    if not (value.isascii() and value.isdigit()):
+        raise ValueError(f"{name}={value} is not a number: unset RANK and WORLD_SIZE to train in one process")
+    return int(value)
 
 
-def open_files(world: int, shards: int = 1) -> int:
-    """How many files a rank has open at most. shards: how many ranks share a copy of the weights.
-
-    In each group of ranks, gloo connects every rank with every other one: in that of all ranks, in the one that saves
-    sharded weights, and where there are several copies in those of a copy and of a shard. The first rank may also hold
-    the store, to which all connect.
-    """
-    connections = 2 * world
-    if shards > 1:
-        connections += world
-    if 1 < shards < world:
-        connections += shards + world // shards
-    return connections + OTHER_FILES
-
-
-def allow_open_files(ranks: DistContext) -> None:
-    """Raises this process's limit by what the ranks need, as far as the system lets it; says where that is too little.
+def allow_open_files() -> None:
+    """Raises this process's limit of open files: gloo connects every rank with every other one.
 
     Linux gives a process 1,024, macOS 256.
     """
@@ -172,48 +161,58 @@ def allow_open_files(ranks: DistContext) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = open_files(ranks.world, shards=2)  # the most of all ways to share
-    if soft == resource.RLIM_INFINITY:
-        return
-    allowed = soft + needed if hard == resource.RLIM_INFINITY else min(soft + needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
-        ranks.print0(
-            f"{ranks.world:,} ranks may need {needed:,} open files each, and the system allows {allowed:,} (ulimit "
-            "-Hn): if they do not meet, raise that limit on all hosts"
-        )
+    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(ValueError, OSError):  # macOS may allow less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def waiting_text(env: DistEnv) -> str:
+    """What a process prints that waits for other ranks, which may never have been started."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    others = "1 other rank" if env.world == 2 else f"{env.world - 1} other ranks"
+    return (
+        f"rank {env.rank} is waiting for {others} at {address}; to train alone, unset RANK and WORLD_SIZE; "
+        f"{USE_TORCHRUN}"
+    )
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
-    """This process's Ranks on its device, connected to the others where torchrun started several.
+    """This process on its device, connected to the other ranks where torchrun started several.
 
     device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo; timeout_s: the longest that ranks wait for
     each other. Raises ValueError where these do not fit this machine, OSError where the ranks do not meet.
     """
-    place = dist_env(os.environ)
-    device = hardware.resolve_device(device_name, place.local_rank, place.local_world)
-    ranks = DistContext(device, place.rank, place.world, place.distributed)
+    env = dist_env(os.environ)
+    device = hardware.resolve_device(device_name, env.local_rank, env.local_world)
+    ranks = DistContext(device, env.rank, env.world, env.distributed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux tells when torchrun is killed; run/stops.py looks, too
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux tells when torchrun is killed; run/stopping.py looks, too
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if ranks.distributed:
-        allow_open_files(ranks)
+        allow_open_files()
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"backend=nccl is for CUDA, the device is {device}; try --backend=auto")
         if backend == "nccl":
             backend = "cpu:gloo,cuda:nccl"  # gloo for what the ranks agree on, such as when to stop
+        notice = threading.Timer(WAIT_S, print, (waiting_text(env),), {"flush": True})
+        notice.daemon = True
+        if env.local_rank == 0:
+            notice.start()
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as e:  # the port is taken, the host is unknown, or a rank has not come in time
             why = str(e).splitlines()[0]
             raise OSError(
-                f"cannot meet the other {place.world - 1} ranks at MASTER_ADDR="
-                f"{os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}: {why}"
+                f"cannot meet the other {env.world - 1} ranks at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
+                f"MASTER_PORT={os.environ['MASTER_PORT']}: {why}"
             ) from None
+        finally:
+            notice.cancel()
     if device_name == "auto" and device.type == "cpu" and ranks.is_first:
         reason = hardware.unused_gpu()
         if reason:

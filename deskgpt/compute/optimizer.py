@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute.sharding import Owners, is_dtensor, local
+from deskgpt.compute.sharding import gathered, is_dtensor, local, rows_of
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
@@ -21,6 +21,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # The five iterations in runs; the matrix itself is multiplied only at the end of a run. Runs of one are least work for
 # a square matrix. For a tall one two runs take less time; in one run bfloat16's rounding grows (LOG.md, 2026-11-25).
 APPLIED_AFTER = {"square": (1, 1, 1, 1, 1), "tall": (3, 2)}
+MOST_GATHERED = 1 << 28  # elements of sharded matrices that are whole at once: 1 GiB
 
 
 def make_optimizer(
@@ -96,9 +97,9 @@ class Muon(torch.optim.AdamW):
 
     Muon (Jordan et al. 2024) with Nesterov momentum. Steps are scaled by 0.2 * sqrt(larger side): they are then as long
     as AdamW's, and one learning rate and weight decay serve both (Moonlight, arXiv:2502.16982, section 2.2).
-    torch.optim.Muon takes the matrices one by one. Here those of equal shape go through the Newton-Schulz iteration as
-    one batch, wide ones transposed, and the q, k, v of a fused (3C, C) matrix as three. Under DDP every rank computes
-    all of it. A sharded matrix is moved to one rank, which computes it whole. The iteration runs in `dtype`.
+    torch.optim.Muon computes the same, but one matrix after the other, and a fused (3C, C) matrix as one. Here matrices
+    of equal shape go through the iteration as one batch, wide ones transposed, q, k and v apart, and tall ones by their
+    small Gram matrices. Every rank computes all of it; sharded matrices are gathered. The iteration runs in `dtype`.
     """
 
     def __init__(self, groups: Any, dtype: torch.dtype, **options: Any) -> None:
@@ -138,30 +139,28 @@ class Muon(torch.optim.AdamW):
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
         torch._foreach_mul_(weights, kept)
-        if is_dtensor(params[0]):
-            owners = Owners(params)
-            matrices = owners.gather(steps)
-            self._orthogonalize(matrices, made)
-            steps = owners.scatter(matrices)
-        else:
-            self._orthogonalize(steps, made)
-        by_length = defaultdict(list)  # of the longer side
-        for p, weight, step in zip(params, weights, steps, strict=True):
-            of_whole = torch.empty(p.shape, device="meta")  # ranks would gather a DTensor to divide it
-            by_length[max(parts(of_whole)[0].shape)].append((weight, step))
-        for length, pairs in by_length.items():
-            alpha = -group["lr"] * 0.2 * length**0.5
-            torch._foreach_add_([weight for weight, _ in pairs], [step for _, step in pairs], alpha=alpha)
-
-    def _orthogonalize(self, matrices: list[Tensor], made: Tensor) -> None:
-        """Orthogonalizes matrices in place; those of equal shape go through the iteration as one batch."""
         alike = defaultdict(list)
-        for matrix in matrices:
-            for part in parts(matrix):
-                alike[part.shape].append(part)
-        for of_shape in alike.values():
-            u = orthogonalized(torch.stack(of_shape), self.dtype) * made
-            torch._foreach_copy_(of_shape, list(u.unbind()))
+        for i, p in enumerate(params):
+            alike[parts(torch.empty(p.shape, device="meta"))[0].shape].append(i)  # ranks would gather a DTensor
+        for shape, of_shape in alike.items():
+            n = len(of_shape)
+            if is_dtensor(params[0]):
+                n = max(1, MOST_GATHERED // params[of_shape[0]].numel())
+            for first in range(0, len(of_shape), n):
+                self._orthogonalize(steps, params, of_shape[first : first + n], made)
+            alpha = -group["lr"] * 0.2 * max(shape) ** 0.5
+            torch._foreach_add_([weights[i] for i in of_shape], [steps[i] for i in of_shape], alpha=alpha)
+
+    def _orthogonalize(self, steps: list[Tensor], params: list[Tensor], chosen: list[int], made: Tensor) -> None:
+        """Orthogonalizes the chosen steps, whose parts are of one shape, as one batch."""
+        is_sharded = is_dtensor(params[0])
+        whole = [gathered(steps[i], params[i]) if is_sharded else steps[i] for i in chosen]
+        views = [part for matrix in whole for part in parts(matrix)]
+        u = orthogonalized(torch.stack(views), self.dtype) * made
+        torch._foreach_copy_(views, list(u.unbind()))
+        if is_sharded:
+            for i, matrix in zip(chosen, whole, strict=True):
+                steps[i] = rows_of(matrix, params[i])
 
 
 def parts(x: Tensor) -> list[Tensor]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -274,61 +273,16 @@ def shard_group(x: Any) -> dist.ProcessGroup:
     return x.device_mesh.get_group("dp_shard")
 
 
-# ---- whole matrices ------------------------------------------------------------------------------------------
+def gathered(rows: Tensor, like: Any) -> Tensor:
+    """The whole of a tensor that is sharded as `like` is, of which each rank has these rows; all ranks call this."""
+    from torch.distributed.tensor import DTensor
+
+    shape = {"shape": like.size(), "stride": like.stride()}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape).full_tensor()
 
 
-class Owners:
-    """Moves matrices between the ranks that share their rows: each goes to one of them as a whole, and back.
+def rows_of(tensor: Tensor, like: Any) -> Tensor:
+    """This rank's rows of a whole tensor, as `like` is sharded; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
 
-    The largest are dealt out first, each to the rank with the least so far.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.group = shard_group(params[0])
-        self.rank = dist.get_rank(self.group)
-        self.world = dist.get_world_size(self.group)
-        self.shapes = [p.shape for p in params]
-        self.nothing = local(params[0]).detach().new_empty(0)  # where a rank has nothing to send
-        load = [0] * self.world
-        self.owner = [0] * len(params)
-        for i in sorted(range(len(params)), key=lambda i: -self.shapes[i].numel()):
-            self.owner[i] = load.index(min(load))
-            load[self.owner[i]] += self.shapes[i].numel()
-
-    def rows(self, i: int, rank: int) -> int:
-        """Of matrix i, on that rank: the rows are split as by torch.chunk."""
-        most = math.ceil(self.shapes[i][0] / self.world)
-        return min(most, max(0, self.shapes[i][0] - rank * most))
-
-    def owned(self, rank: int) -> list[int]:
-        return [i for i, owner in enumerate(self.owner) if owner == rank]
-
-    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole matrices that this rank owns, given this rank's rows of all."""
-        mine = self.owned(self.rank)
-        sent = [[shards[i] for i in self.owned(rank)] for rank in range(self.world)]
-        sizes = [[self.rows(i, rank) * self.shapes[i][1] for i in mine] for rank in range(self.world)]
-        received = self._exchange(sent, sizes)
-        return [torch.cat([of_rank[n] for of_rank in received]).view(self.shapes[i]) for n, i in enumerate(mine)]
-
-    def scatter(self, matrices: list[Tensor]) -> list[Tensor]:
-        """This rank's rows of all matrices, given the whole ones that it owns."""
-        mine = self.owned(self.rank)
-        parts = [
-            m.split([self.rows(i, rank) for rank in range(self.world)]) for i, m in zip(mine, matrices, strict=True)
-        ]
-        sent = [[of_matrix[rank] for of_matrix in parts] for rank in range(self.world)]
-        sizes = [[self.rows(i, self.rank) * self.shapes[i][1] for i in self.owned(rank)] for rank in range(self.world)]
-        received = self._exchange(sent, sizes)
-        shards = {
-            i: part for rank in range(self.world) for i, part in zip(self.owned(rank), received[rank], strict=True)
-        }
-        return [shards[i].view(-1, self.shapes[i][1]) for i in range(len(self.shapes))]
-
-    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
-        """Sends each rank its tensors; returns the flat ones of these sizes that come from each."""
-        flat = torch.cat([self.nothing, *(t.flatten() for of_rank in sent for t in of_rank)])
-        lengths = [sum(of_rank) for of_rank in sizes]
-        out = flat.new_empty(sum(lengths))
-        dist.all_to_all_single(out, flat, lengths, [sum(t.numel() for t in of_rank) for of_rank in sent], self.group)
-        return [list(part.split(of_rank)) for part, of_rank in zip(out.split(lengths), sizes, strict=True)]
+    return local(distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None))

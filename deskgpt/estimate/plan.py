@@ -20,7 +20,7 @@ import torch
 
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.distributed import DistContext, open_files
+from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Variant
 from deskgpt.estimate import traffic
 from deskgpt.estimate.fit import USABLE, largest_batch
@@ -189,7 +189,6 @@ def say_size(run: Planned, machine: Machine, ranks: DistContext) -> None:
         sent = traffic.sent_in_step(run.config, split, n, reshard, make, machine.dtype, run.sync_each_batch)
         in_words = [f"{kind} {with_unit(size, BYTES)}" for kind, size in sent.items()]
         ranks.print0(f"each rank sends per step: {', '.join(in_words)}")
-        ranks.print0(f"each rank has at most {open_files(split.world, n):,} files open, which ulimit -Hn must allow")
 
 
 def say_memory(run: Planned, machine: Machine, ranks: DistContext) -> bool:
