@@ -1,6 +1,6 @@
 # The common tasks. tasks.py does the work; without make, call it yourself.
 #
-#   make train                  a first model in a few minutes, and text from it
+#   make train                  a first model in a few minutes, text from it and its report
 #   make train TEXT=input.txt   the same on your own text
 #   make train ARGS="--max_iters=5000 --n_embd=256"   with other settings
 #   make test                   the quick tests
@@ -15,7 +15,10 @@ OUT ?= out-first
 TEXT ?=
 ARGS ?=
 
-.PHONY: train test test-all test-nightly check check-machines qualify
+.PHONY: help train test test-all test-nightly check check-machines qualify
+
+help:
+	@sed -n 's/^#   //p' Makefile
 
 train:
 	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" -- $(ARGS)

@@ -1,6 +1,6 @@
 """Runs the common tasks, and installs what they need. `make` calls this file; without make, type it yourself.
 
-    python tasks.py train                      a first model in a few minutes, and text from it
+    python tasks.py train                      a first model in a few minutes, text from it and its report
     python tasks.py train --text novel.txt     the same on your own text
     python tasks.py train -- --n_embd=256      with other settings of train.py
     python tasks.py test                       the quick tests; with `-- -k word` those with this word in their name
@@ -11,137 +11,97 @@
     python tasks.py qualify                    checks and measures this card; with `-- --stages=0-3` a part of it
 
 All tasks first make a virtual environment, .venv, and install what they need into it. This file uses only the standard
-library, and only syntax and modules of Python 3.6, so that an old Python can say that it is too old.
+library.
 """
+
+from __future__ import annotations
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (an old Python reads this)
+    found = ".".join(map(str, sys.version_info[:3]))
+    sys.exit(f"Python 3.11 or newer is needed, this is {found} at {sys.executable}; name one: make PYTHON=python3.12")
 
 import argparse
 import os
 import shlex
-import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
-NEEDED = (3, 11)
 ROOT = Path(__file__).resolve().parent
-CONSTRAINTS = "constraints.txt"
-REQUIREMENTS = {"run": "requirements.txt", "dev": "requirements-dev.txt"}  # the second includes the first
+sys.path.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves it out
+
+from deskgpt.system import wheels  # noqa: E402
+
+PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
+TASKS = {  # commands of the environment's Python; "..." stands for what follows `--`
+    "test": [[*PYTEST, "not slow and not nightly", "..."]],
+    "test-all": [[*PYTEST, "not nightly", "..."]],
+    "test-nightly": [[*PYTEST, "nightly", "..."], ["bench/check_machines.py"]],
+    "check": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
+    "check-machines": [["bench/check_machines.py"]],
+    "qualify": [["bench/qualify.py", "..."]],
+}
 
 
-def main(argv: list) -> None:
+def main(argv: list[str]) -> None:
     """Runs the task that the command line names. What follows `--` goes to train.py, pytest or qualify.py."""
-    if sys.version_info < NEEDED:
-        sys.exit(too_old(sys.version_info, sys.executable))
-    arguments = argv
-    extra = []
-    if "--" in argv:
-        separator = argv.index("--")
-        arguments = argv[:separator]
-        extra = argv[separator + 1 :]
+    split = argv.index("--") if "--" in argv else len(argv)
+    extra = argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "task", choices=["train", "test", "test-all", "check", "test-nightly", "check-machines", "qualify"]
-    )
+    parser.add_argument("task", choices=["train", *TASKS])
     parser.add_argument("--text", metavar="FILE", default="", help="train on this file, not on Shakespeare's plays")
-    parser.add_argument(
-        "--out", metavar="FOLDER", default="out-first", help="where the run is saved (default: %(default)s)"
-    )
-    parser.add_argument("--venv", metavar="FOLDER", default=".venv", help="the environment (default: %(default)s)")
-    args = parser.parse_args(arguments)
-    text = os.path.abspath(args.text) if args.text else ""
+    parser.add_argument("--out", metavar="FOLDER", default="out-first", help="where the run is saved")
+    parser.add_argument("--venv", metavar="FOLDER", default=".venv", help="the environment")
+    args = parser.parse_args(argv[:split])
+    text = os.path.abspath(os.path.expanduser(args.text)) if args.text else ""
     if text and not os.path.isfile(text):  # checked before minutes of installing
         sys.exit(f"error: cannot read {args.text}: there is no such file; is its name right?")
     os.chdir(ROOT)
-    venv = ROOT / args.venv
+    python = install(ROOT / args.venv, "requirements.txt" if args.task == "train" else "requirements-dev.txt")
     if args.task == "train":
-        python = install(venv, "run")
         train(python, text, args.out, extra)
-        return
-    python = install(venv, "dev")
-    if args.task == "check":
-        run(python, "-m", "ruff", "check", ".")
-        run(python, "-m", "ruff", "format", "--check", ".")
-        run(python, "-m", "mypy")
-    if args.task == "test":
-        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "not slow and not nightly", *extra)
-    if args.task == "test-all":
-        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "not nightly", *extra)
-    if args.task == "test-nightly":
-        run(python, "-m", "pytest", "-n", "2", "--dist=worksteal", "-m", "nightly", *extra)
-    if args.task in ("test-nightly", "check-machines"):
-        run(python, "bench/check_machines.py")
-    if args.task == "qualify":
-        run(python, "bench/qualify.py", *extra)
-
-
-def too_old(version: tuple, executable: str) -> str:
-    """The message for a Python that is older than the scripts need."""
-    needed = ".".join(map(str, NEEDED))
-    found = ".".join(map(str, version[:3]))
-    return (
-        f"Python {needed} or newer is needed, this is {found} at {executable}; "
-        "install it or name one: make PYTHON=python3.12"
-    )
+    for command in TASKS.get(args.task, []):
+        run(python, *[word for part in command for word in (extra if part == "..." else [part])])
 
 
 # ---- the first run -------------------------------------------------------------------------------------------
 
-
-class FirstModel(NamedTuple):
-    """A model for the three minutes of the first run."""
-
-    least_tflops: float  # that matmuls must reach on a CPU for this model to learn most
-    n_layer: int
-    settings: list  # of train.py
-    expected_loss: str  # validation loss on Shakespeare's plays
-
-
-# The largest first. The figures are from bench/results/2026-11-22-first-run.md and 2026-11-26-first-run-zen4.md. Slower
-# machines take few steps, which a lower momentum than the recipe's suits (docs/answers.md#recipes).
+# What to train in three minutes: (device, TFLOP/s that its matmuls must reach, settings, validation loss on Shakespeare's
+# plays). For CPUs the largest model comes first: bench/results/2026-11-22-first-run.md and 2026-11-26-first-run-zen4.md.
+# Slower ones take few steps, which a lower momentum than the recipe's suits (docs/answers.md#recipes).
+FAST = ["config/train_shakespeare_char_fast.py", "--max_iters=1600"]
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
 FIRST_MODELS = (
-    FirstModel(0.7, 4, [], "1.46 to 1.5"),
-    FirstModel(0.4, 3, ["--n_layer=3", *SLOWER], "1.46 to 1.5"),
-    FirstModel(0.1, 2, ["--n_layer=2", *SLOWER], "1.47 to 1.6"),
-    FirstModel(0.0, 1, ["--n_layer=1", *SLOWER], "1.6 to 2"),
+    ("cuda", 0.0, ["config/train_shakespeare_char.py"], "about 1.47 (nanoGPT's figure; not measured on a card here)"),
+    ("mps", 0.0, FAST, "about 1.5 (expected; not measured on an Apple GPU)"),
+    ("cpu", 0.7, FAST, "1.46 to 1.5"),
+    ("cpu", 0.4, [*FAST, "--n_layer=3", *SLOWER], "1.46 to 1.5"),
+    ("cpu", 0.1, [*FAST, "--n_layer=2", *SLOWER], "1.47 to 1.6"),
+    ("cpu", 0.0, [*FAST, "--n_layer=1", *SLOWER], "1.6 to 2"),
 )
 
 
-def train(python: Path, text: str, out: str, settings: list) -> None:
-    """Prepares data, trains a small model on it for about three minutes and prints text from it."""
+def train(python: Path, text: str, out: str, extra: list[str]) -> None:
+    """Prepares data, trains a small model on it for about three minutes, prints text from it and writes its report."""
     dataset = prepare(python, text)
-    # As many steps as fit into the three minutes, at most about three epochs of Shakespeare's plays.
-    recipe = ["config/train_shakespeare_char_fast.py", "--max_minutes=3", "--max_iters=1600", *first_model(python)]
-    run(python, "train.py", *recipe, "--dataset=" + dataset, "--out_dir=" + out, *settings)
-    run(python, "sample.py", "--out_dir=" + out, "--num_samples=3", "--max_new_tokens=300")
-
-
-def first_model(python: Path) -> list:
-    """Settings of the model that learns most in three minutes here, chosen by how fast matmuls are."""
     print0("measuring how fast this machine multiplies matrices")
     code = "from deskgpt.system import hardware, peaks; device = hardware.resolve_device('auto'); "
-    code += "print(device.type, peaks.fastest_matmul(device))"
+    code += "print(device.type, peaks.fastest_matmul(device) / 1e12)"
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return []  # train.py will say what is wrong
-    words = done.stdout.split()
-    device = words[0]
-    tflops = float(words[1]) / 1e12
-    model = first_model_for(device, tflops)
-    layers = "1 layer" if model.n_layer == 1 else f"{model.n_layer} layers"
-    print0(f"matmuls reach {tflops:.2g} TFLOP/s on {device}: training a model of {layers} for three minutes;")
-    print0(f"on Shakespeare's plays its validation loss is then about {model.expected_loss}")
-    return model.settings
-
-
-def first_model_for(device: str, tflops: float) -> FirstModel:
-    """The largest model that such a machine trains well in three minutes; a GPU always trains the largest."""
-    for model in FIRST_MODELS:
-        if device != "cpu" or tflops >= model.least_tflops:
-            return model
-    return FIRST_MODELS[-1]
+    device, tflops = done.stdout.split() if done.returncode == 0 else ("cpu", "0")  # train.py prints what is wrong
+    settings, loss = next(
+        (settings, loss) for kind, least, settings, loss in FIRST_MODELS if kind == device and float(tflops) >= least
+    )
+    print0(f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}: training with {' '.join(settings)}")
+    if not extra:
+        expected = f", after which its validation loss is {loss}" if dataset == "shakespeare_char" else ""
+        print0(f"this takes about three minutes{expected}")
+    run(python, "train.py", *settings, "--max_minutes=3", f"--dataset={dataset}", f"--out_dir={out}", *extra)
+    run(python, "sample.py", f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=300")
+    if call(python, "bench/report.py", out, "--samples", "0") == 0:
+        print0(f"the run's curves and figures: {Path(out).absolute() / 'report.html'}")
 
 
 def prepare(python: Path, text: str) -> str:
@@ -149,20 +109,12 @@ def prepare(python: Path, text: str) -> str:
     if text:
         run(python, "data/text/prepare.py", text, "--name", "own_text")
         return "own_text"
-    shakespeare = ROOT / "data" / "shakespeare_char"
-    python_source = ROOT / "data" / "python_char"
-    if (shakespeare / "val.bin").exists():
+    if (ROOT / "data" / "shakespeare_char" / "val.bin").exists():
         return "shakespeare_char"
-    if (python_source / "val.bin").exists() and not (shakespeare / "input.txt").exists():
-        return "python_char"
     print0("preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives up after 20 seconds")
-    command = [str(python), "data/shakespeare_char/prepare.py"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    output = done.stdout.strip()
-    if done.returncode == 0:
-        print0(output)
+    if call(python, "data/shakespeare_char/prepare.py") == 0:
         return "shakespeare_char"
-    print0(f"No Shakespeare ({output}): training on the source code of Python's standard library instead.")
+    print0("No Shakespeare, see above: training on the source code of Python's standard library instead.")
     run(python, "data/python_char/prepare.py")
     return "python_char"
 
@@ -170,97 +122,53 @@ def prepare(python: Path, text: str) -> str:
 # ---- the environment -----------------------------------------------------------------------------------------
 
 
-def install(venv: Path, kind: str) -> Path:
-    """The environment's Python, after installing the packages of this kind: "run", or "dev", which includes "run".
-
-    Where an installation succeeded, the environment keeps its requirements, so that they are installed again when they
-    have changed.
-    """
-    python = python_of(venv)
-    if python.exists() and is_installed(venv, kind):
-        return python
-    make_environment(venv)
-    packages = "torch and the other packages"
-    if kind == "dev":
-        packages += ", also the ones that tests need,"
+def install(venv: Path, requirements: str) -> Path:
+    """The environment's Python, with the packages of this file, installed again when the files have changed."""
+    python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    names = ["constraints.txt", "requirements.txt", "requirements-dev.txt"]
+    wanted = "\n".join((ROOT / name).read_text() for name in names)
+    installed = {name: venv / f".installed-{name}" for name in names}
+    for name in {requirements, "requirements-dev.txt"}:  # the latter includes the former
+        if python.exists() and installed[name].exists() and installed[name].read_text() == wanted:
+            return python
+    again = f"delete {venv} and start again, or name another folder: make VENV=.venv-2"
+    if venv.exists() and not python.exists():
+        sys.exit(f"error: {venv} is not a whole environment; {again}")
+    if not venv.exists() and call(sys.executable, "-m", "venv", venv):
+        sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
+    gpu = wheels.nvidia_gpu()
+    wheel, why = wheels.wheel_for(gpu)
     print0(
-        f"installing {packages} into {venv.name}: a few minutes the first time; pip is silent while it unpacks torch"
+        f"{why}. Installing {requirements} into {venv.name}: about {wheel.gb + 0.5:.1f} GB to download, a few minutes"
     )
-    if sys.platform == "linux" and not shutil.which("nvidia-smi") and not os.environ.get("PIP_EXTRA_INDEX_URL"):
-        print0("no NVIDIA card was found: docs/install.md explains how to get a much smaller torch")
-    options = ["--disable-pip-version-check"]
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements, "-c", names[0]]
     if not sys.dont_write_bytecode:
-        # pip would compile all modules; Python compiles the small part that is imported, once, since it keeps that.
-        options.append("--no-compile")
-    files = ["-r", REQUIREMENTS[kind], "-c", CONSTRAINTS]
-    code = call(python, "-m", "pip", "install", *options, *files)
-    if code:
-        # Without a network pip reports "conflicting dependencies", because it finds nothing that fits the constraints.
-        sys.exit(
-            f"error: pip could not install {REQUIREMENTS[kind]} into {venv}, see above; is there a network, and "
-            f"is there a torch for Python {sys.version.split()[0]} on this system? If so, run this again"
-        )
-    for installed in ["run"] if kind == "run" else ["run", "dev"]:
-        installed_file(venv, installed).write_text(requirements(installed))
+        command.append("--no-compile")  # Python compiles the small part that is imported, once, since it keeps that
+    if "index" not in os.popen(f'"{python}" -m pip config list').read() and sys.platform != "darwin":
+        command += ["--extra-index-url", f"{wheels.INDEX}/{wheel.name}"]  # unless the user has chosen one
+    if call(*command):
+        sys.exit(f"error: pip could not install {requirements}, see above; is there a network? If so, {again}")
+    if gpu and call(python, "-c", "from deskgpt.system.hardware import unused_gpu as f; r = f(); r and exit(r)"):
+        print0("torch does not use the card, see above: training will run on the CPU")
+    installed[requirements].write_text(wanted)
     return python
-
-
-def is_installed(venv: Path, kind: str) -> bool:
-    """Whether all packages of this kind are installed as the requirements are now."""
-    path = installed_file(venv, kind)
-    return path.exists() and path.read_text() == requirements(kind)
-
-
-def installed_file(venv: Path, kind: str) -> Path:
-    """The file that keeps the requirements of this kind as they were installed."""
-    return venv / ("." + kind)
-
-
-def requirements(kind: str) -> str:
-    """The text of the files that list the packages of this kind."""
-    names = [CONSTRAINTS, REQUIREMENTS["run"], REQUIREMENTS[kind]]
-    return "\n".join((ROOT / name).read_text() for name in names)
-
-
-def make_environment(venv: Path) -> None:
-    """Makes a virtual environment in this folder, completes one without pip, and clears one whose Python is gone."""
-    python = python_of(venv)
-    if python.exists() and call(python, "-m", "pip", "--version", quiet=True) == 0:
-        return
-    if venv.exists() and not (venv / "pyvenv.cfg").exists():
-        sys.exit(f"error: {venv} is no virtual environment; name another folder: make VENV=.venv-2")
-    print0(f"making the environment {venv.name}")
-    options = [] if python.exists() else ["--clear"]
-    code = call(sys.executable, "-m", "venv", *options, venv)
-    if code:
-        sys.exit(f"error: {sys.executable} -m venv could not make {venv}: see above")
-
-
-def python_of(venv: Path) -> Path:
-    """The environment's own Python."""
-    if os.name == "nt":
-        return venv / "Scripts" / "python.exe"
-    return venv / "bin" / "python"
-
-
-# ---- commands ------------------------------------------------------------------------------------------------
 
 
 def run(*command: object) -> None:
     """Prints a command and runs it; if it fails, ends this script with the command's exit status."""
-    shown = " ".join(shlex.quote(str(word)) for word in command)
-    print0("+ " + shown.replace(str(ROOT) + os.sep, ""))
+    print0("+ " + shlex.join(map(str, command)).replace(str(ROOT) + os.sep, ""))
     code = call(*command)
-    if code < 0:  # a signal ended it; a shell's status is then 128 + the signal's number
-        sys.exit(128 - code)
-    if code > 0:
-        sys.exit(code)
+    if code:
+        sys.exit(128 - code if code < 0 else code)  # as a shell, where a signal ended it
 
 
-def call(*command: object, quiet: bool = False) -> int:
-    """Runs a command and returns its exit status; its output is shown unless quiet."""
-    output = subprocess.DEVNULL if quiet else None
-    return subprocess.run([str(word) for word in command], stdout=output, stderr=output).returncode
+def call(*command: object) -> int:
+    """Runs a command and returns its exit status. Signals that would end this process end the command instead."""
+    process = subprocess.Popen([str(word) for word in command])
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, _: process.send_signal(number))
+    return process.wait()
 
 
 def print0(line: str) -> None:

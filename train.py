@@ -11,6 +11,11 @@ what the terminal shows.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 from deskgpt.run.stopping import StopController, signal_handler
 from deskgpt.system.terminal import open_standard_files
 
@@ -21,12 +26,10 @@ if __name__ == "__main__":
 import functools
 import math
 import os
-import sys
 import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np

@@ -33,13 +33,13 @@ class Wheel:
     lowest: tuple[int, int]  # compute capability of the cards that it has kernels for
     highest: tuple[int, int]
     last_torch: str = ""  # the last version that has it
-    gb: float = 0.0  # to download, with CUDA's libraries
+    gb: float = 0.0  # to download, with CUDA's libraries, roughly
 
 
 # The first that serves a card is taken. CUDA 12.6 runs on every driver for CUDA 12.
 WHEELS = (
-    Wheel("cu130", (13, 0), (7, 5), (12, 1), gb=2.3),  # GTX 16, RTX 20 and newer; driver 580 or newer
-    Wheel("cu126", (12, 0), (5, 0), (9, 0), "2.14", gb=2.9),  # Maxwell, Pascal, Volta; newer ones with an older driver
+    Wheel("cu130", (13, 0), (7, 5), (12, 1), gb=3.0),  # GTX 16, RTX 20 and newer; driver 580 or newer
+    Wheel("cu126", (12, 0), (5, 0), (9, 0), "2.14", gb=3.0),  # Maxwell, Pascal, Volta; newer ones with an older driver
 )
 CPU = Wheel("cpu", (0, 0), (0, 0), (0, 0), gb=0.2)
 
