@@ -1,8 +1,9 @@
-"""Documents as a stream: rows of parquet and jsonl files, whole txt files, on this machine or on the hub."""
+"""Documents as a stream: rows of parquet and jsonl files, documents of txt files, on this machine or on the hub."""
 
 from __future__ import annotations
 
 import glob
+import io
 import itertools
 import json
 import os
@@ -14,11 +15,11 @@ from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from data.tokenizer import pieces_of_lines
+from data.text_files import check_text, expanded
+from data.tokenizer import END_OF_TEXT, pieces_of_lines, valid_unicode
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
 PACKED = (".gz", ".zst")
-PACKED_RATIO = 3  # bytes of text per byte of a packed file, about
 ATTEMPTS = 9  # at one place of the source, each of them with the attempts that the hub's own library makes
 LONGEST_PAUSE_S = 60  # between attempts: 1, 2, 4 ... 60, 60 seconds
 
@@ -34,9 +35,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of documents, local or hf:// URLs: rows of parquet and lines of jsonl files, whole txt files.
+    """Files of documents, local or hf:// URLs: rows of parquet and lines of jsonl files, documents of txt files.
 
-    A txt file's rows are pieces of it; its line ends become "\\n".
+    A txt file is one document, or several if lines with <|endoftext|> separate them. Its rows are pieces of documents,
+    and its line ends become "\\n".
     """
 
     name: str  # as meta.json records it
@@ -45,17 +47,16 @@ class Source:
     revision: str | None = None  # of a data set on the hub
 
     def rows(self, file: int, row: int) -> Iterator[Row]:
-        """The rows from there on. Waits and tries again where the network fails.
+        """The rows from there on. Waits and tries again if the network fails.
 
-        Raises ValueError where the network keeps failing or a file is damaged.
+        Raises ValueError if the network keeps failing or a file is damaged.
         """
         failures = 0
         while file < len(self.files):
             path = self.files[file]
-            is_text = format_of(path) == "text"
             try:
-                for text in self._texts(path, row):
-                    yield Row(file, row, not is_text or row == 0, text)
+                for begins, text in self._texts(path, row):
+                    yield Row(file, row, begins, text)
                     row += 1
                     failures = 0
                 file += 1
@@ -64,46 +65,37 @@ class Source:
                 raise
             except Exception as e:  # the hub's, its HTTP client's, pyarrow's and json's errors share no class
                 if not is_network_fault(e):
-                    raise self.unreadable(path, e) from None
+                    raise self._unreadable(path, row, e) from None
                 failures += 1
                 wait_or_give_up(e, failures)
 
-    def unreadable(self, path: str, e: Exception) -> ValueError:
-        """The error to raise after reading path has raised e."""
-        reason = first_line(e)
-        if isinstance(e, KeyError) or "No match for FieldRef" in reason:
-            return ValueError(f"{path} has no column {self.text_column!r}; name the one with the text: --text_column")
-        return ValueError(
-            f"{path} cannot be read as {format_of(path)} ({reason}); repair it or leave it out; finished shards are "
-            "kept"
-        )
-
-    def _texts(self, path: str, first: int) -> Iterator[str]:
-        """The texts of one file from row `first` on."""
-        import datasets
-
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, over many lines, the errors it raises
+    def _texts(self, path: str, first: int) -> Iterator[tuple[bool, str]]:
+        """(whether a document begins, text) of the rows of one file from row `first` on."""
         kind = format_of(path)
         if kind == "parquet":
-            yield from self._texts_of_parquet(path, first)
+            for text in self._texts_of_parquet(path, first):
+                yield True, text
             return
+        import fsspec
+
         if path.endswith(".zst"):
-            import zstandard  # noqa: F401 (`datasets` unpacks with it: if it is missing, this line says so)
-        options = {"sample_by": "line", "keep_linebreaks": True}
-        stream = datasets.load_dataset("text", data_files=as_patterns(path), split="train", streaming=True, **options)
-        lines = (row["text"] for row in stream)
-        # Read jsonl line by line: as a table, its other columns would have to keep their types.
-        texts = pieces_of_lines(lines) if kind == "text" else map(self._text_of_json, lines)
-        yield from itertools.islice(texts, first, None)
+            import zstandard  # noqa: F401 (fsspec unpacks with it: if it is missing, this line says so)
+        with fsspec.open(path, "rb", compression="infer") as file:
+            if kind == "json":
+                texts = ((True, self._text_of_json(line)) for line in io.BufferedReader(file))
+            else:
+                texts = pieces_of_documents(path, io.TextIOWrapper(file, encoding="utf-8-sig"))
+            yield from itertools.islice(texts, first, None)
 
     def _texts_of_parquet(self, path: str, first: int) -> Iterator[str]:
         import datasets
         from pyarrow import types
         from pyarrow.dataset import ParquetFragmentScanOptions
 
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, over many lines, the errors it raises
         stream = datasets.load_dataset(
             "parquet",
-            data_files=as_patterns(path),
+            data_files=[path if "://" in path else glob.escape(path)],  # which it takes for a pattern
             split="train",
             streaming=True,
             columns=[self.text_column],
@@ -116,25 +108,45 @@ class Source:
         for table in stream.with_format("arrow").iter(batch_size=64):
             column = table[self.text_column]
             kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-            if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
+            is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+            if not (is_text or types.is_null(kind)):
                 raise ValueError(f"column {self.text_column} holds {column.type}, not text")
             for text in column.to_pylist():
                 yield text or ""
 
-    def _text_of_json(self, line: str) -> str:
+    def _text_of_json(self, content: bytes) -> str:
         """The text of a line of a jsonl file; none in an empty line. Raises ValueError, KeyError."""
-        if line.isspace():
+        line = content.decode("utf-8-sig")  # -sig: some editors put a mark first
+        if not line.strip():
             return ""
-        value = json.loads(line.lstrip("\ufeff"))
-        text = value[self.text_column] if isinstance(value, dict) else value
-        if not isinstance(value, dict) or not isinstance(text, str | None):
-            raise ValueError(f"a line holds {type(text).__name__}, not an object with text in {self.text_column}")
-        return (text or "").encode("utf-8", "replace").decode()  # json can spell halves of surrogate pairs
+        # Read line by line: as a table, the other columns would have to keep their types.
+        value = json.loads(line)
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds {type(value).__name__}, not an object")
+        text = value[self.text_column]
+        if not isinstance(text, str | None):
+            raise ValueError(f"{self.text_column} holds {type(text).__name__}, not text")
+        return valid_unicode(text or "")
+
+    def _unreadable(self, path: str, row: int, e: Exception) -> ValueError:
+        """The error to raise after reading this row of path has raised e."""
+        kind = format_of(path)
+        place = f"{path}, line {row + 1}," if kind == "json" else path
+        reason = e.msg if isinstance(e, json.JSONDecodeError) else first_line(e)
+        if isinstance(e, KeyError) or "No match for FieldRef" in reason:
+            return ValueError(f"{place} has no column {self.text_column!r}; name the one with the text: --text_column")
+        return ValueError(
+            f"{place} cannot be read as {kind} ({reason}); repair it or leave it out; finished shards are kept"
+        )
 
 
-def as_patterns(path: str) -> list[str]:
-    """The patterns that `datasets` takes for the one file with this very name, or for a URL."""
-    return [path if "://" in path else glob.escape(path)]
+def pieces_of_documents(path: str, lines: Iterator[str]) -> Iterator[tuple[bool, str]]:
+    """(whether a document begins, piece of text) of a text that comes line by line."""
+    for is_separator, document in itertools.groupby(lines, lambda line: line.rstrip() == END_OF_TEXT):
+        if not is_separator:
+            for number, piece in enumerate(pieces_of_lines(document)):
+                check_text(path, piece)
+                yield number == 0, piece
 
 
 def format_of(path: str) -> str:
@@ -153,9 +165,9 @@ def format_of(path: str) -> str:
 
 
 def local_source(paths: list[Path], text_column: str) -> Source:
-    """Files, and all readable files in folders, in name order. Raises ValueError where there are none."""
+    """Files, and all readable files in folders, in name order. Raises ValueError if there are none."""
     files: list[Path] = []
-    for path in paths:
+    for path in expanded(paths):
         if not path.exists():
             raise ValueError(f"--source {path} does not exist")
         found = [p for p in path.rglob("*") if is_documents(path, p)] if path.is_dir() else [path]
@@ -181,27 +193,6 @@ def is_documents(folder: Path, path: Path) -> bool:
         return False
 
 
-def text_bytes(source: Source) -> int:
-    """Bytes of text in local files, about. Raises ValueError where a parquet file is damaged."""
-    from pyarrow import ArrowException
-    from pyarrow.parquet import read_metadata
-
-    total = 0
-    for path in source.files:
-        if format_of(path) != "parquet":
-            total += os.path.getsize(path) * (PACKED_RATIO if path.endswith(PACKED) else 1)
-            continue
-        try:
-            metadata = read_metadata(path)
-        except (ArrowException, OSError) as e:
-            raise source.unreadable(path, e) from None
-        for group in range(metadata.num_row_groups):
-            for column in metadata.row_group(group).to_dict()["columns"]:
-                if column["path_in_schema"] == source.text_column:
-                    total += column["total_uncompressed_size"]
-    return total
-
-
 # ---- network -------------------------------------------------------------------------------------------------
 
 
@@ -221,9 +212,9 @@ def is_network_fault(e: BaseException) -> bool:
 
 
 def retried(call: Callable[[], Result]) -> Result:
-    """The result of call, which is repeated where the network fails.
+    """The result of call, which is repeated if the network fails.
 
-    Raises ValueError where the network keeps failing or the hub refuses.
+    Raises ValueError if the network keeps failing or the hub refuses.
     """
     from huggingface_hub.utils import logging
 
@@ -257,5 +248,5 @@ def wait_or_give_up(e: Exception, failures: int) -> None:
 
 
 def first_line(e: Exception) -> str:
-    """What e says, in one line of at most 160 characters; its class where it says nothing."""
+    """What e says, in one line of at most 160 characters; its class if it says nothing."""
     return (str(e).strip() or type(e).__name__).splitlines()[0][:160]

@@ -1,19 +1,18 @@
 """Documents to shards of token ids: tokenized in several threads, continued where an earlier run stopped.
 
 The shards of a folder, or of each part of it, are one sequence of tokens, cut every `shard_tokens`; each document
-begins with the tokenizer's end-of-text token. meta.json, or the part's own record, says for each shard where in the
-source it ends, so that any of them can be made again, byte for byte, without those before it.
+begins with the tokenizer's end-of-text token. meta.json, or the part's own record, has for each shard the place in the
+source where it ends, so that any of them can be made again, byte for byte, without those before it.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import multiprocessing
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,15 +37,6 @@ class Position(NamedTuple):
     used: int  # tokens of the row before this place
 
 
-class Encoded(NamedTuple):
-    """A row with token ids instead of its text."""
-
-    file: int
-    row: int
-    begins: bool
-    ids: Ids
-
-
 # ---- tokenizing ----------------------------------------------------------------------------------------------
 
 
@@ -56,52 +46,42 @@ class TokenStream:
     def __init__(self, source: Source, tokenizer: Tokenizer, threads: int, position: Position) -> None:
         self.position = position  # of the next token
         self.documents = 0  # begun so far
-        self._skip = position.used  # tokens to leave out of the next row
-        self._begins = False  # whether a document begins with the row at hand
         self._ids = np.zeros(0, np.uint16)  # the tokens left of the row at hand
-        tokenizer.encode_batch(["x"])  # builds what it needs, before several threads ask for it
+        self._begins = False  # whether a document begins with them
         self._rows = encoded_rows(source, tokenizer, threads, position)
-
-    def at_end(self) -> bool:
-        """Whether no tokens are left."""
-        while not len(self._ids):
-            encoded = next(self._rows, None)
-            if encoded is None:
-                return True
-            self._begin(encoded)
-        return False
 
     def take(self, at_most: int) -> Ids:
         """The next tokens of one row, no more than at_most; none at the end of the source."""
-        if self.at_end():
-            return self._ids
+        while not len(self._ids):
+            row, ids = next(self._rows, (None, None))
+            if row is None or ids is None:
+                return self._ids
+            used = self.position.used if (row.file, row.row) == self.position[:2] else 0
+            self.position = Position(row.file, row.row, used)
+            self._ids = ids[used:]
+            self._begins = row.begins and used == 0
         taken = self._ids[:at_most]
         self._ids = self._ids[at_most:]
-        file, row, used = self.position
-        self.documents += self._begins and used == 0
-        row_is_used_up = len(self._ids) == 0
-        self.position = Position(file, row + 1, 0) if row_is_used_up else Position(file, row, used + len(taken))
+        self.documents += self._begins
+        self._begins = False
+        file, row_number, used = self.position
+        more = len(self._ids) > 0
+        self.position = Position(file, row_number, used + len(taken)) if more else Position(file, row_number + 1, 0)
         return taken
 
     def close(self) -> None:
         self._rows.close()
 
-    def _begin(self, encoded: Encoded) -> None:
-        """Makes this row the one at hand."""
-        self._begins = encoded.begins
-        self.position = Position(encoded.file, encoded.row, self._skip)
-        self._ids = encoded.ids[self._skip :]
-        self._skip = 0
-
 
 def encoded_rows(
     source: Source, tokenizer: Tokenizer, threads: int, position: Position
-) -> Generator[Encoded, None, None]:
-    """The rows of a source, encoded ahead in several threads. Raises ValueError where the source cannot be read."""
+) -> Generator[tuple[Row, Ids], None, None]:
+    """The rows of a source with their ids, encoded ahead in several threads. Raises ValueError as Source.rows."""
     # Threads, not processes: tiktoken releases Python's lock, and one thread of fastokens is faster than reading and
     # writing. Nothing is copied between processes, and no process is left when this one is killed.
+    tokenizer.encode_batch(["x"])  # builds what it needs, before several threads ask for it
     pool = ThreadPoolExecutor(threads)
-    waiting = deque[Future[list[Encoded]]]()
+    waiting = deque[Future[list[tuple[Row, Ids]]]]()
     try:
         for task in tasks(source.rows(position.file, position.row)):
             waiting.append(pool.submit(encode_rows, tokenizer, task))
@@ -128,47 +108,49 @@ def tasks(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield held
 
 
-def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[Encoded]:
-    """Rows with token ids instead of their text; empty documents have none."""
+def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[tuple[Row, Ids]]:
+    """Rows with their token ids; empty documents have none."""
     pieces_of_rows = [pieces(row.text) for row in rows]
-    encoded = iter(tokenizer.encode_batch([piece for of_row in pieces_of_rows for piece in of_row]))
-    end_of_text = np.array([tokenizer.end_of_text], np.uint16)
-    nothing = np.zeros(0, np.uint16)
+    encoded = iter(tokenizer.encode_batch(list(itertools.chain(*pieces_of_rows))))
     out = []
     for row, of_row in zip(rows, pieces_of_rows, strict=True):
-        parts = [end_of_text if row.begins and row.text else nothing]
-        for _ in of_row:
-            parts.append(next(encoded))
-        out.append(Encoded(row.file, row.row, row.begins, np.concatenate(parts)))
+        begin = [tokenizer.end_of_text] if row.begins and row.text else []
+        out.append((row, np.concatenate([np.array(begin, np.uint16), *itertools.islice(encoded, len(of_row))])))
     return out
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def plan(val_tokens: int, train_tokens: float, shard_tokens: int, part: str = "") -> Iterator[tuple[str, int]]:
+def plan(val_tokens: int, train_tokens: float, shard_tokens: int, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Names and sizes of the shards: val_000000.bin, then train_000001.bin and so on; train_tokens may be inf.
 
-    part: stands before the numbers.
+    prefix: stands before the numbers.
     """
     number = itertools.count()
-    for split, split_tokens in (("val", val_tokens), ("train", train_tokens)):
-        left = split_tokens
+    for split, left in (("val", val_tokens), ("train", train_tokens)):
         while left > 0:
-            yield f"{split}_{part}{next(number):06}.bin", int(min(shard_tokens, left))
+            yield f"{split}_{prefix}{next(number):06}.bin", int(min(shard_tokens, left))
             left -= shard_tokens
 
 
 def is_there(path: Path, size: int, entry: Entry) -> bool:
     """Whether the file has the tokens of its entry, and these are at least `size` or all that the source has."""
-    if not entry:
-        return False
     try:
-        tokens = len(read_tokens(path))
+        tokens = len(read_tokens(path)) if entry else None
     except (OSError, ValueError):
         return False
-    enough = entry["tokens"] >= size or "last" in entry
-    return tokens == entry["tokens"] and enough
+    return tokens is not None and tokens == entry["tokens"] and (tokens >= size or "last" in entry)
+
+
+def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: dict[str, Entry]) -> bool:
+    """Whether folder holds every one of the shards, or all that its source has."""
+    for name, size in shards:
+        if not is_there(folder / name, size, entries.get(name, {})):
+            return False
+        if "last" in entries[name]:
+            break
+    return True
 
 
 def write_shards(
@@ -179,82 +161,74 @@ def write_shards(
     shards: Iterable[tuple[str, int]],
     damaged: list[str],
     threads: int,
-    total: float = math.inf,
     record: str = "meta.json",
 ) -> None:
     """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
 
-    The last one that the source fills is marked "last" there. `total` tokens are expected, inf if that is not known.
-    Raises ValueError where the source cannot be read or has changed, OSError where folder cannot be written.
+    The last one that the source fills is marked "last" there. Raises ValueError if the source cannot be read or has
+    changed, OSError if folder cannot be written.
     """
     entries: dict[str, Entry] = meta["files"]
     position = Position(0, 0, 0)
     previous: str | None = None  # name of the shard before this one
     stream: TokenStream | None = None
-    with progress_bar(total) as bar:
-        try:
-            for name, size in shards:
-                old = entries.get(name, {})
-
-                # ---- a shard that is there: go on after it ----
-                if is_there(folder / name, size, old) and name not in damaged:
-                    bar.update(old["tokens"])
-                    position = Position(*old["end"])
-                    previous = name
-                    if stream:  # which is still before this shard
-                        stream.close()
-                        stream = None
-                    if "last" in old:
-                        break
-                    continue
-
-                # ---- one that is not ----
-                made_alike = bool(old) and (old["tokens"] == size or "last" in old)
-                if stream is None:
-                    stream = TokenStream(source, tokenizer, threads, position)
-                bar.set_description(name)
-                entry = write_shard(folder / name, size, stream, bar, old["sha256"] if made_alike else None)
-                if entry:
-                    entries[name] = entry
-                    previous = name
-                ended = entry is None or entry["tokens"] < size or "last" in old
-                if ended and previous:
-                    entries[previous]["last"] = True
-                write_meta(folder, meta, record)
-                if ended:
-                    break
-        finally:
-            if stream:
+    for name, size in shards:
+        old = entries.get(name, {})
+        if is_there(folder / name, size, old) and name not in damaged:
+            position = Position(*old["end"])
+            previous = name
+            if stream:  # which is still before this shard
                 stream.close()
+                stream = None
+            if "last" in old:
+                break
+            continue
+        made_alike = bool(old) and (old["tokens"] == size or "last" in old)
+        stream = stream or TokenStream(source, tokenizer, threads, position)
+        entry = write_shard(folder / name, size, stream, old["sha256"] if made_alike else None)
+        if entry:
+            entries[name] = entry
+            previous = name
+        ended = entry is None or entry["tokens"] < size or "last" in old
+        if ended and previous:
+            entries[previous]["last"] = True
+        write_meta(folder, meta, record)
+        if ended:
+            break
+    if stream:
+        stream.close()
 
 
-def write_shard(path: Path, size: int, stream: TokenStream, bar: tqdm, sha256: str | None) -> Entry | None:
+def write_shard(path: Path, size: int, stream: TokenStream, sha256: str | None) -> Entry | None:
     """Writes `size` tokens of the stream, or all that are left; returns the entry for meta.json.
 
     Writes nothing and returns None if no tokens are left. sha256 is the checksum that the file must get, None if it
-    may be any. Raises ValueError where it gets another, OSError where the disk is full.
+    may be any. Raises ValueError if it gets another, OSError if the disk is full.
     """
     t0 = time.perf_counter()
     documents_before = stream.documents
-    if stream.at_end():
+    changed = ValueError(f"{path} would come out unlike before: its source has changed; prepare into another --out")
+    ids = stream.take(size)
+    if not len(ids):
         if sha256 is not None:
-            raise source_has_changed(path)
+            raise changed
         return None
+    bar = tqdm(total=size, desc=path.name, unit="tok", unit_scale=True, disable=None, leave=False, smoothing=0.05)
     try:
-        with replacing(path) as file:
+        with closing(bar), replacing(path) as file:
             file.write(bytes(HEADER_BYTES))  # room for it: the number of tokens is not known yet
             tokens = 0
-            while tokens < size and not stream.at_end():
-                ids = stream.take(size - tokens)
+            while len(ids):
                 file.write(ids.astype("<u2", copy=False).tobytes())
                 tokens += len(ids)
                 bar.update(len(ids))
+                ids = stream.take(size - tokens) if tokens < size else ids[:0]
             file.seek(0)
             file.write(llmc_header(tokens))
             file.flush()
             checksum = file_sha256(Path(file.name))
             if sha256 not in (None, checksum):
-                raise source_has_changed(path)
+                raise changed
     except OSError as e:
         raise OSError(
             f"cannot write {path}: {e.strerror or e}; finished shards are kept: free some disk space and run the same "
@@ -262,19 +236,5 @@ def write_shard(path: Path, size: int, stream: TokenStream, bar: tqdm, sha256: s
         ) from None
     documents = stream.documents - documents_before
     tokens_per_s = tokens / (time.perf_counter() - t0)
-    tqdm.write(f"{path.name}: {tokens:,} tokens, {documents:,} documents, {tokens_per_s:,.0f} tokens/s")
+    print(f"{path.name}: {tokens:,} tokens, {documents:,} documents, {tokens_per_s:,.0f} tokens/s", flush=True)
     return {"tokens": tokens, "documents": documents, "sha256": checksum, "end": stream.position}
-
-
-def source_has_changed(path: Path) -> ValueError:
-    """The error to raise where a shard would differ from the one that meta.json describes."""
-    return ValueError(f"{path} would come out unlike before: its source has changed; prepare into another --out")
-
-
-# ---- what is shown -------------------------------------------------------------------------------------------
-
-
-def progress_bar(total: float) -> tqdm:
-    """A bar of tokens, on a terminal only and not in one of several processes, whose bars would mix."""
-    hidden = True if multiprocessing.parent_process() else None
-    return tqdm(total=total if total < math.inf else None, unit="tok", unit_scale=True, disable=hidden, smoothing=0.05)

@@ -20,7 +20,7 @@ from data.fineweb_edu.prepare import arguments, main
 from data.token_files import read_tokens
 
 PREPARE = "data/fineweb_edu/prepare.py"
-END_OF_TEXT = 255  # of --encoding=bytes
+END_OF_TEXT = 255  # of --tokenizer=bytes
 
 
 def write_documents(path: Path, texts: Sequence[str | None], column: str = "text") -> Path:
@@ -36,7 +36,7 @@ def write_documents(path: Path, texts: Sequence[str | None], column: str = "text
 
 
 def as_bytes(texts: list[str]) -> bytes:
-    """What --encoding=bytes makes of documents, one byte per token."""
+    """What --tokenizer=bytes makes of documents, one byte per token."""
     return b"".join(bytes([END_OF_TEXT]) + text.encode() for text in texts if text)
 
 
@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 Script = Callable[..., Finished]
-SMALL = ("--encoding=bytes", "--shard_tokens=250_000", "--val_tokens=50_000")
+SMALL = ("--tokenizer=bytes", "--shard_tokens=250_000", "--val_tokens=50_000")
 
 
 def fails(done: Finished, *named: object) -> str:

@@ -216,7 +216,7 @@ def test_documents_are_tokenized_by_what_was_trained_on_text_after_val(tmp_path,
     assert "already prepared" in script(PREPARE, "--source", tmp_path / name, *OWN, "--out", tmp_path / "out").out
     prepare = (PREPARE, "--source", tmp_path / name, *OWN)
     fails(script(*prepare, "--vocab_size=701", "--out", tmp_path / "out"), "vocab_size", 700, 701)
-    as_bytes = (PREPARE, "--source", tmp_path / name, *OWN[2:], "--encoding=bytes")
+    as_bytes = (PREPARE, "--source", tmp_path / name, *OWN[2:], "--tokenizer=bytes")
     fails(script(*as_bytes, "--out", tmp_path / "out"), "tokenizer", "bpe", "bytes")
 
 

@@ -108,7 +108,7 @@ def test_network_that_stays_away_says_what_to_run_next(tmp_path, hub):
 @pytest.mark.slow
 @needs_bpe
 def test_pretokenized_shards_are_fetched_as_many_as_needed(tmp_path, hub):
-    small = "p.pretokenized.SHARD_TOKENS, p.pretokenized.TOKENS = 5000, 11234"
+    small = "p.READY_SHARD, p.READY_TOKENS = 5000, 11234"
     done = online(hub, tmp_path, "--pretokenized", "--tokens=4000", setup=small)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"

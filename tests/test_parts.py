@@ -1,4 +1,4 @@
-"""data/fineweb_edu/prepare.py --part, --workers and --merge: a part of the source files by itself."""
+"""data/fineweb_edu/prepare.py --part and --merge: a part of the source files by itself."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_refused, shell
+from conftest import assert_refused, shell
 from fake_hub import SHA, serve
 from fineweb import PREPARE, Script, as_bytes, contents, fails, harm, made, started, write_documents
 
@@ -22,7 +20,7 @@ from data.token_files import read_record, read_tokens
 from data.verify import Verification
 from deskgpt.run import lock
 
-SMALL = ("--encoding=bytes", "--shard_tokens=40_000", "--val_tokens=50_000")
+SMALL = ("--tokenizer=bytes", "--shard_tokens=40_000", "--val_tokens=50_000")
 FILES = ["a.parquet", "b.jsonl", "c.parquet", "d.txt", "e.jsonl.gz", "f.parquet", "g.jsonl"]
 
 
@@ -96,7 +94,7 @@ def test_parts_share_the_tokens_which_can_be_raised_later_and_any_order_makes_th
 
 
 def test_part_without_text_is_empty_and_val_may_take_all_of_the_first(tmp_path, source, texts):
-    options = ("--encoding=bytes", "--shard_tokens=1e6", "--val_tokens=1e6", "--out", tmp_path)
+    options = ("--tokenizer=bytes", "--shard_tokens=1e6", "--val_tokens=1e6", "--out", tmp_path)
     for option in (*(f"--part={number}/9" for number in range(9)), "--merge"):
         made("--source", source, *options, option)
     assert split_tokens(tmp_path, "val").astype(np.uint8).tobytes() == as_bytes(texts[0])
@@ -131,7 +129,7 @@ def test_others_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_p
     folder = tmp_path / "in"
     for i in range(2):
         write_documents(folder / f"{i}.jsonl", texts[i][:50])
-    parts = (PREPARE, "--encoding=bytes", "--source", folder, "--val_tokens=1e4", "--out", tmp_path / "out")
+    parts = (PREPARE, "--tokenizer=bytes", "--source", folder, "--val_tokens=1e4", "--out", tmp_path / "out")
     assert script(*parts, "--shard_tokens=1e4", "--part=0/2").code == 0
     before = everything(tmp_path / "out")
     for option in ("--part=1/2", "--merge"):
@@ -149,7 +147,7 @@ def test_others_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_p
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--workers=2 --encoding=bpe", ["--encoding bpe", "--encoding SMALL"]),
+        ("--part=0/2 --tokenizer=bpe", ["--tokenizer bpe", "--tokenizer SMALL"]),
         ("--merge --pretokenized", ["--merge", "--pretokenized"]),
     ],
 )
@@ -168,7 +166,7 @@ def test_parts_that_there_are_not_are_usage_errors(tmp_path, script: Script, opt
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_killed_workers_leave_the_same_bytes(tmp_path, source):
-    options = ("--encoding=bytes", "--shard_tokens=20_000", "--val_tokens=50_000", "--source", source)
+    options = ("--tokenizer=bytes", "--shard_tokens=20_000", "--val_tokens=50_000", "--source", source)
     for option in ("--part=0/3", "--part=1/3", "--part=2/3", "--merge"):
         made(*options, option, "--out", tmp_path / "whole")
     n_shards = len(list((tmp_path / "whole").glob("*.bin")))
@@ -190,35 +188,6 @@ def test_killed_workers_leave_the_same_bytes(tmp_path, source):
     assert killed > 0  # on a fast machine some end before they are killed
     made(*options, "--merge", "--out", out)
     assert everything(out) == everything(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's record of children")
-def test_ended_parent_leaves_no_worker_and_the_same_command_goes_on(tmp_path, source, whole):
-    command = [sys.executable, PREPARE, "--source", str(source), *SMALL, "--workers=3", "--out", str(tmp_path)]
-    for number, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
-        parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        children: list[str] = []
-        while len(children) < 4:  # three workers, and a helper of Python's
-            time.sleep(0.02)
-            children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        parent.send_signal(number)
-        assert parent.wait() == status
-        end = time.monotonic() + 20
-        while any(is_running(child) for child in children):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stderr == ""
-    assert everything(tmp_path) == everything(whole)
-
-
-def is_running(pid: str) -> bool:
-    """Whether a process is there, and is not one that has ended and that nobody has asked about."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # ---- from the hub -------------------------------------------------------------------------------------------

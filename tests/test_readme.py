@@ -130,10 +130,8 @@ def shortened(command: str, clone: Path) -> str:
         return f"{command} --block_size 32"
     if "fineweb_edu/prepare.py" in command:
         command = command.replace(" --pretokenized", "").replace(" --source folder/", "")
-        if "--workers" in command:  # which warm_python.py cannot start
-            command = command.replace("python", sys.executable, 1)
-        encoding = "" if "--encoding bpe" in command else " --encoding bytes"
-        return f"{command} --source documents.jsonl{encoding} --shard_tokens 5000"
+        tokenizer = "" if "--tokenizer bpe" in command else " --tokenizer bytes"
+        return f"{command} --source documents.jsonl{tokenizer} --shard_tokens 5000"
     if command.startswith("make train"):
         return f'{command} ARGS="{SHORT} --eval_tokens=64"'
     if is_training(command):
