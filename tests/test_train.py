@@ -8,7 +8,7 @@ import re
 import shutil
 import statistics
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,12 +38,14 @@ from data.splits import Split
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
+from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import compiling
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.run.saver import Saver
 from deskgpt.run.settings import resumed_settings
+from deskgpt.run.timer import StepTimer
 from deskgpt.system import peaks
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -414,3 +416,71 @@ def test_evaluation_by_tokens_does_not_depend_on_the_micro_batch(chars, tmp_path
 def test_documents_that_no_token_begins_cannot_be_aligned(chars, tmp_path):
     with pytest.raises(ValueError, match="align_documents=True: .* does not say which token"):
         main(tiny(chars, tmp_path, align_documents=True))
+
+
+# ---- what the end of a run says is true ------------------------------------------------------------------------
+
+
+def end_of(chars, out_dir, capsys, **settings) -> str:
+    capsys.readouterr()
+    main(tiny(chars, out_dir, **settings))
+    return capsys.readouterr().out
+
+
+def test_rare_log_lines_hide_no_training_time(chars, tmp_path):
+    main(tiny(chars, tmp_path / "b", log_interval=100_000, max_iters=30))
+    [end] = events(tmp_path / "b", "end")
+    assert end["train_s"] > 0.01
+
+
+def test_evaluation_that_fails_is_not_booked_as_training():
+    timer = StepTimer(torch.device("cpu"))
+    timer.start()
+    with suppress(ValueError), timer.evaluation():
+        time.sleep(0.2)
+        raise ValueError("damaged")
+    assert timer.train_s() < 0.1 < timer.eval_s
+
+
+def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_best(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path / "base", max_iters=60, eval_interval=60))
+    worse = {"learning_rate": 3.0, "warmup_iters": 0, "grad_clip": 0.0, "init_from": str(tmp_path / "base")}
+    out = end_of(chars, tmp_path / "out", capsys, **worse)
+    best = store.load(tmp_path / "out" / "ckpt_best.pt")
+    assert best.iter_num == 0
+    assert_equal(dict(best.model), weights(tmp_path / "base"))
+    assert store.load(tmp_path / "out" / "ckpt.pt").iter_num == 6
+    assert f"best model of step 0: {tmp_path / 'out' / 'ckpt_best.pt'}" in out
+
+
+def test_error_after_a_failed_save_names_no_checkpoint_that_is_not_there(chars, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(store, "save", full)
+    saver = Saver(tmp_path, print, 9.0)
+    saver.save(Checkpoint({}, {}, {}, 500, 1.0, {}), best=True)
+    assert saver.kept_text() == "no checkpoint was saved yet"
+    assert saver.best_val_loss == 9.0
+
+
+def test_steps_that_are_all_skipped_replace_no_good_checkpoint(chars, tmp_path):
+    main(tiny(chars, tmp_path, dtype="bfloat16"))
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    broken = {"learning_rate": 1e30, "dtype": "bfloat16", "max_iters": 60, "eval_interval": 1, "max_bad_steps": 0}
+    with pytest.raises(ValueError, match="val loss is nan"):
+        main(tiny(chars, tmp_path, init_from="resume", resume_changed=True, **broken))
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_new_minutes_of_a_resumed_run_keep_the_steps_of_a_config_file(chars, tmp_path):
+    main(tiny(chars, tmp_path / "out"))
+    (tmp_path / "config.py").write_text("max_iters = 2000\n")
+    argv = [str(tmp_path / "config.py"), "--max_minutes=5"]
+    assert resumed_settings(TrainConfig, argv, str(tmp_path / "out"))["max_iters"] == 2000
+
+
+def test_ranks_random_streams_differ_between_steps_and_micro_batches():
+    seeds = {train.random_stream(seed, step, number) for seed in (0, 1) for step in range(50) for number in range(50)}
+    assert len(seeds) == 5000
+    assert all(0 <= seed < 2**63 for seed in seeds)
