@@ -32,7 +32,7 @@ def set_up_inductor() -> None:
     import torch._inductor.config as inductor
 
     # At each start inductor checks whether the compiler knows AVX2 and AVX-512. Every compiler that can compile torch's
-    # headers does. The check took 8 of 30 s with an empty cache, 2.5 of 8 s with a warm one (LOG.md, 2026-11-22).
+    # headers does. The check took 8 of 30 s with an empty cache, 2.5 of 8 s with a warm one (docs/decisions.md).
     if "TORCHINDUCTOR_VEC_ISA_OK" not in os.environ:
         inductor.cpp.vec_isa_ok = True
     # Inductor's cache does not tell graphs for AVX2 from those for AVX-512, unless a setting does: a disk that moves to

@@ -58,8 +58,8 @@ SPARE = 0.1  # of the memory stays free with a micro-batch that the user has not
 
 # ---- compiling ----
 # What compiling takes and the share of a step that it saves: round figures of 2 to 6 layers on two cores with AMX
-# (LOG.md, 2026-11-22). They decide whether to try; whether a compiled step is faster is measured. With kernels in C++
-# less is left to save: 8 to 9% for two and three layers of 256 (LOG.md, 2026-11-25), without AMX.
+# (docs/decisions.md). They decide whether to try; whether a compiled step is faster is measured. With kernels in C++
+# less is left to save: 8 to 9% for two and three layers of 256 (docs/decisions.md), without AMX.
 COLD_S = 15.0
 COLD_S_PER_LAYER = 3.0
 WARM_S = 2.0
@@ -672,7 +672,7 @@ def compiled_where_it_pays(s: Tuner, plain: Runner) -> Runner:
         s.ranks.print0(f"compile=auto: not compiling, which {words}")
         return plain  # not even the compiler's name was asked, which takes a second
 
-    # In graphs explicit attention was the faster in bfloat16 with AMX (LOG.md, 2026-11-21), flash attention in float32
+    # In graphs explicit attention was the faster in bfloat16 with AMX (docs/decisions.md), flash attention in float32
     # without it (2026-11-22).
     form = compiled(s, plain.form)
     if s.wanted.attention == "auto" and form.attention != "kernels":

@@ -19,7 +19,7 @@ from model import GPT
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # The five iterations in runs; the matrix itself is multiplied only at the end of a run. Runs of one are least work for
-# a square matrix. For a tall one two runs take less time; in one run bfloat16's rounding grows (LOG.md, 2026-11-25).
+# a square matrix. For a tall one two runs take less time; in one run bfloat16's rounding grows (docs/decisions.md).
 APPLIED_AFTER = {"square": (1, 1, 1, 1, 1), "tall": (3, 2)}
 MOST_GATHERED = 1 << 28  # elements of sharded matrices that are whole at once: 1 GiB
 

@@ -136,7 +136,7 @@ def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
     """A linear layer from many channels to few, with the weight transposed before the matmul, in training.
 
     The weight's gradient is then computed with the wide x as the transposed operand, which takes three quarters of the
-    time of the other way round on a CPU (LOG.md, 2026-11-21).
+    time of the other way round on a CPU (docs/decisions.md).
     """
     if layer.in_features <= layer.out_features or not torch.is_grad_enabled():
         return plain(layer, x)
@@ -359,6 +359,6 @@ def _register_chunked_cross_entropy() -> None:
 def compiled_softmax_() -> Callable[[Tensor, Tensor], Tensor]:
     """softmax_ as one graph, which writes over the logits as it reads them: a chunk then takes no memory but theirs.
 
-    On a CPU with AMX this took the whole loss from 685 to 581 ms (LOG.md, 2026-11-21, equal chunks).
+    On a CPU with AMX this took the whole loss from 685 to 581 ms (docs/decisions.md).
     """
     return torch.compile(softmax_, dynamic=False)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = (ROOT / "model.py", *sorted((ROOT / "deskgpt" / "compute").glob("*.py")))
 
 # How far results may be from plain float32's: |difference| / |expected|. The largest differences of gradients measured
-# over the model's choices and one to twelve layers (LOG.md, 2026-11-22) were 0.038 in bfloat16 and 2.3e-6 in float32.
+# over the model's choices and one to twelve layers (docs/decisions.md) were 0.038 in bfloat16 and 2.3e-6 in float32.
 # Fifteen real and emulated processors are below these limits (bench/results/2026-11-22-check-machines.md). A kernel
 # that loses one of 64 elements is off by 0.12.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "tf32": 0.1}

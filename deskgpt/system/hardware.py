@@ -280,7 +280,7 @@ def keep_freed_memory() -> bool:
     """Makes glibc keep the memory of freed tensors for the next ones; returns whether it does. glibc only.
 
     Otherwise each large tensor gets new pages from the kernel, which zeroes them one by one. That takes longer than
-    many a matmul: a tenth of a step on a CPU (LOG.md, 2026-11-21).
+    many a matmul: a tenth of a step on a CPU (docs/decisions.md).
     """
     if platform.libc_ver()[0] != "glibc":
         return False
