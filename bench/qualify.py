@@ -1,15 +1,15 @@
-"""Checks and measures everything about a card, in at most 25 minutes, and writes a page about it.
+"""Checks and measures a card, in at most 30 minutes, and writes a page about it.
 
     python bench/qualify.py                        # or: make qualify; all stages that are not there yet
-    python bench/qualify.py --stages=0-3,7         # of these, the ones that are not there yet
-    python bench/qualify.py --stages=7 --again     # a stage that is there is measured again
+    python bench/qualify.py --stages=0-3           # of these, the ones that are not there yet
+    python bench/qualify.py --stages=7 --again     # measures a stage again
     python bench/qualify.py --nanogpt=../nanoGPT   # with an unmodified checkout of nanoGPT for stage 10
     python bench/qualify.py --save                 # also writes bench/results/DATE-qualify-CARD.md and .json
 
 Needs no data and no network. docs/qualify.md says what each stage measures. After each stage the results so far are
 written to out-qualify/ as .json and .md; a later call for the same device, torch and commit continues from them. A
-stage that fails is a result too. Without a GPU everything runs on the CPU at toy sizes. Ends with exit status 1 where
-one of the stages asked for has failed, and with 3 where none has, but one ran out of time.
+stage that fails is a result too. Without a GPU everything runs on the CPU at toy sizes. Exit status: 1 if a stage that
+was asked for has failed, 3 if none has failed but one ran out of time.
 """
 
 from __future__ import annotations
@@ -22,123 +22,127 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 import torch
 
-from bench import output
-from bench.qualifying import facts, page, work
-from bench.qualifying.session import CARD, TOY, Session, Sizes
-from bench.qualifying.stages import STAGES, Stage, numbers_of
+from bench import output, stages
 from deskgpt.compute import compiling
 from deskgpt.system import hardware, provenance
 from deskgpt.system.errors import ConfigError, one_line_errors
 
-KILLED = "did not end: its process was killed"
-STATUS_IF_NOT_FINISHED = 3
+
+class Stage(NamedTuple):
+    heading: str
+    limit_s: float  # after which it should end; together at most 30 minutes
+    measure: Callable[[stages.Session], tuple[str, dict[str, Any]]]
 
 
-# ---- results -------------------------------------------------------------------------------------------------
+# Numbers stay: earlier results and commands name them. There is no stage 9.
+STAGES = {
+    0: Stage("Facts", 20, stages.facts),
+    1: Stage("Roofs", 60, stages.roofs),
+    2: Stage("Parity with float32 on the CPU", 150, stages.parity),
+    3: Stage("Tests on the card", 300, stages.tests),
+    4: Stage("Micro-batches: memory and speed", 400, stages.batches),
+    5: Stage("Ways to run a step", 300, stages.ways),
+    6: Stage("Where a step's time goes", 90, stages.breakdown),
+    7: Stage("Whole steps of four configs", 240, stages.steps),
+    8: Stage("Sampling", 60, stages.sampling),
+    10: Stage("nanoGPT beside it", 180, stages.nanogpt),
+}
 
 
-@dataclass
-class Report:
-    """What is known about a card; kept in out_dir, in files named after device, torch and commit."""
+class Results:
+    """The stages measured so far, kept in out_dir in files named after device, torch and commit."""
 
-    out_dir: Path
-    about: dict[str, Any]  # as output.about has it
-    sizes: Sizes
-    commands: list[str] = field(default_factory=list)
-    entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by stage: seconds, result and text, or error
+    def __init__(self, out_dir: Path, about: dict[str, Any], is_toy: bool) -> None:
+        """Reads the results of earlier calls. Raises ValueError where they are damaged."""
+        self.out_dir = out_dir
+        self.about = about
+        self.is_toy = is_toy
+        self.name = file_name(f"{about['device']}-torch-{about['versions']['torch']}-{about['git_commit']}")
+        self.commands: list[str] = []
+        self.entries: dict[int, dict[str, Any]] = {}  # by stage: seconds, text and figures, or error
+        path = out_dir / f"{self.name}.json"
+        if path.exists():
+            try:
+                earlier = json.loads(path.read_text(encoding="utf-8"))
+                self.commands = earlier["commands"]
+                self.entries = {int(number): entry for number, entry in earlier["stages"].items()}
+            except (ValueError, KeyError, AttributeError):
+                raise ValueError(f"{path} is damaged: remove it, and the stages are measured again") from None
 
-    def name(self) -> str:
-        about = self.about
-        return file_name(f"{about['device']}-torch-{about['versions']['torch']}-{about['git_commit']}")
+    def as_markdown(self) -> str:
+        parts = [f"# {self.about['device']}", output.about(self.about)]
+        if self.is_toy:
+            parts.append("**Toy sizes: without a card, these figures only show that the code runs.**")
+        parts.append("\n".join(["```sh", *self.commands, "```"]))
+        for number, stage in STAGES.items():
+            if number in self.entries:
+                parts += [f"## {number}. {stage.heading}", section(self.entries[number])]
+        missing = [str(number) for number in STAGES if number not in self.entries]
+        if missing:
+            parts.append(f"Not measured: stages {', '.join(missing)}.")
+        best = self.entries.get(4, {}).get("figures", {}).get("best")
+        if best and not self.is_toy:
+            steps = stages.CARD_SEQUENCES // best
+            line = f"python train.py config/train_fineweb_125m.py --batch_size={best}"
+            parts.append(f"To train:\n\n```sh\n{line} --gradient_accumulation_steps={steps}\n```")
+        return "\n\n".join(parts) + "\n"
 
-    def read(self) -> None:
-        """Takes the results of earlier calls, if there are any; not those of stages that did not end."""
-        path = self.out_dir / f"{self.name()}.json"
-        if not path.exists():
-            return
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            self.commands = earlier["commands"]
-            entries = {int(number): entry for number, entry in earlier["stages"].items()}
-        except (ValueError, KeyError, AttributeError):
-            raise ValueError(f"{path} is damaged: remove it, and the stages are measured again") from None
-        self.entries = {number: entry for number, entry in entries.items() if entry.get("error") != KILLED}
-
-    def text(self) -> str:
-        return page.as_markdown(self.about, self.commands, self.entries, self.sizes)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"about": self.about, "sizes": asdict(self.sizes), "commands": self.commands, "stages": self.entries}
-
-    def write(self) -> None:
-        output.write_results(self.out_dir, self.name(), self.text(), self.as_json())
+    def write(self, folder: Path, name: str) -> None:
+        found = {"about": self.about, "commands": self.commands, "stages": self.entries}
+        output.write_results(folder, name, self.as_markdown(), found)
 
 
 def file_name(text: str) -> str:
     return re.sub(r"[^\w.+]+", "-", text.lower()).strip("-")
 
 
-def about_machine(device: torch.device) -> dict[str, Any]:
-    driver = facts.nvidia_smi(device).get("driver")
-    return {
-        "device": hardware.device_name(device),
-        "versions": provenance.versions() | ({"driver": driver} if driver else {}),
-        "compiler": compiling.compiler_name(device),
-        "git_commit": provenance.git_commit(),
-    }
+def section(entry: dict[str, Any]) -> str:
+    """What a stage found, or why it failed, and how long it took."""
+    parts = [entry["text"]] if "text" in entry else []
+    parts += [f"**Failed**: {line}" for line in entry.get("figures", {}).get("failed", [])]
+    if "error" in entry:
+        parts.append(f"**Failed**: {entry['error']}")
+    if entry.get("figures", {}).get("unfinished"):
+        parts.append(f"**Not finished**, for want of time: {'; '.join(entry['figures']['unfinished'])}")
+    if "seconds" in entry:
+        parts.append(f"This stage took {entry['seconds']:.0f} s.")
+    return "\n\n".join(parts)
 
 
-# ---- stages --------------------------------------------------------------------------------------------------
+def outcome(entry: dict[str, Any]) -> str:
+    """What became of a stage. One that ran out of time, and found nothing wrong until then, has not failed."""
+    if "error" in entry or entry["figures"].get("failed"):
+        return "failed"
+    return "not finished" if entry["figures"].get("unfinished") else "passed"
 
 
-def measure_stages(s: Session, report: Report, due: list[int]) -> None:
-    """Measures the stages that are due, one after the other, until the device no longer computes."""
-    for number in due:
-        stage = STAGES[number]
-        s.print0(f"\n## {number}. {stage.heading}\n")
-        report.entries[number] = {"error": KILLED}  # unless this process lives to replace it
-        s.results.pop(number, None)
-        report.write()
-        entry = measured(s, stage)
-        answers = is_ready_again(s.device)
-        report.entries[number] = entry
-        if "result" in entry:
-            s.results[number] = entry["result"]
-        report.write()
-        s.print0(page.section(entry))
-        if not answers:
-            s.print0("\nthe device no longer computes; the same command goes on with the stages that are left")
-            return
-
-
-def measured(s: Session, stage: Stage) -> dict[str, Any]:
-    """The seconds of a stage, its result and that as text; where it fails, its error in one line."""
+def measure(s: stages.Session, stage: Stage) -> dict[str, Any]:
+    """Text and figures of a stage, and its seconds; if it fails, its error in one line."""
     t0 = time.perf_counter()
     s.deadline = t0 + stage.limit_s
     torch.manual_seed(0)
     entry: dict[str, Any] = {}
     try:
-        result = stage.measure(s)
+        text, figures = stage.measure(s)
         hardware.synchronize(s.device)  # an error of a kernel shows only when its result is waited for
         # As a later call reads it: no NaN, and keys that are strings.
-        entry["result"] = json.loads(json.dumps(result), parse_constant=lambda _: None)
-        entry["text"] = stage.describe(entry["result"])
+        entry = {"text": text, "figures": json.loads(json.dumps(figures), parse_constant=lambda _: None)}
     except (Exception, SystemExit) as e:  # a failed stage is a result, and the others may pass
         traceback.print_exc()
-        entry["error"] = work.problem_of(e)
+        entry = {"error": " ".join(f"{type(e).__name__}: {e}".split())[:300]}
     return entry | {"seconds": time.perf_counter() - t0}
 
 
-def is_ready_again(device: torch.device) -> bool:
-    """Frees what a stage held; returns whether the device still computes. CUDA never does after a kernel's fault."""
+def still_computes(device: torch.device) -> bool:
+    """Whether the device still computes. CUDA never does after a kernel's fault."""
     try:
         hardware.release_memory(device)
         return torch.ones(2, device=device).sum().item() == 2
@@ -146,7 +150,17 @@ def is_ready_again(device: torch.device) -> bool:
         return False
 
 
-# ---- script --------------------------------------------------------------------------------------------------
+def numbers_of(text: str) -> list[int]:
+    """The stages that text such as "0-3,7" names, in their order. Raises ConfigError."""
+    named: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        numbers = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+        if not numbers or not {numbers[0], numbers[-1]} <= STAGES.keys():
+            there = ", ".join(map(str, STAGES))
+            raise ConfigError(f"--stages={text}: {part!r} is not among {there}; try --stages=0-3,7")
+        named |= STAGES.keys() & set(numbers)
+    return sorted(named)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -154,10 +168,8 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    stages = "\n".join(f"{number} {stage.heading}" for number, stage in STAGES.items())
-    parser.epilog = f"stages:\n{stages}"
-    everything = f"0-{max(STAGES)}"
-    parser.add_argument("--stages", default=everything, help="such as 0-3,7 (default: %(default)s)")
+    parser.epilog = "stages:\n" + "\n".join(f"{number} {stage.heading}" for number, stage in STAGES.items())
+    parser.add_argument("--stages", default=f"0-{max(STAGES)}", help="such as 0-3,7 (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="measure again what is there already")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     parser.add_argument("--nanogpt", metavar="PATH", type=Path, help="an unmodified checkout of nanoGPT")
@@ -170,15 +182,6 @@ def read_arguments() -> argparse.Namespace:
     return a
 
 
-def stages_due(a: argparse.Namespace, report: Report, asked: list[int]) -> list[int]:
-    """The stages to measure; says which ones are there already."""
-    there = [n for n in asked if n in report.entries and not a.again]
-    if there:
-        outcomes = [f"{n} {page.outcome(report.entries[n])}" for n in there]
-        print(f"there already: stages {', '.join(outcomes)}; --again measures them again")
-    return [n for n in asked if n not in there]
-
-
 def main() -> None:
     a = read_arguments()
     asked = numbers_of(a.stages)
@@ -186,27 +189,42 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, as train.py has it
-    report = Report(Path(a.out_dir), about_machine(device), CARD if device.type == "cuda" else TOY)
-    report.read()
-    command = output.command_line("qualify.py")
-    if command not in report.commands:
-        report.commands.append(command)
+    about = {
+        "device": hardware.device_name(device),
+        "versions": provenance.versions(),
+        "compiler": compiling.compiler_name(device),
+        "git_commit": provenance.git_commit(),
+    }
+    results = Results(Path(a.out_dir), about, is_toy=device.type != "cuda")
+    results.commands = list(dict.fromkeys([*results.commands, output.command_line("qualify.py")]))
+    there = [n for n in asked if n in results.entries and not a.again]
+    if there:
+        outcomes = ", ".join(f"{n} {outcome(results.entries[n])}" for n in there)
+        print(f"measured already: stages {outcomes}; --again measures them again")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        s = stages.Session(device, Path(tmp), a.nanogpt)
+        s.results = {n: entry["figures"] for n, entry in results.entries.items() if "figures" in entry}
+        for number in asked:
+            if number in there:
+                continue
+            print(f"\n## {number}. {STAGES[number].heading}\n", flush=True)
+            results.entries[number] = entry = measure(s, STAGES[number])
+            s.results[number] = entry.get("figures", {})
+            results.write(results.out_dir, results.name)
+            print(section(entry), flush=True)
+            if not still_computes(device):
+                print("\nthe device no longer computes; the same command continues with the stages that are left")
+                break
 
-    due = stages_due(a, report, asked)
-    with tempfile.TemporaryDirectory() as tmp:
-        results = page.results_of(report.entries)
-        s = Session(device, report.sizes, Path(tmp), a.nanogpt, results)
-        measure_stages(s, report, due)
-
-    report.write()
-    print(f"\n## What follows\n\n{page.what_follows(report.about['device'], results, report.sizes)}")
-    print(f"\nthe page: {report.out_dir / report.name()}.md")
+    print(f"\nthe page: {results.out_dir / results.name}.md")
     if a.save is not None:
-        name = a.save or file_name(f"qualify-{report.about['device'].partition(' (')[0]}")
-        output.save(name, report.text(), report.as_json())
-    outcomes = {page.outcome(report.entries[n]) if n in report.entries else "failed" for n in asked}
-    if outcomes != {"passed"}:
-        raise SystemExit(1 if "failed" in outcomes else STATUS_IF_NOT_FINISHED)
+        name = a.save or file_name(f"qualify-{about['device'].partition(' (')[0]}")
+        results.write(output.RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}")
+    found = [outcome(results.entries[n]) if n in results.entries else "failed" for n in asked]
+    if "failed" in found:
+        raise SystemExit(1)
+    if "not finished" in found:
+        raise SystemExit(3)
 
 
 if __name__ == "__main__":

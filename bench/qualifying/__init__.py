@@ -1,1 +1,0 @@
-"""The stages of bench/qualify.py, one file each."""
