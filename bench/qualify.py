@@ -189,7 +189,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32, as train.py has it
-    about = {
+    about: dict[str, Any] = {
         "device": hardware.device_name(device),
         "versions": provenance.versions(),
         "compiler": compiling.compiler_name(device),

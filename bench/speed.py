@@ -98,7 +98,7 @@ def cells_of(entries: list[str], c: train.TrainConfig, given: list[str], folder:
             raise ConfigError(f"--grid {entry}: write it like --grid batch_size=4,8,16")
         if name in FIXED or name in axes:
             raise ConfigError(f"--grid {entry}: each run or another --grid sets {name}; leave it out")
-        texts = text.split(",") if text else micro_batches(c.batch_size, c.gradient_accumulation_steps)
+        texts = text.split(",") if text else map(str, micro_batches(c.batch_size, c.gradient_accumulation_steps))
         values = [read_settings(train.TrainConfig, [f"--{name}={value}"])[name] for value in texts]
         axes[name] = list(dict.fromkeys(values))
     runs = []

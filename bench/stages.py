@@ -314,7 +314,7 @@ def batches(s: Session) -> tuple[str, dict[str, Any]]:
     """Memory, predicted and real, and speed by micro-batch: from the largest that should fit until it gets slower."""
     variant = Variant(peaks.fast_dtype(s.device), compiled=not s.is_toy)
     usable = hardware.usable_memory_bytes(s.device) or float("inf")
-    runs = {}
+    runs: dict[int, Contestant] = {}
     for size in TOY_BATCH_SIZES if s.is_toy else BATCH_SIZES:
         predicted = sum(memory(Step(s.config(), size, variant, s.device.type)).values())
         if predicted < usable or not runs:
