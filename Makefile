@@ -15,7 +15,7 @@ OUT ?= out-first
 TEXT ?=
 ARGS ?=
 
-.PHONY: help train test test-all test-nightly check check-machines qualify
+.PHONY: help train test test-all test-nightly check qualify
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -23,5 +23,5 @@ help:
 train:
 	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" -- $(ARGS)
 
-test test-all test-nightly check check-machines qualify:
+test test-all test-nightly check qualify:
 	@$(PYTHON) tasks.py $@ --venv "$(VENV)" -- $(ARGS)

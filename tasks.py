@@ -7,7 +7,6 @@
     python tasks.py test-all                   all tests but the nightly ones
     python tasks.py test-nightly               emulated machines, soak, several hosts, notebook, lm_eval, browsers
     python tasks.py check                      lint and types
-    python tasks.py check-machines             training on the processors that this one can emulate
     python tasks.py qualify                    checks and measures this card; with `-- --stages=0-3` a part of it
 
 All tasks first make a virtual environment, .venv, and install what they need into it. This file uses only the standard
@@ -38,9 +37,8 @@ PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
 TASKS = {  # commands of the environment's Python; "..." stands for what follows `--`
     "test": [[*PYTEST, "not slow and not nightly", "..."]],
     "test-all": [[*PYTEST, "not nightly", "..."]],
-    "test-nightly": [[*PYTEST, "nightly", "..."], ["bench/check_machines.py"]],
+    "test-nightly": [[*PYTEST, "nightly", "..."]],
     "check": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
-    "check-machines": [["bench/check_machines.py"]],
     "qualify": [["bench/qualify.py", "..."]],
 }
 

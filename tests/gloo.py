@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from conftest import flags, spare_what_is_imported
 
@@ -24,6 +26,8 @@ from deskgpt.system.errors import message_for_user
 
 def forked(world: int, work: Callable[[int], Any], killed: int = 0) -> list[int | None]:
     """Runs work(rank) in ranks with torchrun's variables; up to `killed` of them may fail. Exit statuses."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        pytest.skip("a test before this one used the card, after which a process cannot fork; run this file by itself")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""notebook.ipynb: the slow test runs it as it is, offline, in a copy of the repository."""
+"""notebook.ipynb: the nightly test runs it as it is, offline, in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import ROOT, assert_one_line
-from logs import log, rewrite
-from torch.torch_version import TorchVersion
-
-from deskgpt.system import peaks
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = ROOT / "notebook.ipynb"
@@ -51,26 +46,6 @@ def test_files_that_it_names_exist():
         assert (ROOT / name).is_file(), name
 
 
-@pytest.mark.parametrize("n", [1, 3, 20])
-def test_chart_shows_every_loss_of_a_run_with_few_steps(tmp_path, monkeypatch, n):
-    plt = pytest.importorskip("matplotlib.pyplot")
-    plt.switch_backend("Agg")
-    monkeypatch.setattr(plt, "show", lambda: None)
-    out = log(tmp_path / "out", {0: 4.2, n: 4.2 - n / 10})
-    rewrite(out, lambda e: {"loss": 4.2 - e["iter"] / 10} if e["event"] == "iter" else {})
-    names = {"Path": Path, "OUT": out, "dataset": "shakespeare_char"}
-    exec(code_cells(notebook())["plot"].source, names)
-    axes: Any = names["axes"]
-    train, val = axes.get_lines()
-    low, high = axes.get_ylim()
-    plt.close(axes.figure)
-    assert train.get_marker() not in ("None", None)  # a line of one point is not seen
-    assert (len(train.get_ydata()), len(val.get_ydata())) == (n, 2)
-    if n < 20:  # of more steps the first ones' fall lies outside
-        assert all(low < y < high for line in (train, val) for y in line.get_ydata())
-    assert all(x == int(x) for x in axes.get_xticks())
-
-
 def test_torch_is_never_installed():
     packages = code_cells(notebook())["packages"].source
     (names,) = re.findall(r"for name in \((.*?)\)", packages)
@@ -78,17 +53,6 @@ def test_torch_is_never_installed():
     assert '"pip", "install", "--quiet", *missing' in packages
     others = [cell.source for name, cell in code_cells(notebook()).items() if name != "packages"]
     assert not [source for source in others if re.search(r"^\s*[%!]|\bpip\W+install\b.*\brun\(", source, re.M)]
-
-
-@pytest.mark.parametrize("cuda", ["12.8", "13.0", None])
-def test_hint_for_an_old_torch_loses_no_gpu_to_a_build_that_its_driver_is_too_old_for(cuda, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.0"))
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(peaks, "fastest_matmul", lambda device: 1e12)
-    exec(code_cells(notebook())["torch"].source, {})
-    said = capsys.readouterr().out
-    assert ("CUDA 12.6" in said) == (cuda == "12.8")
-    assert ("%pip install torch" in said) == (cuda != "12.8")
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------
@@ -122,7 +86,7 @@ def printed(cell: Any) -> str:
     return "".join(texts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_whole_notebook_trains_plots_and_writes_text(tmp_path, monkeypatch):
     folder = tmp_path / "deskgpt"
     ignored = shutil.ignore_patterns(".*", "out*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt", "results")
@@ -141,7 +105,7 @@ def test_whole_notebook_trains_plots_and_writes_text(tmp_path, monkeypatch):
     assert printed(cells["sample"]).count("---------------") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_code_is_cloned_where_the_notebook_is_alone_and_only_once(tmp_path, monkeypatch):
     code = tmp_path / "origin"
@@ -158,7 +122,7 @@ def test_code_is_cloned_where_the_notebook_is_alone_and_only_once(tmp_path, monk
         assert printed(code_cells(book)["code"]) == f"the code is in {tmp_path / 'alone' / 'deskgpt'}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mistake_is_one_line_and_ends_the_run(tmp_path, monkeypatch):
     cells = code_cells(executed(tmp_path, monkeypatch, TEXT="novel.txt"))
     assert_one_line(printed(cells["code"]), "TEXT=novel.txt", "is its name right?")

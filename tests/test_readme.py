@@ -33,8 +33,6 @@ def commands_of(page: Path) -> list[str]:
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 NOT_RUN = {
     "make test": "this test is part of it",
-    "make check-machines": "takes minutes; make test-all runs it",
-    "python bench/check_machines.py": "takes minutes; make test-all runs it",
     "make qualify": "takes minutes; test_qualify.py runs its stages",
     "python bench/qualify.py": "takes minutes; test_qualify.py runs its stages",
     "python bench/ask.py": "takes minutes; test_ask.py asks questions",

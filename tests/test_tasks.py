@@ -153,7 +153,7 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     assert "-r requirements-dev.txt" in pip
     assert test == "-m pytest -n 2 --dist=worksteal -m not slow and not nightly -k resume"
     tasks.main(["test-nightly"])
-    assert machine.calls() == ["-m pytest -n 2 --dist=worksteal -m nightly", "bench/check_machines.py"]
+    assert machine.calls() == ["-m pytest -n 2 --dist=worksteal -m nightly"]
     tasks.main(["check"])
     assert machine.calls() == ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
     tasks.main(["qualify", "--", "--stages=0-3"])
