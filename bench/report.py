@@ -4,10 +4,10 @@
     python bench/report.py out-shakespeare-char-cpu --samples 0 --html report.html
     python bench/report.py out-shakespeare-char-cpu out-first --serve
 
-Reads log.jsonl in the out_dir and writes out_dir/report.html. For nanoGPT's printed log it writes
-NAME-report.html in the current folder. The page opens in any browser and needs no network.
+Reads log.jsonl in the out_dir and writes out_dir/report.html. For nanoGPT's printed log it writes NAME-report.html in
+the current folder. The page opens in any browser and needs no network; drawing it needs the package plotly.
 
---serve writes nothing: it serves a page on this machine that follows the runs as they train, one or several.
+--serve writes nothing: it serves a page on this machine that follows one or several runs as they train.
 """
 
 from __future__ import annotations
@@ -16,79 +16,96 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
-from bench.analysis import expected
-from bench.analysis.arms import arms_of
-from bench.analysis.learning import learning_rows, overfit, ranking
-from bench.analysis.live import Described, serve
-from bench.analysis.logs import read_run
-from bench.analysis.page import Figure, Headline, Table, page
-from bench.analysis.runs import Run, complete
-from bench.analysis.speed import median_ms, mfu, speed_rows, tokens_per_s
+from bench.analysis.logs import Run, median_ms, mfu, read_run, tokens_per_s
+from bench.analysis.page import Figure, Headline, page, plotly_js
+from bench.analysis.table import band_of, overfit
+from bench.compare import compare, compare_html
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.formatting import in_tera
+from deskgpt.system.formatting import clock
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 ROOT = Path(__file__).resolve().parents[1]
+REFRESH_S = 10  # of a page that is served
+MOST_TEXTS = 20  # on a page
 
 
-# ---- tables --------------------------------------------------------------------------------------------------
+def report_html(paths: list[str], texts: list[str] | None = None, refresh_s: int = 0) -> str:
+    """The page of one run, or of several side by side. texts: samples. Raises ValueError where there is no run."""
+    runs = [read_run(path) for path in paths]
+    if len(runs) > 1:
+        return compare_html(runs, [], refresh_s)
+    (run,) = runs
+    tables = [table for table in compare(runs, [])[0] if table.title != "What changed"]
+    for table in tables:
+        table.columns = []
+        table.rows = [row[:2] for row in table.rows]
+    written = [f"step {e['iter']:,}: {text}" for e in run.samples[::-1] for text in e["texts"]]
+    words = [*status(run), *judgement(run)]
+    texts = [*(texts or []), *written[:MOST_TEXTS]]
+    return page(run.name, runs, tables, words, texts, about(run), [headline(run)], refresh_s=refresh_s)
 
 
-def tables(run: Run) -> list[Table]:
-    """Speed and learning, the rows that bench/compare.py has too."""
-    arms = arms_of([run])
-    speeds = [row.cells()[:2] for row in speed_rows(arms)]
-    losses = [row.cells()[:2] for row in learning_rows(arms, [], ranking([run]))]
-    note = "Losses in nats per token." if losses else "No evaluation in the log."
-    return [Table("Speed", [], speeds), Table("Learning", [], losses, note)]
-
-
-# ---- the rest of the page ------------------------------------------------------------------------------------
-
-
-def headline(run: Run, missing: str) -> Headline:
-    """The run in a sentence and three figures. missing: what stands for a figure that is not known."""
-    ms = median_ms(run)
+def headline(run: Run) -> Headline:
+    """The run in a sentence and three figures."""
     rate = tokens_per_s(run)
     share = mfu(run)
-    peak = run.start.get("peak_flops")
-    of_peak = f"of the peak, {in_tera(peak)} TFLOP/s ({run.start.get('peak_source')})" if peak else ""
+    best = run.best if run.val else None
+    se = best and best["val_se"]
+    n = f" (95% of the text, n={best['eval_windows']:,.0f} windows)" if best and se and best["eval_windows"] else ""
+    loss = f"{best['val_loss']:.4f}" + (f" ± {1.96 * se:.4f}" if se else "") if best else "n/a"
     figures = [
-        best_figure(run, missing),
-        Figure("speed", f"{rate:,.0f} tokens/s" if rate else missing, f"{ms:,.4g} ms a step" if ms else ""),
-        Figure("MFU", f"{share:.1%}" if share else missing, of_peak),
+        Figure("lowest val loss", loss, f"at step {best['iter']:,}{n}" if best else "no evaluation in the log"),
+        Figure("speed", f"{rate:,.0f} tokens/s" if rate else "n/a"),
+        Figure("MFU", f"{share:.1%}" if share else "n/a", f"of the peak, {run.start.get('peak_source')}"),
     ]
-    return Headline(verdict(run), figures, run.name)
+    first = run.evals[0] if run.val else {}
+    text = "The log has no evaluation yet"
+    if best and first["val_loss"] is not None:
+        text = f"The val loss fell from {first['val_loss']:.2f} to {best['val_loss']:.2f} in {best['iter']:,} steps"
+        if best is first:
+            text = f"The val loss is {best['val_loss']:.2f} at step {best['iter']:,}, and was never lower"
+    return Headline(text, figures, run.name)
 
 
-def best_figure(run: Run, missing: str) -> Figure:
+def status(run: Run) -> list[str]:
+    """Where a run is that has not ended, and how long it still takes."""
+    goal = run.settings.get("max_iters")
+    if run.end or not run.iters or type(goal) is not int:
+        return []
+    done = int(run.iters[-1]["iter"]) + 1
+    left_s = max(0, goal - done) * (median_ms(run) or 0.0) / 1e3
+    return [f"Step {done:,} of {goal:,}; {clock(left_s)} of training left, if it still runs."]
+
+
+def judgement(run: Run) -> list[str]:
+    """What its val losses say, in sentences, whatever its data: as usual, overfit, or still falling at the end."""
     if not run.val:
-        return Figure("best val loss", missing, "no evaluation in the log")
-    best = run.best
-    where = "the last evaluation" if best is run.val[-1] else f"of {len(run.val)} evaluations"
-    error = "" if best.get("val_se") is None else f" ± {best['val_se']:.4f}"
-    of = ", ± one standard error" if error else ""
-    return Figure("best val loss", f"{best['val_loss']:.4f}{error}", f"at step {best['iter']:,}, {where}{of}")
-
-
-def verdict(run: Run) -> str:
-    """What the run learned, in one sentence."""
-    losses = [e for e in run.iters if e["loss"] is not None]
-    if not run.val:
-        if not losses:
-            return "The log holds no loss so far"
-        return f"No evaluation in the log; the train loss was {losses[-1]['loss']:.2f} at step {losses[-1]['iter']:,}"
-    first = run.val[0]
-    best = run.best
-    if len(run.val) == 1:
-        return f"The val loss is {best['val_loss']:.2f} at step {best['iter']:,}"
-    if best is first:
-        return f"The val loss has not fallen below that of step {first['iter']:,}, {first['val_loss']:.2f}"
-    fell = f"The val loss fell from {first['val_loss']:.2f} to {best['val_loss']:.2f} in {best['iter']:,} steps"
-    found = overfit(run)
-    return f"{fell}, and has risen by {found[1]:.2f} since" if found else fell
+        return []
+    band = band_of(run)
+    said = band.verdict({e["iter"]: e["val_loss"] for e in run.val}) if band else ""
+    lines = [f"Beside other runs with these settings: {said}."] if said else []
+    if not band:
+        lines.append("No band of usual losses is known for these settings; bench/ask.py --band makes one of a config.")
+    turned = overfit(run)
+    if turned:
+        lines.append(
+            f"The model overfits: the val loss has risen by {turned[1]:.4f} since step {turned[0]:,} while the train "
+            "loss fell. More data, --dropout or a smaller model may help."
+        )
+    last = run.val[-1]
+    earlier = [e["val_loss"] for e in run.val if last["iter"] * 0.7 <= e["iter"] <= last["iter"] * 0.9]
+    if earlier and last["val_se"] and earlier[-1] - last["val_loss"] > 1.96 * last["val_se"]:
+        fell = earlier[-1] - last["val_loss"]
+        lines.append(f"The val loss was still falling at the end, by {fell:.4f} in the last steps: train longer.")
+    if last["train_loss"] is not None:
+        lines.append(f"At the end the val loss is {last['val_loss'] - last['train_loss']:.4f} above the train loss.")
+    return lines
 
 
 def samples(out_dir: Path, n: int, tokens: int) -> list[str]:
@@ -97,36 +114,42 @@ def samples(out_dir: Path, n: int, tokens: int) -> list[str]:
     command += [f"--num_samples={n}", f"--max_new_tokens={tokens}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode:
-        errors = done.stderr.strip().splitlines() or ["sample.py failed"]
-        return [f"no samples: {errors[-1]}"]
+        return [f"no samples: {(done.stderr.strip().splitlines() or ['sample.py failed'])[-1]}"]
     return done.stdout.split("\n---------------\n")[:n]
 
 
 def about(run: Run) -> str:
     """The machine, versions and commit of the run, and its size."""
     start = run.start
-    facts = []
-    if "device" in start:
-        compiler = f" by {start['compiler']}" if "compiler" in start else ""
-        compiled = {True: f"compiled{compiler}", False: "not compiled", None: None}[start.get("compiled")]
-        parts = [f"{start.get('world_size', 1)} x {start['device']}", start.get("dtype"), compiled]
-        facts.append(", ".join(part for part in parts if part))
-    if start.get("versions"):
-        facts.append(", ".join(f"{name} {version}" for name, version in start["versions"].items()))
-    if start.get("git_commit"):
-        facts.append(f"commit {start['git_commit']}")
-    if "parameters" in start:
-        facts.append(f"{start['parameters']:,} parameters")
-    if run.tokens_per_step:
-        facts.append(f"{run.tokens_per_step:,} tokens per step")
-    if run.flops_per_token:
-        facts.append(f"{run.flops_per_token / 1e6:.2f} MFLOPs per token")
-    return "; ".join(facts)
+    facts = [f"{start.get('world_size', 1)} x {start['device']}, {start.get('dtype')}"] if "device" in start else []
+    facts += [f"compiled by {start.get('compiler')}"] if start.get("compiled") else []
+    facts += [f"{name} {version}" for name, version in start.get("versions", {}).items()]
+    facts += [f"commit {start['git_commit']}"] if "git_commit" in start else []
+    return "; ".join([*facts, f"page of {time.strftime('%Y-%m-%d %H:%M')}"])
 
 
-def describe(run: Run, missing: str = "n/a") -> Described:
-    """What the page says about a run, besides its curves, samples and settings. missing: as for headline."""
-    return Described(headline(run, missing), tables(run), about(run))
+def make_app(paths: list[str]) -> Starlette:
+    """A web application of one page, made anew at each request, which only this machine's own pages can read."""
+    plotly_js()
+    try:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.requests import Request
+        from starlette.responses import HTMLResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise ValueError("--serve needs more packages: pip install starlette uvicorn") from None
+
+    def show(request: Request) -> HTMLResponse:
+        try:
+            html = report_html(paths, refresh_s=REFRESH_S)
+        except ValueError as e:
+            html = page("Waiting for the run", [], [], [str(e)], refresh_s=REFRESH_S)
+        return HTMLResponse(html.encode("utf-8", "replace"))
+
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    return Starlette(routes=[Route("/", show)], middleware=[hosts])
 
 
 def main() -> None:
@@ -136,30 +159,25 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
     parser.add_argument("--serve", action="store_true", help="a page that follows the runs, until Ctrl+C")
-    parser.add_argument("--port", type=int, default=0, help="of --serve; default: a free one")
+    parser.add_argument("--port", type=int, default=8080, help="of --serve")
     a = parser.parse_args()
     if a.serve:
-        for path in a.out_dir:
-            if Path(path).is_file() and not path.endswith(".jsonl"):
-                raise ValueError(f"--serve {path}: name the run's out_dir; only its log.jsonl can be followed")
+        app = make_app(a.out_dir)
+        import uvicorn
+
         if not 0 <= a.port < 65536:
             raise ValueError(f"--port {a.port}: ports are from 0 to 65535")
-        serve(a.out_dir, a.port, describe)
+        print(f"http://127.0.0.1:{a.port}/ follows {' and '.join(a.out_dir)}; Ctrl+C ends it", flush=True)
+        uvicorn.run(app, host="127.0.0.1", port=a.port, log_level="warning")
         return
     if len(a.out_dir) > 1:
         raise ValueError("name one run; bench/compare.py compares several, and --serve follows several")
-
-    run = read_run(a.out_dir[0])
-    complete(run)
+    plotly_js()
     path = Path(a.out_dir[0])
     html = path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
-    if a.html:
-        html = Path(a.html)
+    html = Path(a.html) if a.html else html
     texts = samples(path, a.samples, a.max_new_tokens) if a.samples > 0 and path.is_dir() else []
-    d = describe(run)
-    about = f"{d.about}; page of {time.strftime('%Y-%m-%d')}"
-    content = page(run.name, [run], d.tables, expected.verdict(run), texts, about, [d.headline])
-    html.write_text(content, encoding="utf-8", errors="replace")
+    html.write_text(report_html(a.out_dir, texts), encoding="utf-8", errors="replace")
     print(html)
 
 

@@ -11,6 +11,7 @@ from deskgpt.run.log import read_events, with_checksum
 
 SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
 SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
+SETTINGS |= {"eval_tokens": 80}  # the windows of an evaluation, whatever the batch
 
 
 def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None = 0.01, **changed: Any) -> str:

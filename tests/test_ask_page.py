@@ -17,7 +17,7 @@ import pytest
 from browser import Browser, needs_browser
 
 from bench import ask
-from bench.analysis.page import plotly_js
+from bench.analysis.page import COLOURS, plotly_js
 from bench.asking import page, words
 from bench.asking.arms import Arm
 from bench.asking.ledger import Ledger
@@ -144,7 +144,8 @@ def test_figures_other_than_losses_keep_their_digits(tmp_path):
 
 
 def traces(chart: Any, run: int | None) -> list[Any]:
-    return [trace for trace in chart.figure.data if trace.meta["run"] == run]
+    colour = COLOURS[-1 if run is None else run]
+    return [trace for trace in chart.figure.data if trace.line.color == colour]
 
 
 def test_curve_is_the_mean_of_runs_within_their_range_without_those_that_diverged(tmp_path):
@@ -171,9 +172,9 @@ def test_arms_that_take_different_numbers_of_steps_are_drawn_by_their_shares(tmp
         question.arms[1].steps = steps
         chart = page.curves_chart(question, runs)
         line = traces(chart, 1)[-1]
-        assert [*line.meta["x"]["steps"]] == places
+        assert [*line.x] == places
         assert [*line.customdata] == [*CURVE]
-        assert [*traces(chart, 0)[-1].meta["x"]["steps"]] == [*CURVE]
+        assert [*traces(chart, 0)[-1].x] == [*CURVE]
     assert chart.figure.layout.xaxis.title.text == "% of the arm's steps"
 
 
@@ -183,7 +184,7 @@ def test_interval_is_drawn_from_the_round_that_has_one(tmp_path):
     estimates = [look.estimates["a", "b"] for look in question.looks]
     band, line = traces(chart, 1)
     np.testing.assert_allclose(line.y, [e.d for e in estimates], rtol=1e-5)
-    assert [*band.meta["x"]["steps"]] == [4, 5, 6, 6, 5, 4]
+    assert [*band.x] == [4, 5, 6, 6, 5, 4]
     np.testing.assert_allclose(band.y[:3], [e.high for e in estimates[3:]], rtol=1e-5)
     np.testing.assert_allclose(band.y[3:], [e.low for e in estimates[:2:-1]], rtol=1e-5)
     assert [trace.y[0] for trace in traces(chart, None)] == pytest.approx([0, -0.001, 0.001])
@@ -247,8 +248,8 @@ def test_what_keeps_the_page_from_being_written_is_said_before_the_first_run(tmp
 
 
 SEEN = """({title: document.title, width: document.documentElement.scrollWidth,
-  svg: [...document.querySelectorAll(".plot")].filter(p => p.querySelector("svg.main-svg .trace")).map(p => p.id),
-  rows: document.querySelectorAll("table.several tbody tr").length})"""
+  svg: [...document.querySelectorAll(".plotly-graph-div")].filter(p => p.querySelector(".trace")).map(p => p.id),
+  rows: document.querySelectorAll("main > .table tbody tr").length})"""
 
 
 @needs_browser

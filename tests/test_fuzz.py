@@ -47,9 +47,7 @@ from logs import TIMES, log, nanogpt
 import train
 from bench import compare, report
 from bench.analysis import page
-from bench.analysis.arms import letters
-from bench.analysis.logs import read_run
-from bench.analysis.runs import FACTS, complete
+from bench.analysis.logs import GIVEN, read_run
 from configurator import build, configure
 from data.splits import Split
 from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
@@ -362,7 +360,7 @@ edits = st.lists(
 )
 one_log = st.tuples(st.integers(0, 5), edits, st.just([]) | damage)
 four_runs = st.tuples(*[st.tuples(st.just(2 + n), edits, st.just([])) for n in range(4)])
-given_words = st.builds("{}={}".format, names_of(TrainConfig) | st.sampled_from([*FACTS, "x", ""]), odd_texts)
+given_words = st.builds("{}={}".format, names_of(TrainConfig) | st.sampled_from([*GIVEN, "gpu", "x", ""]), odd_texts)
 
 
 @fuzzed
@@ -377,22 +375,16 @@ def test_logs(folder, whole_logs, written, words):
         paths.append(path)
     with_page = zlib.crc32(repr(written).encode("utf-8", "replace")) % PAGES == 0
     with ends_as_documented():
-        runs = [read_run(str(path)) for path in paths]
-        compare.add_given(dict(zip(letters(len(runs)), runs, strict=True)), words, [])
-        for run in runs:
-            complete(run)
+        given_to = compare.given_by_hand([str(path) for path in paths], words, []).values()
+        runs = [read_run(str(path), given=of_run) for path, of_run in zip(paths, given_to, strict=True)]
         tables, lines, figures = compare.compare(runs, [3.5])
         json.dumps(figures)
         for table in tables:
             compare.as_markdown(table)
-        described = [report.describe(run) for run in runs]
-        for run in runs:
-            page.loss_traces(0, run)
-        page.loss_range(runs)
-        page.time_unit(runs)
-        headlines = [d.headline for d in described]
-        make = page.page if with_page else page.parts_html
-        make("fuzz", runs, [*tables, *described[0].tables], lines, [], described[0].about, headlines)
+        headlines = [report.headline(run) for run in runs]
+        words = [line for run in runs for line in [*report.status(run), *report.judgement(run), report.about(run)]]
+        charts = None if with_page else {}
+        page.page("fuzz", runs, tables, lines, words, "", headlines, charts)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ NOT_RUN = {
     "ollama create": "Ollama is not installed",
     "torchrun --nnodes=2": "for two hosts; test_several_hosts.py runs two torchruns",
     "sbatch slurm.sbatch": "needs SLURM; test_several_hosts.py runs the script with made-up commands",
-    "python bench/report.py out-shakespeare-char-cpu out-first --serve": "ends with Ctrl+C; test_live.py runs it",
+    "python bench/report.py out-shakespeare-char-cpu out-first --serve": "ends with Ctrl+C; test_page.py runs it",
 }
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "--name chat ", "--out_dir=out-chat ")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()

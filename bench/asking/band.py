@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.analysis.logs import read_run
-from bench.analysis.runs import Run
+from bench.analysis.logs import Run, read_run
 from bench.asking import running
 from bench.asking.arms import Arm
 from bench.asking.running import DistEnv

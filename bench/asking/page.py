@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from bench.analysis import page
-from bench.analysis.page import Chart, Curve, Figure, Headline, Table
-from bench.analysis.runs import Run
+from bench.analysis.logs import Run
+from bench.analysis.page import Chart, Figure, Headline, Table
 from bench.asking import words
 from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, PILOT, Question
@@ -101,17 +101,14 @@ def curves_chart(question: Question, runs: list[Run]) -> Chart:
         if len(steps):
             losses = np.array([[dict(of_run["curve"])[step] for step in steps] for of_run in ended])  # (runs, steps)
             x = {"steps": 100 * steps / arm.steps if by_share else steps}
-            c = Curve(x, losses.mean(0), losses.min(0), losses.max(0), len(ended) > 1)
-            data += page.traces(number, arm.label, c, "", ".4f", customdata=steps, **line_style(number))
+            band = (losses.min(0), losses.max(0)) if len(ended) > 1 else ()
+            style = {"customdata": steps} | line_style(number)
+            data += page.traces(number, arm.label, x["steps"], losses.mean(0), *band, **style)
         every = len(question.runs[arm.label])
         left_out = every - len(ended)
         note += f" {left_out} of {every} runs of {arm.label} diverged and are left out." if left_out else ""
     x_title = "% of the arm's steps" if by_share else "steps"
     figure = graph_objects.Figure(data, page.layout(HEIGHT, x_title, "val loss (nats per token)"))
-    limits = page.loss_range(runs)
-    if limits:
-        figure.update_yaxes(range=limits)
-        note += f" Losses above {limits[1]:.2f} lie outside."
     return Chart("Val loss", note, figure)
 
 
@@ -127,9 +124,7 @@ def difference_chart(question: Question) -> Chart:
     for height in [0.0, *resolve]:
         at = np.full(2, height)
         style = {"width": 1.5, "dash": "dot" if height else "solid"}
-        data += page.traces(0, "", Curve({"steps": ends}, at, at, at, False), "", "", line=style, hoverinfo="skip")
-    for line in data:
-        line["meta"] |= {"run": None, "colour": "--soft"}
+        data += page.traces(-1, "", ends, at, line=style, hoverinfo="skip")
     for number, arm in enumerate(question.arms):
         if arm.label != than:
             data += difference_traces(question, number, than)
@@ -157,9 +152,10 @@ def difference_traces(question: Question, number: int, than: str) -> list[dict[s
     style = line_style(number) | {"error_y": {"type": "data", "array": last, "thickness": 1.5, "width": 5}}
     style["text"] = [words.amount(question, e) for e in seen]
     style["hovertemplate"] = f"%{{text}}<br>%{{customdata}} runs<extra>{label}</extra>"
-    band = Curve({"steps": n[known]}, d[known], (d - half)[known], (d + half)[known], known.sum() > 1)
-    line = page.traces(number, label, Curve({"steps": n}, d, d, d, False), "", "", **style)
-    return [*page.traces(number, label, band, "", "")[:-1], *line]
+    line = page.traces(number, label, n, d, **style)
+    if known.sum() < 2:
+        return line
+    return [*page.traces(number, label, n[known], d[known], (d - half)[known], (d + half)[known])[:-1], *line]
 
 
 # ---- tables --------------------------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.analysis.logs import read_run
-from bench.analysis.runs import complete
-from bench.analysis.speed import median_ms, mfu, tokens_per_s
+from bench.analysis.logs import median_ms, mfu, read_run, tokens_per_s
 from bench.asking.arms import Arm
 from bench.asking.held_out import fingerprint
 from bench.asking.ledger import Ledger, digest
@@ -199,7 +197,6 @@ def figures(log: Path, diverged: bool) -> dict[str, Any]:
     A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
     """
     run = read_run(str(log))
-    complete(run)
     start = run.start
     curve = [[e["iter"], e["val_loss"]] for e in run.val]
     guessing = math.log(start["vocab_size"])

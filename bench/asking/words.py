@@ -6,8 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from bench.analysis.learning import spent_until
-from bench.analysis.runs import Run
+from bench.analysis.logs import Run, spent_until
 from bench.asking import statistics as sure
 from bench.asking.arms import Arm
 from bench.asking.question import FIGURES, Question
