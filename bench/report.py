@@ -128,18 +128,13 @@ def about(run: Run) -> str:
     return "; ".join([*facts, f"page of {time.strftime('%Y-%m-%d %H:%M')}"])
 
 
-def make_app(paths: list[str]) -> Starlette:
-    """A web application of one page, made anew at each request, which only this machine's own pages can read."""
-    plotly_js()
-    try:
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.requests import Request
-        from starlette.responses import HTMLResponse
-        from starlette.routing import Route
-    except ImportError:
-        raise ValueError("--serve needs more packages: pip install starlette uvicorn") from None
+def app_of(paths: list[str]) -> Starlette:
+    """A web application of one page, made anew at each request."""
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Route
+
+    from deskgpt.serve.server import make_app
 
     def show(request: Request) -> HTMLResponse:
         try:
@@ -148,8 +143,7 @@ def make_app(paths: list[str]) -> Starlette:
             html = page("Waiting for the run", [], [], [str(e)], refresh_s=REFRESH_S)
         return HTMLResponse(html.encode("utf-8", "replace"))
 
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-    return Starlette(routes=[Route("/", show)], middleware=[hosts])
+    return make_app([Route("/", show)])
 
 
 def main() -> None:
@@ -159,20 +153,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="texts from the checkpoint")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="of each sample")
     parser.add_argument("--serve", action="store_true", help="a page that follows the runs, until Ctrl+C")
-    parser.add_argument("--port", type=int, default=8080, help="of --serve")
+    parser.add_argument("--port", type=int, default=0, help="of --serve; default: a free one")
     a = parser.parse_args()
+    plotly_js()  # says what to install
     if a.serve:
-        app = make_app(a.out_dir)
-        import uvicorn
-
         if not 0 <= a.port < 65536:
             raise ValueError(f"--port {a.port}: ports are from 0 to 65535")
-        print(f"http://127.0.0.1:{a.port}/ follows {' and '.join(a.out_dir)}; Ctrl+C ends it", flush=True)
-        uvicorn.run(app, host="127.0.0.1", port=a.port, log_level="warning")
+        from deskgpt.serve.server import run_app
+
+        run_app(app_of(a.out_dir), a.port)
         return
     if len(a.out_dir) > 1:
         raise ValueError("name one run; bench/compare.py compares several, and --serve follows several")
-    plotly_js()
     path = Path(a.out_dir[0])
     html = path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
     html = Path(a.html) if a.html else html

@@ -170,7 +170,7 @@ def test_page_of_a_run_is_served_before_it_begins_and_as_it_grows(tmp_path):
     testclient = pytest.importorskip("starlette.testclient")
     whole = Path(log(tmp_path / "whole", {0: 4.0, 30: 3.0, 60: 2.5}), "log.jsonl")
     out = tmp_path / "out"
-    client = testclient.TestClient(report.make_app([str(out)]), base_url="http://127.0.0.1")
+    client = testclient.TestClient(report.app_of([str(out)]), base_url="http://127.0.0.1")
     answer = client.get("/")
     assert answer.status_code == 200
     assert f"{out}: No such file" in answer.text
@@ -181,7 +181,7 @@ def test_page_of_a_run_is_served_before_it_begins_and_as_it_grows(tmp_path):
     assert re.search(r"Step 37 of 400; [\d.]+s of training left, if it still runs", client.get("/").text)
     shutil.copy(whole, out)
     assert "of training left" not in client.get("/").text  # it has ended
-    two = testclient.TestClient(report.make_app([str(out), str(whole)]), base_url="http://127.0.0.1")
+    two = testclient.TestClient(report.app_of([str(out), str(whole)]), base_url="http://127.0.0.1")
     assert "A: out" in two.get("/").text
     assert client.get("/", headers={"host": "example.com"}).status_code == 400  # no other site reads it
 

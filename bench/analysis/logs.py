@@ -21,7 +21,7 @@ import numpy as np
 from configurator import read_settings
 from deskgpt.run.log import MOST_BYTES, event_of
 from deskgpt.system.files import read_small
-from deskgpt.system.gpu_peaks import card_named
+from deskgpt.system.peaks import card_named
 from train import TrainConfig
 
 NANOGPT_PEAK = 312e12  # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16
@@ -318,7 +318,7 @@ def complete(run: Run) -> None:
         # As train.py and nanoGPT compute: float32 in TF32 where the card has it, bfloat16 unless it is emulated.
         dtype = start.get("dtype") or run.settings.get("dtype")
         card = card_named(start["gpu"])
-        peak = card and card.peak_in_training(dtype if dtype in ("float32", "float16") else card.fast_dtype())
+        peak = card and card.peak(dtype if dtype in ("float32", "float16") else card.fast_dtype())
         if not peak:
             raise ValueError(f"--device {start['gpu']}: no published peak is known of it; leave it out")
         start["peak_flops"] = peak[0] * start.get("world_size", 1)

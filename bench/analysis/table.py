@@ -47,7 +47,7 @@ class Arm:
     def name(self) -> str:
         if len(self.runs) == 1:
             return self.runs[0].name
-        return f"repeats, seeds {', '.join(str(run.settings['seed']) for run in self.runs)}"
+        return f"repeats, seeds {', '.join(str(run.settings.get('seed')) for run in self.runs)}"
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ def arms_of(runs: list[Run]) -> list[Arm]:
     arms: list[Arm] = []
     for letter, run in zip(letters(len(runs)), runs, strict=True):
         causes = causes_of(run)
-        seed = run.settings.get("seed")
         for arm in arms:
-            if arm.causes == causes and seed not in (None, *(r.settings.get("seed") for r in arm.runs)):
+            seeds = [r.settings.get("seed") for r in (run, *arm.runs)]
+            if arm.causes == causes and None not in seeds and seeds[0] not in seeds[1:]:
                 arm.runs.append(run)
                 arm.label += f"+{letter}"
                 break
