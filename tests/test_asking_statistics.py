@@ -2,132 +2,113 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from scipy import integrate, stats
 
+from bench.asking import null
 from bench.asking import statistics as sure
+from bench.asking.statistics import ALPHA, LEAST, Estimate, Looks
 
-LONGEST = 30  # runs of each arm in a simulated question
 
-
-@pytest.mark.parametrize(("k", "nu"), [(4, 3), (2, 6), (20, 19), (10, 38)])
-def test_critical_t_is_where_the_bayes_factor_reaches_one_over_alpha(k: float, nu: int) -> None:
+@pytest.mark.parametrize(("k", "nu"), [(4, 3), (2, 6), (20, 19)])
+def test_bayes_factor_is_a_ratio_of_likelihoods(k: float, nu: int) -> None:
     """Against the definition: t has a noncentral distribution whose shift is drawn from N(0, k g)."""
-    t = sure.critical_t(k, nu)
+    t = 3.0
 
     def weighed(delta: float) -> float:
-        return float(
-            stats.nct.pdf(t, nu, math.sqrt(k) * delta) * stats.norm.pdf(delta, 0, math.sqrt(sure.EFFECT_VARIANCE))
-        )
+        prior = stats.norm.pdf(delta, 0, math.sqrt(sure.EFFECT_VARIANCE))
+        return float(stats.nct.pdf(t, nu, math.sqrt(k) * delta) * prior)
 
     mixture, _ = integrate.quad(weighed, -15, 15, points=[0, t / math.sqrt(k)], limit=200)
-    assert mixture / stats.t.pdf(t, nu) == pytest.approx(1 / sure.ALPHA, rel=1e-4)
+    found = math.exp(float(sure.log_bayes_factor(t * t, k, nu)))
+    assert found == pytest.approx(mixture / stats.t.pdf(t, nu), rel=1e-4)
 
 
-def questions(n: int, correlation: float, effect: float, seed: int) -> Any:
-    """Losses (n, LONGEST) of two arms whose seeds are correlated; b's are lower by effect."""
-    draw: Any = np.random.default_rng(seed)
-    shared = draw.normal(size=(n, LONGEST)) * math.sqrt(correlation)
-    own = math.sqrt(1 - correlation)
-    a = shared + own * draw.normal(size=(n, LONGEST))
-    b = shared + own * draw.normal(size=(n, LONGEST)) - effect
-    return a, b
+@pytest.mark.parametrize("how", [{}, {"correlation": 0.9}, {"ratio": 4.0}], ids=str)
+@pytest.mark.parametrize("noise", [null.normal, null.skewed], ids=lambda noise: noise.__name__)
+def test_equal_arms_are_told_apart_in_less_than_5_percent_looked_at_after_each_run(noise, how) -> None:
+    assert null.false_answers(1500, noise, **how) <= stats.binom.ppf(0.999, 1500, ALPHA) / 1500
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_interval_holds_the_truth_at_all_looks_together(correlation: float) -> None:
-    """Looking after each run and stopping at the first wrong answer: false answers stay below 5%."""
-    a, b = questions(300, correlation, effect=0.3, seed=1)
-    missed = 0
-    for of_a, of_b in zip(a, b, strict=True):
-        looks = [sure.difference(of_a[:n], of_b[:n]) for n in range(sure.LEAST, LONGEST + 1)]
-        missed += any(not e.low <= 0.3 <= e.high for e in looks)
-    assert missed <= stats.binom.ppf(0.999, len(a), sure.ALPHA)
-
-
-@pytest.mark.slow
 def test_an_ordinary_interval_would_be_wrong_far_more_often() -> None:
     """The defect that the module exists for; the test above can fail."""
-    a, b = questions(300, 0.0, effect=0.0, seed=2)
-    wrong = 0
-    for of_a, of_b in zip(a, b, strict=True):
-        wrong += any(stats.ttest_ind(of_a[:n], of_b[:n]).pvalue < 0.05 for n in range(sure.LEAST, LONGEST + 1))
-    assert wrong > 0.12 * len(a)
+    a, b = null.pairs(np.random.default_rng(2), null.normal, 300, 30)
+    looks = [stats.ttest_ind(a[:, :n], b[:, :n], axis=1).pvalue < 0.05 for n in range(LEAST, 31)]
+    assert np.any(looks, axis=0).mean() > 0.12
 
 
-@pytest.mark.parametrize(("paired", "n"), [(False, 4), (False, 12), (True, 8), (True, 30)])
-def test_smallest_difference_is_found_with_the_promised_power(paired: bool, n: int) -> None:
-    effect = sure.smallest(n, 1.0, paired)
-    draw: Any = np.random.default_rng(3)
-    found = 0
-    for _ in range(2000):
-        a = draw.normal(effect, 1, n)
-        b = draw.normal(0, 1, n)
-        e = sure.of_one_sample(a) if paired else sure.of_two_samples(a, b)
-        found += e.low > 0
-    assert found / 2000 == pytest.approx(sure.POWER, abs=4 * math.sqrt(0.16 / 2000))
+@pytest.mark.parametrize("correlation", [0.0, 0.9])
+def test_planted_effect_is_found_at_the_named_price(correlation) -> None:
+    share = null.kept_price(80, null.normal, 2.0, correlation=correlation)
+    assert share >= stats.binom.ppf(0.001, 80, sure.POWER) / 80
 
 
-def test_runs_for_is_the_least_number_that_resolves() -> None:
-    n = sure.runs_for(0.5, 1.0, paired=False)
-    assert sure.smallest(n, 1.0, False) <= 0.5 < sure.smallest(n - 1, 1.0, False)
-    assert sure.runs_for(1e-9, 1.0, paired=False) == sure.MOST
+def test_four_arms_use_what_their_seeds_share() -> None:
+    assert null.rounds_of_four(300, correlation=0.9, effect=1.0) <= 10
 
 
-def test_pairs_are_used_where_seeds_agree_and_only_there() -> None:
-    a, b = questions(200, 0.95, 0.0, seed=4)
-    of_pairs = sum(sure.difference(x[:8], y[:8]).paired for x, y in zip(a, b, strict=True))
-    a, b = questions(200, 0.0, 0.0, seed=5)
-    by_luck = sum(sure.difference(x[:8], y[:8]).paired for x, y in zip(a, b, strict=True))
-    assert of_pairs > 150
-    assert by_luck < 50
+def test_intervals_of_later_looks_lie_within_earlier_ones_and_hold_what_is_told() -> None:
+    draw = np.random.default_rng(4)
+    for _ in range(20):
+        a, b = draw.normal(1.5, 1, 20), draw.normal(0, 1, 20)
+        looks = [sure.difference(a[:n], b[:n]) for n in range(2, 21)]
+        verdicts = [sure.verdict(e, 0.1) for e in looks if sure.verdict(e, 0.1) != "open"]
+        assert not looks[0].known
+        assert len(set(verdicts)) <= 1
+        for before, after in itertools.pairwise(looks):
+            assert before.low <= after.low <= after.high <= before.high
+        first = null.first_found(a[None], b[None])[0]
+        assert next((e.n for e in looks if e.low > 0 or e.high < 0), math.inf) == first
+
+
+def test_limits_are_where_the_e_value_reaches_one_over_alpha() -> None:
+    a, b = np.random.default_rng(5).normal(size=(2, 1, 9))
+    looks = Looks.of(a - b, a, b)
+    assert looks.log_e(looks.half(0.05))[0] == pytest.approx(math.log(20))
+
+
+def test_identical_training_is_the_same_and_a_number_is_one_sample() -> None:
+    losses = [3.21, 3.19, 3.25, 3.2, 3.22]
+    e = sure.difference(losses, [x + 1e-7 for x in losses])
+    assert sure.verdict(e, 5e-5) == "same"
+    assert (round(e.low, 4), round(e.high, 4)) == (0.0, 0.0)
+    assert sure.verdict(sure.difference(losses, [3.0] * 5), 0.0) == "better"
 
 
 def test_no_difference_is_an_equivalence_test() -> None:
-    wide = sure.Estimate(0.001, 0.02, 5, False, 0.01)
-    assert sure.verdict(wide, 0.01) == "open"  # no difference was found, and none was excluded
-    narrow = sure.Estimate(0.001, 0.005, 50, False, 0.01)
-    assert sure.verdict(narrow, 0.01) == "same"
-    assert sure.verdict(narrow, None) == "open"
-    assert sure.verdict(sure.Estimate(0.005, 0.003, 50, False, 0.01), 0.01) == "same"  # real, and too small to matter
-    assert sure.verdict(sure.Estimate(0.02, 0.005, 50, False, 0.01), 0.01) == "better"
-    assert sure.verdict(sure.Estimate(-0.02, 0.005, 50, False, 0.01), 0.01) == "worse"
-
-
-def test_nothing_is_decided_before_four_runs() -> None:
-    assert math.isinf(sure.difference([1.0, 1.1, 1.0], [5.0, 5.1, 5.0]).half)
-    assert math.isinf(sure.smallest(3, 1.0, True))
-
-
-@pytest.mark.slow
-def test_several_arms_share_the_error() -> None:
-    """Of three equal arms, some pair is told apart in less than 5% of the questions."""
-    draw: Any = np.random.default_rng(6)
-    wrong = 0
-    alpha = sure.alpha_of_each(3)
-    for _ in range(200):
-        x: Any = draw.normal(size=(3, 20))
-        pairs = [(0, 1), (0, 2), (1, 2)]
-        looks = [sure.difference(x[i, :n], x[j, :n], alpha) for n in range(4, 21) for i, j in pairs]
-        wrong += any(e.low > 0 or e.high < 0 for e in looks)
-    assert wrong <= stats.binom.ppf(0.999, 200, sure.ALPHA)
+    assert sure.verdict(Estimate(0.001, -0.02, 0.02, 5), 0.01) == "open"
+    assert sure.verdict(Estimate(3.0, -16.9, 22.9, 50), 20) == "open"
+    assert sure.verdict(Estimate(0.001, -0.004, 0.006, 50), 0.01) == "same"
+    assert sure.verdict(Estimate(0.005, 0.002, 0.008, 50), 0.01) == "same"  # real, and too small to matter
+    assert sure.verdict(Estimate(0.02, 0.015, 0.025, 50), 0.01) == "better"
+    assert sure.verdict(Estimate(-0.02, -0.025, -0.015, 50), 0.01) == "worse"
 
 
 def test_interaction_of_two_changes() -> None:
-    draw: Any = np.random.default_rng(7)
+    draw = np.random.default_rng(7)
     base, x, y = draw.normal(2.0, 0.01, (3, 30))
-    both = draw.normal(1.5, 0.01, 30)  # alone each gains nothing
-    e = sure.interaction(base, [x, y], both)
-    assert e.low < 0.5 < e.high
-    assert e.low > 0
+    e = sure.interaction(base, [x, y], draw.normal(1.5, 0.01, 30))  # alone each gains nothing
+    assert 0 < e.low < 0.5 < e.high
 
 
-def test_limit_of_the_noise_of_two_pairs_is_above_it_as_often_as_promised() -> None:
-    pairs = np.random.default_rng(5).normal(size=(4000, 2))
-    above = sum(sure.most_noise_of_pairs(list(pair), [0.0, 0.0]) > 1 for pair in pairs)
-    assert stats.binomtest(above, 4000, sure.SURE).pvalue > 1e-4
+def test_e_bh_bounds_the_false_discovery_rate_of_a_list() -> None:
+    assert sure.e_bh([]) == []
+    assert sure.e_bh([19.0]) == []
+    assert sure.e_bh([21.0, 1.0]) == []
+    assert sure.e_bh([41.0, 1.0, 45.0]) == [0, 2]  # 3 / (0.05 * 2) = 30
+
+
+def test_price_falls_with_the_effect_and_with_what_is_known_of_the_noise() -> None:
+    draw = np.random.default_rng(8)
+    few, more = (sure.noise_of(*draw.normal(size=(2, n))) for n in (2, 12))
+    for noise in (few, more):
+        low, high = sure.price(noise, noise.sd)
+        assert LEAST <= low <= high
+        assert sure.price(noise, 3 * noise.sd)[1] <= high
+    ratios = [high / low for low, high in (sure.price(noise, noise.sd) for noise in (few, more))]
+    assert ratios[1] < ratios[0]
+    assert sure.price(more, 1e-6 * more.sd)[1] > sure.MOST

@@ -7,16 +7,14 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from bench.analysis.logs import Run, read_run
 from bench.asking import running
 from bench.asking.arms import Arm
-from bench.asking.running import DistEnv
+from bench.asking.running import Place
 from configurator import read_settings
 from deskgpt.run import loss_band
+from deskgpt.run.log import read_events
 from deskgpt.system.files import write_atomically
-from deskgpt.system.provenance import git_commit
 from train import TrainConfig
 
 FEWEST = 8  # runs
@@ -38,57 +36,57 @@ def deviations(runs: int, steps: int) -> float:
     return float(t * math.sqrt(1 + 1 / runs))
 
 
-def make_band(config: str, arm: Arm, place: DistEnv, first_seed: int) -> Path:
+def make_band(config: str, arm: Arm, place: Place, first_seed: int) -> Path:
     """Does FEWEST runs of a config on its whole data, and writes their band. Returns its path. Raises as running.run.
 
     place: with the config's own data and as many evaluations as it has.
     """
     seeds = range(first_seed + 1, first_seed + 1 + FEWEST)  # users run the first one
     running.run_all(place, [(arm, seed) for seed in seeds])
-    return write_band(config, [running.out_dir_of(place, arm, seed) for seed in seeds])
+    return write_band(config, [place.out_dir(arm, seed) for seed in seeds])
 
 
-def write_band(config: str, logs: Sequence[str | Path]) -> Path:
-    """Writes config/loss_bands/NAME.json for config/NAME.py from the out_dirs or logs of finished runs. Returns its path.
+def write_band(config: str, out_dirs: Sequence[Path]) -> Path:
+    """Writes config/loss_bands/NAME.json for config/NAME.py from the out_dirs of finished runs. Returns its path.
 
     Raises ValueError where they are too few, have not ended, or are not runs of the config with a seed each.
     """
-    runs = [read_run(str(log)) for log in logs]
-    if len(runs) < FEWEST:
-        raise ValueError(f"{config}: a band needs at least {FEWEST} runs, and these are {len(runs)}")
-    seeds = [run.settings.get("seed") for run in runs]
+    if len(out_dirs) < FEWEST:
+        raise ValueError(f"{config}: a band needs at least {FEWEST} runs, and these are {len(out_dirs)}")
+    settings = read_settings(TrainConfig, [config])
+    starts = []
+    losses = []
+    for out_dir in out_dirs:
+        events = read_events(out_dir / "log.jsonl")
+        starts.append([e for e in events if e["event"] == "start"][-1])
+        losses.append({e["iter"]: round(e["val_loss"], 4) for e in events if e["event"] == "eval"})
+    seeds = [start["settings"].get("seed") for start in starts]
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{config}: its runs have the seeds {seeds}; each needs one of its own")
-    settings = read_settings(TrainConfig, [config])
-    first = runs[0]
-    expected = experiment(first, settings)
-    losses = [{e["iter"]: round(e["val_loss"], 4) for e in run.val} for run in runs]
-    for run, log, by_step in zip(runs, logs, losses, strict=True):
-        if experiment(run, run.settings) != expected:
-            raise ValueError(f"{log}: its settings are not those of {config}, or its data not those of {logs[0]}")
+    first = starts[0]
+    expected = loss_band.experiment(settings, first.get("val_sha256"), first.get("train_tokens"))
+    for start, out_dir, by_step in zip(starts, out_dirs, losses, strict=True):
+        own = loss_band.experiment(start["settings"], start.get("val_sha256"), start.get("train_tokens"))
+        if own != expected:
+            raise ValueError(
+                f"{out_dir}: its settings are not those of {config}, or its data not those of {out_dirs[0]}"
+            )
         if by_step.keys() != losses[0].keys() or settings["max_iters"] not in by_step:
-            raise ValueError(f"{log}: it has not the evaluations of {config} up to its last step")
-
-    start = first.start
+            raise ValueError(f"{out_dir}: it has not the evaluations of {config} up to its last step")
     record = {
         "about": f"val losses by step of runs of {config} with other seeds, in nats per token",
         "command": f"python train.py {config} --seed=N",
         "seeds": seeds,
         "date": time.strftime("%Y-%m-%d"),
-        "device": start.get("device"),
-        "form": {name: start.get(name) for name in ("dtype", "compiled", "attention")},
-        "versions": start.get("versions"),
-        "commit": start.get("git_commit") or git_commit(),  # runs of bench/ask.py are those of a copy
+        "device": first.get("device"),
+        "form": {name: first.get(name) for name in ("dtype", "compiled", "attention")},
+        "versions": first.get("versions"),
+        "commit": first.get("git_commit"),
         "experiment": expected,
-        "deviations": round(deviations(len(runs), len(losses[0])), 4),
+        "deviations": round(deviations(len(starts), len(losses[0])), 4),
         "val_losses": {step: [by_step[step] for by_step in losses] for step in losses[0]},
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items()]
     path = loss_band.FOLDER / f"{Path(config).stem}.json"
     write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
     return path
-
-
-def experiment(run: Run, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """What makes others repeats of a run with these settings on its data."""
-    return loss_band.experiment(settings, run.start.get("val_sha256"), run.start.get("train_tokens"))

@@ -17,14 +17,14 @@ import numpy as np
 from data.token_files import open_masks, open_shards, read_meta, read_record, read_tokens, write_meta, write_tokens
 from deskgpt.system.files import file_sha256, new_folder
 
-PART = 10  # parts that the training tokens have, of which one is set aside
+PARTS = 10  # of the training tokens, of which one is set aside
 MOST_TOKENS = 1 << 21  # set aside
 
 
 def set_aside(folder: Path, below: Path, part: int = 0) -> Path:
     """A folder, below `below`, with the training data of `folder` without a part, which is its validation split.
 
-    part: counted from the end, below PART. Dialogues and other data with loss masks are returned as they are, since
+    part: counted from the end, below PARTS. Dialogues and other data with loss masks are returned as they are, since
     they cannot be cut. Raises ValueError where a split is missing, or they would have to be cut.
     """
     shards = open_shards(folder, "train")
@@ -39,20 +39,21 @@ def set_aside(folder: Path, below: Path, part: int = 0) -> Path:
     sizes = [len(shard) for shard in shards]
     paths = [shard.path for shard in shards]
     with new_folder(to) as new:
-        n = min(sum(sizes) // PART, sizes[-1] // PART, MOST_TOKENS)
+        n = min(sum(sizes) // PARTS, sizes[-1] // PARTS, MOST_TOKENS)
         end = sizes[-1] - part * n
         for path in paths[:-1]:
             (new / path.name).symlink_to(path.resolve())
         last = read_tokens(paths[-1])
         write_tokens(new / paths[-1].name, np.concatenate([last[: end - n], last[end:]]))
         write_tokens(new / "val.bin", last[end - n : end])
-        listed = {path.name: file_entry(path) for path in sorted(new.glob("*.bin"))}
+        files = sorted(new.glob("*.bin"))
+        listed = {path.name: {"tokens": len(read_tokens(path)), "sha256": file_sha256(path)} for path in files}
         write_meta(new, read_meta(folder) | {"files": listed, "source": f"{folder.name}, cut by bench/ask.py"})
     return to
 
 
-def file_entry(path: Path) -> dict[str, object]:
-    return {"tokens": len(read_tokens(path)), "sha256": file_sha256(path)}
+def val_tokens(folder: Path) -> int:
+    return sum(len(shard) for shard in open_shards(folder, "val"))
 
 
 def fingerprint(folder: Path) -> str:

@@ -17,8 +17,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
+from bench.asking.statistics import e_bh
 from deskgpt.run.log import RunLog, read_events
 from deskgpt.system.cache import path_of
+
+# What an event must have; lines that lack it, of whatever origin, are left out.
+FIELDS: dict[str, dict[str, Any]] = {
+    "run": dict.fromkeys(("key", "outcome", "windows"), str) | dict.fromkeys(("val_loss", "wall_s"), (int, float)),
+    "answer": dict.fromkeys(("question", "date", "config", "sentence"), str) | {"pairs": list, "arms": list},
+}
+FIELDS["run"] |= {"seed": int, "steps": int, "curve": list, "settings": dict}
+ARM = {"label": str, "what": str}
+PAIR = {"first": str, "second": str, "d": (int, float), "e": (int, float)}
 
 
 def default_folder() -> Path:
@@ -28,6 +40,10 @@ def default_folder() -> Path:
 def digest(facts: Any) -> str:
     """Sixteen hex digits of the SHA-256 of what JSON can hold."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def has(event: Any, fields: dict[str, Any]) -> bool:
+    return isinstance(event, dict) and all(isinstance(event.get(name), kind) for name, kind in fields.items())
 
 
 class Ledger:
@@ -40,26 +56,56 @@ class Ledger:
         except OSError as e:
             raise ValueError(f"--ledger {folder}: {e.strerror}; choose another folder") from None
         self.file = folder / "ledger.jsonl"
+        self.lock = FileLock(folder / ".lock")  # of all that questions write here at the same time
         self.read()
 
     def read(self) -> None:
         """Takes in what other questions have added since."""
-        self.events = read_events(self.file) if self.file.exists() else []
+        events = read_events(self.file) if self.file.exists() else []
+        self.events = [e for e in events if isinstance(e["event"], str) and has(e, FIELDS.get(e["event"], {}))]
 
     def add(self, event: str, **fields: Any) -> None:
-        """Appends a line, in one write. A line that a crash tears is left out when the ledger is read."""
-        log = RunLog(self.file)
-        log.write(event, **fields)
-        log.close()
+        """Appends a line. A line that a crash tears is left out when the ledger is read."""
+        with self.lock:
+            log = RunLog(self.file)
+            log.write(event, **fields)
+            log.close()
         self.events.append({"event": event, **fields})
 
     def run(self, key: str) -> dict[str, Any] | None:
         """The finished run of this key."""
-        return next((e for e in self.events if e["event"] == "run" and e.get("key") == key), None)
+        return next((e for e in self.events if e["event"] == "run" and e["key"] == key), None)
 
-    def answers(self) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["event"] == "answer"]
+    def repeats(self, settings: dict[str, Any], steps: int, windows: str, but: set[int]) -> list[float]:
+        """Val losses of earlier runs of this experiment, by any code, with other seeds than these: one of each seed."""
+        found = {}
+        for e in self.events:
+            if e["event"] == "run" and (e["settings"], e["steps"], e["windows"]) == (settings, steps, windows):
+                found[e["seed"]] = e["val_loss"]
+        return [loss for seed, loss in found.items() if seed not in but]
 
-    def questions_of(self, windows: str, but: str) -> int:
-        """How many other questions were asked of these validation windows. but: the digest of this one."""
-        return len({e["question"] for e in self.answers() if e.get("windows") == windows} - {but})
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """The last answer of each question, by the question's digest. The same question with other seeds is another."""
+        return {e["question"]: e for e in self.events if e["event"] == "answer"}
+
+    def wins(self) -> list[str]:
+        """The differences that hold over all questions: at most 5% of this list are false, on average."""
+        pairs = [pair | {"of": e} for e in self.answers().values() for pair in e["pairs"] if has(pair, PAIR)]
+        lines = []
+        for i in e_bh([pair["e"] for pair in pairs]):
+            x, y = pairs[i]["first"], pairs[i]["second"]
+            better, worse = (y, x) if pairs[i]["d"] > 0 else (x, y)
+            texts = {arm["label"]: arm["what"] for arm in pairs[i]["of"]["arms"] if has(arm, ARM)}
+            what = f"{better} ({texts.get(better) or 'as it is'}) is better than {worse}"
+            lines.append(f"{pairs[i]['of']['config']}: {what}, e-value {pairs[i]['e']:,.4g}")
+        return lines
+
+
+def listing(ledger: Ledger) -> str:
+    """What was asked and answered, and the wins over all questions."""
+    lines = [f"{e['date']}  {e['config']}  {e['sentence']}" for e in ledger.answers().values()]
+    if not lines:
+        return f"{ledger.file}: nothing was asked yet"
+    wins = ledger.wins()
+    about = f"{len(wins)} differences hold over all of these questions (false discovery rate 5%, e-BH)"
+    return "\n".join([*lines, about, *wins])

@@ -8,47 +8,49 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
-from bench.analysis.logs import median_ms, mfu, read_run, tokens_per_s
-from bench.asking.arms import Arm
+from bench.asking.arms import Arm, last_line
 from bench.asking.held_out import fingerprint
 from bench.asking.ledger import Ledger, digest
-from deskgpt.run.lock import if_free
 from deskgpt.run.log import read_events
 from deskgpt.system import hardware
-from deskgpt.system.errors import ConfigError
 
 # Settings with which every run ends at its last step; a commit may be older than some of them.
 TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
 TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
-TRIES = 3  # of a run that something kills
-LONGEST_S = 7 * 86400.0  # that a run of an earlier question is waited for
-IN_USE = "is in use by"  # what train.py says of an out_dir that another run has
+FIGURES = ("val_loss", "val_se", "step_ms", "mfu", "tokens_per_s", "parameters")  # that can be asked about
+EVALUATIONS = 2  # of a run at least, besides the one at its start: each reads all of what is set aside
+IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
 STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+WAIT_S = 1.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
-class DistEnv:
+class Place:
     """Where and how all runs of a question run."""
 
     ledger: Ledger
     data: Path
     device: str = "auto"
     jobs: int = 1  # runs at a time, which share the processor's cores
-    evaluations: int = 10  # of a run at least, for its curve; 0: as many as the config has
+    is_judged_often: bool = True  # False: as often as the config says
     alone: str = ""  # names the only question that may use these runs: speeds compare where arms took turns
+    tell: Callable[[str], None] = lambda text: None  # is told every second what runs
 
     @property
     def threads(self) -> int:
@@ -69,80 +71,71 @@ class DistEnv:
         facts = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.machine, self.threads]
         return digest([*facts, torch.__version__, *([self.alone] if self.alone else [])])
 
+    def out_dir(self, arm: Arm, seed: int) -> Path:
+        return self.ledger.folder / "runs" / self.key(arm, seed)
 
-def run(place: DistEnv, arm: Arm, seed: int, until: float = math.inf) -> dict[str, Any]:
+
+def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     """The arm's run with this seed: from the ledger, or by train.py, which resumes a run that was killed.
 
-    until: of time.perf_counter; a run that still goes on then is saved and stopped. Raises ConfigError for that,
-    ValueError where train.py refuses, or fails for another reason than losses that are not finite; KeyboardInterrupt
-    where the user stops it, after it has saved.
+    Raises ValueError where train.py refuses, or fails for another reason than losses that are not finite;
+    KeyboardInterrupt where the user stops it, after it has saved.
     """
     if arm.known is not None:
-        figures_of_it = dict.fromkeys(("val_loss", "val_se", "step_ms", "mfu", "tokens_per_s", "parameters"), arm.known)
-        return figures_of_it | {"outcome": "known", "curve": [], "wall_s": 0.0, "reused": True}
+        return dict.fromkeys(FIGURES, arm.known) | {"outcome": "known", "curve": [], "wall_s": 0.0}
     key = place.key(arm, seed)
-    out_dir = out_dir_of(place, arm, seed)
+    out_dir = place.out_dir(arm, seed)
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
     t0 = time.perf_counter()
-    for _ in range(TRIES):
-        status, said = 0, ""
-        known = in_ledger(place, key, out_dir)
-        if known is not None:
-            return known | {"reused": True}
-        if ended(out_dir / "log.jsonl", arm.steps):
-            break
-        status, said = train(place, arm, seed, out_dir, until)
-        if status in STOPPED:
-            raise KeyboardInterrupt
-        if status < 0:
-            said = f"a run of {arm.label} was killed (signal {-status}) and goes on from its checkpoint"
-            print(said, file=sys.stderr)
-        elif IN_USE not in said:
-            break
-    diverged = status > 0 and bool(NOT_FINITE.search(said))
-    if status and not diverged:
-        raise ValueError(f"{arm.label} ({arm.what}) cannot run: {said or f'exit status {status}'}")
-
-    found = figures(out_dir / "log.jsonl", diverged)
-    wall_s = max(time.perf_counter() - t0, found["train_s"] or 0.0)  # a resumed run took longer than its last part
-    found |= {"key": key, "seed": seed, "steps": arm.steps, "code": arm.code, "wall_s": wall_s}
-    place.ledger.add("run", **found, windows=place.windows, threads=place.threads, settings=arm.learning_settings())
-    for path in out_dir.iterdir():
-        if path.name != "log.jsonl":
-            # Another question that waited for this run may remove them too.
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    return found | {"reused": False}
-
-
-def in_ledger(place: DistEnv, key: str, out_dir: Path) -> dict[str, Any] | None:
-    """The finished run of this key, once no other question, or one that was killed, is at work on it."""
-    known = place.ledger.run(key)
-    if known is None:
-        with if_free(out_dir, wait_s=LONGEST_S):
-            place.ledger.read()
+    with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
+        place.ledger.read()
         known = place.ledger.run(key)
-    return known
+        if known is not None:
+            return known
+        diverged = train_to_the_end(place, arm, seed, out_dir)
+        found = figures(read_events(out_dir / "log.jsonl"), diverged)
+        wall_s = max(time.perf_counter() - t0, found["train_s"] or 0.0)  # a resumed run took longer than its last part
+        found |= {"key": key, "seed": seed, "steps": arm.steps, "code": arm.code, "wall_s": wall_s}
+        place.ledger.add("run", **found, windows=place.windows, settings=arm.learning_settings())
+        for path in out_dir.glob("ckpt*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found
 
 
-def out_dir_of(place: DistEnv, arm: Arm, seed: int) -> Path:
-    return place.ledger.folder / "runs" / place.key(arm, seed)
-
-
-def run_all(place: DistEnv, wanted: Sequence[tuple[Arm, int]], until: float = math.inf) -> list[dict[str, Any]]:
+def run_all(place: Place, wanted: Sequence[tuple[Arm, int]]) -> list[dict[str, Any]]:
     """The runs of arms with seeds, place.jobs at a time. Raises as run does, after the others have saved and ended."""
     with ThreadPoolExecutor(place.jobs) as pool:
         try:
-            return list(pool.map(lambda one: run(place, one[0], one[1], until), wanted))
+            return list(pool.map(lambda one: run(place, *one), wanted))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            stop_all()
+            for process in list(processes):
+                process.send_signal(signal.SIGTERM)  # it saves and ends
             raise
 
 
-def train(place: DistEnv, arm: Arm, seed: int, out_dir: Path, until: float = math.inf) -> tuple[int, str]:
-    """(exit status, last line of stderr) of a run of train.py that is followed to its end. Raises as run does."""
-    every = arm.settings["eval_interval"]
-    if place.evaluations:
-        every = min(every, max(1, arm.steps // place.evaluations))
+processes: set[subprocess.Popen[bytes]] = set()
+
+
+def train_to_the_end(place: Place, arm: Arm, seed: int, out_dir: Path) -> bool:
+    """Trains until the last step. Returns whether the run diverged instead. Raises as run does."""
+    log = out_dir / "log.jsonl"
+    while not ended(log, arm.steps):
+        status, message = train(place, arm, seed, out_dir)
+        if status in STOPPED:
+            raise KeyboardInterrupt
+        if status > 0 and NOT_FINITE.search(message):
+            return True
+        if IN_USE in message:  # by a run that outlived its question, which was killed
+            time.sleep(WAIT_S)
+        elif status or not ended(log, arm.steps):
+            raise ValueError(f"{arm.label} ({arm.what}) cannot run: {message or f'exit status {status}'}")
+    return False
+
+
+def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
+    """(exit status, last line of stderr) of a run of train.py that is followed to its end."""
+    every = min(arm.settings["eval_interval"], max(1, arm.steps // EVALUATIONS) if place.is_judged_often else 10**9)
     given = {"dataset": place.data.resolve(), "out_dir": out_dir.resolve(), "seed": seed, "device": place.device}
     given |= {"max_iters": arm.steps, "eval_interval": every}
     given |= {name: value for name, value in TO_THE_END.items() if name in arm.settings}
@@ -155,68 +148,60 @@ def train(place: DistEnv, arm: Arm, seed: int, out_dir: Path, until: float = mat
         process = subprocess.Popen(
             command, cwd=arm.folder, env=env, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
         )
-        running.add(process)
+        processes.add(process)
         try:
-            process.wait(None if math.isinf(until) else max(0.0, until - time.perf_counter()))
-        except BaseException as e:
+            while process.poll() is None:
+                place.tell(f"{arm.label}, seed {seed}: step {last_step(out_dir / 'log.jsonl'):,} of {arm.steps:,}")
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(WAIT_S)
+        except BaseException:
             process.send_signal(signal.SIGTERM)  # it saves and ends
             process.wait()
-            if isinstance(e, subprocess.TimeoutExpired):
-                raise ConfigError(
-                    f"the --budget ended during the first runs, at a run of {arm.label}: it is saved, and the same "
-                    "question with more budget, or with --anyway, goes on there"
-                ) from None
             raise
         finally:
-            running.discard(process)
+            processes.discard(process)
         stderr.seek(0)
-        lines = [line for line in stderr.read().splitlines() if line.strip()]
-    return process.returncode, (lines or [""])[-1].removeprefix("error: ")
+        return process.returncode, last_line(stderr.read())
 
 
-running: set[subprocess.Popen[bytes]] = set()
-
-
-def stop_all() -> None:
-    """Ends the runs of all threads, after they have saved."""
-    for process in list(running):
-        process.send_signal(signal.SIGTERM)
+def last_step(log: Path) -> int:
+    """The step of the last event of a run that goes on."""
+    events = read_events(log)[-1:] if log.exists() else []
+    return sum(e.get("iter", 0) for e in events)
 
 
 def ended(log: Path, steps: int) -> bool:
-    """Whether the run of this log reached its last step; one that was stopped has an end too, before that.
-
-    Another process may have followed it there.
-    """
+    """Whether the run of this log reached its last step; one that was stopped has an end too, before that."""
     return log.exists() and any(e["event"] == "end" and e["iter"] >= steps for e in read_events(log)[-1:])
 
 
-def figures(log: Path, diverged: bool) -> dict[str, Any]:
-    """What the ledger keeps of a finished run: its curve, last loss, speed and circumstances.
+def figures(events: list[dict[str, Any]], diverged: bool) -> dict[str, Any]:
+    """What the ledger keeps of a finished run: its curve, last loss, what it was judged on, speed and circumstances.
 
     A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
+    Logs of older code do not say what an evaluation read: eval_digest is None there.
     """
-    run = read_run(str(log))
-    start = run.start
-    curve = [[e["iter"], e["val_loss"]] for e in run.val]
-    guessing = math.log(start["vocab_size"])
-    loss = curve[-1][1] if curve else guessing
-    if diverged:
-        loss = max(loss, guessing)
+    start = [e for e in events if e["event"] == "start"][-1]
+    evals = {e["iter"]: e for e in events if e["event"] == "eval" and e["val_loss"] is not None}
+    times_ms = {e["iter"]: e["time_ms"] for e in events if e["event"] == "iter" and e["iter"] > 0 and e["time_ms"]}
+    last = evals[max(evals)] if evals else {}
+    guessing = math.log(start["model_args"]["vocab_size"])
+    loss = last.get("val_loss", guessing)
+    step_ms = statistics.median(times_ms.values()) if times_ms else None
+    tokens_per_s = start["tokens_per_step"] / step_ms * 1e3 if step_ms else None
+    peak = start.get("peak_flops")
     return {
         "outcome": "diverged" if diverged else "ended",
-        "val_loss": loss,
-        "val_se": run.val[-1].get("val_se") if run.val else None,
-        "curve": curve,
-        "step_ms": median_ms(run),
-        "mfu": mfu(run),
-        "tokens_per_s": tokens_per_s(run),
-        "train_s": run.val[-1]["train_s"] if run.val else None,
-        "tokens_per_step": run.tokens_per_step,
-        "flops_per_token": run.flops_per_token,
+        "val_loss": max(loss, guessing) if diverged else loss,
+        "val_se": last.get("val_se"),
+        "eval_windows": last.get("eval_windows"),
+        "eval_digest": last.get("eval_digest"),
+        "curve": [[step, e["val_loss"]] for step, e in sorted(evals.items())],
+        "step_ms": step_ms,
+        "mfu": tokens_per_s * start["flops_per_token"] / peak if tokens_per_s and peak else None,
+        "tokens_per_s": tokens_per_s,
+        "train_s": last.get("train_s"),
+        "flops_per_token": start["flops_per_token"],
         "parameters": start.get("parameters"),
-        "form": [start.get(name) for name in ("dtype", "compiled", "attention")],
-        "device": start.get("device"),
         "versions": start.get("versions"),
-        "ended": round(time.time()),
     }

@@ -1,44 +1,44 @@
-"""How a question is decided: intervals that hold however often one looks at them, what they cost, and the verdict.
+"""How a question is decided: one interval that may be looked at after every run, and what a difference costs.
 
-A question compares the losses of runs of two arms. The loss of a run depends on its seed; between seeds it is taken to
-be normally distributed. Whoever looks after each run and stops as soon as an ordinary 95% interval leaves out zero is
-wrong far more often than 5%. An **anytime-valid** interval (a confidence sequence) may be looked at after every run:
-with probability 1 - alpha it holds the true difference at all looks together. It is 1.5 to 2.5 times as wide here.
+A question compares the losses of runs of two arms, which depend on their seeds. Whoever looks after each run and stops
+as soon as an ordinary 95% interval leaves out zero is wrong far more often than 5%. The interval here is
+**anytime-valid**, a confidence sequence: with probability 1 - alpha it holds the true difference at all looks together.
 
-The derivation, in four steps. n_a and n_b runs have the means a and b and the pooled standard deviation s:
+1.  The t statistic of n paired differences has nu = n - 1 degrees of freedom and k = n effective runs; that of two
+    samples of n runs each has nu = 2n - 2 and k = n / 2.
+2.  The likelihood of t where the true difference in standard deviations is delta ~ N(0, g), over that where it is 0, is
 
-1.  t = (a - b) / (s sqrt(1/n_a + 1/n_b)) has nu = n_a + n_b - 2 degrees of freedom. For paired differences t is that of
-    one sample of n differences, with nu = n - 1. What follows needs only t, nu and the effective number
-    k = n_a n_b / (n_a + n_b), which is n for pairs.
-2.  Suppose the true difference is delta standard deviations. The ratio of the likelihood of t under delta ~ N(0, g) to
-    that under delta = 0, where the unknown mean and scale have right Haar priors, is the Bayes factor
+        B(t) = (1 + k g)^(-1/2) * [ (1 + t^2/nu) / (1 + t^2/(nu (1 + k g))) ]^((nu + 1)/2)
 
-        B(t) = (1 + k g)^(-1/2) * [ (1 + t^2/nu) / (1 + t^2/(nu (1 + k g))) ]^((nu + 1)/2).
-
+    (Rouder, Speckman, Sun, Morey and Iverson, Psychonomic Bulletin & Review 16, 2009, with a fixed variance g).
 3.  While the true difference is zero, B is a nonnegative martingale of mean 1 as runs are added (Hendriksen, de Heide
-    and Gruenwald, "Optional stopping with Bayes factors", Bayesian Analysis 16, 2021; for one sample it is a t-test
-    martingale of Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown
-    variance", 2024, arXiv 2310.03722). By Ville's inequality it ever reaches 1/alpha with probability at most alpha.
-4.  So the values d for which B of (a - b - d) stays below 1/alpha are a confidence sequence. Solving B(t) = 1/alpha
-    for t gives `critical_t`, which takes the place of Student's quantile.
+    and Gruenwald, Bayesian Analysis 16, 2021; Wang and Ramdas, arXiv 2310.03722). So is the mean E of the paired and
+    the unpaired factor, an **e-value**: by Ville's inequality it ever reaches 1/alpha with probability at most alpha.
+4.  The differences d for which E of (a - b - d) stays below 1/alpha are the interval of a look. Intervals are
+    intersected over all looks, so a later look never takes back what an earlier one has excluded.
 
-The formula of step 2 is that of Rouder, Speckman, Sun, Morey and Iverson, Psychonomic Bulletin & Review 16 (2009),
-with a fixed variance g of the effect.
+This is theory of normal noise. Arms that are skewed and scatter differently break it, so E is divided by the ratio of
+the arms' variances, the larger over the smaller. That only ever lowers E, and costs equal arms at most one
+run (bench/results/2026-11-26-ask-simulated.md).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 ALPHA = 0.05
-POWER = 0.8
+POWER = 0.8  # share of questions that the high end of a price is enough for
+EARLY = 0.1  # share of questions that the low end of a price is enough for
 EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between seeds are expected
-LEAST = 4  # runs of each arm before anything is decided: with 3, no difference below 5 standard deviations can be
-SURE = 0.9  # of a limit of the noise, from the few runs of a pilot
-MOST = 10_000  # runs of an arm; nobody waits for more
+LEAST = 4  # runs of each arm before anything is decided
+MOST = 1000  # runs of each arm; prices go no further
+SIMULATED = 500  # questions that a price is read from
+TINY = 1e-30  # variance of runs that do not differ
 
 
 @dataclass(frozen=True)
@@ -46,69 +46,110 @@ class Estimate:
     """The difference of two arms: mean loss of the first less that of the second; above 0, the second is better."""
 
     d: float
-    half: float  # half the width of its anytime-valid interval; infinite before LEAST runs
+    low: float  # of its anytime-valid interval; minus infinity before LEAST runs
+    high: float
     n: int  # runs of each arm
-    paired: bool  # whether it stands on differences between runs with the same seed
-    sd: float  # between seeds: of a difference where paired, else of a run
+    e: float = 1.0  # the e-value against no difference, at the last look
 
     @property
-    def low(self) -> float:
-        return self.d - self.half
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return math.isfinite(self.high - self.low)
 
-    @property
-    def high(self) -> float:
-        return self.d + self.half
+
+# ---- e-values ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What is known of questions after LEAST and more runs of each arm: arrays of the shape (..., looks)."""
+
+    n: np.ndarray  # (looks,) runs of each arm
+    gap: np.ndarray  # mean of a less mean of b
+    var_gap: np.ndarray  # of the paired differences
+    var_a: np.ndarray | None = None  # None where there is one sample, of differences only
+    var_b: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, gaps: np.ndarray, a: np.ndarray | None = None, b: np.ndarray | None = None) -> Looks:
+        """gaps: differences by run, (..., n); a and b: what they are of, where the arms are two samples."""
+        mean, var_gap = moments(gaps)
+        n = np.arange(LEAST, gaps.shape[-1] + 1)
+        if a is None or b is None:
+            return cls(n, mean, var_gap)
+        return cls(n, mean, var_gap, moments(a)[1], moments(b)[1])
+
+    def log_e(self, distance: Any) -> np.ndarray:
+        """The logarithm of E at each look, for a true difference that lies `distance` from `gap`."""
+        square = np.square(distance)
+        paired = log_bayes_factor(self.n * square / self.var_gap, self.n, self.n - 1)
+        if self.var_a is None or self.var_b is None:
+            return paired
+        pooled = (self.var_a + self.var_b) / 2
+        unpaired = log_bayes_factor(self.n / 2 * square / pooled, self.n / 2, 2 * self.n - 2)
+        uneven = np.abs(np.log(self.var_a / self.var_b))
+        return np.logaddexp(paired, unpaired) - math.log(2) - uneven
+
+    def half(self, alpha: float) -> np.ndarray:
+        """Half the width of the interval of each look; infinite where no difference could be excluded."""
+        goal = math.log(1 / alpha)
+        high = 1e6 * np.sqrt(self.var_gap) + np.sqrt(TINY)
+        low = np.zeros_like(high)
+        is_finite = self.log_e(high) > goal
+        for _ in range(60):
+            middle = (low + high) / 2
+            is_excluded = self.log_e(middle) > goal
+            high = np.where(is_excluded, middle, high)
+            low = np.where(is_excluded, low, middle)
+        return np.where(is_finite, high, np.inf)
+
+
+def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, variance) of the first n of x along the last axis, for each n from LEAST on."""
+    n = np.arange(1, x.shape[-1] + 1)
+    centre = x[..., :1]
+    mean = np.cumsum(x - centre, -1) / n
+    variance = (np.cumsum((x - centre) ** 2, -1) - n * mean**2) / np.maximum(n - 1, 1)
+    return (mean + centre)[..., LEAST - 1 :], np.maximum(variance, TINY)[..., LEAST - 1 :]
+
+
+def log_bayes_factor(t_square: Any, k: Any, nu: Any) -> np.ndarray:
+    """Step 2 above. k: effective number of runs; nu: degrees of freedom."""
+    shrink = 1 + k * EFFECT_VARIANCE
+    ratio = np.log1p(t_square / nu) - np.log1p(t_square / (nu * shrink))
+    return (nu + 1) / 2 * ratio - np.log(shrink) / 2
 
 
 # ---- intervals -----------------------------------------------------------------------------------------------
 
 
-def critical_t(k: float, nu: float, alpha: float = ALPHA) -> float:
-    """The t beyond which B(t) > 1/alpha (step 4); infinite where no t is.
-
-    k: effective number of runs; nu: degrees of freedom. With r = ((1 + k g) / alpha^2)^(1/(nu + 1)), B(t) = 1/alpha
-    reads (1 + t^2/nu) = r (1 + t^2/(nu (1 + k g))), so t^2 = nu (r - 1) / (1 - r / (1 + k g)).
-    """
-    shrink = 1 + k * EFFECT_VARIANCE
-    r = (shrink / alpha**2) ** (1 / (nu + 1))
-    if r >= shrink:
-        return math.inf
-    return math.sqrt(nu * (r - 1) / (1 - r / shrink))
-
-
-def of_one_sample(values: Sequence[float], alpha: float = ALPHA) -> Estimate:
-    """The mean of independent values, such as differences of pairs, with its interval."""
-    n = len(values)
-    mean = statistics.fmean(values)
-    sd = statistics.stdev(values) if n > 1 else math.nan
-    half = critical_t(n, n - 1, alpha) * sd / math.sqrt(n) if n >= LEAST else math.inf
-    return Estimate(mean, half, n, True, sd)
-
-
-def of_two_samples(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> Estimate:
-    """The mean of a less the mean of b, of equally many runs that are not paired; their variances taken as equal."""
-    n = len(a)
-    gap = statistics.fmean(a) - statistics.fmean(b)
-    sd = math.sqrt((statistics.variance(a) + statistics.variance(b)) / 2) if n > 1 else math.nan
-    half = critical_t(n / 2, 2 * n - 2, alpha) * sd * math.sqrt(2 / n) if n >= LEAST else math.inf
-    return Estimate(gap, half, n, False, sd)
-
-
 def difference(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> Estimate:
     """The difference of two arms; a[i] and b[i] have the same seed.
 
-    The first LEAST pairs decide, once for all looks, whether the differences are analysed as pairs: where that gives
-    the narrower interval. Choosing anew at each look would find the narrow one by luck. An arm whose values are all
-    equal is a known number, with which there is only one sample.
+    An arm whose values are all equal is a known number, with which there is only one sample.
     """
-    first_a = a[:LEAST]
-    first_b = b[:LEAST]
-    if len(set(first_a)) == 1 or len(set(first_b)) == 1:
-        return of_one_sample([x - y for x, y in zip(a, b, strict=True)], alpha)
-    of_pairs = of_one_sample([x - y for x, y in zip(first_a, first_b, strict=True)], alpha)
-    if of_pairs.half < of_two_samples(first_a, first_b, alpha).half:
-        return of_one_sample([x - y for x, y in zip(a, b, strict=True)], alpha)
-    return of_two_samples(a, b, alpha)
+    x, y = np.array(a, float), np.array(b, float)
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return of_gaps(x - y, alpha)
+    return estimate(x - y, Looks.of(x - y, x, y), alpha)
+
+
+def of_gaps(gaps: np.ndarray, alpha: float = ALPHA) -> Estimate:
+    """The mean of independent differences (n,)."""
+    return estimate(gaps, Looks.of(gaps), alpha)
+
+
+def estimate(gaps: np.ndarray, looks: Looks, alpha: float) -> Estimate:
+    n = len(gaps)
+    d = float(gaps.mean())
+    if n < LEAST:
+        return Estimate(d, -math.inf, math.inf, n)
+    half = looks.half(alpha)
+    low = np.maximum.accumulate(looks.gap - half)
+    high = np.minimum.accumulate(looks.gap + half)
+    last = np.flatnonzero(low <= high)[-1]  # they cross with probability alpha at most
+    e = math.exp(min(700.0, float(looks.log_e(looks.gap)[-1])))
+    return Estimate(d, float(low[last]), float(high[last]), n, e)
 
 
 def interaction(
@@ -118,22 +159,20 @@ def interaction(
 
     base: losses without a change; alone: of each change (two of them are a 2 x 2 design); together: with all of them.
     """
-    gains = [a - b for a, b in zip(base, together, strict=True)]
+    start = np.array(base, float)
+    gains = start - np.array(together, float)
     for one in alone:
-        gains = [gain - (a - b) for gain, a, b in zip(gains, base, one, strict=True)]
-    return of_one_sample(gains, alpha)
+        gains = gains - (start - np.array(one, float))
+    return of_gaps(gains, alpha)
 
 
-# ---- the verdict ---------------------------------------------------------------------------------------------
+def verdict(e: Estimate, min_effect: float) -> str:
+    """better, worse, same or open. same: the whole interval lies within +-min_effect, an equivalence test.
 
-
-def verdict(e: Estimate, resolve: float | None) -> str:
-    """better, worse, same or open. same: the whole interval lies within +-resolve, an equivalence test.
-
-    A difference below `resolve` does not matter, so same comes first. The interval is a confidence sequence, so all
+    A difference below `min_effect` does not matter, so same comes first. The interval is a confidence sequence, so all
     three may be asked at each look: one of them is wrong, ever, with probability at most alpha.
     """
-    if resolve is not None and max(-e.low, e.high) < resolve:
+    if max(-e.low, e.high) < min_effect:
         return "same"
     if e.low > 0:
         return "better"
@@ -147,55 +186,91 @@ def alpha_of_each(intervals: int) -> float:
     return ALPHA / max(1, intervals)
 
 
+def e_bh(e_values: Sequence[float], alpha: float = ALPHA) -> list[int]:
+    """Which of these null hypotheses are rejected so that at most alpha of the rejections are false, on average.
+
+    However the e-values depend on each other (Wang and Ramdas, "False discovery rate control with e-values", Journal of
+    the Royal Statistical Society B 84, 2022): the k largest, for the largest k of which all are at least m / (alpha k).
+    """
+    order = sorted(range(len(e_values)), key=lambda i: -e_values[i])
+    enough = [k for k, i in enumerate(order, 1) if e_values[i] >= len(e_values) / (alpha * k)]
+    return sorted(order[: max(enough, default=0)])
+
+
 # ---- the price -----------------------------------------------------------------------------------------------
 
 
-def smallest(n: int, sd: float, paired: bool, alpha: float = ALPHA) -> float:
-    """The smallest true difference that n runs of each arm tell from zero with probability POWER; infinite for few.
+@dataclass(frozen=True)
+class Noise:
+    """What the runs so far say about noise: variances over seeds, and their degrees of freedom."""
 
-    sd: as Estimate's. t then has the noncentral distribution with delta = d / standard error. Stopping early can only
-    raise the power; t below -critical_t, a wrong sign, is left out.
+    gap: float  # variance of the difference of two runs with the same seed; of a run, where there is one arm
+    total: float | None  # variance of their sum; None where the other arm is a known number
+    df: int  # of each of the two
+    earlier: float = 0.0  # variance between seeds of earlier runs of these arms
+    earlier_df: int = 0
+
+    @property
+    def sd(self) -> float:
+        """The standard deviation between seeds, as it is estimated."""
+        of_a_run = self.gap if self.total is None else (self.gap + self.total) / 4
+        df = self.df if self.total is None else 2 * self.df
+        return math.sqrt((df * of_a_run + self.earlier_df * self.earlier) / (df + self.earlier_df))
+
+
+def noise_of(a: Sequence[float], b: Sequence[float] | None, earlier: Sequence[Sequence[float]] = ()) -> Noise:
+    """Of two arms with the same seeds; b is None for a known number. earlier: groups of runs that differ in seed."""
+    x = np.array(a, float)
+    y = np.zeros_like(x) if b is None else np.array(b, float)
+    groups = [np.array(group, float) for group in earlier if len(group) > 1]
+    df = sum(len(group) - 1 for group in groups)
+    squares = float(sum(np.square(group - group.mean()).sum() for group in groups))
+    total = None if b is None else max(TINY, float(np.var(x + y, ddof=1)))
+    return Noise(max(TINY, float(np.var(x - y, ddof=1))), total, len(x) - 1, squares / max(1, df), df)
+
+
+def draw_noise(noise: Noise, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(variance of a difference, of a sum) that the runs may have, each (SIMULATED,).
+
+    A sum of squares over its true variance has the chi-squared distribution. Earlier runs weigh the draws by their
+    likelihood, and by how little two arms share their seeds' luck: one pair alone hardly tells that.
     """
-    if n < LEAST:
-        return math.inf
-    k = n if paired else n / 2
-    nu = n - 1 if paired else 2 * n - 2
-    limit = critical_t(k, nu, alpha)
-    if math.isinf(limit):
-        return math.inf
-    from scipy.special import nctdtrinc
-
-    shift = nctdtrinc(nu, 1 - POWER, limit)  # the delta with which t stays below limit with probability 1 - POWER
-    return float(shift * sd / math.sqrt(k))
-
-
-def runs_for(goal: float, sd: float, paired: bool, alpha: float = ALPHA) -> int:
-    """The runs of each arm that resolve `goal`; MOST where no fewer do."""
-    low = LEAST
-    high = MOST
-    while low < high:
-        middle = (low + high) // 2
-        if smallest(middle, sd, paired, alpha) <= goal:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    n = SIMULATED * 20
+    gap = noise.gap * noise.df / draw.chisquare(noise.df, n)
+    total = 0 * gap if noise.total is None else noise.total * noise.df / draw.chisquare(noise.df, n)
+    weights = np.full(n, 1 / n)
+    if noise.earlier_df and noise.earlier:
+        of_a_run = gap if noise.total is None else (gap + total) / 4
+        log_weight = -noise.earlier_df / 2 * (np.log(of_a_run) + noise.earlier / of_a_run)
+        log_weight += np.log(gap / of_a_run) / 2
+        weights = np.exp(log_weight - log_weight.max())
+        weights /= weights.sum()
+    chosen = draw.choice(n, SIMULATED, p=weights)
+    return gap[chosen], total[chosen]
 
 
-def noise(arms: Sequence[Sequence[float]]) -> float:
-    """The standard deviation between seeds, pooled over arms; NaN where no arm has two runs."""
-    variances = [(len(of_arm) - 1, statistics.variance(of_arm)) for of_arm in arms if len(of_arm) > 1]
-    freedom = sum(weight for weight, _ in variances)
-    return math.sqrt(sum(weight * variance for weight, variance in variances) / freedom) if freedom else math.nan
+def price(noise: Noise, effect: float, alpha: float = ALPHA) -> tuple[int, int]:
+    """(low, high) runs of each arm that find a difference of `effect`: EARLY of questions end by low, POWER by high.
 
-
-def most_noise_of_pairs(a: Sequence[float], b: Sequence[float]) -> float:
-    """The upper limit, with probability SURE, of the standard deviation of differences; 8 times that of two pairs.
-
-    (n - 1) times the variance of n normal values over their true variance has the chi-squared distribution.
+    MOST + 1 where MOST runs are not enough. The questions are simulated, with the noise that the runs so far leave
+    possible.
     """
-    from scipy.special import chdtri
+    for runs in (48, MOST):
+        low, high = np.quantile(decided_after(noise, effect, alpha, runs), (EARLY, POWER), method="higher")
+        if high <= runs:
+            break
+    return int(low), int(high)
 
-    gaps = [x - y for x, y in zip(a, b, strict=True)]
-    freedom = len(gaps) - 1
-    return statistics.stdev(gaps) / math.sqrt(chdtri(freedom, SURE) / freedom)
+
+def decided_after(noise: Noise, effect: float, alpha: float, runs: int) -> np.ndarray:
+    """The number of runs (SIMULATED,) after which simulated questions find `effect`; runs + 1 for those that do not."""
+    draw = np.random.default_rng(0)
+    var_gap, var_total = draw_noise(noise, draw)
+    gap = np.sqrt(var_gap)[:, None] * draw.normal(size=(SIMULATED, runs))
+    if noise.total is None:
+        looks = Looks.of(gap + effect)
+    else:
+        total = np.sqrt(var_total)[:, None] * draw.normal(size=(SIMULATED, runs))
+        looks = Looks.of(gap + effect, (total + gap) / 2 + effect, (total - gap) / 2)
+    found = (looks.log_e(looks.gap) >= math.log(1 / alpha)) & (looks.gap > 0)
+    return np.where(found.any(1), found.argmax(1) + LEAST, runs + 1)
