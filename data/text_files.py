@@ -38,9 +38,8 @@ def read_text(path: Path) -> str:
         # -sig: drops the mark that Windows editors put first.
         text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as e:
-        raise ValueError(
-            f"{path} is not UTF-8 text (byte {e.start:,}); convert it first, for instance with iconv"
-        ) from None
+        line = content[: e.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {line}: this is not UTF-8 text; convert it first, e.g. with iconv") from None
     check_text(path, text)
     return text
 

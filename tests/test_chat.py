@@ -18,7 +18,7 @@ from fineweb import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.chat.prepare import pack, prepare
+from data.chat.prepare import pack, prepare, read_dialogues
 from data.chat.talk import Dialogue, talk
 from data.chat.template import JINJA, Message, Template
 from data.describe import describe
@@ -72,7 +72,9 @@ def chat_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
 )
-messages = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5)
+messages = st.lists(
+    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts, st.just(True)), min_size=1, max_size=5
+)
 
 
 @pytest.fixture(params=["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])], scope="module")
@@ -200,25 +202,57 @@ def test_prepared_once_and_again_where_a_mask_is_damaged(tmp_path, script):
     assert Split(tmp_path / "c", "train", 8, 256).masks == []
 
 
-def test_jsonl_as_people_have_it(tmp_path):
-    line = as_json(HELLO).strip()
-    bare = json.dumps([message._asdict() | {"name": "extra"} for message in HELLO])
-    (tmp_path / "d.jsonl").write_bytes(f"\ufeff{line}\r\n\r\n{bare}\n  {line}".encode())
-    prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
-    assert read_record(tmp_path / "c")["files"]["train.bin"]["tokens"] == 2 * T + 1
+SAID_HELLO = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
+LINE = json.dumps({"messages": SAID_HELLO})
+AS_PEOPLE_HAVE_IT = {
+    "mark, empty lines, the bare list": f"\ufeff{LINE}\r\n\r\n{json.dumps(SAID_HELLO)}\n  {LINE}",
+    "array": json.dumps([{"messages": SAID_HELLO}] * 3),
+    "array of lists over many lines": json.dumps([SAID_HELLO] * 3, indent=2),
+    "ShareGPT": 3
+    * (json.dumps({"conversations": [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]}) + "\n"),
+    "Alpaca": 3 * (json.dumps({"instruction": "Hello!", "input": "", "output": "Hi."}) + "\n"),
+    "parts": LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "text", "text": "i."}]')
+    + f"\n{LINE}\n{LINE}",
+}
+
+
+@pytest.mark.parametrize("content", AS_PEOPLE_HAVE_IT.values(), ids=AS_PEOPLE_HAVE_IT)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_dialogues_as_people_have_them(tmp_path, content, encoding):
+    (tmp_path / "d.json").write_text(
+        content.lstrip("\ufeff") if encoding == "utf-16" else content, encoding, newline=""
+    )
+    assert list(read_dialogues(tmp_path / "d.json")) == [HELLO] * 3
+
+
+def test_message_of_weight_0_is_not_learned_and_half_a_surrogate_is_replaced(tmp_path):
+    messages = [*SAID_HELLO, {"role": "assistant", "content": "No \ud800", "weight": 0}]
+    (tmp_path / "d.jsonl").write_text(json.dumps(messages))
+    [dialogue] = read_dialogues(tmp_path / "d.jsonl")
+    assert dialogue[2] == Message("assistant", "No \ufffd", learned=False)
+    ids, counts = Template(BytesTokenizer()).encode(dialogue)
+    assert bytes(ids[counts == 1].astype(np.uint8).tolist()) == b"Hi.\xff"
+
+
+def test_dialogues_ship_with_the_script(tmp_path, script):
+    done = script("data/chat/prepare.py", "--out", tmp_path / "c", "--tokenizer=bytes", "--block_size=256")
+    assert (done.code, done.err) == (0, "")
+    assert "longer" not in done.out
 
 
 NO_DIALOGUE = [
     *(b'{"messages": [', b"[" * 100_000, b"1" * 5000, b"7", b"\xff\xfe"),
     *(b"{}", b'{"messages": null}', b'{"messages": []}', b'["hi"]', b'[{"role": "user"}]', b'[{"content": "x"}]'),
     b'[{"role": "assistant", "content": ["x"]}]',
+    b'[{"role": "assistant", "content": [{"type": "image_url", "image_url": "x"}]}]',
     b'[{"role": "tool", "content": "x"}]',
     b'[{"role": "user", "content": "x"}]',
-    rb'[{"role": "assistant", "content": "\ud800"}]',
+    b'[{"role": "assistant", "content": "x", "weight": 0}]',
+    b'[{"role": "assistant", "content": "x", "weight": "a"}]',
 ]
 
 
-@pytest.mark.parametrize("line", NO_DIALOGUE, ids=lambda line: ascii(line[:40]))
+@pytest.mark.parametrize("line", NO_DIALOGUE, ids=lambda line: ascii(line[:60]))
 def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line):
     good = as_json(HELLO).encode()
     (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
@@ -302,17 +336,6 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
         assert loss == pytest.approx(whole.item(), rel=1e-5)
         for ours, theirs in zip(gradients, expected, strict=True):
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-8
-
-
-def test_graph_of_forward_and_backward_pass_weighs_as_the_plain_model_does(chat_data):
-    split = Split(chat_data, "train", T, 256, seed=1)
-    joint = small()
-    joint.graph = joint._losses_and_gradients  # as where it is compiled
-    loss, expected = step_of(small(), split, [Batching(2, 4)], 0)
-    got, gradients = step_of(joint, split, [Batching(2, 4)], 0)
-    assert got == pytest.approx(loss, rel=1e-6)
-    for ours, theirs in zip(gradients, expected, strict=True):
-        assert (ours - theirs).norm() <= 1e-6 * theirs.norm() + 1e-8
 
 
 def masked(folder: Path, counts: dict[str, list[int]], n: int = 1 + 8 * T) -> Path:
@@ -458,7 +481,6 @@ def test_dialogue_of_another_program_is_the_one_that_was_talked():
         (said("ssu"), "system's"),
         ([{"role": "user"}], "message 1"),
         ([{"role": "tool", "content": "x"}], "'tool'"),
-        ([{"role": "user", "content": "\ud800"}], "message 1"),
         ([{"role": "user", "content": "x" * 200}], "room for 120"),
         ([{"role": "system", "content": "x" * 200}, *said("u")], "system's message"),
     ],

@@ -2,15 +2,17 @@
 
     python data/chat/prepare.py dialogues.jsonl --name chat
     python data/chat/prepare.py dialogues.jsonl --name chat --like out-mine
+    python data/chat/prepare.py                                  # the small dialogues of data/chat/example.jsonl
     python train.py config/finetune_chat.py
 
 Each line of a file is one dialogue, {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant",
-"content": "Hi, how are you?"}]}, or the bare list; roles are system, user and assistant. data/chat/template.py says how
-it becomes text. Only what the assistant says is learned.
+"content": "Hi, how are you?"}]}, or the bare list; a file can also be one JSON array of dialogues. Roles are system,
+user and assistant. data/chat/template.py says how a dialogue becomes text. Only what the assistant says is learned, and
+of that no message with "weight": 0.
 
 Writes data/NAME/train.bin, val.bin (the last tenth of the dialogues) and meta.json, and beside each token file a mask,
-train.mask and val.mask: a byte for each token, 1 where the loss counts it as a target. Dialogues are packed into
-windows of --block_size tokens, and cut only where one is longer than a window.
+train.mask and val.mask: a byte for each token, 1 if the loss counts it as a target. Dialogues are packed into
+windows of --block_size tokens, and cut only if one is longer than a window.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -30,12 +33,14 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
+from data.text.prepare import output_folder
+from data.text_files import expanded, read_text
 from data.token_files import Masks, is_prepared, write_dataset
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import file_sha256, sha256
 
-DATA = Path(__file__).resolve().parents[1]
+EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
 NAMED_FILES = 10  # in the source that meta.json names
 TOKENIZER = "gpt2"
@@ -43,12 +48,11 @@ BLOCK_SIZE = 1024
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.name in ("", "."):
-        raise ValueError(f"--name={args.name!r}: give the data a name")
+    folder = output_folder(args)
     if args.block_size is not None and args.block_size < 1:
         raise ValueError(f"--block_size={args.block_size} must be at least 1")
     tokenizer, block_size = tokenizer_and_window(args)
-    prepare(args.files, DATA / args.name, tokenizer, block_size)
+    prepare(expanded(args.files or [EXAMPLE]), folder, tokenizer, block_size)
 
 
 def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
@@ -71,7 +75,7 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
     """Writes the packed token files and masks of the dialogues in `paths`, and prints what is in them.
 
-    Does nothing if folder already holds them unharmed. Raises ValueError where a line is no dialogue or there are fewer
+    Does nothing if folder already holds them unharmed. Raises ValueError if a line is no dialogue or there are fewer
     than two, OSError.
     """
     source = source_of(paths, tokenizer, block_size)
@@ -125,24 +129,34 @@ def describe_split(dialogues: list[Encoded], packed: Encoded, block_size: int) -
 
 
 def read_dialogues(path: Path) -> Iterator[list[Message]]:
-    """The dialogues of a jsonl file; empty lines are passed over.
+    """The dialogues of a file: one in each line, or one JSON array of them; empty lines are passed over.
 
-    Raises ValueError, which names the line, where one is no dialogue, or the file has none.
+    Raises ValueError, which names the line, if one is no dialogue, or the file has none.
     """
-    n = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # -sig: some editors put a mark first
-                if not text.strip():
+    text = read_text(path)
+    found = False
+    for place, content in dialogues_of_array(text) or enumerate(text.split("\n"), 1):
+        try:
+            if isinstance(content, str):
+                if not content.strip():
                     continue
-                messages = as_messages(json.loads(text))
-            except (ValueError, RecursionError) as e:  # also where it is not UTF-8, or not JSON
-                raise ValueError(f"{path}, line {number}: {e}") from None
-            n += 1
-            yield messages
-    if n == 0:
-        raise ValueError(f"{path} holds no dialogues; it needs one JSON object a line")
+                content = json.loads(content)
+            messages = as_messages(content)
+        except (ValueError, RecursionError) as e:  # also if it is not JSON
+            raise ValueError(f"{path}, {'line ' * isinstance(place, int)}{place}: {e}") from None
+        found = True
+        yield messages
+    if not found:
+        raise ValueError(f"{path} holds no dialogues; it needs one JSON object a line, or an array of them")
+
+
+def dialogues_of_array(text: str) -> list[tuple[str, Any]]:
+    """(which one, value) of each dialogue in a text that is one JSON array; [] if it is something else."""
+    with suppress(ValueError, RecursionError):
+        array = json.loads(text) if text.lstrip().startswith("[") else []
+        is_one = all(isinstance(entry, dict) and "role" in entry for entry in array)  # a bare list of messages
+        return [] if is_one else [(f"dialogue {n}", entry) for n, entry in enumerate(array, 1)]
+    return []
 
 
 # ---- packing -------------------------------------------------------------------------------------------------
@@ -202,8 +216,10 @@ def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -
 
 def arguments() -> argparse.Namespace:
     parser = OneLineParser(str(__doc__))
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    parser.add_argument("--name", default="chat", help="folder below data/, or a path; later the value of --dataset")
+    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help=f"dialogues (default: {EXAMPLE.name})")
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--name", default="chat", help="folder below data/, or a path; later the value of --dataset (chat)")
+    to.add_argument("--out", type=Path, metavar="FOLDER", help="any folder, instead of --name")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--like", metavar="CHECKPOINT", help="tokenizer and window of a checkpoint, to finetune that one")
     one.add_argument("--tokenizer", help=f"bytes, gpt2 or another tiktoken encoding ({TOKENIZER})")

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.tokenizer import END_OF_TEXT, Ids, Tokenizer
+from data.tokenizer import END_OF_TEXT, Ids, Tokenizer, valid_unicode
 
 ROLES = ("system", "user", "assistant")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 NAME = "deskgpt-chat-1"  # as meta.json and checkpoints record it: another number for another template
 HEADERS = {role: f"{role.capitalize()}:\n" for role in ROLES}
 # A model that has learned too little may write the next turn by itself, without an end_of_text before it.
@@ -48,6 +49,7 @@ OLLAMA = (
 class Message(NamedTuple):
     role: str  # one of ROLES
     content: str
+    learned: bool = True  # if it is the assistant's
 
 
 class Encoded(NamedTuple):
@@ -58,7 +60,7 @@ class Encoded(NamedTuple):
 
 
 class Template:
-    """The template with a tokenizer. Raises ValueError where the tokenizer has no end_of_text."""
+    """The template with a tokenizer. Raises ValueError if the tokenizer has no end_of_text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.end_of_text is None:
@@ -79,7 +81,7 @@ class Template:
         for message, content in zip(messages, contents, strict=True):
             header = self._headers[message.role]
             ids += [header, content, self._end]
-            is_learned = message.role == "assistant"
+            is_learned = message.role == "assistant" and message.learned
             counts.append(np.zeros(len(header), np.uint8))
             counts.append(np.full(len(content) + 1, is_learned, np.uint8))
         return Encoded(np.concatenate(ids), np.concatenate(counts))
@@ -92,29 +94,38 @@ class Template:
 def as_messages(value: Any) -> list[Message]:
     """The messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or the bare list.
 
-    Raises ValueError, whose message says in a few words what is wrong.
+    ShareGPT's keys (conversations, from, value) and Alpaca's (instruction, input, output) are read too. Raises
+    ValueError, whose message says in a few words what is wrong.
     """
+    if isinstance(value, dict) and {"instruction", "output"} <= value.keys():
+        asked = "\n\n".join(str(value[key]) for key in ("instruction", "input") if value.get(key))
+        value = [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
     if isinstance(value, dict):
-        if "messages" not in value:
-            raise ValueError('it has no "messages"')
-        value = value["messages"]
+        if not {"messages", "conversations"} & value.keys():
+            raise ValueError('it has neither "messages" nor "conversations"')
+        value = value.get("messages", value.get("conversations"))
     if not isinstance(value, list):
         raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
-    if not any(message.role == "assistant" for message in messages):
-        raise ValueError("it has no assistant turn, so nothing is learned from it; leave it out")
+    if not any(message.role == "assistant" and message.learned for message in messages):
+        raise ValueError("it has no assistant turn to learn, so nothing is learned from it; leave it out")
     return messages
 
 
 def as_message(value: Any, n: int) -> Message:
-    """The message number n; of a content in parts, as OpenAI's API has it, all texts. Raises ValueError."""
-    parts = value.get("content") if isinstance(value, dict) else None
-    if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        value = value | {"content": "".join(part["text"] for part in parts)}
-    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("role", "content")):
+    """The message number n. Raises ValueError as as_messages."""
+    if isinstance(value, dict) and "from" in value:
+        value = value | {"role": SHAREGPT_ROLES.get(str(value["from"]), value["from"]), "content": value.get("value")}
+    content = value.get("content") if isinstance(value, dict) else None
+    if isinstance(content, list):  # OpenAI's parts
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(texts) if is_text else None
+    if not isinstance(content, str) or not isinstance(value.get("role"), str):
         raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content, which are text")
     if value["role"] not in ROLES:
         raise ValueError(f"message {n} has the role {value['role'][:40]!r}, which is not one of {', '.join(ROLES)}")
-    if any("\ud800" <= char <= "\udfff" for char in value["content"]):
-        raise ValueError(f"message {n} holds half of a surrogate pair, which is no character")
-    return Message(value["role"], value["content"])
+    weight = value.get("weight", 1)
+    if weight not in (0, 1, None):
+        raise ValueError(f"message {n} has weight={reprlib.repr(weight)}; it can be 0 (not learned) or 1")
+    return Message(value["role"], valid_unicode(content), weight != 0)
