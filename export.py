@@ -5,9 +5,9 @@
     python export.py --out_dir=out-shakespeare-bpe --to=my-model.gguf --ollama
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
-(the model card), and for a model that is not a GPT-2 its own code, modeling_deskgpt.py. What is written is loaded again
-with transformers or llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with those of
-model.py: what computes something else, as after a change of model.py, is not left.
+(the model card), SHA256SUMS, and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with
+transformers or llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with model.py's on
+text. If they differ, as after a change of model.py, nothing is exported.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,17 +33,16 @@ from data.chat import template
 from data.token_files import read_record
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.generation import GenerationConfig
 from deskgpt.export import gguf_format, hub, hugging_face
 from deskgpt.export.hugging_face import MODELING_FILE
-from deskgpt.kernels.verify import SAME_LOGITS, distance
 from deskgpt.sampling.trained import DATA, Trained, load
 from deskgpt.system.errors import one_line_errors
-from deskgpt.system.files import check_unused, new_folder, replacing, write_atomically
+from deskgpt.system.files import check_unused, file_sha256, new_folder, replacing, write_atomically
 from deskgpt.system.formatting import millions
 from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.untrusted import is_local
-from model import GPT, GPTConfig
-from sample import SampleConfig
+from model import GPT
 
 CARD_SETTINGS = (
     *("batch_size", "gradient_accumulation_steps", "optimizer", "learning_rate", "min_lr", "lr_schedule"),
@@ -61,88 +62,100 @@ class ExportConfig:
         check_fields(self)
         if not self.to:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
-        if self.ollama and not self.to.endswith(".gguf"):
+        if self.ollama and not self.is_gguf:
             raise ValueError(f"ollama=True is for a GGUF file, and to={self.to} is a folder; try --to={self.to}.gguf")
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.to.lower().endswith(".gguf")
 
 
 def main(c: ExportConfig) -> None:
-    """Writes c.to and uploads it as c says. Raises ValueError and OSError; nothing is left of what is not whole."""
+    """Writes c.to and uploads it as c says. Raises ValueError and OSError; then nothing is left."""
     to = Path(c.to)
     check_unused(to)
-    repository = hub.whole_name(c.push_to_hub) if c.push_to_hub else ""
+    repository = hub.full_name(c.push_to_hub) if c.push_to_hub else ""
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     name = repository or to.resolve().name
-    if c.to.endswith(".gguf"):
-        written = write_gguf(trained, to, name, c.ollama)
-    else:
-        written = write_folder(trained, to, name)
-    print(f"{to}: {size_of(trained.model)} parameters, tokenizer {trained.tokenizer.meta()['name']}, {written.program}")
-    print(written.compared)
+    write = write_gguf if c.is_gguf else write_folder
+    export = write(trained, to, name, c.ollama)
+    tokenizer = trained.tokenizer.meta()["name"]
+    print(f"{to}: {size_of(trained.model)} parameters, tokenizer {tokenizer}, {export.loaded_by}")
+    print(export.compared)
     if repository:
-        address = hub.push(repository, written.files, f"{to} is whole: `hf upload {repository} {to}` uploads it too")
-        print(f"uploaded {', '.join(written.files)} to {address}")
+        address = hub.push(repository, export.files, f"{to} is whole: `hf upload {repository} {to}` uploads it too")
+        print(f"uploaded {', '.join(export.files)} to {address}")
 
 
 @dataclass
-class Written:
-    """What an export has made."""
+class Export:
+    """What was written."""
 
-    program: str  # and what it takes to load the model there
-    compared: str  # what the comparison with model.py says
+    loaded_by: str  # the class or architecture that computes it
+    compared: str  # a sentence about the comparison with model.py
     files: dict[str, Path | bytes]  # for the hub, by their names there
 
 
-def write_folder(trained: Trained, to: Path, name: str) -> Written:
-    """Writes the folder, called `name` on its card. Raises ValueError and OSError; nothing is left of it then."""
+def write_folder(trained: Trained, to: Path, name: str, _: bool) -> Export:
+    """Writes the folder, called `name` on its card. Raises ValueError and OSError; then nothing is left."""
     model = without_embedding_norm(trained.model)
     config = model.config
     tokenizer = trained.tokenizer
-    ids = (tokenizer.vocab_size, tokenizer.end_of_text)
+    class_name = hugging_face.class_name(config)
+    if not hugging_face.is_gpt2(config):
+        class_name += f", in {MODELING_FILE} beside the weights; trust_remote_code=True runs it"
+    usage = template_file("usage_transformers.md").format(
+        name=name,
+        class_name=class_name,
+        trust="" if hugging_face.is_gpt2(config) else ", trust_remote_code=True",
+        prompt=tokenizer.meta().get("chars", "\n")[0],  # which the tokenizer knows
+        new_tokens=max(1, min(100, config.block_size // 2)),
+    )
+    chat_template = template.JINJA if trained.saw_chat else None
     with new_folder(to) as folder:
         write_json(folder / "config.json", hugging_face.config_json(config, tokenizer.end_of_text))
-        write_json(folder / "generation_config.json", hugging_face.generation_config_json(config, *ids))
+        generation = hugging_face.generation_config_json(config, tokenizer.vocab_size, tokenizer.end_of_text)
+        write_json(folder / "generation_config.json", generation)
         write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        chat_template = template.JINJA if trained.saw_chat else None
         write_json(folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size, chat_template))
         if not hugging_face.is_gpt2(config):
             shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
-        (folder / "README.md").write_text(model_card(trained, "transformers", usage(trained, name)), encoding="utf-8")
-        write_weights(folder / "model.safetensors", hugging_face.to_hugging_face(config, model.state_dict()))
+        (folder / "README.md").write_text(model_card(trained, name, "transformers", usage), encoding="utf-8")
+        hugging_face.write_weights(
+            folder / "model.safetensors", hugging_face.to_hugging_face(config, model.state_dict())
+        )
         shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
-        compared = compare(folder, trained.model.eval())
-    return Written(class_of(config), compared, {path.name: path for path in sorted(to.iterdir())})
+        sums = [f"{file_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+        (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8", newline="\n")
+        compared = hugging_face.compare(folder, trained.model.eval(), text_to_compare(trained))
+    return Export(class_name, compared, {path.name: path for path in sorted(to.iterdir())})
 
 
-def write_gguf(trained: Trained, to: Path, name: str, ollama: bool) -> Written:
-    """Writes the GGUF file, and a Modelfile beside it. Raises ValueError and OSError; nothing is left of it then."""
+def write_gguf(trained: Trained, to: Path, name: str, ollama: bool) -> Export:
+    """Writes the GGUF file, and a Modelfile beside it. Raises ValueError and OSError; then nothing is left."""
     model = without_embedding_norm(trained.model)
     config = model.config
-    vocabulary = tokenizer_json(trained.tokenizer)
-    chat_template = template.JINJA if trained.saw_chat else None
     modelfile = to.with_name("Modelfile")
     if ollama and modelfile.exists():
         raise ValueError(f"{modelfile} exists; remove it first, or name a .gguf in another folder")
+    usage = template_file("usage_llama_cpp.md").format(file=to.name, context=config.block_size)
+    files: dict[str, Path | bytes] = {to.name: to, "README.md": model_card(trained, name, "gguf", usage).encode()}
+    chat_template = template.JINJA if trained.saw_chat else None
     try:
         with replacing(to) as file:
             path = Path(file.name)
-            gguf_format.write(path, config, model.state_dict(), vocabulary, chat_template)
-            compared = gguf_format.compare(path, trained.model.eval(), trained.tokenizer.vocab_size)
-    except OSError as e:
-        raise OSError(f"cannot write {to}: {e.strerror or e}; free some disk space or choose another folder") from None
-    files: dict[str, Path | bytes] = {to.name: to}
-    if ollama:
-        write_atomically(modelfile, modelfile_of(trained, to.name).encode())
-        files["Modelfile"] = modelfile
-    card = model_card(trained, "gguf", GGUF_USAGE.format(name=name, file=to.name, context=config.block_size))
-    return Written(f"llama.cpp's {gguf_format.architecture_of(config)}", compared, files | {"README.md": card.encode()})
-
-
-def class_of(config: GPTConfig) -> str:
-    """Which class of transformers loads the folder, and what that takes."""
-    name = hugging_face.class_name(config)
-    if hugging_face.is_gpt2(config):
-        return name
-    return f"{name}, in {MODELING_FILE} beside the weights; trust_remote_code=True runs it"
+            gguf_format.write(path, config, model.state_dict(), tokenizer_json(trained.tokenizer), chat_template)
+            compared = gguf_format.compare(path, trained.model.eval(), text_to_compare(trained))
+            if ollama:  # before the file gets its name: the two come together, or neither does
+                write_atomically(modelfile, modelfile_of(trained, to.name).encode())
+                files["Modelfile"] = modelfile
+    except BaseException as e:
+        if "Modelfile" in files:
+            modelfile.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.strerror:
+            raise OSError(f"cannot write {to}: {e.strerror}; free some disk space or choose another folder") from None
+        raise
+    return Export(f"llama.cpp's {gguf_format.architecture_of(config)}", compared, files)
 
 
 def without_embedding_norm(model: GPT) -> GPT:
@@ -157,123 +170,33 @@ def without_embedding_norm(model: GPT) -> GPT:
     return plain
 
 
-# ---- files ---------------------------------------------------------------------------------------------------
+def template_file(name: str) -> str:
+    """A text with fields for str.format, beside the code of the formats."""
+    return Path(hugging_face.__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
-def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Raises OSError where the disk fails."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as e:  # its own wrapping of the system's errors
-        raise OSError(str(e)) from None
-
-
-# ---- what it computes ----------------------------------------------------------------------------------------
+def text_to_compare(trained: Trained) -> Tensor:
+    """Token ids (1, T) of real text, this file's, that leave room for one more in the context."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    chars = trained.tokenizer.meta().get("chars")
+    if chars:
+        text = "".join(char for char in text if char in chars) or chars
+    ids = np.resize(trained.tokenizer.encode(text).astype("int64"), max(1, trained.model.config.block_size - 1))
+    return torch.from_numpy(ids)[None]
 
 
-@torch.inference_mode()
-def compare(folder: Path, ours: GPT) -> str:
-    """Compares what transformers makes of the folder with model.py; says how. Raises ValueError where they differ."""
-    try:
-        from transformers import GPT2LMHeadModel
-        from transformers.utils import logging
-    except ImportError:
-        return "transformers is not installed: nothing was compared with model.py"
-    cls: Any = GPT2LMHeadModel
-    if not hugging_face.is_gpt2(ours.config):
-        from deskgpt.export.modeling_deskgpt import DeskGPTForCausalLM as cls  # which the folder has a copy of
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # a table of what does not fit would hide our one line
-    theirs, found = cls.from_pretrained(
-        folder, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(ours.config.vocab_size, (1, ours.config.block_size), generator=draw)
-    unfit = [*found["unexpected_keys"], *found["mismatched_keys"]]
-    problem = f"it lacks, or has in another shape, {unfit[0]}" if unfit else None
-    if problem is None:
-        off = distance(theirs.eval()(tokens).logits, ours(tokens)[0])
-        problem = None if off <= SAME_LOGITS else f"its logits differ by {off:.3g}"
-    if problem is not None:
-        raise ValueError(
-            f"{cls.__name__} does not compute what model.py does: {problem}; nothing was exported. It has GPT-2's "
-            "network with the choices of docs/export.md; a model that was changed in other ways needs code of its own"
-        )
-    return f"transformers computes the same logits as model.py on {tokens.numel():,} tokens"
-
-
-# ---- model card ----------------------------------------------------------------------------------------------
-
-
-CARD = """\
----
-library_name: {library}
-pipeline_tag: text-generation
-tags:
-- deskgpt
----
-
-{usage}
-
-The context is {context} tokens.
-
-{facts}
-
-{settings}
-"""
-
-# The tokenizer by its own class: AutoTokenizer of transformers 5 reads config.json first, and asks before it runs the
-# code that a model of our own class names there.
-USAGE = """\
-# {name}
-
-A language model trained with deskGPT. Its class is {of_class}. In float32 it computes what deskGPT does.
-
-```python
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-tokenizer = PreTrainedTokenizerFast.from_pretrained({name!r})
-model = AutoModelForCausalLM.from_pretrained({name!r}{remote})
-prompt = tokenizer({prompt}, return_tensors='pt')
-print(tokenizer.decode(model.generate(**prompt, do_sample=True, max_new_tokens={new_tokens})[0]))
-```"""
-
-GGUF_USAGE = """\
-# {name}
-
-A language model trained with deskGPT, in float32, for llama.cpp and the programs that are built on it.
-
-```sh
-llama-server -m {file} -c {context}
-```"""
+# ---- model card and Modelfile ----
 
 
 def size_of(model: GPT) -> str:
     return millions(sum(p.numel() for p in model.parameters()))
 
 
-def usage(trained: Trained, name: str) -> str:
-    """How transformers loads the folder `name`."""
-    config = trained.model.config
-    chars = trained.tokenizer.meta().get("chars", "\n")
-    return USAGE.format(
-        name=name,
-        of_class=class_of(config),
-        prompt=repr(chars[0]),  # which the tokenizer knows
-        remote="" if hugging_face.is_gpt2(config) else ", trust_remote_code=True",
-        new_tokens=max(1, min(100, config.block_size // 2)),
-    )
-
-
-def model_card(trained: Trained, library: str, usage: str) -> str:
+def model_card(trained: Trained, name: str, library: str, usage: str) -> str:
     """README.md: what the model is, how it is loaded (`usage`), how it was trained."""
     config = trained.model.config
     settings = asdict(config)
@@ -282,9 +205,10 @@ def model_card(trained: Trained, library: str, usage: str) -> str:
         facts |= training_facts(trained.checkpoint)
         settings |= {k: trained.checkpoint.config[k] for k in CARD_SETTINGS if k in trained.checkpoint.config}
         settings["init_from"] = Path(settings.get("init_from", "scratch")).name  # not where this machine has it
-    return CARD.format(
+    return template_file("card.md").format(
         library=library,
-        usage=usage,
+        name=name,
+        usage=usage.strip(),
         context=config.block_size,
         facts=table("fact", facts),
         settings=table("setting", settings),
@@ -292,7 +216,7 @@ def model_card(trained: Trained, library: str, usage: str) -> str:
 
 
 def training_facts(saved: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint knows of the training and of its step's evaluation."""
+    """What a checkpoint says about its training and about the evaluation of its step."""
     c = saved.config
     batch: list[Any] = [c.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
     evaluations = (saved.health or {}).get("evaluations", [])
@@ -313,27 +237,18 @@ def table(heading: str, rows: dict[str, Any]) -> str:
     return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())])
 
 
-# ---- Ollama --------------------------------------------------------------------------------------------------
-
-
 def modelfile_of(trained: Trained, file: str) -> str:
-    """What Ollama is told of the GGUF file beside it: how a dialogue is written, and to draw as sample.py does."""
-    plain = SampleConfig()
-    lines = [
-        "# ollama create my-model -f Modelfile",
-        f"FROM ./{file}",
-        f'TEMPLATE """{template.OLLAMA if trained.saw_chat else "{{ .Prompt }}"}"""',
-        f"PARAMETER num_ctx {trained.model.config.block_size}",
-        f"PARAMETER temperature {plain.temperature}",
-        f"PARAMETER top_k {plain.top_k}",
-        f"PARAMETER top_p {plain.top_p}",
-        "PARAMETER repeat_penalty 1",
-    ]
-    if trained.saw_chat:
-        lines.append(f'PARAMETER stop "{template.FORGED_TURN}"')
-    return "\n".join(lines) + "\n"
+    """Tells Ollama how a dialogue is written in the GGUF file's model, and to sample as sample.py does."""
+    text = template_file("Modelfile.txt").format(
+        file=file,
+        template=template.OLLAMA if trained.saw_chat else "{{ .Prompt }}",
+        context=trained.model.config.block_size,
+        **asdict(GenerationConfig()),
+    )
+    return text + (f'PARAMETER stop "{template.FORGED_TURN}"\n' if trained.saw_chat else "")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what is half written is removed
     with one_line_errors("take a machine with four times the model's memory"):
         main(configure(ExportConfig, sys.argv[1:]))

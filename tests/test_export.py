@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal, assert_one_line, events, needs_bpe, shell, tiny
+from conftest import ROOT, assert_equal, assert_one_line, events, files_of_at_most, needs_bpe, shell, tiny
 from tiny_models import make, tokens
 
 from data.chat import template
@@ -28,6 +30,7 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.export import hugging_face
 from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.sampling.trained import load
+from deskgpt.system.files import file_sha256
 from export import ExportConfig, main
 from model import GPT, GPTConfig
 from train import main as train
@@ -99,6 +102,28 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert GPTConfig.from_args(args, "") == config
     assert_equal(weights, dict(model.state_dict()))
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
+
+
+def test_checksums_find_damage_and_sharded_weights_are_read(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, folder = exported(tmp_path)
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    assert sums.keys() == {path.name for path in folder.iterdir()} - {"SHA256SUMS"}
+    assert all(file_sha256(folder / name) == digest for name, digest in sums.items())
+
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {key: f"model-{1 + (n % 2):05}-of-00002.safetensors" for n, key in enumerate(whole)}
+    for file in set(weight_map.values()):
+        save_file({key: whole[key] for key in whole if weight_map[key] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_equal(load_gpt2(str(folder))[1], dict(model.state_dict()))
+    (folder / file).unlink()
+    with pytest.raises(ValueError, match="fetch it again") as e:
+        load_gpt2(str(folder))
+    assert_one_line(e.value, folder, file)
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
@@ -385,37 +410,47 @@ def with_gain(model: GPT, config: GPTConfig, plain: Callable[..., None] = GPT.__
     model.transformer.register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
 
 
-@pytest.mark.parametrize(
-    ("place", "change", "named"),
-    [
-        ("model.sees", lambda query, key: (key <= query) & (query - key < 8), "model.py"),
-        ("model.GPT.__init__", with_gain, "transformer.gain"),  # it changes no logits
-    ],
-)
-def test_model_that_its_class_does_not_compute_is_refused_and_nothing_stays(
-    tmp_path, monkeypatch, place, change, named
-):
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(place, change)
+def test_model_with_another_parameter_is_refused_and_nothing_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(GPT, "__init__", with_gain)  # it changes no logits
     saved(tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="GPT2LMHeadModel") as e:
         main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "new")))
-    assert_one_line(str(e.value), named)
+    assert_one_line(str(e.value), "transformer.gain")
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a limit to the size of files is POSIX's")
 def test_disk_that_fails_leaves_nothing(tmp_path, script):
-    import resource
-
     saved(tmp_path / "out")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # less than the weights
-    try:
+    with files_of_at_most(20):  # KiB: less than the weights
         done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert done.code == 1
     assert_one_line(done.err, "cannot write", "File too large")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("to", ["new", "new.gguf"])
+def test_export_that_is_stopped_leaves_nothing(tmp_path, to):
+    saved(tmp_path / "out", replace(SMALL, n_embd=512, n_layer=8, vocab_size=256), {"name": "bytes"})
+    command = [sys.executable, "export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / to}"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        while len(list(tmp_path.iterdir())) == 1:  # until there is a temporary file
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert_one_line(err, "stopped")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+def test_nobody_who_reads_is_an_error(tmp_path):
+    saved(tmp_path / "out")
+    for command in (f"export.py --to={tmp_path / 'new'}", "sample.py --max_new_tokens=3 --num_samples=1"):
+        done = shell("bash", "-c", f"{sys.executable} {command} --out_dir={tmp_path / 'out'} >&-")
+        assert done.returncode == 1
+        assert_one_line(done.stderr, "standard output is closed")

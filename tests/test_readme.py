@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,13 +22,22 @@ import tasks
 PAGES = [ROOT / "README.md"]
 PAGES += [ROOT / "docs" / f"{name}.md" for name in ("your-data", "fineweb-edu", "your-machine", "sampling")]
 PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
+PYTHON_PAGES = ("export", "sampling", "chat")  # whose python blocks are whole programs
 
 
 def commands_of(page: Path) -> list[str]:
-    """The commands of the sh blocks of a page, without their comments. A line that ends with \\ goes on in the next."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("  #")[0].strip() for line in lines if line]
+    """The commands of the sh blocks of a page, without their comments; a python block is one command.
+
+    A line that ends with \\ goes on in the next.
+    """
+    commands = []
+    for language, block in re.findall(r"^```(sh|python)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        if language == "python":
+            commands += [f"python -c {shlex.quote(block)}"] * (page.stem in PYTHON_PAGES)
+        else:
+            lines = block.replace("\\\n", " ").splitlines()
+            commands += [line.split("  #")[0].strip() for line in lines if line]
+    return commands
 
 
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
@@ -37,8 +47,9 @@ NOT_RUN = {
     "python bench/qualify.py": "takes minutes; test_qualify.py runs its stages",
     "python bench/ask.py": "takes minutes; test_ask.py asks questions",
     "sbatch --array": "needs SLURM; test_parts.py runs the command in it",
-    "python sample.py --serve": "serves until it is stopped; test_playground.py runs it",
-    "curl": "asks what --serve prints; test_openai_api.py asks the same",
+    "python sample.py --serve": "serves until it is stopped; test_serve.py runs it",
+    "curl": "asks what --serve prints; test_serve.py asks the same",
+    "python -c 'from openai": "asks what --serve prints; test_serve.py asks the same",
     "llama-server": "llama.cpp; test_gguf.py runs the file in it",
     "ollama create": "Ollama is not installed",
     "torchrun --nnodes=2": "for two hosts; test_several_hosts.py runs two torchruns",

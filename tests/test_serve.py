@@ -48,8 +48,15 @@ ASK: Any = [{"role": "user", "content": "Who is there?"}]
 def saved(out_dir: Path, tokenizer: Tokenizer, chat: str | None) -> Path:
     """A run of a model with random weights."""
     config = replace(SMALL, vocab_size=tokenizer.vocab_size, block_size=96)
-    state = make(config).state_dict()
-    store.save(Checkpoint(state, {}, asdict(config), 6, 4.5, {}, tokenizer=tokenizer.meta(), chat=chat), out_dir, True)
+    content = Checkpoint(
+        model=make(config).state_dict(),
+        model_args=asdict(config),
+        iter_num=6,
+        best_val_loss=4.5,
+        tokenizer=tokenizer.meta(),
+        chat=chat,
+    )
+    store.save(content, out_dir, best=True)
     return out_dir
 
 

@@ -14,6 +14,7 @@ from deskgpt.system.files import read_small
 from model import GPTConfig
 
 JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
+WEIGHTS = "model.safetensors"
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 # What our GPT cannot have otherwise. An absent key has this value.
@@ -31,32 +32,24 @@ PLAIN_GPT2 = {
 def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
 
-    The folder holds config.json and model.safetensors as Hugging Face or export.py writes them. Raises ValueError where
-    the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
+    The folder holds config.json and model.safetensors, or shards with their index, as Hugging Face or export.py writes
+    them. Raises ValueError if the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
     """
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    lacking = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    lacking = [file for file in ("config.json", WEIGHTS) if not list(folder.glob(f"{file}*"))]
     if lacking:
         raise ValueError(
             f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
-            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and "
-            "model.safetensors"
+            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and {WEIGHTS}"
         )
     config = read_json(folder / "config.json", name)
-    try:
-        weights = load_file(folder / "model.safetensors")
-    except SafetensorError as e:
-        raise ValueError(f"init_from={name}: model.safetensors in {folder} is damaged ({e}); fetch it again") from None
     exported = exported_config(config, name) if OUR_KEY in config else None
     is_gpt2 = exported is None or hugging_face.is_gpt2(exported)
     refuse_other_settings(config, exported, name)
     state = {}
-    for key, w in weights.items():
+    for key, w in read_weights(folder, name).items():
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
         ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
@@ -77,6 +70,22 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return args | {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}, state
     except KeyError as e:
         raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None
+
+
+def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names. Raises ValueError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    index = read_json(folder / f"{WEIGHTS}.index.json", name).get("weight_map")
+    files = sorted(set(index.values())) if isinstance(index, dict) else [WEIGHTS]
+    weights = {}
+    for file in files:
+        try:
+            weights |= load_file(folder / Path(file).name)
+        except (SafetensorError, FileNotFoundError) as e:
+            raise ValueError(f"init_from={name}: {file} in {folder} is damaged ({e}); fetch it again") from None
+    return weights
 
 
 def refuse_other_settings(config: dict[str, Any], exported: GPTConfig | None, name: str) -> None:

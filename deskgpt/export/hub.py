@@ -6,22 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+LOGIN = "is there a network, and does `hf auth whoami` know you? `hf auth login` takes a token that may write"
 
-def whole_name(name: str) -> str:
-    """OWNER/NAME of a repository; who is logged in owns a bare NAME.
 
-    Raises ValueError where nobody is, where the hub cannot be reached, and for a name that it cannot have.
-    """
+def full_name(name: str) -> str:
+    """OWNER/NAME of a repository; a bare NAME belongs to who is logged in. Raises ValueError if it cannot be."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
-    with one_line(
-        name, "is there a network, and does `hf auth whoami` know you? `hf auth login` takes a token that may write"
-    ):
+    with one_line(name, LOGIN):
         owner = HfApi().whoami()["name"]
-        whole = name if "/" in name else f"{owner}/{name}"
-        validate_repo_id(whole)
-    return whole
+        full = name if "/" in name else f"{owner}/{name}"
+        validate_repo_id(full)
+    return full
 
 
 def push(name: str, files: dict[str, Path | bytes], remedy: str) -> str:
@@ -33,17 +30,16 @@ def push(name: str, files: dict[str, Path | bytes], remedy: str) -> str:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    api = HfApi()
     with one_line(name, remedy):
-        address = api.create_repo(name, private=True, exist_ok=True)
+        address = HfApi().create_repo(name, private=True, exist_ok=True)
         additions = [CommitOperationAdd(path, content) for path, content in files.items()]
-        api.create_commit(name, additions, commit_message="Exported by deskGPT")
+        HfApi().create_commit(name, additions, commit_message="Exported by deskGPT")
     return str(address)
 
 
 @contextmanager
 def one_line(name: str, remedy: str) -> Iterator[None]:
-    """The errors of the hub, of its HTTP client and of the network, which share no class, become a ValueError."""
+    """Turns errors of the hub, of its HTTP client and of the network, which share no class, into a ValueError."""
     try:
         yield
     except Exception as e:

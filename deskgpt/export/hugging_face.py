@@ -7,12 +7,14 @@ gpt2_weights.py knows the way back.
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model import GPTConfig
+from deskgpt.kernels.verify import SAME_LOGITS, distance
+from model import GPT, GPTConfig
 
 OUR_KEY = "deskgpt"
 MODELING_FILE = "modeling_deskgpt.py"  # beside this file; it has the parameters of model.py
@@ -84,3 +86,57 @@ def to_hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]
         if is_gpt2(c) and not c.bias and of_block:
             found[key.removesuffix("weight") + "bias"] = torch.zeros(w.size(0))  # which its class always has
     return found
+
+
+def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    """Raises OSError if the disk fails."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # which wraps the system's errors
+        raise OSError(str(e)) from None
+
+
+# ---- what it computes ----------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
+    """Compares transformers' logits after each of the tokens (1, T) with model.py's; returns a sentence about it.
+
+    Raises ValueError if they differ.
+    """
+    try:
+        from transformers import GPT2LMHeadModel
+        from transformers.utils import logging
+    except ImportError:
+        return "transformers is not installed: nothing was compared with model.py"
+    cls: Any = GPT2LMHeadModel
+    if not is_gpt2(ours.config):
+        from deskgpt.export.modeling_deskgpt import DeskGPTForCausalLM as cls  # which the folder has a copy of
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a table of what does not fit would hide our one line
+    theirs, found = cls.from_pretrained(
+        folder, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    unfit = [*found["unexpected_keys"], *found["mismatched_keys"]]
+    if unfit:
+        raise ValueError(f"{cls.__name__} has no {unfit[0]}, or in another shape; nothing was exported")
+    check_same(cls.__name__, theirs.eval()(tokens).logits, ours(tokens)[0])
+    return f"transformers computes the same logits as model.py after each of {tokens.numel():,} tokens"
+
+
+def check_same(program: str, found: Tensor, expected: Tensor | None, limit: float = SAME_LOGITS) -> None:
+    """Raises ValueError if logits (..., V) of another program are further from model.py's than rounding anywhere."""
+    assert expected is not None
+    rows = zip(found.reshape(-1, found.size(-1)), expected.reshape(-1, expected.size(-1)), strict=True)
+    error = max(distance(a, b) for a, b in rows)
+    if error > limit:
+        raise ValueError(
+            f"{program} does not compute what model.py does: its logits differ by {error:.2g}, and at most {limit:g} is "
+            "rounding; nothing was exported. A model.py that was changed in other ways than docs/export.md lists needs "
+            "a program of its own"
+        )

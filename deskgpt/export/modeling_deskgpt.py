@@ -26,19 +26,7 @@ NEEDS_MASK = ("mps",)
 
 
 class DeskGPTConfig(PretrainedConfig):
-    """config.json has all of them, by the names of deskGPT's settings."""
-
-    n_layer: int
-    n_head: int
-    n_embd: int
-    block_size: int
-    dropout: float
-    bias: bool
-    position: str
-    norm: str
-    qk_norm: bool
-    activation: str
-    token_shift: bool
+    """Its attributes are deskGPT's settings of the model, by their names in config.json."""
 
     model_type = "deskgpt"
     keys_to_ignore_at_inference = ("past_key_values",)
