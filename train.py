@@ -355,6 +355,7 @@ def dry_run(config: TrainConfig, model_config: GPTConfig, dist: DistContext) -> 
         dp_shard=config.dp_shard,
         reshard_after_forward=config.reshard_after_forward,
         sync_each_batch=config.sync_each_batch,
+        eval_interval=config.eval_interval,
     )
     plan.dry_run(planned, config.plan_for, dist)
 

@@ -1,22 +1,18 @@
+"""What --dry_run and --plan_for print, for this machine and for cards and ranks that are not here."""
+
 from __future__ import annotations
 
-import inspect
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_one_line, assert_refused, flags
+from conftest import assert_one_line, assert_refused, events, flags
 
 import model
 from deskgpt.compute.runner import Variant
-from deskgpt.estimate import plan
 from deskgpt.estimate.memory import Step, memory
-from deskgpt.kernels import verify
-from deskgpt.kernels.overridable import overridable
-from deskgpt.system import cache
 from model import GPTConfig
 from train import TrainConfig, main
 
@@ -24,13 +20,8 @@ SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 
 TINY_CONFIG = GPTConfig(vocab_size=64, **SIZES)
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def said(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
-    """What the plan of a tiny model's run says."""
+def plan(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
+    """What the plan of a tiny model's run prints."""
     usual: dict[str, Any] = {"plan_for": "H100", "gradient_accumulation_steps": 1}
     main(TrainConfig(**usual | SIZES | settings))
     assert not dist.is_initialized()
@@ -43,62 +34,64 @@ def total_gib(out: str) -> float:
     return float(found[1])
 
 
-def step_s(out: str) -> float:
-    return float(re.findall(r": (\S+)s per step", out)[0])
+def step_s(out: str) -> list[float]:
+    """The shortest and the longest time of a step."""
+    return [float(x) for x in re.findall(r": (\S+) to (\S+)s per step", out)[0]]
 
 
-# ---- one rank ------------------------------------------------------------------------------------------------
-
-
-FOR_A_CARD = {"plan_for": "rtx 4070", "device": "cuda"}
-
-
-@pytest.mark.parametrize(
-    ("where", "gib"), [({}, r"\S+"), pytest.param(FOR_A_CARD, "12.0", marks=pytest.mark.slow)], ids=["here", "card"]
-)
-def test_plan_says_what_is_needed_and_does_nothing(where, gib, tmp_path, script):
-    """For a card and without a GPU; on this machine."""
+def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tmp_path, script):
+    """9.34 s per step: the run of this config on an RTX 4070 that the plan is calibrated by."""
     out = tmp_path / "out"
-    options = {"dry_run": True, "device": "cpu", "dtype": "bfloat16", "out_dir": out, "dataset": tmp_path / "none"}
-    done = script("train.py", "config/train_fineweb_125m.py", *flags(**options | where))
+    options = {"plan_for": "rtx 4070", "device": "cuda", "out_dir": out, "dataset": tmp_path / "none"}
+    done = script("train.py", "config/train_fineweb_125m.py", *flags(**options))
     assert (done.code, done.err) == (0, "")
     assert "number of parameters: 123.59M" in done.out
     assert "tokens per step: 524,288 = 8 x 64 x 1024" in done.out
     assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
-    assert re.search(rf"predicted peak memory of .*: \S+ of {gib} GiB", done.out)
     parts = re.search(r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB", done.out)
     assert parts
     assert sum(map(float, parts.groups())) == pytest.approx(total_gib(done.out), abs=0.03)
-    assert re.search(r"at 40% \(assumed\) of 1 x .*: [^,]+ per step, .* for 18,750 steps", done.out)
-    if where:
-        assert 4 < total_gib(done.out) < 8
-        fits = re.search(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)$", done.out, re.M)
-        assert fits
-        assert int(fits[1]) * int(fits[2]) == 8 * 64
+    assert 5 < total_gib(done.out) < 5.6
+    fastest, slowest = step_s(done.out)
+    assert fastest == pytest.approx(9.34, rel=0.02)
+    assert slowest < 1.3 * fastest
+    assert re.search(r"at 69% to 82% \(known runs .* RTX 4070\) of 1 x 58.30 TFLOP/s .* for 18,750 steps", done.out)
+    found = re.search(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)$", done.out, re.M)
+    assert found
+    assert int(found[1]) * int(found[2]) == 8 * 64
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_plan_of_this_cpu_is_what_the_run_takes(chars, tmp_path, script):
+    """Memory with what Python and torch take; time from a micro-batch that was timed here, evaluations included."""
+    config = ["config/train_shakespeare_char_cpu.py", f"--dataset={chars}", "--device=cpu", "--attention=flash"]
+    sizes = ["--n_layer=2", "--max_iters=300", "--eval_interval=100", "--dtype=float32"]
+    planned = script("train.py", *config, *sizes, "--dry_run=True").out
+    script("train.py", *config, *sizes, f"--out_dir={tmp_path}")
+    end = events(tmp_path, "end")[-1]
+    peak = max(e["peak_memory_bytes"] for e in events(tmp_path, "iter")) / 2**30
+    assert total_gib(planned) == pytest.approx(peak, rel=0.3)
+    (seconds,) = re.findall(r"per step, (\S+)s for 300 steps", planned)
+    total_s = end["train_s"] + end["eval_s"]
+    assert 0.4 < float(seconds) / total_s < 2.5  # other programs come and go
 
 
 def test_plan_follows_activation_checkpoints_in_memory_and_time(capsys):
     sizes = {"batch_size": 8, "block_size": 512, "n_embd": 64, "n_layer": 3, "compile": False}
-    plans = [said(capsys, activation_checkpoint=which, **sizes) for which in ("none", "selective", "full")]
+    plans = [plan(capsys, activation_checkpoint=which, **sizes) for which in ("none", "selective", "full")]
     peaks = [total_gib(out) for out in plans]
     assert peaks == sorted(set(peaks), reverse=True)
-    times = [step_s(out) for out in plans]
+    times = [step_s(out)[0] for out in plans]
     assert times == [pytest.approx(factor * times[0], rel=0.01) for factor in (1, 1.14, 1.26)]
 
 
-def test_plan_that_does_not_fit_has_no_time(capsys):
-    out = said(capsys, plan_for="RTX 2060", n_embd=8192, n_layer=2)
+def test_plan_that_does_not_fit_or_has_no_peak_has_no_time(capsys):
+    out = plan(capsys, plan_for="RTX 2060", n_embd=8192, n_layer=2)
     assert "at the same tokens per step: none" in out
     assert "time: n/a" in out
     assert "TFLOP/s" not in out
-    out = said(capsys, plan_for="RTX 2060", batch_size=2**19)
-    assert "time: n/a" in out
-    assert re.search(r"--batch_size=\d+ --grad", out)
-
-
-def test_card_without_a_peak_in_the_dtype_has_no_time(capsys):
-    assert "time: n/a" in said(capsys, plan_for="T4", dtype="bfloat16")
+    assert "time: n/a" in plan(capsys, plan_for="T4", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +99,6 @@ def test_card_without_a_peak_in_the_dtype_has_no_time(capsys):
     [
         ("RTX 4700", ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
         ("RTX 4070 24GB", ["GeForce RTX 4070", "12 GB"]),
-        ("A100 60GB", ["40 or 80 GB"]),
         ("???", ["plan_for='???'", "deskgpt/system/peaks.py"]),
     ],
 )
@@ -114,32 +106,9 @@ def test_unknown_card_is_an_error_of_one_line(name, named, script):
     assert_refused(script("train.py", f"--plan_for={name}"), *named)
 
 
-# ---- a model that was changed --------------------------------------------------------------------------------
-
-
-def test_attention_that_was_changed_is_planned_as_it_is_written(monkeypatch):
-    plain = inspect.unwrap(model.attention)
-
-    def attention(q, *rest):
-        return plain(5.0 * (q / 5.0).tanh(), *rest)
-
-    def peak_bytes() -> int:
-        form = Variant("bfloat16", reference_only=plan.functions_as_written(config))
-        return sum(memory(Step(config, 4, form, "cuda")).values())
-
-    config = replace(TINY_CONFIG, block_size=256)
-    unchanged = peak_bytes()
-    assert plan.functions_as_written(config) == ()
-    attention.__qualname__ = "attention"
-    monkeypatch.setattr(model, "attention", overridable(attention))
-    cache.path_of(verify.FILE).unlink()  # a digest of files does not see this change
-    assert plan.functions_as_written(config) == ("attention",)
-    assert peak_bytes() > 1.2 * unchanged
-
-
 def test_model_whose_passes_depend_on_numbers_is_refused_in_one_line(monkeypatch):
-    plain = model.Block.forward
-    monkeypatch.setattr(model.Block, "forward", lambda block, x, span: plain(block, x, span) if x.any() else x)
+    original = model.Block.forward
+    monkeypatch.setattr(model.Block, "forward", lambda block, x, ctx: original(block, x, ctx) if x.any() else x)
     with pytest.raises(ValueError, match="cannot be rehearsed"):
         memory(Step(TINY_CONFIG, 4, Variant(), "cpu"))
 
@@ -154,22 +123,13 @@ def test_optimizer_that_cannot_be_rehearsed_counts_as_adamw(make):
     assert (of_this == of_adamw) is (make is not torch.optim.SGD)
 
 
-# ---- several ranks -------------------------------------------------------------------------------------------
-
-
-def test_plan_of_sharded_ranks_that_are_not_here_says_what_each_has(capsys, tmp_path):
-    settings = {"dp_shard": 64, "gradient_accumulation_steps": 2048, "out_dir": str(tmp_path / "out")}
-    out = said(capsys, world=1024, n_embd=128, **settings)
+def test_plan_of_many_ranks_says_what_each_has(capsys):
+    out = plan(capsys, world=1024, n_embd=128, dp_shard=64, gradient_accumulation_steps=2048)
     assert re.search(r"^1,024 ranks.* 64, 16 copies; micro-batches of each rank and step: 2$", out, re.M)
     assert re.search(r"weights \S+, gradients \S+, optimizer \S+, activations \S+, logits \S+, gathered \S+ GiB", out)
     assert re.search(r"\) of 1024 x 989.00 TFLOP/s .*, and without what ranks send each other$", out, re.M)
-    assert re.search(r"^each rank has at most 3,216 files open", out, re.M)  # 3 x 1024 + 64 + 16 + 64
-    assert not (tmp_path / "out").exists()
-
-
-def test_plan_of_ddp_counts_the_buckets(capsys):
-    out = said(capsys, world=16, gradient_accumulation_steps=48, n_embd=768)
-    found = re.search(r"weights (\S+), .* buckets (\S+) GiB", out)
+    out = plan(capsys, world=16, gradient_accumulation_steps=48, n_embd=768)
+    found = re.search(r"weights (\S+), .* buckets (\S+) GiB", out)  # DDP's
     assert found
     assert float(found[1]) == float(found[2]) > 0.1
     assert "micro-batches of each rank and step: 3" in out
@@ -180,7 +140,6 @@ def test_plan_of_ddp_counts_the_buckets(capsys):
     [
         ({"world": 1024, "dp_shard": 60}, ["dp_shard=60", "1024", "--dp_shard=64"]),
         ({"world": 10**9}, ["world=1000000000", "1,048,576"]),
-        ({"world": -1}, ["world=-1", "0"]),
         ({"world": 16}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
     ],
 )
@@ -188,10 +147,3 @@ def test_ranks_that_cannot_be_are_refused_in_one_line(options, named, script):
     done = script("train.py", *flags(plan_for="H100", **options))
     assert done.code != 0
     assert_one_line(done.err, *named)
-
-
-def test_ranks_that_are_connected_can_plan_for_others(capsys, tmp_path):
-    if not dist.is_gloo_available():
-        pytest.skip("needs gloo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    assert "8 ranks" in said(capsys, world=8, dp_shard=4, gradient_accumulation_steps=8)

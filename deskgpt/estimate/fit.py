@@ -9,40 +9,13 @@ import torch
 
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Variant
-from deskgpt.estimate.memory import Live, MakeOptimizer, Step, fake_tensors, memory, update_bytes, with_gradients
+from deskgpt.estimate.memory import MakeOptimizer, Step, memory, training_bytes
 from deskgpt.system import hardware
 from deskgpt.system.formatting import BYTES, COUNTS, with_unit
 from model import GPT, GPTConfig
 
-# Of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%.
-SURELY = 0.7
+SURELY = 0.7  # of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
-
-# ---- the model -----------------------------------------------------------------------------------------------
-
-
-def size_in_words(config: GPTConfig) -> str:
-    """Such as "n_layer=12, n_embd=768, block_size=1024 make a model of 124.4 million parameters, ..."."""
-    n = sum(p.numel() for p in GPT.without_storage(config).parameters())
-    return (
-        f"n_layer={config.n_layer}, n_embd={config.n_embd}, block_size={config.block_size} make a model of "
-        f"{with_unit(n, COUNTS)} parameters, {with_unit(4 * n, BYTES)} in float32"
-    )
-
-
-def model_bytes(config: GPTConfig) -> int:
-    """Bytes of the parameters and of the buffers, such as the table of rotary positions."""
-    model = GPT.without_storage(config)
-    return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-
-
-def training_bytes(config: GPTConfig, make: MakeOptimizer) -> int:
-    """Bytes of weights, gradients and what the optimizer keeps."""
-    with fake_tensors("cpu"), Live("cpu") as live:
-        model = with_gradients(config)
-        before = live.bytes
-        kept, _ = update_bytes(model, make, live)
-        return before + kept
 
 
 def refuse_beyond_memory(
@@ -53,20 +26,26 @@ def refuse_beyond_memory(
     make: the optimizer of a run that trains; None: it computes only. shards: how many ranks share one copy. builds:
     whether this rank builds the model, which it does in the machine's own memory.
     """
-    weights = model_bytes(config)
+    model = GPT.without_storage(config)
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     to_train = weights if make is None else training_bytes(config, make)
     places = {torch.device("cpu"): float(builds * weights)}
     places[device] = max(to_train / shards, places.get(device, 0.0))
     for place, needed in places.items():
-        limit = hardware.usable_memory_bytes(place)
-        if limit is not None and needed > limit:
+        if needed > hardware.usable_memory_bytes(place):
+            n = sum(p.numel() for p in model.parameters())
             more = f", {with_unit(needed, BYTES)} with gradients and optimizer" if needed != weights else ""
-            has = hardware.memory_in_words(limit, hardware.memory_bytes(place))
-            name = hardware.device_name(place)
-            raise ValueError(f"{size_in_words(config)}{more}; {name} has {has}: take a smaller model")
+            raise ValueError(
+                f"n_layer={config.n_layer}, n_embd={config.n_embd}, block_size={config.block_size} make a model of "
+                f"{with_unit(n, COUNTS)} parameters, {with_unit(4 * n, BYTES)} in float32{more}; {described(place)}: "
+                "take a smaller model"
+            )
 
 
-# ---- the micro-batch -----------------------------------------------------------------------------------------
+def described(device: torch.device) -> str:
+    """Such as "NVIDIA GeForce RTX 4070 has 10.9 GiB free (12.0 in all)"."""
+    has = hardware.memory_in_words(hardware.usable_memory_bytes(device), hardware.memory_bytes(device))
+    return f"{hardware.device_name(device)} has {has}"
 
 
 def times_memory(
@@ -77,22 +56,19 @@ def times_memory(
     Only on a CPU, where the system ends a process that takes too much; GPUs say that memory runs out. make: the
     optimizer of a run that trains; None: it evaluates. shards: how many ranks share one copy.
     """
+    if device.type != "cpu":
+        return 0.0
     limit = hardware.usable_memory_bytes(device)
     # About twice what the parts of a layer keep of a token in float32; rehearsing the step takes seconds.
     of_token = config.n_layer * (160 * config.n_embd + 16 * config.n_head * batching.block_size)
-    tokens = batching.batch_size * batching.block_size
-    if device.type != "cpu" or limit is None or tokens * of_token < limit:
+    if batching.batch_size * batching.block_size * of_token < limit:
         return 0.0
-    step = Step(config, batching.batch_size, form, "cpu", batching.micro_steps > 1, make)
     try:
-        parts = memory(step)
+        parts = memory(Step(config, batching.batch_size, form, "cpu", batching.micro_steps > 1, make, shards))
     except ValueError:  # this model cannot be rehearsed
         return 0.0
-    of_batch = parts["activations"] + parts["logits"]
-    if make is None:  # one layer after the other, and less of each than a backward pass needs
-        needed = parts["activations"] / config.n_layer / 4
-    else:
-        needed = of_batch + (sum(parts.values()) - of_batch) / shards
+    # An evaluation goes through one layer after the other, and keeps less of each than a backward pass needs.
+    needed = parts["activations"] / config.n_layer / 4 if make is None else sum(parts.values())
     return SURELY * needed / limit
 
 
@@ -111,26 +87,24 @@ def smaller_batch(
     without auto_batch, naming the settings of the largest micro-batch predicted to fit, and where there is no smaller
     one.
     """
-    limit = hardware.usable_memory_bytes(device)
-    where = f"{hardware.device_name(device)}, {hardware.memory_in_words(limit, hardware.memory_bytes(device))}"
     if batching.batch_size == 1:
         half = max(1, batching.block_size // 2)
         raise ValueError(
-            f"out of memory: not even batch_size=1 fits into {where}; try --block_size={half} or a smaller model"
+            f"out of memory: not even batch_size=1 fits; {described(device)}; try --block_size={half} or a smaller model"
         )
     smaller = batching.batch_size
     while times > 1 and smaller > 1:
         smaller = 1 if smaller % 2 else smaller // 2
         times /= 2
-    if not auto_batch and device.type == "cuda" and limit:
-        compiled = replace(form, compiled=True)
-        step = Step(config, smaller, compiled, device.type, make_optimizer=make)
-        smaller = largest_batch(step, batching.sequences // batching.world, USABLE * limit) or 1
+    if not auto_batch and device.type == "cuda":
+        step = Step(config, smaller, replace(form, compiled=True), device.type, make_optimizer=make)
+        usable = USABLE * hardware.usable_memory_bytes(device)
+        smaller = largest_batch(step, batching.sequences // batching.world, usable) or 1
     same = batching.with_batch_size(smaller)
     if not auto_batch:
         raise ValueError(
-            f"out of memory: batch_size={batching.batch_size} does not fit into {where}; try {same.flags()}, which is "
-            "the same training, or --auto_batch=True"
+            f"out of memory: batch_size={batching.batch_size} does not fit; {described(device)}; try {same.flags()}, "
+            "which is the same training, or --auto_batch=True"
         )
     return same
 

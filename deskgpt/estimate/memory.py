@@ -6,13 +6,9 @@ follows model.py wherever it goes. `device_type="cuda"` gives CUDA's figures on 
 there (attention, dropout, RMS norm, what autocast runs in float32) is replaced by CUDA's. A compiled step counts as
 one that is not compiled, but for the softmax of the loss: what torch.compile chooses to compute again may save more.
 
-Proven by real runs on a CPU: the counting. Proven by torch's own dispatch for fake CUDA tensors: the dtypes of the
-forward pass. Not proven until a card has measured it: the sums for CUDA. The aim is 5% of what is allocated; compiled,
-at most 10% less than predicted for GPT-2, 25% with RMS norm.
-
-Of what `torch.cuda.max_memory_allocated` counts, workspaces of cuBLAS and of attention's backward pass and DDP's
-buckets (4 bytes per parameter) are not counted here. The CUDA context and the allocator's gaps come on top: leave a
-tenth free.
+Checked against real runs on a CPU: the counting, within 1%. Not checked until a card has measured it: the sums for
+CUDA. Workspaces of cuBLAS and of attention's backward pass are not counted; the CUDA context and the allocator's gaps
+come on top: leave a tenth free.
 """
 
 from __future__ import annotations
@@ -37,18 +33,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt.compute.runner import Variant, parts_of, replacements_of, total_of
-from deskgpt.compute.sharding import local
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing
 from deskgpt.system import hardware
 from model import GPT, GPTConfig
 
-LAYERS_REHEARSED = 3  # of a sharded model: the first gathers ahead, the last has no layer after it
 REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 
 MakeOptimizer = Callable[[GPT], torch.optim.Optimizer]
-
-# ---- a step --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -61,139 +53,128 @@ class Step:
     device_type: str
     accumulates: bool = True  # several micro-batches: earlier gradients are alive in a forward pass
     make_optimizer: MakeOptimizer | None = None  # None: AdamW
-    shard: Callable[[GPT], object] | None = None  # shards the parameters among ranks, of which this is the first
-    sync_each_batch: bool = True  # sharded: each micro-batch reduces gradients; False: only the last of a step
+    shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
+    gathers_all: bool = False  # sharded: whole weights of all blocks stay for the backward pass
+    keeps_gradients: bool = False  # sharded: whole gradients until the end of a step
 
-    def forms(self) -> dict[str, Callable[..., Any]]:
-        """What stands in for functions of model.py. A compiled step is rehearsed as one that is not."""
-        forms = replacements_of(replace(self.form, compiled=False), torch.device("cpu"), self.config.dropout)
-        if self.device_type == "cuda" and "GPT.loss" in forms:
-            forms["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=replacements.LOGITS_ON_GPU)
-        return forms
+    def replacements(self) -> dict[str, Callable[..., Any]]:
+        """What replaces functions of model.py. A compiled step is rehearsed as one that is not."""
+        found = replacements_of(replace(self.form, compiled=False), torch.device("cpu"), self.config.dropout)
+        if self.device_type == "cuda" and "GPT.loss" in found:
+            found["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=replacements.LOGITS_ON_GPU)
+        return found
 
 
 def memory(step: Step) -> dict[str, int]:
     """Bytes alive at the peak of the step, by part; their sum is the peak.
 
-    The parts: activations are what the forward pass keeps until the loss begins, token ids included. logits are all
-    that the loss adds to it, or what the backward pass adds, if that is more. optimizer is what the optimizer keeps, or
-    what it takes in its step, if that is more than what is gone by then.
+    activations are what the forward pass keeps until the loss begins, token ids included. logits are all that the loss
+    adds to it, or what the backward pass adds, if that is more. optimizer is what the optimizer keeps, or what it takes
+    in its step, if that is more than what is gone by then. Of a sharded model, gathered are whole weights.
 
-    If the model is sharded, this rank's gradients always count, or all whole ones where they are reduced once per step.
-    There is a further part: gathered are the whole weights and gradients of the blocks alive at once and of embedding
-    and head, and the buffers that they are sent in.
+    Raises ValueError for a model that cannot be rehearsed.
     """
     seen = rehearsed(step)
     weights = seen["weights"]
-    kept = seen["kept"]
-    if step.shard:
-        gradients = seen["gradients"]
-        parts = {"weights": weights, "gradients": gradients, "optimizer": seen["optimizer"], "activations": kept}
-        parts["logits"] = seen["in the loss"] - seen["at the loss"]
-        peak = max(seen["before the loss"], seen["in the loss"], seen["in the blocks"], seen["after the blocks"])
-        return parts | {"gathered": peak + seen["optimizer"] - sum(parts.values())}
-    forward = max(seen["before the loss"], seen["in the loss"]) - weights
-    backward = max(seen["in the blocks"], seen["after the blocks"]) - weights
+    forward, backward = seen["forward"], seen["backward"]
     if step.form.compiled:  # all gradients come at the end of its pass; only then are they added to those there
         backward = max(backward, 2 * weights if step.accumulates else weights)
     rest = max(forward, backward)
     gradients = weights if step.accumulates or backward > forward else 0
-    activations = min(kept, rest - gradients)
-    return {
+    activations = min(seen["kept"], rest - gradients)
+    parts = {
         "weights": weights,
         "gradients": gradients,
-        "optimizer": max(seen["optimizer"], seen["in the update"] - weights - rest),
+        "optimizer": max(seen["optimizer"], seen["update"] - rest),
         "activations": activations,
         "logits": rest - gradients - activations,
     }
+    return parts if step.shards == 1 else sharded(step, parts)
+
+
+def sharded(step: Step, parts: dict[str, int]) -> dict[str, int]:
+    """The parts of one of several ranks that share a copy: FSDP gathers embedding and head, and two blocks at a time.
+
+    The blocks are gathered in the dtype of the run, the rest in float32. A closed form, not a rehearsal.
+    """
+    parts = dict(parts)
+    whole = parts["weights"]
+    for name in ("weights", "gradients", "optimizer"):
+        is_whole = name == "gradients" and step.keeps_gradients
+        parts[name] = whole if is_whole else parts[name] // step.shards
+    of_blocks = GPT.without_storage(step.config).transformer.h.parameters()
+    block = sum(p.nbytes for p in of_blocks) // step.config.n_layer
+    gathered = block // 2 if step.form.dtype == "bfloat16" else block
+    n_gathered = step.config.n_layer if step.gathers_all else min(2, step.config.n_layer)
+    return parts | {"gathered": whole - step.config.n_layer * block + n_gathered * gathered}
 
 
 def rehearsed(step: Step) -> dict[str, int]:
-    """What a rehearsal would see. Large batches and deep sharded models are extrapolated from two smaller ones."""
+    """What a rehearsal would see. A large batch is extrapolated from two smaller ones."""
     n = REHEARSED // step.config.block_size or 1
-    if step.batch_size > 2 * n:  # what is alive grows by the same for each sequence more
-        small = rehearsed(replace(step, batch_size=n))
-        large = rehearsed(replace(step, batch_size=2 * n))
-        return {k: small[k] + (large[k] - small[k]) * (step.batch_size - n) // n for k in small}
-    more_layers = step.config.n_layer - LAYERS_REHEARSED
-    if step.shard and more_layers > 1:
-        small = rehearsal(replace(step, config=replace(step.config, n_layer=LAYERS_REHEARSED)))
-        large = rehearsal(replace(step, config=replace(step.config, n_layer=LAYERS_REHEARSED + 1)))
-        return {k: small[k] + (large[k] - small[k]) * more_layers for k in small}
-    return rehearsal(step)
+    if step.batch_size <= 2 * n:
+        return rehearsal(step)
+    small = rehearsal(replace(step, batch_size=n))  # what is alive grows by the same for each sequence more
+    large = rehearsal(replace(step, batch_size=2 * n))
+    return {k: small[k] + (large[k] - small[k]) * (step.batch_size - n) // n for k in small}
 
 
 def rehearsal(step: Step) -> dict[str, int]:
-    """Bytes alive in a step: when the loss begins, the peaks before and after that, and what is kept.
+    """Bytes: weights; optimizer, what it keeps; kept, by the forward pass for the backward pass.
 
-    weights: of this rank. gradients: before the last micro-batch. kept: by the forward pass for the backward pass.
-    optimizer: between its steps.
+    forward, backward, update: the peaks of the three beyond the weights, of which only update counts the optimizer.
     """
     config, form = step.config, step.form
     seen: dict[str, int] = {}
-    cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
     with ExitStack() as stack:
         stack.enter_context(fake_tensors(step.device_type))
         stack.enter_context(SoftmaxInPlace() if form.compiled else nullcontext())
-        stack.enter_context(replacing(step.forms()))
+        stack.enter_context(replacing(step.replacements()))
         live = stack.enter_context(Live(step.device_type))
         model = GPT(config)
-        if step.shard:
-            step.shard(model)
-        seen["weights"] = sum(local(p).nbytes for p in model.parameters())
+        weights = seen["weights"] = sum(p.nbytes for p in model.parameters())
         idx = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
-        targets = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
-        amp = hardware.autocast(cpu, form.dtype, cached=form.checkpoint == "none")
+        targets = torch.zeros_like(idx)
+        if step.accumulates:
+            add_gradients(model)
 
-        def forward() -> Tensor:
-            with amp:
-                return total_of(parts_of(model(idx, targets)))
-
-        without_gradients = live.bytes
-        if step.shard and step.accumulates and not step.sync_each_batch:
-            model.set_requires_gradient_sync(False)  # type: ignore[operator]
-            go_backward(forward())
-            model.set_requires_gradient_sync(True)  # type: ignore[operator]
-        elif step.shard or step.accumulates:
-            for p in model.parameters():
-                p.grad = torch.empty_like(p)
-        seen["gradients"] = live.bytes - without_gradients
         before = live.bytes - idx.nbytes - targets.nbytes
 
         def loss_begins(*_: Any) -> None:
-            seen["at the loss"] = live.bytes
-            seen["kept"] = live.bytes - before - live.gathered()
-            seen["before the loss"] = live.peak
-            live.peak = live.bytes
+            seen["kept"] = live.bytes - before
 
-        def blocks_end(grad: Tensor) -> None:
-            seen["in the blocks"] = live.peak
-            live.peak = live.bytes
-
-        def blocks_begin(module: Any, args: tuple[Tensor, ...]) -> None:
-            args[0].register_hook(blocks_end)
-
-        hooks = [model.transformer.h[0].register_forward_pre_hook(blocks_begin)]
-        hooks.append(model.transformer.register_forward_hook(loss_begins))
+        hook = model.transformer.register_forward_hook(loss_begins)
+        cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
         live.peak = 0
-        loss = forward()
-        seen["in the loss"] = live.peak
+        with hardware.autocast(cpu, form.dtype, cached=form.checkpoint == "none"):
+            loss = total_of(parts_of(model(idx, targets)))
+        seen["forward"] = live.peak - weights
         live.peak = 0
-        go_backward(loss)
-        seen["after the blocks"] = live.peak
+        # loss.backward() would turn AsOnCuda off, which activations that are computed again need.
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        seen["backward"] = live.peak - weights
         del loss
-        for hook in hooks:
-            hook.remove()
-        seen["optimizer"], seen["in the update"] = update_bytes(model, step.make_optimizer, live)
+        hook.remove()
+        seen["optimizer"], update = update_bytes(model, step.make_optimizer, live)
+        seen["update"] = update - weights
     return seen
 
 
-def go_backward(loss: Tensor) -> None:
-    """loss.backward() without turning AsOnCuda off, which the forward computations that are done again need."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+def training_bytes(config: GPTConfig, make: MakeOptimizer) -> int:
+    """Bytes of weights, gradients and what the optimizer keeps."""
+    with fake_tensors("cpu"), Live("cpu") as live:
+        model = GPT(config)
+        add_gradients(model)
+        before = live.bytes
+        kept, _ = update_bytes(model, make, live)
+        return before + kept
+
+
+def add_gradients(model: GPT) -> None:
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
 
 
 def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[int, int]:
@@ -212,13 +193,6 @@ def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[in
     return state, live.peak
 
 
-def with_gradients(config: GPTConfig) -> GPT:
-    model = GPT(config)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p)
-    return model
-
-
 def after_a_step(optimizer: torch.optim.Optimizer, live: Live) -> torch.optim.Optimizer | None:
     """The optimizer once it has made a step, whose peak is live's; None if fake tensors stop it."""
     live.peak = 0
@@ -229,6 +203,9 @@ def after_a_step(optimizer: torch.optim.Optimizer, live: Live) -> torch.optim.Op
     return optimizer
 
 
+# ---- counting ------------------------------------------------------------------------------------------------
+
+
 class Live(TorchDispatchMode):
     """Counts the bytes of the storages that operations have made and that are still alive."""
 
@@ -237,17 +214,9 @@ class Live(TorchDispatchMode):
         self.bytes = self.peak = 0
         self.device_type = device_type
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
-        self._gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t.__name__ == "DTensor" for t in types):
-            return NotImplemented  # it comes here again, as operations on this rank's part
-        kwargs = kwargs or {}
-        if func.namespace == "fsdp":  # gathers weights into storages, which it empties and fills again
-            for tensor in tree_leaves(kwargs.get("out", args[1])):
-                self._gathered.add(tensor.untyped_storage())
-        self._count_gathered()
-        out = func(*args, **kwargs)
+        out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
@@ -260,15 +229,6 @@ class Live(TorchDispatchMode):
             self._sizes[key] = storage.nbytes()
             self.bytes += storage.nbytes()
             weakref.finalize(storage, self._free, key)
-
-    def gathered(self) -> int:
-        """Bytes of whole weights of several ranks."""
-        return sum(storage.nbytes() for storage in self._gathered)
-
-    def _count_gathered(self) -> None:
-        for storage in self._gathered:
-            self.bytes += storage.nbytes() - self._sizes[storage._cdata]
-            self._sizes[storage._cdata] = storage.nbytes()
 
     def _free(self, key: int) -> None:
         self.bytes -= self._sizes.pop(key)
@@ -283,6 +243,8 @@ class Live(TorchDispatchMode):
         tensors = [t for t in args if isinstance(t, Tensor) and t.dim()]
         return sum(t.numel() * out.element_size() for t in tensors if t.dtype != out.dtype) if needed else 0
 
+
+# ---- what differs on CUDA ------------------------------------------------------------------------------------
 
 # Of what the model calls, the functions that CUDA's autocast runs in float32, and a CPU's in what it is given:
 # AT_FORALL_FP32 in ATen/autocast_mode.h.

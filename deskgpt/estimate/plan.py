@@ -1,81 +1,39 @@
-"""What a run needs, said before it starts: its size, memory by part, time. On this machine, or on a card elsewhere.
+"""What a run needs, printed before it starts: its size, memory by part, time. On this machine, or on a card elsewhere.
 
     python train.py config/train_fineweb_125m.py --dry_run=True
     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070"
     python train.py config/train_fineweb_125m.py --plan_for=H100 --world=1024 --dp_shard=64
 
-Memory is rehearsed (memory.py), peaks and sizes of cards are published ones (peaks.py), and the share of the peak
-that a run reaches is assumed. So a plan for a card needs no GPU, and measures nothing here; one for many ranks does not
-need them either: what they send each other follows from the sizes (traffic.py).
+Memory is rehearsed (memory.py). On a CPU a real micro-batch is timed, and what this process holds already counts. For a
+card the time is a range, from the published peak (peaks.py) and the share of it that known runs have reached.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from contextlib import nullcontext
+import time
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
-from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Variant
-from deskgpt.estimate import traffic
+from deskgpt.compute.sharding import describe_shards, shards_of
 from deskgpt.estimate.fit import USABLE, largest_batch
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
-from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.system import hardware, peaks
-from deskgpt.system.formatting import BYTES, clock, millions, with_unit
-from deskgpt.system.peaks import Card
+from deskgpt.system.formatting import clock, millions
 from model import GPT, GPTConfig
 
-ASSUMED_MFU = 0.4  # share of a device's peak that a run reaches
+# Shares of the bfloat16 peak that runs reach, and what they rest on. Cards whose 16-bit peak is only twice that of
+# float32 (GeForce) are fed well by their memory; the others are not, and no run on one is known here.
+OF_GEFORCE = (0.69, 0.82, "known runs of 40M and 125M parameters on an RTX 4070")
+OF_OTHERS = (0.35, 0.6, "assumed, no run on such a card is known")
 LONGEST_REHEARSED = 1 << 22  # tokens of context
-NARROW = 16  # channels of a head, and tokens of the vocabulary, of the model that kernels are compared on
+LONGEST_TIMED = 2e12  # FLOPs of a micro-batch that is timed: some seconds on a slow CPU
 # Time of a step by activation_checkpoint: measured on a CPU, 4 layers of 384 (docs/your-machine.md).
 TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One device that a run is planned for: this machine's, or a card of the table."""
-
-    name: str
-    device_type: str
-    dtype: str  # of the matmuls
-    memory_bytes: float | None  # None if not known
-    free_bytes: float | None  # of it, what a run can get
-    peak: tuple[float, str] | None  # FLOP/s that MFU refers to, and their source
-
-    @classmethod
-    def at_hand(cls, device: torch.device, dtype: str) -> Machine:
-        """dtype: of the matmuls, or auto. Measures the device's peak."""
-        if dtype == "auto":
-            dtype = peaks.fast_dtype(device)
-        flops, source = peaks.peak_flops(device, dtype)
-        peak = None if math.isnan(flops) else (flops, source)
-        memory_bytes = hardware.memory_bytes(device)
-        free_bytes = hardware.usable_memory_bytes(device)
-        return cls(hardware.device_name(device), device.type, dtype, memory_bytes, free_bytes, peak)
-
-    @classmethod
-    def of_card(cls, card: Card, dtype: str) -> Machine:
-        """card: its first size of memory counts. AMD's cards count as CUDA's, as in torch's build for them."""
-        if dtype == "auto":
-            dtype = card.fast_dtype()
-        memory_bytes = card.memory_gb[0] * 2**30  # a maker's GB of memory is a GiB
-        return cls(card.name, "cuda", dtype, memory_bytes, memory_bytes, card.peak(dtype))
-
-    def usable_bytes(self) -> float | None:
-        """How much of a GPU's memory a run may take; None if that is not known, and for CPUs and Apple chips."""
-        if self.free_bytes is None or self.device_type != "cuda":
-            return None
-        return USABLE * self.free_bytes
-
-
-# ---- the run -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,142 +51,136 @@ class Planned:
     dp_shard: int = 1
     reshard_after_forward: bool = True
     sync_each_batch: bool = True
+    eval_interval: int = 1 << 62  # steps between evaluations
 
-    @functools.cached_property
     def flops_per_step(self) -> int:
         """Forward and backward, over all ranks."""
         return GPT.without_storage(self.config).estimate_flops() * self.batching.tokens_per_step
 
-    def step(self, machine: Machine) -> Step:
-        """A step of this run on that machine. Where weights are shared: to be called within sharding.fake_ranks."""
-        # Only a run shows which attention is faster on a CPU. Explicit attention takes more memory.
-        is_option = replacements.may_be_explicit(machine.device_type, self.config.block_size, self.config.dropout)
-        is_wanted = self.attention == "explicit" or (self.attention == "auto" and not cpu_kernels.may_exist())
-        attention = "explicit" if is_option and is_wanted else "flash"
-        reference_only = functions_as_written(self.config)
-        shard = None
-        shards = sharding.shards_of(self.dp_shard, self.batching.world)
-        if shards > 1:
-            mesh = sharding.make_mesh("cpu", shards, self.batching.world)
-            reshard = self.reshard_after_forward
-            shard = functools.partial(sharding.shard, mesh=mesh, reshard_after_forward=reshard, dtype=machine.dtype)
+    def step(self, device_type: str, dtype: str) -> Step:
+        attention = "explicit" if self.attention == "explicit" else "flash"
         return Step(
             self.config,
             self.batching.batch_size,
-            Variant(machine.dtype, self.compiled, attention, self.activation_checkpoint, reference_only),
-            machine.device_type,
+            Variant(dtype, self.compiled and device_type == "cuda", attention, self.activation_checkpoint),
+            device_type,
             accumulates=self.batching.micro_steps > 1,
             make_optimizer=self.make_optimizer,
-            shard=shard,
-            sync_each_batch=self.sync_each_batch,
+            shards=shards_of(self.dp_shard, self.batching.world),
+            gathers_all=not self.reshard_after_forward,
+            keeps_gradients=not self.sync_each_batch and self.batching.micro_steps > 1,
         )
 
 
-def functions_as_written(config: GPTConfig) -> tuple[str, ...]:
-    """Functions of model.py that no kernel may stand in for, because model.py was changed; remembered.
-
-    They are compared on a narrow model of the same kind, since a plan is for models of any size.
-    """
-    n_embd = min(config.n_embd, NARROW * config.n_head)
-    length = min(config.block_size, replacements.LONGEST_EXPLICIT)
-    narrow = replace(config, n_layer=min(config.n_layer, 2), n_embd=n_embd, block_size=length)
-    narrow = replace(narrow, vocab_size=min(config.vocab_size, NARROW))
-
-    def compare() -> dict[str, str]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            tokens = torch.randint(narrow.vocab_size, (2, length))
-            return verify.wrong_replacements(
-                GPT(narrow), replacements.replacements_for("cpu").items(), tokens[:1], tokens[1:]
-            )
-
-    return tuple(sorted(verify.problems_of(f"plan: {verify.digest(narrow)}, kernels", compare)))
-
-
-# ---- the report ----------------------------------------------------------------------------------------------
-
-
-def dry_run(run: Planned, plan_for: str, ranks: DistContext) -> None:
-    """Says what a run needs, here or on the card that plan_for names. Raises ValueError for a context too long."""
+def dry_run(run: Planned, plan_for: str, dist: DistContext) -> None:
+    """Prints what a run needs, here or on the card that plan_for names. Raises ValueError for a context too long."""
     if run.config.block_size > LONGEST_REHEARSED:
         raise ValueError(
             f"block_size={run.config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
         )
+    print_size(run, dist)
     if plan_for:
-        machine = Machine.of_card(peaks.find_card(plan_for), run.dtype)
+        card = peaks.find_card(plan_for)
+        dtype = card.fast_dtype() if run.dtype == "auto" else run.dtype
+        total_bytes = card.memory_gb[0] * 2**30  # a maker's GB of memory is a GiB; AMD's cards count as CUDA's
+        fits = print_memory(run, run.step("cuda", dtype), card.name, total_bytes, total_bytes, dist)
+        print_time(run, fits, card.peak(dtype), card, dist)
+        return
+    device = dist.device
+    dtype = peaks.fast_dtype(device) if run.dtype == "auto" else run.dtype
+    free_bytes = hardware.usable_memory_bytes(device)
+    name = hardware.device_name(device)
+    fits = print_memory(run, run.step(device.type, dtype), name, free_bytes, hardware.memory_bytes(device), dist)
+    micro_flops = run.flops_per_step() / run.batching.accumulation
+    if device.type == "cpu" and fits and micro_flops < LONGEST_TIMED:
+        print_measured_time(run, dtype, dist)
     else:
-        machine = Machine.at_hand(ranks.device, run.dtype)
-    say_size(run, machine, ranks)
-    world = run.batching.world
-    shares = sharding.shards_of(run.dp_shard, world) > 1
-    with sharding.fake_ranks(world) if shares else nullcontext():
-        fits = say_memory(run, machine, ranks)
-    say_time(run, machine, fits, ranks)
-    if machine.device_type != "cuda":
-        ranks.print0('on a card that you do not have here: --plan_for="RTX 4070"')
+        print_time(run, fits, peaks.peak_flops(device, dtype), None, dist)
+    if device.type != "cuda":
+        dist.print0('on a card that you do not have here: --plan_for="RTX 4070"')
 
 
-def say_size(run: Planned, machine: Machine, ranks: DistContext) -> None:
+def print_size(run: Planned, dist: DistContext) -> None:
     model = GPT.without_storage(run.config)
     positions = sum(p.numel() for p in model.parameters()) - model.num_params()
-    ranks.print0(
+    dist.print0(
         f"number of parameters: {millions(model.num_params())}, and {millions(positions)} of position embeddings; "
         f"vocabulary of {run.config.vocab_size:,}"
     )
     split = run.batching
-    ranks.print0(
+    dist.print0(
         f"tokens per step: {split.tokens_per_step:,} = {split.batch_size} x {split.accumulation} x {split.block_size}"
     )
-    ranks.print0(f"FLOPs per step, forward and backward: {run.flops_per_step:.3e}")
+    dist.print0(f"FLOPs per step, forward and backward: {run.flops_per_step():.3e}")
     if split.world > 1:
-        shards = sharding.describe_shards(run.dp_shard, split.world)
-        ranks.print0(f"{split.world:,} ranks{shards}; micro-batches of each rank and step: {split.micro_steps}")
-        n = sharding.shards_of(run.dp_shard, split.world)
-        reshard = run.reshard_after_forward
-        make = run.make_optimizer
-        sent = traffic.sent_in_step(run.config, split, n, reshard, make, machine.dtype, run.sync_each_batch)
-        in_words = [f"{kind} {with_unit(size, BYTES)}" for kind, size in sent.items()]
-        ranks.print0(f"each rank sends per step: {', '.join(in_words)}")
+        shards = describe_shards(run.dp_shard, split.world)
+        dist.print0(f"{split.world:,} ranks{shards}; micro-batches of each rank and step: {split.micro_steps}")
 
 
-def say_memory(run: Planned, machine: Machine, ranks: DistContext) -> bool:
-    """Says the memory of a step, by part; returns whether it fits. It does where the machine's memory is not known."""
-    step = run.step(machine)
+def print_memory(run: Planned, step: Step, name: str, free_bytes: float, total_bytes: float, dist: DistContext) -> bool:
+    """Prints the memory of a step, by part; returns whether it fits."""
     parts = memory(step)
-    if run.batching.world > 1 and step.shard is None:
+    if run.batching.world > 1 and step.shards == 1:
         parts["buckets"] = parts["weights"]  # DDP's copy of the gradients, which it sends
+    if step.device_type == "cpu":
+        parts["process"] = psutil.Process().memory_info().rss  # Python, torch and what it has loaded
     total = sum(parts.values())
-    has = hardware.memory_in_words(machine.free_bytes, machine.memory_bytes)
-    ranks.print0(f"predicted peak memory of {machine.name}, {machine.dtype}: {total / 2**30:.2f} of {has}")
-    ranks.print0("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
-
-    usable = machine.usable_bytes()
-    if usable is not None:
-        sequences = run.batching.sequences // run.batching.world
-        largest = largest_batch(replace(step, batch_size=sequences), sequences, usable - parts.get("buckets", 0))
-        flags = f"--batch_size={largest} --gradient_accumulation_steps={run.batching.sequences // max(1, largest)}"
-        ranks.print0(
-            f"  largest micro-batch predicted to fit, at the same tokens per step: {flags if largest else 'none'}"
-        )
-    limit = usable or machine.free_bytes
-    return limit is None or total <= limit
+    has = hardware.memory_in_words(free_bytes, total_bytes)
+    dist.print0(f"predicted peak memory of {name}, {step.form.dtype}: {total / 2**30:.2f} of {has}")
+    dist.print0("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
+    if step.device_type != "cuda":
+        return total <= free_bytes
+    usable = USABLE * free_bytes
+    sequences = run.batching.sequences // run.batching.world
+    largest = largest_batch(replace(step, batch_size=sequences), sequences, usable - parts.get("buckets", 0))
+    flags = f"--batch_size={largest} --gradient_accumulation_steps={run.batching.sequences // max(1, largest)}"
+    dist.print0(f"  largest micro-batch predicted to fit, at the same tokens per step: {flags if largest else 'none'}")
+    return total <= usable
 
 
-def say_time(run: Planned, machine: Machine, fits: bool, ranks: DistContext) -> None:
+def print_measured_time(run: Planned, dtype: str, dist: DistContext) -> None:
+    """Times a real micro-batch of this CPU, not compiled, and prints what all steps and evaluations take."""
+    device = dist.device
+    model = GPT(run.config)
+    split = run.batching
+    x = torch.randint(run.config.vocab_size, (split.batch_size, split.block_size))
+    times = []
+    for _ in range(3):  # the first is slower
+        t0 = time.perf_counter()
+        with hardware.autocast(device, dtype):
+            loss = model(x, x)[1]
+        loss.backward()
+        times.append(time.perf_counter() - t0)
+    step_s = min(times) * split.micro_steps * TIME_WITH_CHECKPOINTS[run.activation_checkpoint]
+    n_evaluations = run.max_iters // run.eval_interval + 1
+    batches = 2 * -(-split.eval_windows // split.batch_size)  # of both splits; forward is a third of a pass
+    total_s = step_s * run.max_iters + n_evaluations * batches * min(times) / 3
+    dist.print0(
+        f"a micro-batch takes {min(times):.3g}s here (timed, {dtype}, not compiled, without our kernels): "
+        f"{step_s:.3g}s per step, {clock(total_s)} for {run.max_iters:,} steps of "
+        f"{split.tokens_per_step * run.max_iters:.3g} tokens and {n_evaluations:,} evaluations"
+    )
+
+
+def print_time(
+    run: Planned, fits: bool, peak: tuple[float, str] | None, card: peaks.Card | None, dist: DistContext
+) -> None:
+    """Prints the range of times of a step and of all, from the peak FLOP/s and its source."""
     if not fits:
-        ranks.print0("time: n/a, because this micro-batch does not fit")
+        dist.print0("time: n/a, because this micro-batch does not fit")
         return
-    if machine.peak is None:
-        ranks.print0(f"time: n/a, because no peak of {machine.name} in {machine.dtype} is known")
+    if peak is None or not peak[0] > 0:
+        dist.print0("time: n/a, because no peak in this dtype is known")
         return
-    peak, source = machine.peak
-    computing_s = run.flops_per_step / (ASSUMED_MFU * peak * run.batching.world)
-    step_s = computing_s * TIME_WITH_CHECKPOINTS[run.activation_checkpoint]
-    step = f"{step_s:.3g}s" if step_s < 60 else clock(step_s)  # steps of small models take milliseconds
-    again = "" if run.activation_checkpoint == "none" else ", with activations computed again"
+    flops, source = peak
+    is_geforce = card is not None and card.flops["float16"] <= 2.2 * card.flops["float32"]
+    low, high, basis = OF_GEFORCE if is_geforce else OF_OTHERS
+    again = TIME_WITH_CHECKPOINTS[run.activation_checkpoint]
+    fastest_s, slowest_s = (run.flops_per_step() * again / (mfu * flops * run.batching.world) for mfu in (high, low))
     sending = ", and without what ranks send each other" if run.batching.world > 1 else ""
-    ranks.print0(
-        f"at {ASSUMED_MFU:.0%} (assumed) of {run.batching.world} x {peak / 1e12:.2f} TFLOP/s ({source}){again}: "
-        f"{step} per step, {clock(step_s * run.max_iters)} for {run.max_iters:,} steps of "
+    dist.print0(
+        f"at {low:.0%} to {high:.0%} ({basis}) of {run.batching.world} x {flops / 1e12:.2f} TFLOP/s ({source}): "
+        f"{fastest_s:.3g} to {slowest_s:.3g}s per step, {clock(fastest_s * run.max_iters)} to "
+        f"{clock(slowest_s * run.max_iters)} for {run.max_iters:,} steps of "
         f"{run.batching.tokens_per_step * run.max_iters:.3g} tokens, without evaluation{sending}"
     )
