@@ -201,7 +201,7 @@ def test_sharded_rank_has_its_part_of_the_state_and_gathers_two_blocks_or_all():
     )
     for part in ("weights", "gradients", "optimizer"):
         assert few[part] == alone[part] // 8
-    assert few["activations"] == alone["activations"]
+    assert few["activations"] == pytest.approx(alone["activations"] - 7 * block, rel=0.01)  # autocast's copies
     assert few["gathered"] == pytest.approx(root + 2 * block, rel=0.01)
     assert all_["gathered"] == pytest.approx(root + 7 * block, rel=0.01)
     assert late["gradients"] == alone["weights"]

@@ -91,22 +91,6 @@ def make_mesh(
     return DeviceMesh.from_group([replicas, shards], device_type, ranks, mesh_dim_names=tuple(sizes))
 
 
-@contextmanager
-def fake_ranks(world: int) -> Iterator[None]:
-    """This process as the first of `world` ranks that are not there. Their collectives end at once and move nothing.
-
-    Ends a process group that it finds.
-    """
-    store = torch_internals.fake_store()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=store, rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, dtype: str = "float32") -> None:
     """Shards the model in place: its parameters become DTensors, with each rank's rows.
 

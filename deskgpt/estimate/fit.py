@@ -103,8 +103,8 @@ def smaller_batch(
     same = batching.with_batch_size(smaller)
     if not auto_batch:
         raise ValueError(
-            f"out of memory: batch_size={batching.batch_size} does not fit; {described(device)}; try {same.flags()}, "
-            "which is the same training, or --auto_batch=True"
+            f"out of memory: batch_size={batching.batch_size} does not fit into memory ({described(device)}); try "
+            f"{same.flags()}, which is the same training, or --auto_batch=True"
         )
     return same
 

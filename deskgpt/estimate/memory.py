@@ -105,6 +105,8 @@ def sharded(step: Step, parts: dict[str, int]) -> dict[str, int]:
     of_blocks = GPT.without_storage(step.config).transformer.h.parameters()
     block = sum(p.nbytes for p in of_blocks) // step.config.n_layer
     gathered = block // 2 if step.form.dtype == "bfloat16" else block
+    if step.form.dtype == "bfloat16" and step.form.checkpoint == "none":
+        parts["activations"] -= step.config.n_layer * gathered  # autocast's copies, which gathering makes needless
     n_gathered = step.config.n_layer if step.gathers_all else min(2, step.config.n_layer)
     return parts | {"gathered": whole - step.config.n_layer * block + n_gathered * gathered}
 
@@ -127,8 +129,7 @@ def rehearsal(step: Step) -> dict[str, int]:
     config, form = step.config, step.form
     seen: dict[str, int] = {}
     with ExitStack() as stack:
-        stack.enter_context(fake_tensors(step.device_type))
-        stack.enter_context(SoftmaxInPlace() if form.compiled else nullcontext())
+        stack.enter_context(fake_tensors(step.device_type, form.compiled))
         stack.enter_context(replacing(step.replacements()))
         live = stack.enter_context(Live(step.device_type))
         model = GPT(config)
@@ -235,11 +236,10 @@ class Live(TorchDispatchMode):
 
     def _workspace(self, func: Any, args: Any, out: Any) -> int:
         """Bytes that a kernel takes for copies of its arguments in the result's dtype, and frees again."""
-        if func is torch.ops.aten.log_softmax.int_out:
-            # CUDA reads only float16 as it is: aten/src/ATen/native/SoftMax.cpp.
-            needed = self.device_type != "cuda" or args[0].dtype != torch.float16
-        else:  # TensorIterator casts as it reads on CUDA, before it on a CPU
-            needed = self.device_type == "cpu" and func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        adds = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        needed = func is torch.ops.aten.log_softmax.int_out
+        if self.device_type == "cpu":  # TensorIterator casts before it reads there, and as it reads on CUDA
+            needed = needed or func in adds
         tensors = [t for t in args if isinstance(t, Tensor) and t.dim()]
         return sum(t.numel() * out.element_size() for t in tensors if t.dtype != out.dtype) if needed else 0
 
@@ -252,48 +252,37 @@ FLOAT32_ON_CUDA = (F.layer_norm, F.rms_norm)
 
 
 class AsOnCuda(TorchFunctionMode):
-    """What differs on CUDA keeps for the backward pass what it keeps there."""
+    """What differs on CUDA keeps for the backward pass what it keeps there. compiled: the softmax of the loss is."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        self.compiled = compiled
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+        is_autocast = torch.is_autocast_enabled("cpu")
+        if func in FLOAT32_ON_CUDA and is_autocast:
             args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
         if func is F.rms_norm:
-            return self._rms_norm(*args, **kwargs)
+            return FusedRmsNorm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32's kernel does too.
+            q, k, v = (x.to(torch.get_autocast_dtype("cpu")) if is_autocast else x for x in args[:3])
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, kwargs.get("dropout_p", 0.0), True)[0]
         if func is F.dropout:
-            return self._dropout(*args, **kwargs)
+            return dropout_with_mask(*args, **kwargs)
+        if func is torch.log_softmax and self.compiled:  # in place: takes no memory
+            return torch.empty((), dtype=torch.float32).expand(args[0].shape)
+        if func is torch.log_softmax and args[0].dtype == torch.float16:  # read as it is: ATen/native/SoftMax.cpp
+            return torch.empty(args[0].shape, dtype=torch.float32)
+        if func is Tensor.exp_ and self.compiled:
+            return args[0]
         return func(*args, **kwargs)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32 takes another one, which does too.
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
-    def _rms_norm(
-        self, x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-    ) -> Tensor:
-        return FusedRmsNorm.apply(x, weight)
-
-    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or not p:
-            return x
-        return torch.native_dropout(x, p, True)[0]  # keeps a mask of one byte per element
-
-
-class SoftmaxInPlace(TorchFunctionMode):
-    """The softmax between the loss's matmuls takes no memory, as when kernels.softmax_ is compiled."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.log_softmax:
-            (logits, *_) = args
-            return torch.empty((), dtype=torch.float32).expand(logits.shape)
-        if func is Tensor.exp_:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+def dropout_with_mask(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA's dropout, which keeps a mask of one byte per element."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -311,13 +300,13 @@ class FusedRmsNorm(torch.autograd.Function):
 
 
 @contextmanager
-def fake_tensors(device_type: str) -> Iterator[None]:
+def fake_tensors(device_type: str, compiled: bool = False) -> Iterator[None]:
     """New tensors are fake ones on the CPU; for "cuda", functions keep what they keep there. See AsOnCuda.
 
     Raises ValueError where a pass needs their numbers.
     """
     try:
-        with FakeTensorMode(), AsOnCuda() if device_type == "cuda" else nullcontext():
+        with FakeTensorMode(), AsOnCuda(compiled) if device_type == "cuda" else nullcontext():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
         raise ValueError(

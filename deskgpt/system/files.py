@@ -44,9 +44,11 @@ def write_atomically(path: Path, content: bytes | bytearray) -> None:
         with replacing(path) as file:
             file.write(content)
     except OSError as e:
-        raise OSError(
-            f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder"
-        ) from None
+        raise cannot_write(path, e) from None
+
+
+def cannot_write(path: Path, e: OSError) -> OSError:
+    return OSError(f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder")
 
 
 @contextmanager
@@ -73,9 +75,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException as e:
         shutil.rmtree(tmp, ignore_errors=True)
         if isinstance(e, OSError):
-            raise OSError(
-                f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder"
-            ) from None
+            raise cannot_write(path, e) from None
         raise
 
 
@@ -106,14 +106,6 @@ def copy(path: Path, to: Path) -> None:
     """Makes `to` a copy of path, a file of its own: damage to one leaves the other alone. Raises OSError."""
     with open(path, "rb") as source, replacing(to) as target:
         shutil.copyfileobj(source, target, 1 << 20)
-
-
-def is_at(path: Path, file: BinaryIO) -> bool:
-    """Whether the open file is the one at path, which may have been moved, removed or replaced since."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def sync_folder(folder: Path) -> None:

@@ -39,17 +39,3 @@ def cpp_compiler() -> str | None:
         return get_cpp_compiler()
     except (RuntimeError, OSError):  # inductor finds no compiler, or CXX names what is none
         return None
-
-
-def fake_store() -> Any:
-    """The store of a process group of ranks that are not there, whose backend is "fake" from now on.
-
-    Without: ValueError, since what sharded ranks hold and send cannot be rehearsed.
-    """
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError:
-        raise ValueError(
-            f"torch {torch.__version__} has no fake process group: take --dp_shard=1, or install torch 2.11 to 2.13"
-        ) from None
-    return FakeStore()
