@@ -18,16 +18,12 @@ import functools
 import io
 import itertools
 import json
-import math
 import operator
 import os
-import pickle
-import pickletools
 import re
 import shutil
 import signal
 import sys
-import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -50,7 +46,7 @@ from bench.analysis import page
 from bench.analysis.logs import GIVEN, read_run
 from configurator import build, configure
 from data.splits import Split
-from data.token_files import HEADER_BYTES, MAGIC, VERSION, read_meta, write_dataset, write_meta, write_tokens
+from data.token_files import read_meta, write_dataset, write_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
 from data.verify import Verification
 from deskgpt.checkpoint import store
@@ -136,21 +132,6 @@ def limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGPROF, handler)
-
-
-def endless() -> None:
-    while True:
-        pass
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory and time are limited on Linux only")
-@pytest.mark.parametrize(
-    "read", [lambda: int("x"), lambda: [].pop(), lambda: exit(3), lambda: bytes(2 * LARGE), endless]
-)
-def test_what_is_not_documented_is_a_defect(read, monkeypatch):
-    monkeypatch.setattr("test_fuzz.SLOW_S", 0.2)
-    with pytest.raises((Exception, Slow)), ends_as_documented():
-        read()
 
 
 # ---- odd values ----------------------------------------------------------------------------------------------
@@ -422,18 +403,6 @@ def read_data(folder: Path) -> None:
         opened.fingerprint()
 
 
-heads = st.tuples(*[st.sampled_from([MAGIC, VERSION, 300, -1]) | st.integers(-(2**31), 2**31 - 1)] * 3)
-odd_heads = st.builds(
-    lambda head, n: np.array(head, "<i4").tobytes() + bytes(HEADER_BYTES - 12 + n), heads, st.integers(0, 2000)
-)
-
-
-@fuzzed
-@given(content=odd_heads | st.binary(max_size=100))
-def test_token_files(folder, content):
-    use_data(folder, "train.bin", content)
-
-
 @pytest.fixture(scope="module")
 def prepared(folder) -> dict[Path, bytes]:
     """Files of two data folders and their contents: token files as nanoGPT has them, and with llm.c's header."""
@@ -478,47 +447,13 @@ def test_meta_json(folder, content):
     use_data(folder, "meta.json", json.dumps(content).encode())
 
 
-ITOS = dict(enumerate(CHARS.chars))
-OF_NANOGPT = {"vocab_size": len(ITOS), "itos": ITOS, "stoi": {char: i for i, char in ITOS.items()}}
-opcodes = st.sampled_from([code.code.encode("latin-1") for code in pickletools.opcodes])
-operands = st.sampled_from(
-    [b"\xff" * 8, b"\xff\xff\xff\x7f", b"1\n", b"99999999\n", b"os\nsystem\n", b"builtins\neval\n"]
-)
-operands |= st.sampled_from([b"\4\0\0\0itos", b"\x0a\0\0\0vocab_size", b"\4\0\0\0stoi"]) | st.binary(max_size=3)
-
-
-@fuzzed
-@given(
-    content=st.builds(damaged, st.just(pickle.dumps(OF_NANOGPT)), damage)
-    | st.lists(opcodes | operands, max_size=30).map(b"".join)
-    | (st.builds(with_changes, st.just(OF_NANOGPT), changes) | odd_json).map(pickle.dumps)
-)
-def test_meta_pkl(folder, content):
-    use_data(folder, "meta.pkl", content)
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def odd_tensor(kind: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    if kind == "expanded":  # a few bytes in the file, any size as a copy
-        return torch.zeros((), dtype=dtype).expand(shape)
-    if kind == "meta":
-        return torch.empty(shape, dtype=dtype, device="meta")
-    made = torch.zeros(shape if math.prod(shape) <= 100_000 else shape[:1], dtype=dtype)
-    if kind == "nan" and dtype.is_floating_point:
-        made.fill_(math.nan)
-    if kind == "sparse" and dtype != torch.bool:
-        return made.to_sparse()
-    return made[..., ::2] if kind == "part" and shape else made
-
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
 odd_tensors = st.builds(
-    odd_tensor,
-    st.sampled_from(["zeros", "nan", "expanded", "sparse", "meta", "part"]),
-    st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 12, 256, 100_000]), max_size=3),
-    st.sampled_from(DTYPES),
+    lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+    st.lists(st.sampled_from([0, 1, 2, 3, 8, 256]), max_size=3),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
 )
 odd_parts = odd_tensors | odd_json | st.dictionaries(odd_texts | odd_numbers, odd_tensors | odd_json, max_size=2)
 
@@ -548,16 +483,6 @@ def to_bytes(value: Any) -> bytes:
     return file.getvalue()
 
 
-def with_damaged_pickle(content: bytes, edits: Any) -> bytes:
-    """A checkpoint whose pickle is damaged and whose zip is whole: its checksums match."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w") as new:
-        for name in old.namelist():
-            part = old.read(name)
-            new.writestr(name, damaged(part, edits) if name.endswith("data.pkl") else part)
-    return out.getvalue()
-
-
 NUMBERS = itertools.count()
 
 
@@ -567,21 +492,13 @@ def without_checksum(path: Path) -> dict[str, Any]:
 
 
 @fuzzed
-@given(
-    how=st.lists(st.tuples(share, odd_parts), min_size=1, max_size=3)
-    | st.tuples(damage)
-    | st.tuples(st.none(), odd_parts)
-)
+@given(how=st.lists(st.tuples(share, odd_parts), min_size=1, max_size=3) | damage)
 def test_checkpoints_of_strangers(folder, finished, how):
-    """Values are changed, the pickle in the file is damaged, or something else is saved."""
+    """Values are changed, or bytes of the file are damaged."""
     plain = without_checksum(finished / store.NAME)
-    if isinstance(how, list):
-        content = to_bytes(with_changes(plain, how))
-    elif len(how) == 1:
-        content = with_damaged_pickle(to_bytes(plain), how[0])
-    else:
-        content = to_bytes(how[1])
-    file = folder / f"{next(NUMBERS)}.pt"  # of its own: what is known of a file may be remembered
+    is_change = len(how[0]) == 2
+    content = to_bytes(with_changes(plain, how)) if is_change else damaged(to_bytes(plain), how)
+    file = folder / f"{next(NUMBERS)}.pt"  # of its own: what is known of a file may be in a cache
     file.write_bytes(content)
     with ends_as_documented():
         resume(file)

@@ -80,21 +80,6 @@ def test_muon_takes_the_steps_of_torchs_own_and_adamw_the_rest():
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 64, 16), (1, 256, 8)])
-def test_orthogonalized_matrices_have_singular_values_near_one_and_the_directions_they_had(shape, dtype):
-    torch.manual_seed(1)
-    x = torch.randn(shape) * 100 + torch.randn(shape[0], 1, 1)
-    y = orthogonalized(x, dtype)
-    singular = torch.linalg.svdvals(y)
-    large = torch.linalg.svdvals(x) > 0.05 * torch.linalg.svdvals(x).amax(1, keepdim=True)
-    assert singular[large].min() > 0.6
-    assert singular.max() < 1.3
-    u, _, vh = torch.linalg.svd(x, full_matrices=False)
-    rotated = u.mT @ y @ vh.mT  # near a diagonal of ones
-    assert (rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))).abs().max() < 0.1
-
-
 @pytest.mark.parametrize("rows", [64, 100, 128, 256])
 def test_iterations_of_tall_matrices_are_newton_and_schulz_whatever_their_singular_values(rows):
     torch.manual_seed(1)
@@ -157,16 +142,6 @@ def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_ar
                     assert torch.equal(value, state.get(key, torch.zeros_like(value))), key
                 else:
                     assert not torch.equal(value, state.get(key, torch.zeros_like(value))), key
-
-
-def test_muon_leaves_matrices_without_gradients_alone():
-    model = model_with_gradients()
-    block: Any = model.transformer.h[0]
-    frozen = block.mlp.c_fc.weight
-    frozen.grad = None
-    before = frozen.clone()
-    make(model, "muon").step()
-    assert torch.equal(frozen, before)
 
 
 # ---- optimizers of a user's own ------------------------------------------------------------------------------
@@ -262,17 +237,30 @@ def test_settings_of_ones_own_come_from_the_command_line():
     assert optimizer.param_groups[0]["momentum"] == 0.8
 
 
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate falls with a counter in an attribute, where no checkpoint finds it."""
+
+    def __init__(self, model: GPT, held: Any) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.held = held
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if isinstance(self.held, int):
+            self.held += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 @pytest.mark.parametrize("held", [torch.ones(2), [torch.Generator()], {"count": torch.ones(())}, 3])
-def test_optimizer_whose_state_a_checkpoint_would_lose_is_refused(held):
-    model = GPT(CONFIG)
-    optimizer: Any = torch.optim.SGD(model.parameters())
-    kept = OptimizerState(optimizer, model)
-    optimizer.held = held
-    with pytest.raises(ValueError, match="SGD") as e:
-        kept.state()
+def test_optimizer_that_hides_state_is_refused_at_the_start(held):
+    with pytest.raises(ValueError, match="Counting") as e:
+        OptimizerState(Counting(GPT(CONFIG), held), GPT(CONFIG))
     assert_one_line(e.value, "held", "state_dict")
+    OptimizerState(Counting(GPT(CONFIG), "a setting"), GPT(CONFIG)).state()
     with pytest.raises(ValueError, match="Both") as e:
-        OptimizerState(Both(model), model)
+        OptimizerState(Both(GPT(CONFIG)), GPT(CONFIG))
     assert_one_line(e.value, "parts", "state_dict")
 
 

@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,16 +120,6 @@ def test_run_whose_weights_break_keeps_the_checkpoint_from_before(chars, tmp_pat
     assert_one_line(e.value)
     assert (tmp_path / "ckpt.pt").read_bytes() == before
     assert not [e for e in events(tmp_path, "saved") if e["iter"] > 3]
-
-
-def test_state_that_grows_is_saved(tmp_path):
-    saver = saver_of(tmp_path)
-    small = state_of(1, 3.0)
-    saver.save(small, best=False)
-    large = replace(small, iter_num=2, model={**small.model, "more": torch.ones(5)})
-    saver.save(large, best=False)
-    saver.wait()
-    assert torch.equal(store.load(tmp_path).model["more"], torch.ones(5))
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import itertools
 import os
 import platform
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -18,15 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, shell, tiny, weights
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, tiny, weights
 from gloo import forked, on_ranks, run
 
-import train
 from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner
-from deskgpt.run import lock, resuming, saver, stopping
+from deskgpt.run import lock, resuming
 from deskgpt.run.report import Report
 from deskgpt.run.resuming import check_same_on_all_hosts
 from deskgpt.run.stopping import SIGNALS, signal_handler
@@ -82,15 +80,6 @@ def test_init_from_auto_never_starts_anew_over_a_damaged_checkpoint(chars, tmp_p
     with pytest.raises(ValueError, match="not a readable") as e:
         start(argv)
     assert_one_line(e.value, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt")
-
-
-def test_init_from_auto_keeps_the_plan_that_max_minutes_made(chars, tmp_path):
-    argv = flags(**TINY | LONG, dataset=chars, out_dir=tmp_path, init_from="auto", max_minutes=5.0)
-    assert start(argv).max_minutes == 5.0
-    main(tiny(chars, tmp_path, **LONG | {"max_iters": 9, "lr_decay_iters": 9}))  # as if 9 steps had fitted
-    again = start(argv)
-    assert (again.max_minutes, again.max_iters, again.lr_decay_iters) == (0.0, 9, 9)
-    main(again)  # is of the same experiment
 
 
 # ---- what the ranks agree on ---------------------------------------------------------------------------------
@@ -166,33 +155,6 @@ def trained_by_two(
     return forked(len(places), on_rank, killed=len(places))
 
 
-def stop_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    while signal_handler.signal is None:
-        time.sleep(0.001)
-
-
-MOMENTS = {  # what the second rank is about to do when it gets the signal, and the step that is saved then
-    "warm-up": ((train, "choose_runner"), 1, 0),
-    "evaluation": ((train, "eval_batches"), 6, 6),  # of the val split at step 6
-    "save": ((saver, "Kept"), 2, 7),  # after step 5, while the first rank's thread writes
-    "step": ((Report, "step"), 7, 7),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_signal_to_one_rank_at_any_moment_saves_on_all_and_ends(moment, chars, tmp_path, monkeypatch):
-    """Where there is nothing to save, the first rank ends when it misses the second one."""
-    monkeypatch.setattr(stopping, "AGREE_S", 0.0)  # at each step
-    function, number, step = MOMENTS[moment]
-    c = tiny(chars, tmp_path / "out", dist_timeout_s=20.0, **OF_TWO)
-    stopped = 128 + signal.SIGTERM
-    assert trained_by_two(c, function, number, stop_this_process) == [stopped if step else 1, stopped]
-    if step:
-        assert store.load(tmp_path / "out").iter_num == step
-
-
 def test_hosts_with_folders_of_their_own_are_refused_and_leave_nothing(chars, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.setattr(lock, "SEEN_WITHIN_S", 0.5)
@@ -264,7 +226,7 @@ def begun() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begun, undisturbed, tmp_path):
     meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
@@ -292,21 +254,7 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begun, 
     assert sum(terminal.read_text().count("going on from") for terminal in terminals) == 1
 
 
-@pytest.mark.slow
-def test_error_of_all_ranks_is_one_line_and_one_of_a_rank_is_the_cause_that_torchrun_names(chars, python, tmp_path):
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "--no-python", "sh", "-c"]
-    settings = shlex.join(flags(**TINY | {"gradient_accumulation_steps": 3}, out_dir=tmp_path / "out"))
-    train_on = f"exec {python} train.py {settings} --dataset="
-    of_all = shell(*torchrun, train_on + "missing")
-    of_one = shell(*torchrun, f"[ $RANK = 1 ] || data={chars}; {train_on}${{data-missing}}")
-    for done, rank in ((of_all, 0), (of_one, 1)):
-        assert done.returncode == 1
-        own = f"rank {rank} on {platform.node()}: dataset folder"
-        assert re.findall("^error: (.*dataset folder)", done.stderr, re.M) == [own]
-        assert f"traceback : {own}" in done.stderr.partition("Root Cause")[2]
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_leave_without_torchrun_also_where_they_wait_for_one_that_sleeps(chars, begun, tmp_path):
     """The sleeper leaves when it wakes up."""
@@ -348,7 +296,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_goes_on(chars, undisturbed, tmp_path):
     for name, lines in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")

@@ -40,8 +40,6 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.run.health import Health
-from deskgpt.run.report import Report, Step
 from deskgpt.run.saver import Saver
 from model import GPT, GPTConfig
 
@@ -353,15 +351,6 @@ def test_files_of_earlier_steps_are_kept(tmp_path):
     assert store.load(tmp_path).iter_num == 4
 
 
-def test_scalars_are_kept(tmp_path):
-    folders.write({"steps": torch.tensor(3), "rows": torch.ones(2, 2)}, {}, tmp_path / "folder")
-    shapes = folders.tensors_of(tmp_path / "folder")
-    assert {name: x.shape for name, x in shapes.items()} == {"steps": (), "rows": (2, 2)}
-    read = {"steps": torch.tensor(0), "rows": torch.zeros(2, 2)}
-    folders.read(read, tmp_path / "folder")
-    assert read["steps"] == 3
-
-
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 SETTINGS = {"batch_size": 2, "gradient_accumulation_steps": 8, "lr_decay_iters": 30, "eval_interval": 5}
@@ -403,22 +392,6 @@ def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does
         assert ("ckpt.pt" in found) == (dp_shard == 1)
     a, b = weights(whole), weights(out)
     assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-5
-
-
-@pytest.mark.slow
-def test_sharded_run_rewinds(chars, tmp_path, monkeypatch):
-    """Back to the checkpoint, past the batches of the spike, on all ranks, and saved again under another name."""
-    spikes = iter([None, None, None, None, Step(4, 0, 9.0, 4.0, [])])
-    rewind_if_spiked = Health.rewind_if_spiked
-
-    def leapt(health: Health) -> bool:
-        health.spike = next(spikes, None)
-        return rewind_if_spiked(health)
-
-    monkeypatch.setattr(Health, "went_back", leapt)
-    run(2, tiny(chars, tmp_path, dp_shard=-1, on_spike="rewind", **SETTINGS | {"eval_interval": 3}))
-    assert [e["iter"] for e in events(tmp_path, "rewind")] == [3]
-    assert store.load(tmp_path).iter_num == 6
 
 
 @pytest.mark.slow
@@ -478,18 +451,3 @@ def die_at_call(n: int) -> None:
 
 
 # ---- the log -------------------------------------------------------------------------------------------------
-
-
-def test_number_made_of_sharded_weights_is_that_of_the_whole_ones(chars, tmp_path, monkeypatch):
-    step = Report.step
-
-    def logged(self: Report, **numbers: Any) -> None:
-        step(self, **numbers, norm=self.run.runner.model.lm_head.weight.norm())
-
-    monkeypatch.setattr(Report, "step", logged)
-    settings = {"max_iters": 2, "gradient_accumulation_steps": 2}
-    run(1, tiny(chars, tmp_path / "1", **settings))
-    run(2, tiny(chars, tmp_path / "2", dp_shard=2, **settings))
-    alone, sharded = ([e["norm"] for e in events(tmp_path / n, "iter")] for n in "12")
-    assert len(sharded) == 2
-    assert sharded == pytest.approx(alone, rel=1e-5)

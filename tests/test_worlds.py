@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
-import time
 from collections.abc import Iterator
-from functools import partial
 from hashlib import sha256
 from itertools import chain
 from types import SimpleNamespace
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import events, tiny, vector
-from gloo import on_ranks, run
+from gloo import on_ranks
 
 import train
 from data.loader import eval_batches
@@ -24,7 +21,6 @@ from data.splits import Split
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
-from deskgpt.run import stopping
 from deskgpt.run.init_state import InitState
 from deskgpt.run.stopping import StopController, signal_handler
 from model import GPT, GPTConfig
@@ -87,20 +83,6 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_compiled_ranks_train_as_one_process_that_is_not_compiled(dropout, chars, tmp_path, monkeypatch):
-    """Without inductor, which draws masks of its own: test_runner.py."""
-    own = {"dropout": dropout, "gradient_accumulation_steps": 4, "max_iters": 3}
-    train.main(tiny(chars, tmp_path / "one", **own))
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    run(2, tiny(chars, tmp_path / "two", compile=True, **own))
-    assert events(tmp_path / "two", "start")[0]["compiled"]
-    one = [e["loss"] for e in events(tmp_path / "one", "iter")]
-    two = [e["loss"] for e in events(tmp_path / "two", "iter")]
-    assert two == pytest.approx(one, rel=1e-5)
-
-
 def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(chars, tmp_path):
     """A rank that a signal stops would leave the others waiting for its part of the weights."""
     split = Split(chars, "val", 16, 256)
@@ -125,36 +107,6 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
         return counts
 
     assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[3, 10], [3, 3]]
-
-
-def test_ranks_agree_about_once_a_second_and_stop_at_the_same_step(tmp_path, monkeypatch):
-    """Steps of 2 ms, of which one rank's become slower at 100, and a signal in step 200."""
-    monkeypatch.setattr(stopping, "AGREE_S", 0.1)
-
-    def stopped(ranks: DistContext) -> tuple[int, list[int], int]:
-        agreements = 0
-        limits = SimpleNamespace(max_hours=0.0, save_interval=60, save_minutes=0.0)
-        stops = StopController(limits, ranks, 0.0, sharded=False)  # type: ignore[arg-type]
-        saves = []
-        for step in itertools.count():
-            save_is_due = stops.check(step, has_work=True, evaluates=step == 90)
-            agreements += stops._steps_since == 0
-            if save_is_due:
-                saves.append(step)
-            if stops.reason:
-                return step, saves, agreements
-            time.sleep(0.02 if step >= 100 and ranks.rank == 1 else 0.002)
-            if step == 200 and ranks.rank == 1:
-                signal_handler.signal = signal.SIGTERM
-            ranks.agree(0)  # as on gradients
-        raise AssertionError
-
-    first, second = on_ranks(stopped, 2, tmp_path)
-    assert first == second
-    step, saves, agreements = first
-    assert 200 < step <= 206
-    assert saves == [0, 60, 120, 180]
-    assert agreements < 150
 
 
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):

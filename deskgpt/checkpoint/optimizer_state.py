@@ -38,23 +38,29 @@ class OptimizerState:
         torchs: Any = torch.optim.Optimizer
         own: Any = type(optimizer)
         self.has_own_methods = (own.state_dict, own.load_state_dict) != (torchs.state_dict, torchs.load_state_dict)
-        self.is_sharded = any(is_dtensor(p) for p in self.params)
         self.first_groups = [copy.deepcopy(hyperparameters(group)) for group in optimizer.param_groups]
         self.first_attributes = plain_attributes(optimizer)
         ckpt_file.refuse_unreadable(self.state())
         stepped = None if self.is_ours or self.has_own_methods else after_a_step(optimizer)
         if stepped is not None:
-            self._state_of(stepped)
+            self.state(stepped)
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint: plain values and tensors. Raises ValueError where that would lose something."""
-        return self._state_of(self.optimizer)
+    def state(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """For a checkpoint: plain values and tensors. Raises ValueError where that would lose something.
 
-    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        optimizer: a copy that has made a step, in place of the optimizer itself.
+        """
+        optimizer = optimizer or self.optimizer
+        name = type(optimizer).__name__
+        is_sharded = any(is_dtensor(p) for p in self.params)
+        found = optimizer.state_dict()
         if self.has_own_methods:
-            self._refuse_if_sharded("has a state_dict of its own")
-            return optimizer.state_dict()
-        found = optimizer.state_dict() | {"names": self.names}
+            if is_sharded:
+                raise ValueError(
+                    f"{name} has a state_dict of its own, which sharded runs do not keep: take --dp_shard=1"
+                )
+            return found
+        found |= {"names": self.names}
         if self.is_ours:
             return found
         refuse_hidden_state(optimizer, self.first_attributes)
@@ -62,14 +68,9 @@ class OptimizerState:
         for group, first in zip(optimizer.param_groups, self.first_groups, strict=True):
             now = hyperparameters(group).items()
             changed.append({k: v for k, v in now if k not in first or has_tensor(v) or v != first[k]})
-        if has_tensor(changed):
-            self._refuse_if_sharded("keeps tensors in its groups")
-        return found | {"class": type(optimizer).__name__, "changed": changed}
-
-    def _refuse_if_sharded(self, what: str) -> None:
-        if self.is_sharded:
-            name = type(self.optimizer).__name__
-            raise ValueError(f"{name} {what}, which checkpoints of sharded runs do not keep: take --dp_shard=1")
+        if is_sharded and has_tensor(changed):
+            raise ValueError(f"{name} keeps tensors in its groups, which sharded runs do not keep: take --dp_shard=1")
+        return found | {"class": name, "changed": changed}
 
     def load(self, state: dict[str, Any] | None, source: str, folder: Path | None = None) -> None:
         """Takes back what `state` has given; hyperparameters remain those of the settings, not the checkpoint's.

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +27,7 @@ from deskgpt.checkpoint.optimizer_state import fill
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import local
 from deskgpt.system.files import TEMPORARY, copy, sync_folder
-from deskgpt.system.untrusted import is_number
+from deskgpt.system.untrusted import Fields, check_record, is_number
 from model import GPT
 
 NAME = "ckpt.pt"
@@ -92,9 +93,9 @@ def save(
     def check() -> None:
         try:
             ckpt_file.refuse_unreadable(content_of(checkpoint))
-            if not is_finite(content_of(checkpoint)):
+            if not math.isfinite(magnitude(content_of(checkpoint))):
                 raise ValueError("weights or moments hold NaN or infinity")
-            if any(local(w).numel() and local(w).abs().max() > LARGEST_WEIGHT for w in checkpoint.model.values()):
+            if magnitude(checkpoint.model) > LARGEST_WEIGHT:
                 raise ValueError(f"there are weights above {LARGEST_WEIGHT:g}, which no step can mend")
         except ValueError as e:
             raise ValueError(f"{path} is not written: {e}{before}") from None
@@ -120,12 +121,11 @@ def save(
         ) from None
 
 
-def is_finite(value: Any) -> bool:
-    """Whether no tensor in value holds NaN or infinity."""
+def magnitude(value: Any) -> float:
+    """The sum of the largest numbers of each tensor in value; NaN or infinite where one of all numbers is."""
     tensors = [local(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-    tensors = [x if x.itemsize > 1 else x.float() for x in tensors]
-    extremes = [torch.stack(torch.aminmax(x)).float() for x in tensors if x.numel()]
-    return all(bool(x.isfinite().all()) for x in extremes)  # NaN is smallest and largest
+    tensors = [x if x.itemsize > 1 else x.float() for x in tensors if x.numel()]
+    return sum(abs(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
 
 
 def give_number(path: Path) -> None:
@@ -265,13 +265,9 @@ def is_later(file: Path, folder: Path) -> bool:
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
-def silent(line: str) -> None:
-    pass
-
-
 def load(
     out_dir: str | Path,
-    print0: Callable[[str], None] = silent,
+    print0: Callable[[str], object] = str,
     ranks: DistContext | None = None,
     checksums: bool = True,
 ) -> Checkpoint:
@@ -312,7 +308,7 @@ def damage_for(path: Path, ranks: DistContext | None, checksums: bool) -> str | 
     return damage if ranks.all(damage is None) else damage or "is damaged, as another rank has found"
 
 
-def resume(out_dir: str | Path, print0: Callable[[str], None] = silent, ranks: DistContext | None = None) -> Checkpoint:
+def resume(out_dir: str | Path, print0: Callable[[str], object] = str, ranks: DistContext | None = None) -> Checkpoint:
     """As load, for a run that goes on; best_val_loss is that of the best checkpoint in the folder where it is lower.
 
     It is after a kill between the two files of a save, and where a run goes back to an older checkpoint. Losses on
@@ -325,19 +321,18 @@ def resume(out_dir: str | Path, print0: Callable[[str], None] = silent, ranks: D
     damage = damage_for(path, ranks, checksums=True)
     if damage is None:
         best = load_checked(path)
-        if evaluated_on(best) == evaluated_on(saved):
+        names = (VAL_DATA, EVAL_WINDOWS)  # older checkpoints know less
+        of_best, of_saved = (
+            [c.config.get("dataset"), c.tokenizer, *((c.facts or {}).get(name) for name in names)]
+            for c in (best, saved)
+        )
+        if of_best == of_saved:
             saved.best_val_loss = min(saved.best_val_loss, best.best_val_loss)
     else:
         print0(f"{path} {damage}: its loss, the best so far, does not count")
         if not is_folder(path) or order_of(path)[0] <= saved.iter_num:
             saved.best_val_loss = math.inf  # what a later checkpoint names as the best is the loss of the damaged one
     return saved
-
-
-def evaluated_on(saved: Checkpoint) -> list[Any]:
-    """What a checkpoint knows of its validation data; that of older ones is less."""
-    facts = saved.facts or {}
-    return [saved.config.get("dataset"), saved.tokenizer, facts.get(VAL_DATA), facts.get(EVAL_WINDOWS)]
 
 
 def load_checked(path: Path) -> Checkpoint:
@@ -490,35 +485,42 @@ def _damage_of(path: Path, checksums: bool, stats: tuple[tuple[int, int, int], .
         return None
     if not has_checksum and "format" in found:
         return "is not a readable checkpoint (its checksum is missing)"
-    if checksums and not is_finite(found):
+    if checksums and not math.isfinite(magnitude(found)):
         return "holds weights or moments that are NaN or infinity"
     return None
 
 
 MOST_BLOCKS = 100  # per weight: a model may apply a block several times, but no absurd number of times
 SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-DICTS = ("model", "model_args", "config", "optimizer", "scaler", "tokenizer", "form", "health", "facts", "parts")
+
+
+def is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def is_optional_dict(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def is_optional_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def is_loss(value: Any) -> bool:
+    """Whether a value is a number, perhaps nanoGPT's in a tensor."""
+    is_one = isinstance(value, int | float | np.floating) or (isinstance(value, Tensor) and value.numel() == 1)
+    return is_one and not isinstance(value, bool) and not math.isnan(value)
+
+
+CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), is_dict)
+CONTENT |= dict.fromkeys(("optimizer", "scaler", "tokenizer", "form", "health", "facts", "parts"), is_optional_dict)
+CONTENT |= {"chat": is_optional_text, "wandb_run_id": is_optional_text, "best_val_loss": is_loss}
+CONTENT |= {"iter_num": lambda value: is_number(value) and value < MOST_STEPS}
 
 
 def check_content(found: Any) -> None:
     """Raises ValueError where what a file holds has not the types of a checkpoint."""
-    if not isinstance(found, dict) or not {"model", "model_args"} <= found.keys():
-        raise ValueError("it holds no dictionary with model and model_args")
-    for name in DICTS:
-        value = found.get(name)
-        if not isinstance(value, dict) and (value is not None or (name in DICTS[:3] and name in found)):
-            raise ValueError(f"its {name} is not a dictionary")
-    for name in ("chat", "wandb_run_id"):
-        if not isinstance(found.get(name), str | None):
-            raise ValueError(f"its {name} is not a text")
-    if not (is_number(found.get("iter_num", 0)) and found.get("iter_num", 0) < MOST_STEPS):
-        raise ValueError("its iter_num is not a number of steps")
-    try:
-        is_loss = not math.isnan(found.get("best_val_loss", 0.0))
-    except (TypeError, ValueError, RuntimeError):
-        is_loss = False
-    if not is_loss:
-        raise ValueError("its best_val_loss is not a number")
+    check_record(found, CONTENT, required=("model", "model_args"))
     for name, w in found["model"].items():
         if not (isinstance(name, str) and isinstance(w, Tensor) and not w.is_complex()):
             raise ValueError(f"its weight {str(name)[:80]!r} is not a tensor of numbers")

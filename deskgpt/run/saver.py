@@ -98,6 +98,7 @@ class Saver:
         if state.step == self.latest_step and not is_new_best and not self.is_stale:
             return
         self.latest_step = state.step
+        self.is_stale = False
         if state.dist.is_first or self.group is not None:
             self.print0(f"saving checkpoint to {self.out_dir}")
             with report.timer.saving():
@@ -158,7 +159,6 @@ class Saver:
                 self.has_taken_over = True
             store.save(state, self.out_dir, saved.best, self.keep, self.group)
             self.kept = Kept(self.out_dir / store.NAME if self.group is None else self.out_dir, saved.step)
-            self.is_stale = False
             if saved.best:
                 self.best_val_loss = state.best_val_loss
         except BaseException as e:  # for the training loop, in its own thread
