@@ -158,7 +158,7 @@ odd_json = st.recursive(
 )
 
 
-def dist_env(where: bytes, length: int) -> int:
+def index_at(where: bytes, length: int) -> int:
     """The index, below length, that a drawn `share` stands for."""
     return int.from_bytes(where, "big") * length >> 32
 
@@ -166,7 +166,7 @@ def dist_env(where: bytes, length: int) -> int:
 def damaged(content: bytes, edits: list[tuple[bytes, int, int | bytes]]) -> bytes:
     """content with bits flipped, and pieces replaced by other bytes, inserted or cut off."""
     for where, length, new in edits:
-        at = dist_env(where, len(content))
+        at = index_at(where, len(content))
         if isinstance(new, int):
             flipped = bytes([content[at] ^ (1 << new)]) if content else b""
             content = content[:at] + flipped + content[at + 1 :]
@@ -187,7 +187,7 @@ def with_changes(value: Any, changes: list[tuple[bytes, Any]]) -> Any:
     made = copy.deepcopy(value)
     paths = paths_in(value)
     for where, new in changes if paths else ():
-        *way, last = paths[dist_env(where, len(paths))]
+        *way, last = paths[index_at(where, len(paths))]
         with suppress(LookupError, TypeError):  # an earlier change may have replaced what is there
             inner = functools.reduce(operator.getitem, way, made)
             if isinstance(inner, dict | list):
@@ -313,7 +313,7 @@ def changed_log(text: str, edits: list[tuple[str, bytes, Any]]) -> bytes:
     """A log with some of its lines changed."""
     lines = text.splitlines()
     for kind, where, new in edits:
-        at = dist_env(where, len(lines))
+        at = index_at(where, len(lines))
         if kind == "field":
             with suppress(ValueError, RecursionError):
                 lines[at] = json.dumps(with_changes(json.loads(lines[at]), [new]))

@@ -20,17 +20,18 @@ import torch
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, tiny, weights
 from gloo import forked, on_ranks, run
 
-from configurator import read_settings
+from configurator import build
 from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner
 from deskgpt.run import lock, resuming
 from deskgpt.run.report import Report
 from deskgpt.run.resuming import check_same_on_all_hosts
+from deskgpt.run.settings import settings_of_start
 from deskgpt.run.stopping import SIGNALS, signal_handler
 from deskgpt.system import errors
 from deskgpt.system.errors import one_line_errors
-from train import TrainConfig, main, settings_of_start
+from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")
 
@@ -43,7 +44,7 @@ OF_TWO = LONG | {"gradient_accumulation_steps": 2, "eval_interval": 3, "save_int
 
 def start(argv: list[str]) -> TrainConfig:
     """The settings of `python train.py ARGV`."""
-    return TrainConfig(**settings_of_start(argv, read_settings(TrainConfig, argv)))
+    return build(TrainConfig, settings_of_start(TrainConfig, argv))
 
 
 def test_init_from_auto_starts_goes_on_bit_for_bit_and_then_has_nothing_to_do(chars, tmp_path, capsys):

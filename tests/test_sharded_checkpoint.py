@@ -41,6 +41,7 @@ from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.run.saver import Saver
+from deskgpt.run.settings import settings_of_start
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
@@ -375,7 +376,7 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
     again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
     assert again.out == done.out
     new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "whole", "max_iters": 1}
-    run(1, build(train.TrainConfig, train.finetuning_settings(flags(**new), str(tmp_path / "whole"))))
+    run(1, build(train.TrainConfig, settings_of_start(train.TrainConfig, flags(**new))))
     assert events(tmp_path / "finetuned", "eval")[0]["val_loss"] < 4.0
 
 

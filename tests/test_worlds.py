@@ -26,7 +26,7 @@ from deskgpt.run.stopping import StopController, signal_handler
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
-NO_LIMITS: Any = SimpleNamespace(max_hours=0.0, save_interval=0, save_minutes=0.0)
+NO_LIMITS: Any = SimpleNamespace(max_hours=0.0, save_interval=0, save_minutes=0.0, patience=0)
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt.checkpoint import ckpt_file, folders
 from deskgpt.compute.optimizer import Muon
-from deskgpt.compute.sharding import is_dtensor, local
+from deskgpt.compute.sharding import is_dtensor, local, rows_of
 from model import GPT
 
 OURS = (torch.optim.AdamW, Muon)
@@ -246,8 +246,5 @@ def fill(tensors: dict[str, Tensor], saved: dict[str, Tensor], folder: Path | No
     for name, tensor in tensors.items():
         source = saved[name]
         if is_dtensor(tensor) and not is_dtensor(source):
-            from torch.distributed.tensor import distribute_tensor
-
-            mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-            source = distribute_tensor(source, mesh, placements, src_data_rank=None)  # None: each takes its own rows
+            source = rows_of(source, tensor)
         local(tensor).copy_(local(source))

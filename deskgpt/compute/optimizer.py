@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute.sharding import gathered, is_dtensor, local, rows_of
+from deskgpt.compute.sharding import is_dtensor, local, rows_of, sharded_as, whole
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
@@ -154,12 +154,12 @@ class Muon(torch.optim.AdamW):
     def _orthogonalize(self, steps: list[Tensor], params: list[Tensor], chosen: list[int], made: Tensor) -> None:
         """Orthogonalizes the chosen steps, whose parts are of one shape, as one batch."""
         is_sharded = is_dtensor(params[0])
-        whole = [gathered(steps[i], params[i]) if is_sharded else steps[i] for i in chosen]
-        views = [part for matrix in whole for part in parts(matrix)]
+        matrices = [whole(sharded_as(params[i], steps[i])) if is_sharded else steps[i] for i in chosen]
+        views = [part for matrix in matrices for part in parts(matrix)]
         u = orthogonalized(torch.stack(views), self.dtype) * made
         torch._foreach_copy_(views, list(u.unbind()))
         if is_sharded:
-            for i, matrix in zip(chosen, whole, strict=True):
+            for i, matrix in zip(chosen, matrices, strict=True):
                 steps[i] = rows_of(matrix, params[i])
 
 

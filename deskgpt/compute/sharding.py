@@ -184,7 +184,7 @@ def empty_copy(
 def in_float32(model: GPT) -> Iterator[GPT]:
     """Within the block: a copy of a sharded model whose weights are gathered in float32; of others, the model itself.
 
-    It is what forms are compared with. A rank's own rows are there twice meanwhile.
+    Variants are checked against it. A rank's own rows are there twice meanwhile.
     """
     try:
         yield float32_copy(model) if is_sharded(model) else model
@@ -211,7 +211,7 @@ def names_of_shared(model: GPT) -> list[list[str]]:
 
 
 def has_other_buffers(model: GPT) -> bool:
-    """Whether the model has buffers besides the rotary table: somebody's own, with numbers that nobody here knows."""
+    """Whether the model has buffers besides the rotary table, as a changed model.py may have them."""
     return any(name != "transformer.rotary" for name, _ in model.named_buffers())
 
 
@@ -257,12 +257,12 @@ def shard_group(x: Any) -> dist.ProcessGroup:
     return x.device_mesh.get_group("dp_shard")
 
 
-def gathered(rows: Tensor, like: Any) -> Tensor:
-    """The whole of a tensor that is sharded as `like` is, of which each rank has these rows; all ranks call this."""
+def sharded_as(like: Any, rows: Tensor) -> Any:
+    """A tensor that is sharded as `like` is, of which each rank has these rows; nothing is sent."""
     from torch.distributed.tensor import DTensor
 
     shape = {"shape": like.size(), "stride": like.stride()}
-    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape).full_tensor()
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
 
 
 def rows_of(tensor: Tensor, like: Any) -> Tensor:

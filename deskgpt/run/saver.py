@@ -18,7 +18,7 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.sharding import group_for_saves, is_dtensor, local
+from deskgpt.compute.sharding import group_for_saves, is_dtensor, local, sharded_as
 from deskgpt.run.report import Report
 from deskgpt.run.settings import RunSettings
 from deskgpt.run.train_state import TrainState
@@ -206,11 +206,7 @@ def snapshot(state: Checkpoint) -> Checkpoint:
 
     def copied(tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
-            from torch.distributed.tensor import DTensor
-
-            mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-            shape = {"shape": tensor.size(), "stride": tensor.stride()}
-            return DTensor.from_local(copied(local(tensor)), mesh, placements, run_check=False, **shape)
+            return sharded_as(tensor, copied(local(tensor)))
         storage = tensor.untyped_storage()
         key = (tensor.device, storage.data_ptr())
         if key not in copies:
