@@ -7,7 +7,7 @@
 #   make test-all               all tests but the nightly ones
 #   make test-nightly           emulated machines, soak, several hosts, notebook, lm_eval, browsers
 #   make check                  lint and types
-#   make qualify                checks and measures this card; ARGS="--stages=0-3" a part of it (docs/qualify.md)
+#   make qualify                checks and measures this card; ARGS="--stages=0-3" a part of it (docs/figures.md)
 
 PYTHON ?= python3
 VENV ?= .venv

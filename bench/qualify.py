@@ -6,7 +6,7 @@
     python bench/qualify.py --nanogpt=../nanoGPT   # with an unmodified checkout of nanoGPT for stage 10
     python bench/qualify.py --save                 # also writes bench/results/DATE-qualify-CARD.md and .json
 
-Needs no data and no network. docs/qualify.md says what each stage measures. After each stage the results so far are
+Needs no data and no network. docs/figures.md says what it is for. After each stage the results so far are
 written to out-qualify/ as .json and .md; a later call for the same device, torch and commit continues from them. A
 stage that fails is a result too. Without a GPU everything runs on the CPU at toy sizes. Exit status: 1 if a stage that
 was asked for has failed, 3 if none has failed but one ran out of time.

@@ -32,7 +32,7 @@ OF_GEFORCE = (0.69, 0.82, "known runs of 40M and 125M parameters on an RTX 4070"
 OF_OTHERS = (0.35, 0.6, "assumed, no run on such a card is known")
 LONGEST_REHEARSED = 1 << 22  # tokens of context
 LONGEST_TIMED = 2e12  # FLOPs of a micro-batch that is timed: some seconds on a slow CPU
-# Time of a step by activation_checkpoint: measured on a CPU, 4 layers of 384 (docs/your-machine.md).
+# Time of a step by activation_checkpoint: measured on a CPU, 4 layers of 384 (docs/training.md).
 TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
 
 
