@@ -142,7 +142,8 @@ def install(venv: Path, requirements: str) -> Path:
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements, "-c", names[0]]
     if not sys.dont_write_bytecode:
         command.append("--no-compile")  # Python compiles the small part that is imported, once, since it keeps that
-    if "index" not in os.popen(f'"{python}" -m pip config list').read() and sys.platform != "darwin":
+    listed = subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True)
+    if "index" not in listed.stdout and sys.platform != "darwin":
         command += ["--extra-index-url", f"{wheels.INDEX}/{wheel.name}"]  # unless the user has chosen one
     if call(*command):
         sys.exit(f"error: pip could not install {requirements}, see above; is there a network? If so, {again}")

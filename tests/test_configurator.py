@@ -220,25 +220,14 @@ def test_config_file_as_nanogpts_users_write_them_runs_unchanged(tmp_path):
 import time
 
 out_dir = 'out-mine'
-eval_interval = 5
-eval_iters = 40
 wandb_log = False # feel free to turn on
-wandb_project = 'mine'
 wandb_run_name = 'ft-' + str(time.time())
-dataset = 'shakespeare'
 init_from = 'gpt2-xl'
-always_save_checkpoint = False
-batch_size = 1
 gradient_accumulation_steps = 4 * 8
-max_iters = 20
-learning_rate = 3e-5
-decay_lr = False
 device = 'cuda'
 dtype = 'bfloat16'
 backend = 'nccl'
-compile = True
 min_lr = 6e-5
-lr_decay_iters = 600000
 """
     c = configure(TrainConfig, [write(tmp_path, content), "--device=cpu"])
     assert (c.gradient_accumulation_steps, c.device, c.dtype, c.min_lr) == (32, "cpu", "bfloat16", 6e-5)

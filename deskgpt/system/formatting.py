@@ -1,4 +1,4 @@
-"""Numbers and times as messages say them."""
+"""Numbers and times as messages print them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What deskGPT takes from torch's private parts, which may vanish: each in one place, with what happens without it.
 
 torch 2.11 to 2.13 have all of it. Private names that are not here are those of torch's own extension points, which
-libraries rely on: FakeTensorMode and TorchDispatchMode (predict/), pytrees, and the settings of inductor by which
+libraries rely on: FakeTensorMode and TorchDispatchMode (estimate/), pytrees, and the settings of inductor by which
 compiling.py avoids a bug of GCC.
 """
 
