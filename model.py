@@ -1,8 +1,8 @@
 """GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count, generation.
 
-This file is the definition: what it computes, as written, is what training, sampling and exporting mean. Faster forms
-stand in for the functions under `may_be_faster` where they have been found to compute the same (deskgpt/kernels/). A
-change here needs no other: a form that then computes something else is left out, and a line says so (docs/hacking.md).
+Training, sampling and export are defined by the code in this file. Faster kernels replace the functions under
+`overridable` where a run has found that they compute the same (deskgpt/kernels/). A change here needs no other: a run
+does not use a kernel that then disagrees, and prints that (docs/hacking.md).
 
 With GPT-2's choices, the names, order and shapes of the parameters are those of nanoGPT's `GPT`, so its checkpoints
 (weights and AdamW state) load here unchanged. This file reads and writes no files, prints nothing and picks no device.
@@ -13,6 +13,7 @@ Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, S time 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal
@@ -28,20 +29,16 @@ from deskgpt.system.settings import AtLeast1, Fraction, Range, check_fields
 
 # ---- settings ------------------------------------------------------------------------------------------------
 
-# More is refused at once: it takes minutes to build or more memory than any machine has.
-MOST_LAYERS = 1000
-MOST_IN_A_MATRIX = 10**14
-
 
 @dataclass(kw_only=True)
 class ModelSettings:
     """What a user chooses about the model. train.py has these among its settings. Raises ValueError."""
 
     # model
-    n_layer: Annotated[int, Range(1, MOST_LAYERS)] = 12  # blocks
+    n_layer: Annotated[int, Range(1, 1000)] = 12  # blocks
     n_head: AtLeast1 = 12  # attention heads of each block
-    n_embd: AtLeast1 = 768  # width
-    block_size: AtLeast1 = 1024  # context length in tokens
+    n_embd: Annotated[int, Range(1, 2**20)] = 768  # width
+    block_size: Annotated[int, Range(1, 2**30)] = 1024  # context length in tokens
     dropout: Fraction = 0.0  # 0 for pretraining; 0.1 and more for small data
     bias: bool = False  # in Linear and LayerNorm layers
     # modern choices; the defaults are GPT-2's
@@ -56,23 +53,12 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self.refuse_absurd_matrix("block_size", self.block_size)
-        self.refuse_absurd_matrix("n_embd", 4 * self.n_embd)
         if self.n_embd % self.n_head:
             divisors = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             best = min(divisors, key=lambda h: abs(h - self.n_head))
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try --n_head={best}")
         if self.position == "rope" and self.n_embd // self.n_head % 2:
             raise ValueError(f"position=rope needs heads of an even width, not {self.n_embd // self.n_head}")
-
-    def refuse_absurd_matrix(self, name: str, rows: int) -> None:
-        """Raises ValueError for a matrix of `rows` by n_embd that no machine can hold, before anything has its size."""
-        if rows * self.n_embd > MOST_IN_A_MATRIX:
-            sizes = " and ".join(f"{n}={getattr(self, n)}" for n in dict.fromkeys((name, "n_embd")))
-            raise ValueError(
-                f"{sizes} make matrices of more than {MOST_IN_A_MATRIX:.0e} parameters, which no machine holds; take a "
-                "smaller model"
-            )
 
 
 # The model arguments that nanoGPT knows. The other settings are modern choices.
@@ -82,11 +68,9 @@ MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NA
 
 @dataclass(kw_only=True)
 class GPTConfig(ModelSettings):
-    vocab_size: AtLeast1 = 50304  # GPT-2's 50257 rounded up to a multiple of 64: matmul tiles are whole
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.refuse_absurd_matrix("vocab_size", self.vocab_size)
+    vocab_size: Annotated[int, Range(1, 2**31)] = (
+        50304  # GPT-2's 50257 rounded up to a multiple of 64: matmul tiles are whole
+    )
 
     @classmethod
     def from_settings(cls, settings: ModelSettings, vocab_size: int) -> GPTConfig:
@@ -94,26 +78,27 @@ class GPTConfig(ModelSettings):
 
     @classmethod
     def from_args(cls, model_args: dict[str, Any], source: str) -> GPTConfig:
-        """The configuration in a checkpoint. Raises ValueError, naming `source`, where it is not one of ours."""
+        """The configuration in a checkpoint. Raises ValueError, naming `source`, if it is not one of ours."""
         try:
             return cls(**model_args)
         except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
-            found = str(model_args)[:300]
-            raise ValueError(f"{source}: model_args={found} do not describe a GPT-2 ({str(e)[:300]})") from None
+            found = textwrap.shorten(str(model_args), 300, placeholder=" ...")
+            why = textwrap.shorten(str(e), 300, placeholder=" ...")
+            raise ValueError(f"{source}: model_args={found} do not describe a GPT-2 ({why})") from None
 
     def as_args(self) -> dict[str, Any]:
-        """What `from_args` reads. Modern choices are left out where they are GPT-2's: so nanoGPT reads a GPT-2."""
-        plain = GPTConfig()
-        return {k: v for k, v in asdict(self).items() if k in NANOGPT_ARGS or v != getattr(plain, k)}
+        """What `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads a GPT-2."""
+        gpt2 = GPTConfig()
+        return {k: v for k, v in asdict(self).items() if k in NANOGPT_ARGS or v != getattr(gpt2, k)}
 
 
 # ---- attention -----------------------------------------------------------------------------------------------
 
 
 def causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    """Whether a query looks at a key, by their positions: at itself and all before it.
+    """True where a query may look at a key, by their positions: at itself and all before it.
 
-    The one place that says so, in training, in evaluation, and for a new token beside a cache.
+    Training, evaluation and sampling with a cache all ask this function.
     """
     return key <= query
 
@@ -122,7 +107,7 @@ def causal_mask(query: Tensor, key: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
 ) -> Tensor:
-    """What queries q (B, H, T, D) find in keys and values k, v (B, H, S, D), which stand at positions (T,) and (S,)."""
+    """Causal attention (B, H, T, D) of q (B, H, T, D) over k, v (B, H, S, D); their positions are (T,) and (S,)."""
     scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)
     scores = scores.float().masked_fill(~causal_mask(query_positions[:, None], key_positions), -torch.inf)
     weights = F.dropout(scores.softmax(-1), dropout)
@@ -137,7 +122,7 @@ def rotary_table(T: int, D: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turns x (B, H, T, D) by its positions; rotary (2, T, D / 2) is the part of rotary_table for them."""
+    """Rotates pairs of channels of x (B, H, T, D); rotary (2, T, D / 2): the rows of rotary_table for its positions."""
     cos, sin = rotary
     a, b = x.float().chunk(2, -1)  # the pairs that turn together are (i, i + D / 2)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
@@ -148,10 +133,10 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 @dataclass
 class ForwardContext:
-    """The tokens of one pass: which they are, where they stand, and what earlier passes of a generation have left."""
+    """What all blocks share in one forward pass: token ids, positions, rotary table, KV cache."""
 
     tokens: Tensor  # (B, T)
-    at: Tensor  # (T,) positions
+    positions: Tensor  # (T,)
     rotary: Tensor | None  # (2, T, D / 2) cosines and sines of rotary positions
     cache: KVCache | None = None
 
@@ -160,12 +145,6 @@ def make_norm(config: GPTConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.n_embd, eps=1e-5)
     return nn.LayerNorm(config.n_embd, bias=config.bias)
-
-
-class Linear(nn.Linear):
-    @overridable
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @overridable
@@ -185,11 +164,11 @@ class TokenShift(nn.Module):
     After RWKV, arXiv:2305.13048.
     """
 
-    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         n = x.size(-1) // 4
         shifted = x[:, :, :n]  # (B, T, C // 4)
         kept = x[:, :, n:]
-        before = span.cache.swap(self, shifted[:, -1:]) if span.cache is not None else None
+        before = context.cache.swap(self, shifted[:, -1:]) if context.cache is not None else None
         if before is None:
             before = torch.zeros_like(shifted[:, :1])
         shifted = torch.cat((before, shifted[:, :-1]), 1)
@@ -199,18 +178,18 @@ class TokenShift(nn.Module):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v in one matmul
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v in one matmul
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.qk_norm = config.qk_norm
         self.shift = TokenShift() if config.token_shift else None
 
-    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         B, T, C = x.shape
         if self.shift is not None:
-            x = self.shift(x, span)
+            x = self.shift(x, context)
 
         q, k, v = self.c_attn(x).split(C, 2)  # each (B, T, C)
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
@@ -219,15 +198,15 @@ class CausalSelfAttention(nn.Module):
         if self.qk_norm:
             q = F.rms_norm(q, q.shape[-1:], eps=1e-5).type_as(v)
             k = F.rms_norm(k, k.shape[-1:], eps=1e-5).type_as(v)
-        if span.rotary is not None:
-            q = rotate(q, span.rotary)
-            k = rotate(k, span.rotary)
-        key_positions = span.at
-        if span.cache is not None:
-            k, v, key_positions = span.cache.append(self, k, v)
+        if context.rotary is not None:
+            q = rotate(q, context.rotary)
+            k = rotate(k, context.rotary)
+        key_positions = context.positions
+        if context.cache is not None:
+            k, v, key_positions = context.cache.append(self, k, v)
 
         dropout = self.dropout if self.training else 0.0
-        y = attention(q, k, v, span.at, key_positions, dropout)  # (B, H, T, D)
+        y = attention(q, k, v, context.positions, key_positions, dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -235,15 +214,15 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.activation = config.activation
         self.shift = TokenShift() if config.token_shift else None
 
-    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.shift is not None:
-            x = self.shift(x, span)
+            x = self.shift(x, context)
         x = activation(self.c_fc(x), self.activation)  # (B, T, 4C)
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
@@ -257,9 +236,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     @overridable
-    def forward(self, x: Tensor, span: ForwardContext) -> Tensor:
-        x = x + self.attn(self.ln_1(x), span)
-        return x + self.mlp(self.ln_2(x), span)
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        x = x + self.attn(self.ln_1(x), context)
+        return x + self.mlp(self.ln_2(x), context)
 
 
 class Transformer(nn.Module):
@@ -289,19 +268,17 @@ class Transformer(nn.Module):
         if length > self.block_size:
             raise ValueError(f"{length} tokens do not fit into block_size={self.block_size}")
 
-        at = torch.arange(T, device=idx.device) if cache is None else cache.begin(T, idx.device)  # (T,)
+        positions = torch.arange(T, device=idx.device) if cache is None else cache.begin(T, idx.device)  # (T,)
         x = self.wte(idx)  # (B, T, C)
         if self.embedding_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=1e-5)
-        rotary = None
-        if self.rotary is not None:
-            rotary = self.rotary[:, at]
-        else:
-            x = x + self.wpe(at)
-        span = ForwardContext(idx, at, rotary, cache)
+        if self.rotary is None:
+            x = x + self.wpe(positions)
+        rotary = None if self.rotary is None else self.rotary[:, positions]
+        context = ForwardContext(idx, positions, rotary, cache)
         x = self.drop(x)
         for block in self.h:
-            x = block(x, span)
+            x = block(x, context)
 
         if cache is not None:
             cache.end(T, idx.device)
@@ -344,12 +321,12 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., V) of hidden states x (..., C): the one place that says so, for the loss and for generation."""
+        """(..., V) of hidden states x (..., C). The loss and generation both call this."""
         return self.lm_head(x)
 
     @overridable
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy, in float32, of what follows hidden states x (B, T, C); 0 without any target."""
+        """The mean cross-entropy, in float32, of what follows hidden states x (B, T, C); 0 if all targets are -1."""
         logits = self.logits(x).flatten(0, 1).float()  # (B * T, V)
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
         return loss.masked_fill((targets < 0).all(), 0.0)  # torch's mean of no targets is NaN
@@ -358,7 +335,7 @@ class GPT(nn.Module):
 
     @classmethod
     def without_storage(cls, config: GPTConfig) -> GPT:
-        """A model whose parameters have shapes and no numbers: of any size, at once."""
+        """A model whose parameters have shapes but no memory: of any size, at once."""
         with torch.device("meta"):
             return cls(config)
 
@@ -371,12 +348,12 @@ class GPT(nn.Module):
             if not model.lm_head.weight.is_meta:  # a rank that gets its weights from another
                 model.load_state_dict(state)
         except RuntimeError as e:  # missing or misshapen tensors
-            reason = " ".join(str(e).split())
-            raise ValueError(f"{source}: these weights are not a GPT of {asdict(config)}: {reason[:200]}") from None
+            why = textwrap.shorten(str(e), 200, placeholder=" ...")
+            raise ValueError(f"{source}: these weights are not a GPT of {asdict(config)}: {why}") from None
         return model
 
     def crop_block_size(self, block_size: int) -> None:
-        """Shortens the context to block_size tokens by dropping what belongs to later positions."""
+        """Shortens the context to block_size tokens by cropping the position embeddings."""
         if block_size > self.config.block_size:
             longest = self.config.block_size
             raise ValueError(f"block_size={block_size} exceeds the model's {longest}; try --block_size={longest}")

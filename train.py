@@ -173,7 +173,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     # ---- how it runs here: choose, verify, print -------------------------------------------------------------
     first_batch = functools.partial(first_micro_batch, data.train, batching_of(config, dist), dist.device)
     runner = choose_runner(config, init, model, make_optimizer, first_batch, dist)
-    optimizer = make_optimizer(runner.model, runner.form.dtype)
+    optimizer = make_optimizer(runner.model, runner.variant.dtype)
     state = TrainState(config, runner, optimizer, dist)
     code = metadata_of_code(runner)
     init.restore(state, config, code)
@@ -215,6 +215,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                 val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, dist.device)), dist)
                 number = state.step // config.eval_interval
                 texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
+                report.warn(runner.verify_again(state.step, dist, is_last))  # in at most 1% of the time
             if not stops.interrupted():
                 improved = state.add_evaluation(train, val)
                 report.evaluation(train, val, data.bits_per_byte(val.loss), lr, texts, data.eval_digest(batching)[1])

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from conftest import ROOT
 from filelock import FileLock
 from hypothesis import given, settings
-from test_forms import a_model, assert_one_line, search_of, settled, times_of
+from test_implementation import a_model, assert_one_line, chosen, times_of, tuner_of
 from torch import Tensor
 
 import model as definition
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.kernels import cpu_kernels, replacements
+from deskgpt.kernels.overridable import replacing
 from deskgpt.system import hardware
 
 pytestmark = pytest.mark.skipif(
@@ -224,13 +225,13 @@ def test_target_beyond_the_vocabulary_is_an_error_and_reads_nothing_else():
     ("checkpoint", "compile"),
     [("none", False), ("selective", False), pytest.param("none", True, marks=pytest.mark.slow)],
 )
-def test_model_with_kernels_has_the_gradients_of_the_plain_one(checkpoint, compile):
+def test_model_with_kernels_has_the_gradients_of_the_eager_one(checkpoint, compile):
     model = a_model()
-    x, y = search_of(model, None).batch_of(2)
+    x, y = tuner_of(model, None).batch_of(2)
     expected: list[Any] = []
     found: list[Any] = []
-    for form, into in ((Variant(), expected), (Variant("float32", compile, "kernels", checkpoint), found)):
-        runner = Runner(model, form)
+    for variant, into in ((Variant(), expected), (Variant("float32", compile, "kernels", checkpoint), found)):
+        runner = Runner(model, variant)
         into.append(runner.forward_backward(x, y))
         into += [p.grad for p in runner.parameters]
         runner.drop_gradients()
@@ -239,50 +240,61 @@ def test_model_with_kernels_has_the_gradients_of_the_plain_one(checkpoint, compi
 
 def test_kernels_are_taken_where_they_are_the_fastest_and_remembered(monkeypatch):
     asked = times_of(monkeypatch, 1.0, 0.5)
-    said: list[str] = []
-    assert settled(said, dtype="float32", compile=False).form == Variant(attention="kernels")
+    printed: list[str] = []
+    for _ in range(2):
+        assert chosen(printed, dtype="float32", compile=False).variant == Variant(attention="kernels")
     assert asked == [[Variant(), Variant(attention="kernels")]]
-    assert any("float32 with C++ kernels" in line for line in said)
-    assert settled([], dtype="float32", compile=False).form == Variant(attention="kernels")
-    assert len(asked) == 1
+    assert any("float32, C++ kernels" in line for line in printed)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype]) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     right = replacements.kernel_attention
 
+    @functools.wraps(right)
     def wrong(*args: Any) -> Tensor:
         y = right(*args)
-        return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if args[1].dtype in dtypes else y
+        return torch.cat((y[:, :, :-1], 0.0 * y[:, :, -1:]), 2) if args[1].dtype == dtype else y
 
     monkeypatch.setattr(replacements, "kernel_attention", wrong)
 
 
-def test_kernel_that_is_wrong_is_left_out_and_the_other_kernels_stay(monkeypatch):
-    plant(monkeypatch, [torch.float32, torch.bfloat16])
-    said: list[str] = []
-    runner = settled(said, dtype="float32", compile=False, attention="kernels")
-    assert runner.form == Variant(attention="kernels", reference_only=("attention",))
-    assert sorted(runner.forms) == ["GPT.loss", "activation"]
-    assert_one_line(said[0], "attention", "model.py", "may be slower")
-
-
-def test_kernel_that_is_wrong_in_bfloat16_alone_is_refused(monkeypatch):
-    plant(monkeypatch, [torch.bfloat16])
-    earlier = {"dtype": "bfloat16", "attention": "kernels", "compiled": False}
-    said: list[str] = []
-    assert settled(said, earlier, compile=False).form == Variant("bfloat16")
-    line = next(line for line in said if "going on without" in line)
-    assert_one_line(line, "bfloat16, C++ kernels, not compiled", "going on without the C++ kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wrong_attention_is_left_out_alone_flash_attention_stays_and_the_name_says_it(dtype, monkeypatch):
+    plant(monkeypatch, getattr(torch, dtype))
+    printed: list[str] = []
+    earlier = {"dtype": dtype, "attention": "kernels", "compiled": False}
+    variant = chosen(printed, earlier, compile=False).variant
+    assert variant == Variant(dtype, attention="kernels", refused=("kernel_attention",))
+    assert variant.replacements()["attention"] is replacements.flash_attention
+    assert variant.replacements()["GPT.loss"] is replacements.kernel_loss
+    assert str(variant) == f"{dtype}, C++ activation and loss, not compiled"
+    assert variant.attention_in_use("cpu") == "flash"
+    assert_one_line(printed[0], f"C++ attention in {dtype} disagrees with model.py", "using flash attention")
     with pytest.raises(ValueError, match="attention=kernels") as e:
-        settled([], dtype="bfloat16", compile=False, attention="kernels")
-    assert_one_line(str(e.value), "--attention=flash")
+        chosen([], dtype=dtype, compile=False, attention="kernels")
+    assert_one_line(str(e.value), "C++ attention", "leave --attention out")
+
+
+def test_attention_with_one_head_of_keys_is_compared_and_trains(monkeypatch):
+    """Multi-query attention, by broadcasting."""
+    reference = definition.attention
+
+    def one_head(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+        return reference(q, k[:, :1], v[:, :1], *more)
+
+    monkeypatch.setattr(definition, "attention", one_head)
+    runner = chosen([], dtype="float32", compile=False, attention="kernels")
+    x, y = tuner_of(runner.model, None).batch_of(2)
+    with replacing({}):
+        expected = runner.model(x, y)[1]
+    assert distance(runner.forward_backward(x, y), expected) <= 1e-5
 
 
 def test_model_whose_activation_is_changed_trains_with_its_own(monkeypatch):
     monkeypatch.setattr(definition, "activation", lambda x, name: x * x.sigmoid())
-    runner = settled([], dtype="float32", compile=False, attention="kernels")
-    x, y = search_of(runner.model, None).batch_of(2)
-    expected = Runner(runner.model, Variant(reference_only=("activation",))).forward_backward(x, y)
+    runner = chosen([], dtype="float32", compile=False, attention="kernels")
+    x, y = tuner_of(runner.model, None).batch_of(2)
+    expected = Runner(runner.model, Variant(refused=("kernel_activation",))).forward_backward(x, y)
     assert distance(runner.forward_backward(x, y), expected) <= 1e-5
 
 
@@ -331,10 +343,10 @@ def test_machine_without_a_compiler_goes_on_with_one_line(compiler, tmp_path, mo
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_kernels, "_library", None)
-    said: list[str] = []
-    runner = settled(said, dtype="float32", compile=False)
-    assert runner.form.attention != "kernels"
-    line = next(line for line in said if "NOT using" in line)
+    printed: list[str] = []
+    runner = chosen(printed, dtype="float32", compile=False)
+    assert runner.variant.attention != "kernels"
+    line = next(line for line in printed if "NOT using" in line)
     assert_one_line(line, "C++ kernels", "may be slower")
 
 
@@ -342,18 +354,6 @@ def test_clang_is_not_called(monkeypatch):
     monkeypatch.setenv("CXX", "echo Debian clang")
     with pytest.raises(RuntimeError, match="echo Debian clang is clang.*set CXX=g"):
         cpu_kernels.compiler_version()
-
-
-def test_user_without_a_home_goes_on_without_kernels(monkeypatch):
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr(cpu_kernels, "_library", None)
-    said: list[str] = []
-    assert settled(said, dtype="float32", compile=False).form.attention != "kernels"
-    assert_one_line(next(line for line in said if "NOT using" in line), "home")
 
 
 def test_library_is_named_after_all_that_it_is_made_of(monkeypatch):
@@ -377,7 +377,6 @@ def library(_loaded, tmp_path, monkeypatch):
     """A copy of the library in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     copy = cpu_kernels.path()
-    copy.parent.mkdir(mode=0o700)
     shutil.copy(_loaded, copy)
     assert cpu_kernels.is_intact(copy)
     return copy

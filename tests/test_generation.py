@@ -9,13 +9,11 @@ from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
 
-from deskgpt.compute import checks
 from deskgpt.compute.inference import InferenceEngine
-from deskgpt.kernels import replacements, verify
+from deskgpt.kernels import replacements
 from deskgpt.kernels.kv_cache import Decoder
 from deskgpt.kernels.overridable import overridable, replacing
-from deskgpt.system import cache
-from model import GPT, MLP, activation, sample_tokens
+from model import GPT, MLP, Transformer, activation, sample_tokens
 
 
 def cached(model: GPT) -> dict[str, Any]:
@@ -64,24 +62,19 @@ def test_attention_on_mps_is_none_of_torchs_fused_ones(config, grad, monkeypatch
         assert torch.equal(drawn(model, forms | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))
 
 
-def test_model_that_mps_computes_wrongly_is_not_sampled_from(tmp_path, monkeypatch):
+def test_model_that_mps_computes_wrongly_is_not_sampled_from(monkeypatch):
     """Here the CPU counts as MPS, and its layers are wrong for one model."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(checks, "REFERENCES", ())
+    monkeypatch.setattr("deskgpt.compute.inference.REFERENCES", ())
     model, prompt = make(), tokens(1, 9)
-    for _ in range(2):  # the second time it is remembered
-        InferenceEngine(model, prompt, "float32")
-    cache.path_of(verify.FILE).unlink()
-
+    InferenceEngine(model, prompt, "float32")
     block: Any = model.transformer.h[0]
     linear = F.linear
     monkeypatch.setattr(
         F, "linear", lambda x, w, bias=None: linear(x, w, bias) * (1.1 if w is block.mlp.c_fc.weight else 1.0)
     )
-    for _ in range(2):
-        with pytest.raises(ValueError, match="CPU") as e:
-            InferenceEngine(model, prompt, "float32")
-        assert_one_line(e.value, "float32", "try --device=cpu")
+    with pytest.raises(ValueError, match="disagrees") as e:
+        InferenceEngine(model, prompt, "float32")
+    assert_one_line(e.value, "float32", "try --device=cpu")
 
 
 def by_shape(q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float) -> Tensor:
@@ -101,15 +94,15 @@ def square_window(
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-def over_time(self: MLP, x: Tensor, span: Any) -> Tensor:
+def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
     """An MLP with a mean over the tokens of the pass so far, without those in the cache."""
     n = torch.arange(1, x.size(1) + 1)[:, None]
     return self.c_proj(activation(self.c_fc(x.cumsum(1) / n), self.activation))
 
 
-def whole_texts(self: MLP, x: Tensor, span: Any) -> Tensor:
+def whole_texts(self: MLP, x: Tensor, context: Any) -> Tensor:
     """An MLP that fails where the pass does not begin with the text."""
-    if int(span.at[0]):
+    if int(context.positions[0]):
         raise ValueError("no earlier tokens")
     return self.c_proj(activation(self.c_fc(x), self.activation))
 
@@ -127,15 +120,69 @@ def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(name,
     change.__qualname__ = name
     monkeypatch.setattr(f"model.{name}", overridable(change) if name == "attention" else change)
     model, idx = make().eval(), tokens(2, 9)
-    said: list[str] = []
-    reading = InferenceEngine(model, idx, "float32", remembers=False, print0=said.append)
+    printed: list[str] = []
+    engine = InferenceEngine(model, idx, "float32", print0=printed.append)
     is_right = change is by_shape
-    assert ("GPT.next_logits" in reading.forms) == is_right
-    about_cache = [line for line in said if "cache" in line]
+    assert engine.cached == is_right
+    about_cache = [line for line in printed if "cache" in line]
     assert len(about_cache) == (not is_right)
     for line in about_cache:
-        assert_one_line(line, "with a cache", "slower", "fail" if change is whole_texts else "differ")
-    assert torch.equal(drawn(model, reading.forms, idx, 45, seed=5), drawn(model, {}, idx, 45, seed=5))
+        assert_one_line(line, "cached sampling", "slower", "fail" if change is whole_texts else "disagrees")
+    assert torch.equal(drawn(model, engine.replacements, idx, 45, seed=5), drawn(model, {}, idx, 45, seed=5))
+
+
+def test_cache_is_compared_on_each_prompt_and_again_along_the_way(monkeypatch):
+    """A prefix-LM whose prefix, the tokens up to the first 7, sees itself both ways; the first prompt has none."""
+    prefix = 0
+
+    def mask(query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) | (key < prefix)
+
+    forward = Transformer.forward
+
+    def with_prefix(self: Transformer, idx: Tensor, cache: Any = None) -> Tensor:
+        nonlocal prefix
+        found = (idx[0] == 7).nonzero()
+        prefix = int(found[0]) + 3 if len(found) else 0
+        return forward(self, idx, cache)
+
+    monkeypatch.setattr("model.causal_mask", mask)
+    monkeypatch.setattr(Transformer, "forward", with_prefix)
+    model = make().eval()
+    plain, with_seven = torch.full((1, 6), 3), torch.tensor([[3, 3, 7, 3]])
+    printed: list[str] = []
+    engine = InferenceEngine(model, plain, "float32", refused=["flash_attention"], print0=printed.append)
+    assert engine.cached, printed
+    found = drawn(model, engine.replacements, with_seven, 12, temperature=0.0)
+    assert not engine.cached
+    assert_one_line(printed[-1], "cached sampling disagrees with model.py", "without a cache")
+    assert torch.equal(found, drawn(model, {}, with_seven, 12, temperature=0.0))
+
+
+def test_cache_that_goes_wrong_later_is_found_and_the_text_before_is_named():
+    model, idx = make().eval(), tokens(1, 4)
+    printed: list[str] = []
+    engine = InferenceEngine(model, idx, "float32", print0=printed.append)
+    whole = engine.replacements["attention"]
+
+    def forgetful(reference: Any, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+        """Forgets the first tokens once there are ten."""
+        first = 4 if q.size(2) == 1 and k.size(2) > 10 else 0
+        return whole(reference, q, k[:, :, first:], v[:, :, first:], *more)
+
+    engine.replacements["attention"] = forgetful
+    found = drawn(model, engine.replacements, idx, 26, temperature=0.0)
+    assert not engine.cached
+    assert_one_line(printed[-1], "cached sampling disagrees", "the text from token 5 on may be wrong")
+    assert torch.equal(found[:6], drawn(model, {}, idx, 6, temperature=0.0))
+
+
+def test_forward_counts_where_next_logits_gives_other_logits(monkeypatch):
+    monkeypatch.setattr(GPT, "logits", lambda self, x: self.lm_head(x) * (2.0 if x.dim() == 3 else 1.0))
+    model, idx = make().eval(), tokens(1, 4)
+    engine = InferenceEngine(model, idx, "float32", print0=lambda line: None)
+    with engine.replacing():
+        assert torch.allclose(model.next_logits(idx), model(idx)[0][:, -1], atol=1e-5)
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

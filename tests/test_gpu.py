@@ -27,13 +27,13 @@ from data.splits import Split
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.checks import gradient_errors, nothing_is_zero
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.kernels import replacements
 from deskgpt.kernels.kv_cache import Decoder
 from deskgpt.kernels.overridable import replacing
+from deskgpt.kernels.verify import gradient_errors, nothing_is_zero
 from deskgpt.run.saver import Saver
 from deskgpt.system import hardware, peaks
 from model import GPT, GPTConfig
@@ -174,10 +174,10 @@ def test_loss_in_chunks_equals_the_plain_loss_and_holds_less(compiled):
     y[0, :10] = -1
     passes = []
     peaks = []
-    whole_at_once = Runner(model, Variant("bfloat16", compiled, reference_only=("GPT.loss",)))
+    whole_at_once = Runner(model, Variant("bfloat16", compiled, refused=("chunked_loss",)))
     in_chunks = Runner(model, Variant("bfloat16", compiled))
     loss_logits = 100 * vocab_size  # 100 tokens: the last chunk is not full
-    in_chunks.forms["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=loss_logits)
+    in_chunks.replacements["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=loss_logits)
     for runner in (whole_at_once, in_chunks):
         pass_of(runner, x, y)
         if ON_CUDA:

@@ -33,15 +33,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 BOTH_WAYS = """
 import torch
-from deskgpt.compute.inference import Reading
+from deskgpt.compute.inference import InferenceEngine
 from deskgpt.sampling.trained import load
 model = load("resume", "whole", torch.device("cpu")).model.eval()
 prompt = torch.arange(4)[None]
-reading = Reading(model, prompt, "float32")
-with reading.using():
+engine = InferenceEngine(model, prompt, "float32")
+with engine.replacing():
     cached = torch.stack(list(model.generate(prompt, 138, temperature=0.5)))
 plain = torch.stack(list(model.generate(prompt, 138, temperature=0.5)))
-print("cache" if "GPT.next_logits" in reading.forms else "no cache", torch.equal(cached, plain))
+print("cache" if engine.cached else "no cache", torch.equal(cached, plain))
 """
 
 

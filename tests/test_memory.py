@@ -56,7 +56,7 @@ def real_peak(config: GPTConfig, batch_size: int, form: Variant, micro_steps: in
 
     def step() -> None:
         for _ in range(micro_steps):
-            with replacing(runner.forms):
+            with replacing(runner.replacements):
                 with runner.amp:
                     loss = model(x, y)[1]
                 loss.backward()

@@ -20,11 +20,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.export.gpt2_weights import load_gpt2
-from deskgpt.kernels import replacements, verify
-from deskgpt.kernels.overridable import Forms, replacing
+from deskgpt.kernels import replacements
+from deskgpt.kernels.overridable import Replacements, replacing
 from deskgpt.kernels.recompute import ATTENTION, block_form, is_kept
 from deskgpt.system import hardware
-from model import GPT, GPTConfig, attention, rotate
+from model import GPT, GPTConfig, rotate
 
 FASTER = replacements.replacements_for("cpu")
 EXPLICIT = replacements.replacements_for("cpu", attention="explicit")
@@ -118,7 +118,7 @@ def hugging_face() -> GPT2LMHeadModel:
     return theirs
 
 
-def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel, forms: Forms) -> None:
+def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel, forms: Replacements) -> None:
     """Logits, loss and every gradient agree within 1e-5."""
     idx = tokens(3, 32)
     targets = torch.cat((idx[:, 1:], torch.full((3, 1), -1)), 1)  # transformers shifts the labels itself
@@ -177,7 +177,7 @@ def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypat
         torch.testing.assert_close(model(idx, targets)[1], loss, rtol=1e-6, atol=1e-6)
 
 
-def loss_and_gradients(loss: Any, forms: Forms, targets: torch.Tensor) -> list[torch.Tensor]:
+def loss_and_gradients(loss: Any, forms: Replacements, targets: torch.Tensor) -> list[torch.Tensor]:
     """Of `loss`, a function of a GPT, hidden states and targets, with these forms in use."""
     model = GPT(GPTConfig(block_size=12, vocab_size=20, n_layer=1, n_head=1, n_embd=8))
     x = torch.randn(1, 12, 8, generator=seeded(0), requires_grad=True)
@@ -264,12 +264,12 @@ def test_large_vocabulary_never_holds_all_logits():
     # 4096 tokens x 50304 ids are 824 MB in float32: forward and backward must stay below that together.
     code = """
 import torch
-from deskgpt.compute.runner import Form, Runner
+from deskgpt.compute.runner import Runner, Variant
 from deskgpt.system.hardware import peak_memory_bytes
 from model import GPT, GPTConfig
 cpu = torch.device("cpu")
 torch.manual_seed(0)
-runner = Runner(GPT(GPTConfig(block_size=512, vocab_size=50304, n_layer=1, n_head=1, n_embd=32)), Form())
+runner = Runner(GPT(GPTConfig(block_size=512, vocab_size=50304, n_layer=1, n_head=1, n_embd=32)), Variant())
 x = torch.randint(0, 50304, (8, 512))
 runner.forward_backward(x[:, :1], x[:, :1])
 before = peak_memory_bytes(cpu)
@@ -403,7 +403,7 @@ from torch.utils import backend_registration
 from model import GPT, GPTConfig
 from deskgpt.kernels import replacements
 from deskgpt.kernels.kv_cache import Decoder
-from deskgpt.kernels.overridable import using
+from deskgpt.kernels.overridable import replacing
 
 class Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self):
@@ -420,8 +420,8 @@ with FakeTensorMode():
         with torch.device("gpu"):
             model = GPT(GPTConfig(block_size=1024, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16))
             x = torch.zeros(2, 1024, dtype=torch.long)
-        for forms in ({}, kernels.forms_for("gpu") | {"GPT.next_logits": DecoderOfFakes(model)}):
-            with using(forms):
+        for forms in ({}, replacements.replacements_for("gpu") | {"GPT.next_logits": DecoderOfFakes(model)}):
+            with replacing(forms):
                 loss = model(x, x)[1]
                 loss.backward()
                 drawn = []
@@ -448,7 +448,7 @@ def test_block_that_a_second_pass_would_change_is_refused():
     model = make()
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.zeros(()))
-    forms: Forms = {"Block.forward": block_form("full", 0.0)}
+    forms: Replacements = {"Block.forward": block_form("full", 0.0)}
     idx = tokens(2, 8)
     with replacing(forms):
         model(idx)
@@ -463,17 +463,3 @@ def test_block_that_a_second_pass_would_change_is_refused():
         with replacing(forms), torch.no_grad():
             model(idx)  # without gradients nothing is computed again
         handle.remove()
-
-
-def test_functions_with_faster_forms_take_arguments_by_name_and_a_form_that_does_not_know_one_is_left_out():
-    q, at = torch.randn(1, 2, 8, 4), torch.arange(8)
-    with replacing({"attention": replacements.flash_attention}):
-        assert torch.allclose(attention(q, q, q, at, at, dropout=0.0), attention(q, q, q, at, at, 0.0))
-
-    def attention_with_a_scale(*args, scale):
-        return attention(scale * args[0], *args[1:])
-
-    problems: dict[str, str] = {}
-    compared = verify.comparing("attention", [replacements.flash_attention], problems, large=False)
-    compared(attention_with_a_scale, q, q, q, at, at, 0.0, scale=torch.tensor(1.0))  # the same numbers, but no gradient
-    assert "unexpected keyword argument" in problems["attention"]

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import torch
 
@@ -69,11 +70,11 @@ def work_around_gcc() -> bool:
 
 def gcc_major_version() -> int | None:
     """The major version of the GCC that inductor calls; None if it calls another compiler, or finds none."""
-    major = said_by_compiler("-dumpfullversion").split(".")[0]  # clang does not know this option, and fails
+    major = printed_by_compiler("-dumpfullversion").split(".")[0]  # clang does not know this option, and fails
     return int(major) if major.isdecimal() else None
 
 
-def said_by_compiler(option: str) -> str:
+def printed_by_compiler(option: str) -> str:
     """The first line that inductor's C++ compiler prints with this option; empty if there is none or it fails."""
     compiler = torch_internals.cpp_compiler()
     if compiler is None:
@@ -85,28 +86,15 @@ def said_by_compiler(option: str) -> str:
     return (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself on stderr
 
 
-# ---- the compiler's name -------------------------------------------------------------------------------------
-
-
 def compiler_name(device: torch.device) -> str | None:
     """What torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None if that is not known."""
     if device.type == "cuda":
-        return triton_name()
-    return cpp_compiler_name() if device.type == "cpu" else None
-
-
-def triton_name() -> str | None:
-    """Triton, whose package has one of several names, and its version; None if it is not installed."""
-    try:
-        import triton
-    except ImportError:
-        return None
-    return f"triton {triton.__version__}"
-
-
-def cpp_compiler_name() -> str | None:
-    """The first line that the C++ compiler prints about itself."""
-    return said_by_compiler("--version") or None
+        try:
+            import triton
+        except ImportError:
+            return None
+        return f"triton {triton.__version__}"
+    return (printed_by_compiler("--version") or None) if device.type == "cpu" else None
 
 
 # ---- why it failed -------------------------------------------------------------------------------------------
@@ -130,7 +118,7 @@ COMPILE_NEEDS = {
 
 
 def why_not_compiled(error: Exception) -> str:
-    """Why torch.compile failed, in one line: what it lacks here and how to install it, or the error's own words."""
+    """Why torch.compile failed, in one line: what it lacks here and how to install it, or the error's own text."""
     words = " ".join(str(error).split())
     for pattern, remedies in COMPILE_NEEDS.items():
         if not re.search(pattern, words):
@@ -139,4 +127,4 @@ def why_not_compiled(error: Exception) -> str:
         if "C++" in remedy and "CXX" in os.environ:
             return f"CXX={os.environ['CXX']!r}: {remedy}"
         return remedy
-    return words[:200]
+    return textwrap.shorten(words, 200, placeholder=" ...")

@@ -1,55 +1,81 @@
-"""How a model runs in training: plain or compiled, in which precision; on one device, or on one of several.
+"""A model as it computes in training: in which dtype, with which kernels, compiled or not, on one device or several.
 
-On a CPU without DDP, a compiled micro-batch is one graph of forward and backward pass, which inductor fuses and plans
-as a whole. Elsewhere, and where activations are checkpointed, it is `torch.compile(model)`, whose two graphs keep
-autograd's hooks. On several ranks, without dropout, blocks and the loss are compiled one by one: their gradients are
-there, and DDP sends them, while earlier blocks still go backward; and they stay within the hooks that gather sharded
-weights.
+What is compiled are the blocks and the loss, one by one: all blocks share one graph, so compiling takes as long for one
+layer as for twelve, and the hooks that exchange gradients (DDP) or gather weights (FSDP) run between them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 import math
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.flop_counter import FlopCounterMode
 
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.kernels import recompute, replacements, verify
-from deskgpt.kernels.overridable import replacing
-from deskgpt.system import hardware, torch_internals
+from deskgpt.kernels.overridable import Replacements, replacing
+from deskgpt.kernels.verify import Mismatch, full_float32
+from deskgpt.system import hardware
+from deskgpt.system.errors import is_out_of_memory
 from model import GPT
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
+
+REFERENCES = ("cpu", "cuda")  # devices whose float32 is the reference; for others, such as MPS, a CPU's is
+
+# A whole pass is compared on about this number of tokens, in at least two sequences, which a kernel could mix up. More
+# would show no more, and float32 takes memory that the run itself does not need.
+COMPARED_TOKENS = 1024
+COMPARED_SEQUENCES = 2
+
+SHARE_OF_TIME = 0.01  # of a run goes to comparing again, at most
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a micro-batch is computed. The default is the plain form, with which the others are compared."""
+    """How a micro-batch is computed. The default, eager float32, is what the others are compared with."""
 
     dtype: str = "float32"  # of the matmuls
     compiled: bool = False
-    attention: str = "flash"  # one of kernels.KINDS
+    attention: str = "flash"  # one of replacements.KINDS
     checkpoint: str = "none"  # activations that are computed again: none, full or selective
-    reference_only: tuple[str, ...] = ()  # functions of model.py whose faster forms are not right
+    refused: tuple[str, ...] = ()  # names of replacements that are wrong here
 
-    def facts(self) -> dict[str, Any]:
-        """What is recorded of a form."""
-        return {"dtype": self.dtype, "compiled": self.compiled, "attention": self.attention}
+    def replacements(self, device_type: str = "cpu") -> dict[str, Callable[..., Any]]:
+        """What replaces functions of model.py."""
+        return replacements.replacements_for(device_type, self.attention, self.compiled, self.refused)
+
+    def attention_in_use(self, device_type: str) -> str:
+        """What computes attention: flash, explicit, kernels, or reference for model.py itself."""
+        in_use = self.replacements(device_type).get("attention")
+        return (
+            "reference" if in_use is None else in_use.__name__.removesuffix("_attention").replace("kernel", "kernels")
+        )
 
     def __str__(self) -> str:
-        attention = "" if self.attention == "flash" else f", {replacements.in_words(self.attention)}"
-        compiled = "compiled" if self.compiled else "not compiled"
-        return f"{self.dtype}{attention}, {compiled}"
+        words = [self.dtype]
+        if self.attention == "kernels":
+            kinds = {kind for kind in ("attention", "activation", "loss") if f"kernel_{kind}" not in self.refused}
+            words.append("C++ kernels" if len(kinds) == 3 else f"C++ {' and '.join(sorted(kinds)) or 'nothing'}")
+        elif self.attention != "flash":
+            words.append(f"{self.attention} attention")
+        left_out = [name.replace("_", " ") for name in self.refused if not name.startswith("kernel_")]
+        words += [f"without {name}" for name in left_out]
+        return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
 
 
 @dataclass(frozen=True)
@@ -61,45 +87,50 @@ class Evaluation:
 
 
 class Runner:
-    """A model in one form: `forward` and `backward` take a micro-batch, `evaluate` the loss over many.
+    """A model in one variant: `forward` and `backward` take a micro-batch, `evaluate` the loss over many.
 
-    Where forward and backward pass are one graph, evaluation runs uncompiled, which saves compiling it too.
+    On a CPU, evaluation runs uncompiled, which saves compiling it too.
     """
 
-    def __init__(self, model: GPT, form: Variant, distributed: bool = False, sync_each_batch: bool = True) -> None:
+    def __init__(self, model: GPT, variant: Variant, distributed: bool = False, sync_each_batch: bool = True) -> None:
         self.model = model
-        self.form = form
+        self.distributed = distributed
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]  # of the parameters that train, in the order of the forward pass
         self.parameters = [p for _, p in named]
         self.device = next(model.parameters()).device
-        # Checkpointed, no weights in 16 bits need to stay: the backward pass casts them again.
-        keeps_all = form.checkpoint == "none"
-        self.amp = hardware.autocast(self.device, form.dtype, cached=keeps_all)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.dtype == "float16")
-        self.module: nn.Module = model  # takes (x, y) in evaluation
-        self.trained: nn.Module | None = None  # module under DDP
-        self.has_unused: bool | None = None  # whether some parameters get no gradient; None before the first pass
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=variant.dtype == "float16")
+        self.ddp: DDP | None = None
+        self.last: Batch | None = None  # that was trained
         self.sharded = sharding.is_sharded(model)
         self.sync_each_batch = sync_each_batch  # of sharded ones; DDP always sends gradients once per step
-        self.forms = replacements_of(form, self.device, model.config.dropout)
-        self.graph: Callable[..., Any] | None = None
-        if form.compiled:
+        self.flops_per_token = model.estimate_flops()  # choose_implementation counts them
+        self.compared_s: float | None = None  # what comparing again took the last time
+        self.compared_at = time.perf_counter()
+        self.right_until = 0  # the step of the last comparison that found no difference
+        self.doubts: list[str] = []  # what later comparisons have found
+        self.use(variant)
+
+    def use(self, variant: Variant) -> None:
+        """Computes in this variant from now on."""
+        self.variant = variant
+        # With checkpoints, no weights in 16 bits need to stay: the backward pass casts them again.
+        self.amp = hardware.autocast(self.device, variant.dtype, cached=variant.checkpoint == "none")
+        config = self.model.config
+        self.replacements = with_recompute(variant.replacements(self.device.type), variant.checkpoint, config.dropout)
+        self.evaluation: Replacements = self.replacements
+        if variant.compiled:
             replacements.register_operators()
             # Selective checkpoints warn of operations in place. A block has none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
                 compiling.set_up_inductor()
-            is_one_graph = self.device.type == "cpu" and keeps_all and not distributed and not self.scaler.is_enabled()
-            # Blocks that are compiled alone draw other masks of dropout than a whole model, as one process has it.
-            if self.sharded or (distributed and not model.config.dropout):
-                for name in ("Block.forward", "GPT.loss"):
-                    self.forms[name] = compiled_alone(self.forms.get(name))
-            # In one graph of both passes torch computes nothing again that draws random numbers, as all attention may.
-            elif is_one_graph and torch_internals.traces_autograd():
-                self.graph = torch.compile(self._losses_and_gradients, fullgraph=True)
-            else:
-                self.module = torch.compile(model)  # type: ignore[assignment]
+                eager = replace(variant, compiled=False)
+                self.evaluation = eager.replacements(self.device.type)
+            for name in ("Block.forward", "GPT.loss"):
+                self.replacements[name] = compiled(self.replacements.get(name))
+            if self.device.type != "cpu":
+                self.evaluation = self.replacements
 
     def distribute(self, x: Tensor, y: Tensor) -> None:
         """From now on gradients are averaged over the ranks, once per step. A sharded model does so by itself.
@@ -108,28 +139,26 @@ class Runner:
         """
         if self.sharded:
             return
-        if self.has_unused is None:
-            self.forward_backward(x, y)
-            self.drop_gradients()
-        (share,) = sharding.means(float(bool(self.has_unused)), device=self.device)  # a rank's own text may use fewer
-        options: dict[str, Any] = {"find_unused_parameters": share > 0}
+        # Which parameters get a gradient may depend on the text, as with experts, so each pass looks.
+        options: dict[str, Any] = {"find_unused_parameters": True}
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         is_new = "forward_sync_buffers" in inspect.signature(DDP).parameters  # its name from torch 2.13 on
         has_state = len(self.model.state_dict()) > len(dict(self.model.named_parameters(remove_duplicate=False)))
         options["forward_sync_buffers" if is_new else "broadcast_buffers"] = has_state  # the rotary table is no state
         device_ids = [self.device.index] if self.device.type == "cuda" else None
-        self.trained = DDP(self.module, device_ids=device_ids, **options)
-        # After its first backward pass DDP arranges the gradients anew, which from three ranks on are then summed in
-        # another order. Without this pass the first step of a resumed run would differ from that of the whole run.
+        self.ddp = DDP(self.model, device_ids=device_ids, **options)
+        # A first pass may arrange what DDP sends in another order: resumed runs have it behind them, too.
         self.forward_backward(x, y)
         self.drop_gradients()
+        self.last = None
 
     def leave_ranks(self) -> None:
-        """Ends the averaging, before Ranks.close ends the process group.
+        """Ends the averaging, before DistContext.close ends the process group.
 
         Otherwise DDP would be the last to hold the group, which is then freed under Python's lock. There it waits for a
         thread of gloo that may want the lock to free a tensor: the process would hang (pytorch issue 56297).
         """
-        self.trained = None
+        self.ddp = None
 
     # ---- a micro-batch -----------------------------------------------------------------------------------
 
@@ -141,9 +170,7 @@ class Runner:
         """
         if self.sharded:
             self.model.set_requires_gradient_sync(last or self.sync_each_batch)  # type: ignore[operator]
-        alone = self.trained is not None and not last
-        exchanged = self.trained.no_sync() if alone else nullcontext()  # type: ignore[operator, union-attr]
-        with replacing(self.forms), exchanged:
+        with replacing(self.replacements), self.ddp.no_sync() if self.ddp and not last else nullcontext():
             yield
 
     def forward(
@@ -154,13 +181,9 @@ class Runner:
         The parts are "loss" and what else GPT.forward returns. Each is divided by micro_steps or, for data with a loss
         mask, multiplied by weight (data/loader.py).
         """
-        if self.graph is not None:
-            parts, gradients = self.graph(x, y, micro_steps)
-            factor = 1.0 if weight is None else weight * micro_steps  # not in the graph, which is the one compared
-            parts = {name: part * factor for name, part in parts.items()} if weight is not None else parts
-            return WithGradients.apply(total_of(parts), factor, gradients, *self.parameters), parts
+        self.last = (x, y)
         with self.amp:
-            parts = parts_of((self.trained or self.module)(x, y))
+            parts = parts_of((self.ddp or self.model)(x, y))
             parts = {n: part / micro_steps if weight is None else part * weight for n, part in parts.items()}
         return total_of(parts), {name: part.detach() for name, part in parts.items()}
 
@@ -170,22 +193,10 @@ class Runner:
 
     def forward_backward(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> Tensor:
         """Both passes of a micro-batch, to try them: buffers stay. Returns its loss, divided by micro_steps."""
-        with verify.keeping_buffers(self.model), self.micro_batch():
+        with verify.undisturbed(self.model), self.micro_batch():
             loss, parts = self.forward(x, y, micro_steps)
             self.backward(loss)
-        if self.has_unused is None:
-            self.has_unused = any(p.grad is None for p in self.parameters)
         return parts["loss"]
-
-    def _losses_and_gradients(self, x: Tensor, y: Tensor, micro_steps: int) -> tuple[dict[str, Tensor], Any]:
-        with self.amp:
-            parts = {name: part / micro_steps for name, part in parts_of(self.model(x, y)).items()}
-        trained = [p for p in self.parameters if p.requires_grad]  # not those that a change has frozen for a while
-        gradients = dict(zip(trained, torch.autograd.grad(total_of(parts), trained, allow_unused=True), strict=True))
-        # Laid out like the parameters: the fused AdamW goes through both in the order of memory, without a check.
-        found = [gradients.get(p) for p in self.parameters]
-        laid_out = tuple(None if g is None else g.contiguous() for g in found)
-        return {name: part.detach() for name, part in parts.items()}, laid_out
 
     # ---- gradients ---------------------------------------------------------------------------------------
 
@@ -213,12 +224,12 @@ class Runner:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within the block, `loss` may be called: there is no dropout, and gathered weights are kept."""
-        self.module.eval()
+        self.model.eval()
         try:
-            with replacing(self.forms):
+            with replacing(self.evaluation):
                 yield
         finally:
-            self.module.train()
+            self.model.train()
         if self.sharded:
             sharding.drop_gathered(self.model)
 
@@ -226,7 +237,7 @@ class Runner:
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a micro-batch, without gradients and without what training adds to it; see evaluating."""
         with self.amp:
-            return self.module(x, y)[1]
+            return self.model(x, y)[1]
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: DistContext) -> Evaluation:
         """The mean loss over the batches of all ranks: inputs, targets and the number of rows that count.
@@ -253,24 +264,168 @@ class Runner:
         batch_losses = tuple(round(loss, 6) for loss in (sums / rows_of).tolist())
         return Evaluation(mean, error, round(n_rows), batch_losses)
 
+    # ---- comparing with model.py -------------------------------------------------------------------------
 
-def replacements_of(form: Variant, device: torch.device, dropout: float) -> dict[str, Callable[..., Any]]:
-    """What stands in for functions of model.py in this form."""
-    forms = replacements.replacements_for(device.type, form.attention, form.compiled)
-    if form.checkpoint != "none":
-        forms["Block.forward"] = recompute.block_form(form.checkpoint, dropout)
-    return {name: stand_in for name, stand_in in forms.items() if name not in form.reference_only}
+    def check_replacements(self, candidates: verify.Candidates, idx: Tensor, targets: Tensor) -> dict[str, str]:
+        """As verify.wrong_replacements, on one sequence in the variant's dtype; on half of it where memory runs out."""
+        T = idx.size(1)
+        while True:
+            try:
+                with sharding.in_float32(self.model) as model:
+                    dtype = self.variant.dtype
+                    return verify.wrong_replacements(model, candidates, idx[:1, :T], targets[:1, :T], dtype)
+            except (RuntimeError, MemoryError) as e:
+                if not is_out_of_memory(e) or T < 2 or self.sharded:
+                    raise
+                T //= 2
+
+    def check_pass(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> None:
+        """Compares loss and gradients on the first sequences of a micro-batch with those of eager float32.
+
+        The sequences repeat, so that the variant is tried in the shape that it runs in while float32 takes few of them.
+        Raises Mismatch where they differ, and ValueError where those of float32 are not finite. Leaves no gradients.
+        """
+        n = compared_rows(*x.shape)
+        few = (x[:n], y[:n])
+        repeated = (x[:n].repeat(len(x) // n, 1), y[:n].repeat(len(y) // n, 1))
+        with verify.nothing_is_zero(self.model):
+            loss, found, _ = self.measured(repeated, micro_steps)
+            with sharding.in_float32(self.model) as model:
+                if self.device.type not in REFERENCES:
+                    model = copy.deepcopy(model).cpu()
+                reference = Runner(model, Variant(checkpoint=self.variant.checkpoint, refused=self.variant.refused))
+                if model.lm_head.weight.device != self.device:
+                    reference.replacements = {}  # these were compared on the other device only
+                with full_float32():
+                    expected_loss, expected, is_random = reference.measured(few, 1, self.variant.compiled)
+        if self.sharded:
+            loss, expected_loss = sharding.means(loss, expected_loss, device=self.device)
+        if not math.isfinite(expected_loss) or not all(verify.whole(g).isfinite().all() for g in expected):
+            raise ValueError(
+                f"eager float32 gives a loss of {expected_loss} or gradients that are not finite on the first "
+                "micro-batch: the weights that the run starts from, or the data, are at fault; take another checkpoint"
+            )
+        found = [a.to(b.device) for a, b in zip(found, expected, strict=True)]
+        precision = verify.precision_of(self.variant.dtype, self.device)
+        verify.compare_passes(
+            str(self.variant), precision, self.names, (loss, found), (expected_loss, expected), is_random
+        )
+
+    def measured(self, batch: Batch, micro_steps: int, real_dropout: bool = False) -> tuple[float, list[Tensor], bool]:
+        """Loss and gradients of a pass, which leaves none, and whether it has drawn random numbers.
+
+        Dropout becomes a factor, unless real_dropout, or the pass is compiled and would have to be compiled anew.
+        """
+        ddp, self.ddp = self.ddp, None  # each rank alone
+        scale = self.scaler.state_dict()
+        if scale:  # the usual scale may overflow at first; a smaller one loses gradients of a part of the step
+            self.scaler.load_state_dict(scale | {"scale": 1024.0 * micro_steps})
+        as_factor = not self.variant.compiled and not real_dropout
+        try:
+            with (
+                torch.autograd.set_multithreading_enabled(not as_factor),  # checkpointed blocks drop in the backward
+                verify.undisturbed(self.model),
+                self.micro_batch(),
+                verify.DropoutAsFactor() if as_factor else nullcontext(),
+            ):
+                before = verify.random_state(self.device)
+                total, parts = self.forward(*batch, micro_steps)
+                is_random = verify.random_state(self.device) != before
+                self.backward(total)
+            factor = micro_steps / (self.scaler.get_scale() if scale else 1.0)
+            return (
+                parts["loss"].item() * micro_steps,
+                [torch.zeros_like(p) if p.grad is None else p.grad.float() * factor for p in self.parameters],
+                is_random,
+            )
+        finally:
+            self.drop_gradients()
+            self.ddp = ddp
+            if scale:
+                self.scaler.load_state_dict(scale)
+
+    def draws_random_numbers(self, batch: Batch) -> bool:
+        """Whether a training pass does, as dropout does: another variant or batch size would draw other ones."""
+        x, y = batch
+        return self.measured((x[:1, :128], y[:1, :128]), 1, real_dropout=True)[2]
+
+    def verify_again(self, step: int, ranks: DistContext, must: bool = False) -> list[str]:
+        """Compares with model.py once more, on the micro-batch that was trained last; returns lines to warn with.
+
+        Where something differs now, the run computes it as model.py does from here on. All ranks must call this. must:
+        at the end of a run; otherwise skips a turn that would take more than SHARE_OF_TIME of the time since the last.
+        """
+        if self.last is None:  # it was compared just now
+            return []
+        x, y = self.last
+        t0 = time.perf_counter()
+        is_first = self.compared_s is None
+        is_due = must or self.compared_s is None or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
+        if not ranks.all(is_due and verify.weights_are_finite(self.model)):
+            return []
+        lines = []
+        exact = Runner(self.model, replace(self.variant, dtype="float32", compiled=False))
+        in_use = {name: [r] for name, r in self.variant.replacements(self.device.type).items()}
+        problems: dict[str, str] = {}
+        for of_rank in ranks.gather(exact.check_replacements(in_use, x, y)):
+            problems |= of_rank
+        if problems:
+            lines = [problems[name] for name in sorted(problems)]
+            self.use(replace(self.variant, refused=tuple(sorted({*self.variant.refused, *problems}))))
+        while not is_reference(self.variant, self.device):
+            problem = ""
+            try:
+                self.check_pass(x, y)
+            except Mismatch as e:
+                problem = str(e)
+            if ranks.all(not problem):
+                break
+            lines.append(problem or f"{self.variant} disagrees with model.py on another rank")
+            if self.sharded or (self.variant.dtype == "float32" and not self.variant.compiled):
+                raise ValueError(f"{lines[-1]}; resume from the last checkpoint with --dtype=float32 --compile=False")
+            is_compiled = self.variant.compiled
+            self.use(replace(self.variant, compiled=False, dtype=self.variant.dtype if is_compiled else "float32"))
+        self.compared_at = time.perf_counter()
+        self.compared_s = self.compared_at - t0
+        if is_first:
+            price = f"took {self.compared_s:.1f}s: done at evaluations, in at most {SHARE_OF_TIME:.0%} of the time"
+            ranks.print0(f"checking {self.variant} against model.py again {price}")
+        if not lines:
+            self.right_until = step
+            return []
+        line = f"{'; '.join(lines)}: going on in {self.variant}. Steps after {self.right_until} may be wrong"
+        self.doubts.append(line)
+        return [line]
 
 
-def compiled_alone(stand_in: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What stands in for a function of model.py and is a graph of its own, which all blocks share. stand_in: in it."""
-    compiled: dict[Any, Callable[..., Any]] = {}
+def is_reference(variant: Variant, device: torch.device) -> bool:
+    """Whether a whole pass has nothing to be compared with. On CUDA float32 is TF32, which has."""
+    return variant.dtype == "float32" and not variant.compiled and device.type == "cpu"
 
-    def forward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if plain not in compiled:
-            inside = plain if stand_in is None else functools.partial(stand_in, plain)
-            compiled[plain] = torch.compile(inside)
-        return compiled[plain](*args, **kwargs)
+
+def compared_rows(B: int, T: int) -> int:
+    """How many of B sequences of T tokens are compared; a divisor of B, so that all count alike where they repeat."""
+    wanted = max(COMPARED_SEQUENCES, math.ceil(COMPARED_TOKENS / T))
+    divisors = [n for n in range(1, B + 1) if B % n == 0]
+    return min(divisors, key=lambda n: (abs(n - wanted), -n))
+
+
+def with_recompute(
+    in_use: dict[str, Callable[..., Any]], checkpoint: str, dropout: float
+) -> dict[str, Callable[..., Any]]:
+    """What replaces functions of model.py, with blocks that compute activations again."""
+    return in_use if checkpoint == "none" else in_use | {"Block.forward": recompute.block_form(checkpoint, dropout)}
+
+
+def compiled(replacement: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A replacement that is a graph of its own, which all blocks share: of the function or of what replaces it."""
+    graphs: dict[Any, Callable[..., Any]] = {}
+
+    def forward(reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if reference not in graphs:
+            inside = reference if replacement is None else functools.partial(replacement, reference)
+            graphs[reference] = torch.compile(inside)
+        return graphs[reference](*args, **kwargs)
 
     return forward
 
@@ -295,20 +450,16 @@ def total_of(parts: dict[str, Tensor]) -> Tensor:
     return total
 
 
-class WithGradients(torch.autograd.Function):
-    """A loss whose gradients are known already: going backward from it hands them to the parameters."""
+def count_flops(model: GPT, x: Tensor, y: Tensor) -> int:
+    """FLOPs per token of a training pass over (x, y) as model.py has it, by torch's counter.
 
-    @staticmethod
-    def forward(ctx, loss, factor, gradients, *parameters):
-        ctx.factor = factor
-        ctx.gradients = gradients
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        gradients = ctx.gradients
-        ctx.gradients = None  # so that parameters take them over without a copy
-        factor = ctx.factor * upstream.item()
-        if factor != 1.0:
-            torch._foreach_mul_([g for g in gradients if g is not None], factor)
-        return None, None, None, *gradients
+    Within 1% it is GPT.estimate_flops, nanoGPT's number, which is also returned where ranks share the weights.
+    """
+    estimate = model.estimate_flops()
+    if sharding.is_sharded(model):
+        return estimate
+    with verify.undisturbed(model), replacing({}), FlopCounterMode(display=False) as counter:
+        total = total_of(parts_of(model(x[:1], y[:1])))
+        torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    counted = round(counter.get_total_flops() / x.size(1))
+    return estimate if abs(counted - estimate) <= 0.01 * estimate else counted

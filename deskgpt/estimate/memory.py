@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deskgpt.compute.runner import Variant, parts_of, replacements_of, total_of
+from deskgpt.compute.runner import Variant, parts_of, total_of, with_recompute
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing
 from deskgpt.system import hardware
@@ -59,7 +59,8 @@ class Step:
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """What replaces functions of model.py. A compiled step is rehearsed as one that is not."""
-        found = replacements_of(replace(self.form, compiled=False), torch.device("cpu"), self.config.dropout)
+        eager = replace(self.form, compiled=False)
+        found = with_recompute(eager.replacements("cpu"), eager.checkpoint, self.config.dropout)
         if self.device_type == "cuda" and "GPT.loss" in found:
             found["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=replacements.LOGITS_ON_GPU)
         return found

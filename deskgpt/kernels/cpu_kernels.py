@@ -103,7 +103,7 @@ def path() -> Path:
     """The library for this processor, torch, compiler and source. Raises RuntimeError without a home or a compiler."""
     made_of = repr((flags(), torch.__version__, compiler_version())).encode()
     digest = hashlib.sha256(SOURCE.read_bytes() + made_of).hexdigest()[:16]
-    return cache.path_of("variants").with_name(f"cpu_kernels-{digest}.so")
+    return cache.folder() / f"cpu_kernels-{digest}.so"
 
 
 def flags() -> list[str]:

@@ -1,7 +1,7 @@
 """Generation with a cache of keys and values: a token costs a pass over itself, not over all tokens before it.
 
-A Decoder stands in for GPT.next_logits of model.py. Every module of the model finds in the cache what it left there in
-the passes before.
+A Decoder replaces GPT.next_logits of model.py. Every module of the model finds in the cache what it left there in the
+passes before.
 
 Shape legend: B batch, T time, S time with what is cached, H heads, D head width, V vocabulary.
 """
@@ -52,10 +52,10 @@ class KVCache:
 
 
 class Decoder:
-    """Stands in for GPT.next_logits: the logits (B, V) that follow tokens idx (B, T).
+    """Replaces GPT.next_logits: the logits (B, V) that follow tokens idx (B, T).
 
     A call whose idx continues that of the call before computes the new tokens only. Once all block_size positions are
-    taken, positions shift with every token and nothing cached is valid: such a call is left to plain.
+    taken, positions shift with every token and nothing cached is valid: such a call is left to the reference.
     """
 
     def __init__(self, model: Any) -> None:
@@ -65,16 +65,24 @@ class Decoder:
     def begin(self) -> None:
         """Forgets all tokens."""
         self.cache = KVCache(self.model.config.block_size)
+        self.steps = 0  # calls that found tokens in the cache
         self._seen: Tensor | None = None  # the tokens in the cache (B, length)
 
-    def __call__(self, plain: Callable[..., Tensor], model: Any, idx: Tensor) -> Tensor:
+    def __call__(self, reference: Callable[..., Tensor], model: Any, idx: Tensor) -> Tensor:
         if model is not self.model or idx.size(1) > model.config.block_size:
-            return plain(model, idx)
-        if not self._continues(idx):
+            self.begin()
+            return reference(model, idx)
+        if self._continues(idx):
+            self.steps += 1
+        else:
             self.begin()
         new = idx[:, self.cache.length :]
         self._seen = idx
         return model.logits(model.transformer(new, self.cache)[:, -1])
+
+    def is_due(self) -> bool:
+        """Whether to compare the last call with the whole forward pass: at the steps 1, 4, 16, 64 ... of a text."""
+        return self.steps > 0 and self.steps.bit_count() == 1 and self.steps.bit_length() % 2 == 1
 
     def _continues(self, idx: Tensor) -> bool:
         """Whether idx holds the tokens in the cache and some more."""

@@ -1,8 +1,8 @@
-"""Where model.py asks for a faster form of what it defines.
+"""Where model.py allows a faster replacement for what it defines.
 
-A function under `may_be_faster` computes what is written there, unless a form stands in for it: within
-`using({"attention": form})`, each call attention(*args) becomes form(attention, *args). A form that does not know how
-to compute what it is given returns attention(*args). Which forms are right, held.py finds out.
+A function under `overridable` computes what is written there, unless something replaces it: within
+`replacing({"attention": f})`, each call attention(*args) becomes f(attention, *args). A replacement that cannot compute
+what it is given returns attention(*args). verify.py finds out which ones are right.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-Plain = TypeVar("Plain", bound=Callable[..., Any])
-Forms = Mapping[str, Callable[..., Any]]  # by the name of the function that they stand in for
+Function = TypeVar("Function", bound=Callable[..., Any])
+Replacements = Mapping[str, Callable[..., Any]]  # by the name of the function that they replace
 
-_in_use: Forms = {}  # set by using; of all threads, since autograd computes checkpointed blocks again in its own
+_in_use: Replacements = {}  # set by replacing; of all threads, since autograd recomputes blocks in its own
 
 
-def overridable(plain: Plain) -> Plain:
-    """A function or method of model.py that a form may stand in for, under its name: attention, GPT.loss."""
-    name = plain.__qualname__
+def overridable(reference: Function) -> Function:
+    """Lets something replace a function or method of model.py, under its name: attention, GPT.loss."""
+    name = reference.__qualname__
 
-    @functools.wraps(plain)
+    @functools.wraps(reference)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        form = _in_use.get(name)
-        return plain(*args, **kwargs) if form is None else form(plain, *args, **kwargs)
+        replacement = _in_use.get(name)
+        return reference(*args, **kwargs) if replacement is None else replacement(reference, *args, **kwargs)
 
     return dispatch  # type: ignore[return-value]
 
 
 @contextmanager
-def replacing(forms: Forms) -> Iterator[None]:
-    """Within the block these forms stand in for what model.py defines, and no others."""
+def replacing(replacements: Replacements) -> Iterator[None]:
+    """Within the block these replace what model.py defines, and nothing else does."""
     global _in_use
     before = _in_use
-    _in_use = forms
+    _in_use = replacements
     try:
         yield
     finally:

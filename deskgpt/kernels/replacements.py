@@ -1,8 +1,8 @@
-"""Faster forms of what model.py defines, each with the measurement that justifies it.
+"""Faster replacements for functions of model.py, each with the measurement that justifies it.
 
-A form is called as form(plain, *args) in place of plain(*args), where plain is the function of model.py: see
-definition.py. What it is not made for, it leaves to plain. Importing this file registers nothing: `register_operators`
-is called before the first compilation.
+replacement(reference, *args) is called in place of reference(*args), the function of model.py: see overridable.py. It
+leaves to the reference what it is not made for. Importing this file registers nothing: `register_operators` is called
+before the first compilation.
 
 Shape legend: B batch, T time, C channels, H heads, D = C // H, V vocabulary, N = B * T.
 """
@@ -10,49 +10,73 @@ Shape legend: B batch, T time, C channels, H heads, D = C // H, V vocabulary, N 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from deskgpt.kernels import cpu_kernels
 
-Plain = Callable[..., Tensor]
+Reference = Callable[..., Tensor]
 softmax_ = cpu_kernels.torch_softmax_
 
 
-# The kinds of attention: torch's fused kernels, the matmuls of model.py, and our kernels in C++ (cpu_kernels.py), with
-# which come those of the activation and of the loss.
+# flash: torch's fused kernels; explicit: the matmuls of model.py; kernels: ours in C++ (cpu_kernels.py), which compute
+# the activation and the loss, too.
 KINDS = ("flash", "explicit", "kernels")
-IN_CPP = ("attention", "activation", "GPT.loss")  # what `kernels` brings
-
-
-def in_words(attention: str) -> str:
-    return "C++ kernels" if attention == "kernels" else f"{attention} attention"
 
 
 def replacements_for(
-    device_type: str, attention: str = "flash", compiled: bool = False
+    device_type: str, attention: str = "flash", compiled: bool = False, refused: Collection[str] = ()
 ) -> dict[str, Callable[..., Any]]:
-    """The forms for this kind of device, by the names of what they stand in for.
+    """What replaces functions of model.py, by their names, on this kind of device.
 
-    attention: one of KINDS. compiled: whether torch.compile comes over it.
+    attention: one of KINDS. compiled: whether torch.compile comes over it. refused: names of those that are wrong here;
+    the next best takes their place, or the function itself.
     """
-    forms: dict[str, Callable[..., Any]] = {"GPT.loss": chunked_loss}
+    if "flash_attention" in refused:
+        refused = {*refused, "explicit_attention"}  # it is the same in evaluation
+    options = candidates_for(device_type, attention, compiled)
+    right = {name: [r for r in some if r.__name__ not in refused] for name, some in options.items()}
+    return {name: some[0] for name, some in right.items() if some}
+
+
+def candidates_for(device_type: str, attention: str, compiled: bool = False) -> dict[str, list[Callable[..., Any]]]:
+    """For each function what may replace it, the best first."""
+    options: dict[str, list[Callable[..., Any]]] = {"GPT.loss": [chunked_loss], "attention": [], "activation": []}
     # On MPS, torch's fused attention lets tokens see later ones in 16 bits (pytorch's issue 195910) and is wrong for
     # few queries that are transposed (181133, in 2.11). It is for passes without gradients only, so that model.py's
     # matmuls are as fast in training.
     if device_type != "mps":
-        forms["attention"] = explicit_attention if attention == "explicit" else flash_attention
+        options["attention"] = [explicit_attention if attention == "explicit" else flash_attention]
     if compiled and device_type == "cpu":
-        register_operators()
-        forms |= {"activation": compiled_gelu, "Linear.forward": transposed_linear}
+        options["activation"] = [compiled_gelu]
     if attention == "kernels":
-        forms |= {"attention": kernel_attention, "activation": kernel_activation, "GPT.loss": kernel_loss}
-    return forms
+        options["attention"].insert(0, kernel_attention)
+        options["activation"].insert(0, kernel_activation)
+        options["GPT.loss"].insert(0, kernel_loss)
+    return options
+
+
+def describe(replacement: Callable[..., Any] | None) -> str:
+    """In words, such as "C++ attention" for kernel_attention."""
+    if replacement is None:
+        return "model.py itself"
+    return replacement.__name__.replace("kernel_", "C++ ").replace("_", " ")
+
+
+def as_compared(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss in three chunks or more, since it would leave a few tokens to the reference; others as they are."""
+    if replacement not in (chunked_loss, kernel_loss):
+        return replacement
+
+    def loss(reference: Reference, model: Any, x: Tensor, targets: Tensor) -> Tensor:
+        V = model.lm_head.weight.size(0)
+        return replacement(reference, model, x, targets, loss_logits=V * max(1, targets.numel() // 3))
+
+    return loss
 
 
 # ---- attention -----------------------------------------------------------------------------------------------
@@ -61,18 +85,17 @@ def replacements_for(
 LONGEST_EXPLICIT = 1024
 
 
-def flash_attention(
-    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
-) -> Tensor:
+def flash_attention(reference: Reference, q: Tensor, k: Tensor, v: Tensor, *positions_and_dropout: Any) -> Tensor:
     """Causal attention by torch's fused kernels, for all tokens of a text and for a new one after those in a cache.
 
     On a CPU a new token of 4 layers of 128 takes 753 us with them, 915 us without (2026-11-23).
     """
+    _, _, dropout = positions_and_dropout
     T = q.size(2)
     if T == 1:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     if k.size(2) != T:
-        return plain(q, k, v, query_positions, key_positions, dropout)
+        return reference(q, k, v, *positions_and_dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
@@ -81,34 +104,28 @@ def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
     return device_type == "cpu" and 1 < T <= LONGEST_EXPLICIT and not dropout
 
 
-def explicit_attention(
-    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
-) -> Tensor:
+def explicit_attention(reference: Reference, q: Tensor, k: Tensor, v: Tensor, *positions_and_dropout: Any) -> Tensor:
     """With gradients, the matmuls of model.py, which bfloat16 with AMX prefers; without, flash_attention."""
-    if not torch.is_grad_enabled() or not may_be_explicit(q.device.type, q.size(2), dropout):
-        return flash_attention(plain, q, k, v, query_positions, key_positions, dropout)
-    return plain(q, k, v, query_positions, key_positions, dropout)
+    if not torch.is_grad_enabled():
+        return flash_attention(reference, q, k, v, *positions_and_dropout)
+    return reference(q, k, v, *positions_and_dropout)
 
 
-def kernel_attention(
-    plain: Plain, q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
-) -> Tensor:
-    """Causal attention by our kernel; by flash_attention with dropout, and for a new token after those in a cache.
+def kernel_attention(reference: Reference, q: Tensor, k: Tensor, v: Tensor, *positions_and_dropout: Any) -> Tensor:
+    """Causal attention by our kernel; by flash_attention with dropout, and for what the kernel does not take.
 
     bench/results/2026-11-25-cpu-kernels.md has the times of both.
     """
-    T = q.size(2)
-    is_alike = q.dtype == k.dtype == v.dtype and k.size(2) == T
-    if dropout or T == 1 or not is_alike or q.dtype not in cpu_kernels.dtypes():
-        return flash_attention(plain, q, k, v, query_positions, key_positions, dropout)
+    if positions_and_dropout[-1] or q.size(2) == 1 or not cpu_kernels.takes(q, k, v):
+        return flash_attention(reference, q, k, v, *positions_and_dropout)
     o, _ = torch.ops.deskgpt.causal_attention(q, k, v)
     return o
 
 
-# ---- activation and linear layer -----------------------------------------------------------------------------
+# ---- activation --------------------------------------------------------------------------------------------
 
 
-def compiled_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
+def compiled_gelu(reference: Reference, x: Tensor, name: str) -> Tensor:
     """GELU on a CPU, where inductor's erf and tanh take most of its time.
 
     The exact one as one operator of torch, which takes less than half the time of inductor's; that with tanh by the
@@ -119,34 +136,22 @@ def compiled_gelu(plain: Plain, x: Tensor, name: str) -> Tensor:
     if name == "gelu_tanh":
         z = x.float()
         return (z * torch.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))).type_as(x)
-    return plain(x, name)
+    return reference(x, name)
 
 
-def kernel_activation(plain: Plain, x: Tensor, name: str) -> Tensor:
+def kernel_activation(reference: Reference, x: Tensor, name: str) -> Tensor:
     """An activation by our kernel: half the time of torch's tanh, a third of relu2 in two steps.
 
     The exact GELU is oneDNN's already.
     """
-    if name in cpu_kernels.ACTIVATIONS and x.dtype in cpu_kernels.dtypes():
+    if name in cpu_kernels.ACTIVATIONS and cpu_kernels.takes(x):
         return torch.ops.deskgpt.activation(x, name)
-    return compiled_gelu(plain, x, name) if torch.compiler.is_compiling() else plain(x, name)
-
-
-def transposed_linear(plain: Plain, layer: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer from many channels to few, with the weight transposed before the matmul, in training.
-
-    The weight's gradient is then computed with the wide x as the transposed operand, which takes three quarters of the
-    time of the other way round on a CPU (docs/decisions.md).
-    """
-    if layer.in_features <= layer.out_features or not torch.is_grad_enabled():
-        return plain(layer, x)
-    y = x @ layer.weight.t().contiguous()
-    return y if layer.bias is None else y + layer.bias
+    return compiled_gelu(reference, x, name) if torch.compiler.is_compiling() else reference(x, name)
 
 
 # ---- loss ----------------------------------------------------------------------------------------------------
 
-# Up to this number of logits, a batch's are computed at once, in plain torch. More are computed, used and dropped in
+# Up to this number of logits, a batch's are computed at once, by the reference. More are computed, used and dropped in
 # chunks, of this size on a CPU: smaller chunks cost speed, larger ones only memory. 2^25 are 667 tokens of GPT-2's
 # vocabulary, 134 MB in float32 (bench/results/2026-11-22-loss.md). On a GPU every chunk also reads and writes the whole
 # gradient of the head, 309 MB for GPT-2 in float32, which only thousands of tokens outweigh. In bfloat16 a chunk there
@@ -172,7 +177,12 @@ def tokens_per_chunk(N: int, V: int, logits: int) -> int:
 
 
 def chunked_loss(
-    plain: Plain, model: Any, x: Tensor, targets: Tensor, loss_logits: int | None = None, by_kernel: bool = False
+    reference: Reference,
+    model: Any,
+    x: Tensor,
+    targets: Tensor,
+    loss_logits: int | None = None,
+    by_kernel: bool = False,
 ) -> Tensor:
     """The mean cross-entropy of a linear head, in float32, whose logits are never kept whole.
 
@@ -191,7 +201,7 @@ def chunked_loss(
         usual = BYTES_WITH_KERNEL // dtype.itemsize
     chunk = tokens_per_chunk(N, V, loss_logits or usual)
     if chunk == N and N * V <= LOGITS_ON_CPU:
-        return plain(model, x, targets)
+        return reference(model, x, targets)
     needs_grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling() and _registered:
         operator = torch.ops.deskgpt.chunked_cross_entropy.default
@@ -202,17 +212,9 @@ def chunked_loss(
     return total / (targets_of_h >= 0).sum().clamp(min=1)
 
 
-kernel_loss = functools.partial(chunked_loss, by_kernel=True)
-
-
-def in_thirds(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """chunked_loss or kernel_loss in three chunks or more, to be compared: it would leave a few tokens to plain."""
-
-    def loss(plain: Plain, model: Any, x: Tensor, targets: Tensor) -> Tensor:
-        V = model.lm_head.weight.size(0)
-        return form(plain, model, x, targets, loss_logits=V * max(1, targets.numel() // 3))
-
-    return loss
+def kernel_loss(reference: Reference, model: Any, x: Tensor, targets: Tensor, loss_logits: int | None = None) -> Tensor:
+    """chunked_loss with our softmax."""
+    return chunked_loss(reference, model, x, targets, loss_logits, by_kernel=True)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -243,7 +245,7 @@ def chunked_cross_entropy(
 
     The gradients of a chunk are taken while its logits exist: nothing of size (N, V) is kept for a backward pass, and
     no matmul runs twice. Matmuls run in `dtype`, softmax and sums in float32. The gradients are like h and weight, or
-    empty without needs_grad. softmax_of_full_chunk_ is softmax_, plain or compiled; a last chunk that is not full is
+    empty without needs_grad. softmax_of_full_chunk_ is softmax_, eager or compiled; a last chunk that is not full is
     not worth a second compilation.
 
     Why own code: torch 2.13's `linear_cross_entropy` is no faster and rounds a bfloat16 loss to 3 digits, torch 2.11
@@ -359,6 +361,6 @@ def _register_chunked_cross_entropy() -> None:
 def compiled_softmax_() -> Callable[[Tensor, Tensor], Tensor]:
     """softmax_ as one graph, which writes over the logits as it reads them: a chunk then takes no memory but theirs.
 
-    On a CPU with AMX this took the whole loss from 685 to 581 ms (docs/decisions.md).
+    On a CPU with AMX this took the whole loss from 685 to 581 ms (docs/decisions.md, equal chunks).
     """
     return torch.compile(softmax_, dynamic=False)

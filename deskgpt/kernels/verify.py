@@ -1,20 +1,23 @@
-"""Holds faster forms to the definition: each is compared with model.py once, on real input, and left out if it differs.
+"""Compares with model.py whatever computes it in another way: one table of tolerances, one kind of message.
 
-What is found is remembered under a digest of the code (machine/remembered.py), so that it is compared once for each
-version of model.py on each machine. All that compares comes here: kernels, the forms of a training step, cached
-sampling, exported folders.
+A run compares at its start, and again as it goes on (compute/runner.py): what replaces functions of model.py, on the
+inputs that they get in a pass over the run's own text; and the loss and gradients of a whole pass that is compiled or
+in low precision, with float32. Sampling (compute/inference.py) and exports compare logits. Nothing is remembered from
+one process to the next.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
+import inspect
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,82 +27,59 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deskgpt.kernels import cpu_kernels, replacements
+from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing
-from deskgpt.system import cache, hardware
+from deskgpt.kernels.replacements import describe
+from deskgpt.system import hardware
 from deskgpt.system.errors import is_out_of_memory
-from deskgpt.system.provenance import digest_of_code
 
-ROOT = Path(__file__).resolve().parents[2]
-# The code that results depend on, with all that these files import of ours.
-CODE = (ROOT / "model.py", *sorted((ROOT / "deskgpt" / "compute").glob("*.py")))
 
-# How far results may be from plain float32's: |difference| / |expected|. The largest differences of gradients measured
-# over the model's choices and one to twelve layers (docs/decisions.md) were 0.038 in bfloat16 and 2.3e-6 in float32.
-# Fifteen real and emulated processors are below these limits (bench/results/2026-11-22-check-machines.md). A kernel
-# that loses one of 64 elements is off by 0.12.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "tf32": 0.1}
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a result may be from float32's: |difference| / |expected|."""
 
-# The same of logits where both are in full float32: the largest difference between transformers and model.py, over all
-# 192 combinations of the model's choices, is 1e-5 (tests/test_export.py).
-SAME_LOGITS = 1e-4
+    loss: float
+    gradient: float  # of each parameter, or of each input of a function
+    logits: float  # at each position
+    cancelled: float  # a gradient below this share of those beside it may be nothing but rounding
 
-# Kernels are compared twice: on what they get in training, and on the same with a root mean square of this size. A new
-# model's scores and logits are so small that a cap on them, for one, would change nothing yet.
-LARGE = {"attention": 4.0, "GPT.loss": 32.0}
-MOST_ALIKE = 2  # calls of a function with the same shapes that are compared: of the first two layers
-ALMOST_NOTHING = 1e-3  # a gradient below this share of the largest may be nothing but rounding
 
-Variant = Callable[..., Any]  # what stands in for a function of model.py, called as form(plain, *args)
+# The largest differences of gradients measured over the model's choices and one to twelve layers (docs/decisions.md)
+# were 0.038 in bfloat16 and 2.3e-6 in float32; of logits in float32, between transformers and model.py, 1e-5
+# (tests/test_export.py). A kernel that loses one of 64 elements is off by 0.12.
+TOLERANCE = {
+    "float32": Tolerance(loss=1e-4, gradient=1e-3, logits=1e-4, cancelled=1e-5),
+    "tf32": Tolerance(loss=1e-2, gradient=0.1, logits=0.02, cancelled=1e-3),
+    "bfloat16": Tolerance(loss=1e-2, gradient=0.1, logits=0.1, cancelled=1e-3),
+    "float16": Tolerance(loss=1e-2, gradient=0.1, logits=0.02, cancelled=1e-3),
+}
+SAME_LOGITS = TOLERANCE["float32"].logits  # of an exported model, or with a cache
 
-Problems = dict[str, str]  # what is wrong with forms that were compared, by name; empty where all are right
+# Where both passes draw other random numbers, only losses and the norms of gradients compare, by these factors.
+RANDOM_LOSS = 0.2
+RANDOM_NORM = 3.0
 
-FILE = "forms"  # of what is remembered
+# Functions are also compared on their inputs scaled to this root mean square: a new model's scores, activations and
+# logits are so small that a limit on them would change nothing yet.
+LARGE = {"attention": 4.0, "activation": 4.0, "GPT.loss": 32.0}
+
+Candidates = Mapping[str, Sequence[Callable[..., Any]]]  # what may replace functions of model.py, by their names
 
 
 class Mismatch(ValueError):
-    """A form that computes something else than the definition."""
+    """Something computes another result than model.py."""
 
 
-# ---- what was found before -----------------------------------------------------------------------------------
+def mismatch(what: str, error: float, limit: float, instead: str = "") -> str:
+    """The one message about it, such as "C++ attention disagrees with model.py (...): using flash attention"."""
+    return f"{what} disagrees with model.py (relative error {error:.2g}, at most {limit:g} is rounding)" + (
+        f": using {instead}" if instead else ""
+    )
 
 
-def machine(device: torch.device) -> str:
-    return f"{hardware.device_name(device)}, torch {torch.__version__}"
-
-
-def digest(*what: Any) -> str:
-    """A name for these values, whose repr must say all that matters, and for our code as it is."""
-    of_code = digest_of_code(CODE) + cpu_kernels.SOURCE.read_bytes()
-    return hashlib.sha256(repr((torch.__version__, *what)).encode() + of_code).hexdigest()[:16]
-
-
-def found_before(key: str | None) -> Problems | None:
-    """What is wrong with the forms of this key, in words that name the file; None if they were not compared."""
-    found = cache.read(FILE).get(key or "")
-    if not isinstance(found, dict):
-        return None
-    return {name: f"{problem} (found before, in {cache.path_of(FILE)})" for name, problem in found.items()}
-
-
-def keep(key: str | None, problems: Problems) -> None:
-    if key is not None:
-        cache.keep(FILE, key, problems)
-
-
-def problems_of(
-    key: str | None, compare: Callable[[], Problems], on_all_ranks: Callable[[bool], bool] = bool
-) -> Problems:
-    """What is wrong with the forms of this key: as remembered, else as `compare` finds. Without a key, always compares.
-
-    on_all_ranks: whether something holds on all ranks. They compare together if one of them does not remember.
-    """
-    found = found_before(key)
-    if not on_all_ranks(found is not None):
-        found = compare()
-        keep(key, found)
-    assert found is not None
-    return found
+def precision_of(dtype: str, device: torch.device) -> str:
+    """The row of TOLERANCE for matmuls in this dtype; on CUDA, float32 is TF32."""
+    return "tf32" if dtype == "float32" and device.type == "cuda" else dtype
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------
@@ -111,6 +91,81 @@ def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
         return math.inf
     error = (found.float() - expected.float()).norm().item() / max(expected.float().norm().item(), least, 1e-30)
     return error if math.isfinite(error) else math.inf
+
+
+def logits_distance(found: Tensor, expected: Tensor) -> float:
+    """The largest distance at one position of logits (..., V): |difference| / |expected|; infinite for NaN."""
+    if found.shape != expected.shape:
+        return math.inf
+    found, expected = found.float(), expected.float()
+    error = ((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)).max().item()
+    return error if math.isfinite(error) else math.inf
+
+
+def compare_passes(
+    what: str,
+    precision: str,
+    names: list[str],
+    found: tuple[float, list[Tensor]],
+    expected: tuple[float, list[Tensor]],
+    is_random: bool = False,
+) -> None:
+    """Compares the loss and the gradients of two training passes. Raises Mismatch where `what` has gone wrong."""
+    (loss, gradients), (expected_loss, expected_gradients) = found, expected
+    error = abs(loss - expected_loss) / max(abs(expected_loss), 1e-30)
+    limit = RANDOM_LOSS if is_random else TOLERANCE[precision].loss
+    if not error <= limit:  # NaN is not
+        raise Mismatch(mismatch(f"{what}: the loss {loss:.6g}", error, limit))
+    if is_random:
+        errors = norm_ratios(names, gradients, expected_gradients)
+        limit = RANDOM_NORM
+    else:
+        errors = gradient_errors(names, gradients, expected_gradients, precision)
+        limit = TOLERANCE[precision].gradient
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= limit:
+        raise Mismatch(mismatch(f"{what}: the gradient of {worst}", errors[worst], limit))
+
+
+def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor], precision: str) -> dict[str, float]:
+    """|found - expected| / |expected| of each parameter's gradient, by name; infinite for NaN.
+
+    Queries, keys and values are compared one by one: at the start the gradients of the first two are far smaller. A
+    gradient that may be only rounding is measured by the whole that it is part of: the softmax cancels that of a key's
+    bias, and where attention has nothing to learn, as on random tokens, that of queries falls to 7e-5 of the three.
+    """
+    found = [whole(g) for g in found]
+    expected = [whole(g) for g in expected]
+    cancelled = TOLERANCE[precision].cancelled
+    total = math.sqrt(sum(g.float().square().sum().item() for g in expected))
+    errors = {}
+    for name, a, b in zip(names, found, expected, strict=True):
+        if ".c_attn." in name and b.size(0) % 3 == 0:
+            of_all = b.norm().item()
+            for part, a_part, b_part in zip("qkv", a.chunk(3), b.chunk(3), strict=True):
+                is_rounding = b_part.norm().item() <= cancelled * of_all
+                errors[f"{name} ({part})"] = distance(a_part, b_part, of_all if is_rounding else 0.0)
+        else:
+            errors[name] = distance(a, b, total if b.norm().item() <= 1e-5 * total else 0.0)
+    return errors
+
+
+def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """The larger by the smaller norm of each gradient, by name; infinite where one is not finite."""
+    found_norms = [whole(g).float().norm().item() for g in found]
+    norms = [whole(g).float().norm().item() for g in expected]
+    least = max(1e-5 * math.hypot(*norms), 1e-30)
+    pairs = [(max(a, least), max(b, least)) for a, b in zip(found_norms, norms, strict=True)]
+    ratios = [max(a / b, b / a) if math.isfinite(a) else math.inf for a, b in pairs]
+    return dict(zip(names, ratios, strict=True))
+
+
+def whole(x: Any) -> Tensor:
+    """A sharded tensor, gathered from its ranks, all of which must call this; any other tensor itself."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+# ---- conditions of a comparison --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -126,97 +181,171 @@ def full_float32() -> Iterator[None]:
 
 
 @contextmanager
-def keeping_buffers(model: nn.Module) -> Iterator[None]:
-    """Within the block a pass may change buffers, as one with a running mean does; after it they are as before."""
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """After the block, buffers, training mode and random generators are as before it, whatever a pass has changed."""
     buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m.named_buffers(recurse=False)]
+    device = next(model.parameters()).device
+    modes = [(module, module.training) for module in model.modules()]
+    python_state = random.getstate()
     try:
-        yield
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
     finally:
+        random.setstate(python_state)
         for module, name, x, before in buffers:
             x.copy_(before)
             setattr(module, name, x)  # the pass may have put another tensor there
+        for module, mode in modes:
+            module.training = mode
 
 
-# ---- kernels -------------------------------------------------------------------------------------------------
+def weights_are_finite(model: nn.Module) -> bool:
+    """Whether they are, on this rank. With others nothing can be compared."""
+    return all(bool((p.to_local() if hasattr(p, "to_local") else p).isfinite().all()) for p in model.parameters())
+
+
+@contextmanager
+def nothing_is_zero(model: nn.Module) -> Iterator[None]:
+    """Within the block, parameters that are all zeros hold small random numbers.
+
+    A matrix of zeros would hide the gradients of everything before it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        own = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        zeros = [p for p in own if not p.any()]
+        for p in zeros:
+            p.copy_(torch.randn(p.shape, generator=draw) * 0.02)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p in zeros:
+                p.zero_()
+
+
+class DropoutAsFactor(TorchFunctionMode):
+    """Within the block, dropout of a rate p multiplies by 1 + p.
+
+    Two variants would draw other masks. The factor shows whether they drop the same things at the same rate.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.dropout:
+            p, training = inspect_dropout(*args[1:], **kwargs)
+            return args[0] * (1 + p * training)
+        rate = kwargs.get("dropout_p", 0.0)
+        if not rate:
+            return func(*args, **kwargs)
+        return func(*args, **kwargs | {"dropout_p": 0.0}) * (1 + rate)  # torch's fused attention
+
+
+def inspect_dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool]:
+    """The arguments of F.dropout after the first."""
+    return p, training
+
+
+def random_state(device: torch.device) -> tuple[Any, ...]:
+    """Of the generators that a model may draw from."""
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state().tolist()
+    return torch.get_rng_state().tolist(), of_device, random.getstate()
+
+
+# ---- functions of model.py -------------------------------------------------------------------------------------
 
 
 def wrong_replacements(
-    model: nn.Module, forms: Iterable[tuple[str, Variant]], idx: Tensor, targets: Tensor
-) -> Problems:
-    """Which of these forms compute something else than the definition in a pass of `model`, and how, by their names.
+    model: nn.Module, candidates: Candidates, idx: Tensor, targets: Tensor, dtype: str = "float32"
+) -> dict[str, str]:
+    """Which candidates differ from the functions of model.py that they may replace, by the candidates' names, and how.
 
-    forms: with the names of what they stand in for. idx, targets (1, T): real tokens. Results and gradients are
-    compared in full float32, in training and in evaluation.
+    idx, targets (1, T): real tokens. Each call in a pass of `model`, of any layer, is computed by the function and by
+    its candidates: results and gradients are compared, in float32 also on large inputs. dtype: of the candidates'
+    matmuls; the function itself computes in float32. The model, its buffers and random generators stay as they are.
     """
-    problems: Problems = {}
-    of_name: dict[str, list[Variant]] = {}
-    for name, form in forms:
-        in_chunks = form in (replacements.chunked_loss, replacements.kernel_loss)
-        of_name.setdefault(name, []).append(replacements.in_thirds(form) if in_chunks else form)
-    if not of_name:
-        return problems
-    was_training = model.training
-    try:
-        with full_float32(), keeping_buffers(model), torch.no_grad():
-            for training in (True, False):
-                model.train(training)
-                with replacing({name: comparing(name, some, problems, not training) for name, some in of_name.items()}):
-                    model(idx, targets)
-    finally:
-        model.train(was_training)
+    problems: dict[str, str] = {}
+    passes = ((True, False), (False, True)) if dtype == "float32" else ((True, False),)
+    with undisturbed(model), torch.no_grad():
+        for training, large in passes:
+            model.train(training)
+            compared = {
+                name: functools.partial(compare_call, name, some, problems, dtype, large)
+                for name, some in candidates.items()
+            }
+            context = full_float32() if dtype == "float32" else hardware.autocast(idx.device, dtype)
+            with context, replacing(compared):
+                model(idx, targets)
     return problems
 
 
-def comparing(name: str, forms: list[Variant], problems: Problems, large: bool) -> Variant:
-    """What stands in for the function `name` and computes as it does; notes in problems where a form does not.
-
-    large: on large numbers, see LARGE. Of calls that differ in these numbers only, as those of the layers do, the first
-    ones are compared.
-    """
-    alike: Counter[str] = Counter()
-
-    def compared(plain: Variant, *args: Any, **kwargs: Any) -> Any:
-        if name == "GPT.loss":  # all logits of a long text, with their gradients, could take more memory than training
-            few = max(1, replacements.LOGITS_ON_CPU // args[0].config.vocab_size)
-            args = tuple(a[:, :few] if isinstance(a, Tensor) and a.dim() > 1 else a for a in args)
-        kind = repr([in_words(a) for a in (*args, *kwargs.values())])
-        alike[kind] += 1
-        if alike[kind] <= MOST_ALIKE:
-            inputs = [scaled(a, LARGE.get(name)) if large else a for a in args]
-            problem = problem_with(name, forms, plain, inputs, kwargs)
+def compare_call(
+    name: str,
+    candidates: Sequence[Callable[..., Any]],
+    problems: dict[str, str],
+    dtype: str,
+    large: bool,
+    reference: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Replaces the function `name` and computes as it does; notes in problems where a candidate does not."""
+    left = [c for c in candidates if c.__name__ not in problems]
+    if not left:
+        return reference(*args, **kwargs)
+    rms = LARGE.get(name) if large else None
+    inputs = [scaled(a, rms) for a in args]
+    function = functools.partial(reference, **kwargs)
+    with DropoutAsFactor():
+        with full_float32():
+            before = state_of(reference, args)
+            expected, is_random = results(function, [widened(a) for a in inputs])
+            keeps_more = state_of(reference, args) != before
+        for candidate in left:
+            problem = problem_with(candidate, function, inputs, expected, dtype)
+            if is_random:
+                problem = f"{name} of model.py draws random numbers, and {describe(candidate)} may draw others"
+            elif keeps_more:
+                problem = f"{name} of model.py changes more than its result, which {describe(candidate)} would not"
             if problem is not None:
-                problems[name] = problem
-        return plain(*args, **kwargs)
-
-    return compared
+                problems[candidate.__name__] = problem
+    return reference(*args, **kwargs)
 
 
 def problem_with(
-    name: str, forms: list[Variant], plain: Variant, inputs: list[Any], kwargs: dict[str, Any]
+    candidate: Callable[..., Any], reference: Callable[..., Any], inputs: list[Any], expected: list[Tensor], dtype: str
 ) -> str | None:
-    """What is wrong with one of these forms of the function `name`, called like this; None if all are right."""
+    """What is wrong with a candidate that is called like this; None if its results are the expected ones."""
+    what = f"{describe(candidate)} in {dtype}"
+    limit = TOLERANCE[dtype].gradient
     try:
-        with DropoutAsFactor():
-            expected, is_random = results(functools.partial(plain, **kwargs), inputs)
-            if is_random:
-                return f"{name} of model.py draws random numbers, and what stands in for it may draw others"
-            for form in forms:
-                found, _ = results(functools.partial(form, plain, **kwargs), inputs)
-                error = distance_of_all(found, expected)
-                if not error <= TOLERANCE["float32"]:
-                    return f"what stands in for {name} differs from model.py by {error:.3g}"
+        found, _ = results(functools.partial(replacements.as_compared(candidate), reference), inputs)
     except Exception as e:
         if is_out_of_memory(e):
             raise
-        return f"what stands in for {name} fails: {' '.join(str(e).split())[:120]}"
-    return None
+        return f"{what} fails ({textwrap.shorten(str(e), 150, placeholder=' ...')})"
+    if len(found) != len(expected):
+        return mismatch(what, math.inf, limit)
+    # A gradient far below the largest may be nothing but rounding.
+    least = (1e-3 if dtype == "float32" else 0.1) * max((x.norm().item() for x in expected), default=0.0)
+    error = max((distance(a, b, least) for a, b in zip(found, expected, strict=True)), default=0.0)
+    return None if error <= limit else mismatch(what, error, limit)
 
 
-def in_words(x: Any) -> Any:
-    """An argument by all but the numbers of a tensor that has gradients."""
-    if isinstance(x, Tensor):
-        return (x.shape, x.dtype, None if x.is_floating_point() else x.tolist())
-    return id(x) if isinstance(x, nn.Module) else x
+def state_of(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """What a function may change beside its result: global names, what they hold, and attributes of its modules."""
+    places = [vars(inspect.getmodule(function) or function), *(vars(a) for a in args if isinstance(a, nn.Module))]
+    held = [value for place in places for value in place.values()]
+    containers = [value for value in held if isinstance(value, dict | list | set | deque)]
+    containers += [vars(value) for value in held if isinstance(value, FunctionType | SimpleNamespace)]
+    inner = [list(map(id, c.values() if isinstance(c, dict) else c)) for c in containers]
+    versions = [value._version for value in held if isinstance(value, Tensor) and not value.is_inference()]
+    return [list(map(id, held)), inner, versions]
+
+
+def widened(x: Any) -> Any:
+    """A tensor of 16 bits in float32; anything else as it is."""
+    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def scaled(x: Any, rms: float | None) -> Any:
@@ -226,54 +355,24 @@ def scaled(x: Any, rms: float | None) -> Any:
     return x * (rms / x.square().mean().sqrt().clamp(min=1e-12))
 
 
-class DropoutAsFactor(TorchFunctionMode):
-    """Within the block, dropout of a rate p multiplies by 1 + p.
-
-    Two forms would draw other masks. The factor tells whether they drop the same things at the same rate.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.dropout:
-            return args[0] * (1 + kwargs["p"] * kwargs["training"])
-        rate = kwargs.get("dropout_p", 0.0)
-        if not rate:
-            return func(*args, **kwargs)
-        return func(*args, **kwargs | {"dropout_p": 0.0}) * (1 + rate)  # torch's fused attention
-
-
-def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Of the generators that a model may draw from."""
-    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state().tolist()
-    return torch.get_rng_state().tolist(), of_device, random.getstate()
-
-
 @torch.enable_grad()
 def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Tensor], bool]:
-    """What the function computes, and its gradients by the tensors and by the parameters of the modules among args.
+    """What the function returns, and its gradients by the tensors and by the parameters of the modules among args.
 
     Also whether it draws random numbers; if so, it draws the same ones each time.
     """
     args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
     sources = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    device = sources[0].device
     for module in args:
         if isinstance(module, nn.Module):
             sources += [p for p in module.parameters() if p.requires_grad]
-    devices = {a.device for a in args if isinstance(a, Tensor)}
-    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        before = [random_state(device) for device in devices]
+        before = random_state(device)
         outputs = [x for x in tree_leaves(function(*args)) if isinstance(x, Tensor)]
-        is_random = [random_state(device) for device in devices] != before
+        is_random = random_state(device) != before
     draw = torch.Generator().manual_seed(0)
     upstream = [torch.randn(x.shape, generator=draw).to(x) for x in outputs]
     gradients = torch.autograd.grad(outputs, sources, upstream, allow_unused=True)
     return [x.detach() for x in outputs] + [g for g in gradients if g is not None], is_random
-
-
-def distance_of_all(found: list[Tensor], expected: list[Tensor]) -> float:
-    if len(found) != len(expected):
-        return math.inf
-    largest = max((x.norm().item() for x in expected), default=0.0)
-    least = ALMOST_NOTHING * largest
-    return max((distance(a, b, least) for a, b in zip(found, expected, strict=True)), default=0.0)

@@ -151,8 +151,8 @@ class Health:
         norms = ", ".join(f"{norm:.3g}" for norm in self.good_norms) or "none that is finite"
         is_first = step == self.state.first_step or not self.good_norms
         return (
-            f"computed in {runner.form}{scale}; gradient norms before: {norms}; {self.saver.kept_text()}; "
-            f"{advice(runner.form, is_first, self._broken_weight())}"
+            f"computed in {runner.variant}{scale}; gradient norms before: {norms}; {self.saver.kept_text()}; "
+            f"{advice(runner.variant, is_first, self._broken_weight())}"
         )
 
     def _broken_weight(self) -> str | None:

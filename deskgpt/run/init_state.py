@@ -252,7 +252,7 @@ def metadata_of_code(runner: Runner) -> Metadata:
     """What computes: none of it changes the experiment."""
     on_cpu = runner.device.type == "cpu"  # whose full name has the number of threads, which ranks share
     device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
-    return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.form)}
+    return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.variant)}
 
 
 def open_log(config: RunSettings, state: TrainState) -> RunLog:

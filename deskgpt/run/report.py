@@ -72,11 +72,11 @@ class Report:
         self.timer = StepTimer(self.dist.device)
         self.counts = Counts()
         self.warm_up_s = 0.0
-        self.flops_per_token = state.runner.model.estimate_flops()
+        self.flops_per_token = state.runner.flops_per_token
         self._windows = windows
         self._last: Step | None = None
         self._norms_since_log: list[float] = []
-        dtype = state.runner.form.dtype
+        dtype = state.runner.variant.dtype
         peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
         measured = peaks.measured_matmul_flops(self.dist.device, dtype)
         of_all_ranks = self.dist.sum(torch.tensor([peak, measured], dtype=torch.float64))
@@ -88,7 +88,7 @@ class Report:
         """Prints and logs what runs, and on what. about_data: lines. metadata: further fields for the log."""
         state = self.state
         device = self.dist.device
-        variant = state.runner.form
+        variant = state.runner.variant
         model = state.runner.model
         compiler = compiling.compiler_name(device) if variant.compiled else None
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
@@ -117,7 +117,7 @@ class Report:
             world_size=self.dist.world,
             dtype=variant.dtype,
             compiled=variant.compiled,
-            attention=variant.attention,
+            attention=variant.attention_in_use(device.type),
             compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
@@ -239,6 +239,7 @@ class Report:
     def warn(self, lines: list[str]) -> None:
         for line in lines:
             self.print0(f"warning: {line}")
+            self.log.write("warning", iter=self.state.step, text=line)
 
     def evaluation(
         self, train: Evaluation, val: Evaluation, val_bpb: float | None, lr: float, texts: list[str], digest: str

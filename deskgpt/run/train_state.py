@@ -102,7 +102,7 @@ class TrainState:
             form=saved_variant(runner),
             wandb_run_id=self.wandb_run_id,
             health=self._progress(),
-            facts=self.metadata,
+            facts=self.metadata | ({"doubts": runner.doubts} if runner.doubts else {}),
             parts={name: part.state_dict() for name, part in self._extra.items()} or None,
         )
 

@@ -26,9 +26,9 @@ class Sampler:
     def __init__(self, runner: Runner, tokenizer: Tokenizer, every: int, print0: Callable[[str], None]) -> None:
         """every: evaluations from one sample to the next."""
         self.model = runner.model
-        self.reference_only = runner.form.reference_only
+        self.refused = runner.variant.refused
         self.tokenizer = tokenizer
-        self.dtype = "float32" if runner.device.type == "cpu" else runner.form.dtype
+        self.dtype = "float32" if runner.device.type == "cpu" else runner.variant.dtype
         self.cached = True  # until the cache is found to be wrong
         self.every = every
         self.print0 = print0
@@ -49,8 +49,7 @@ class Sampler:
             prompts,
             self.dtype,
             cached=self.cached,
-            reference_only=self.reference_only,
-            remembers=False,
+            refused=self.refused,
             print0=self.print0,
         )
         self.cached = engine.cached

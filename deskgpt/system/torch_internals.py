@@ -19,16 +19,6 @@ def attention_operators() -> tuple[Any, ...]:
     return tuple(packet.default for packet in packets if packet is not None)
 
 
-def traces_autograd() -> bool:
-    """Lets one graph hold forward and backward pass; returns whether it can. Without: two graphs, which are slower."""
-    import torch._dynamo
-
-    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
-        return False
-    torch._dynamo.config.trace_autograd_ops = True
-    return True
-
-
 def cpp_compiler() -> str | None:
     """The C++ compiler that inductor calls; None if it finds none. Without: None, so its bugs are not worked around."""
     try:
