@@ -20,7 +20,6 @@ from conftest import ROOT, TINY, assert_equal, assert_one_line, events, flags, t
 from tiny_models import MODERN_SETTINGS
 from torch.optim.swa_utils import AveragedModel
 
-import train
 from data.splits import FINGERPRINTED
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
@@ -99,12 +98,6 @@ def test_kept_state_that_does_not_fit_is_refused_and_one_that_is_missing_begins_
     main(tiny(chars, tmp_path, init_from="resume"))
     [line] = re.findall("^average: .*", capsys.readouterr().out, re.M)
     assert_one_line(line, "step 3", "anew")
-
-
-def test_schedule_may_compute_with_numpy(chars, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "learning_rate", lambda c, step: np.interp(step, [0, 6], [1e-2, 1e-3]))
-    main(tiny(chars, tmp_path))
-    assert store.load(tmp_path).iter_num == 6
 
 
 def test_run_that_is_over_only_evaluates_when_resumed(half, out):
@@ -308,12 +301,6 @@ def test_permission_for_a_change_is_not_saved_and_a_new_micro_batch_keeps_the_ev
     assert resumed_settings(TrainConfig, argv, str(out))["resume_changed"] is False
     for more, eval_tokens in (([], 0), (split, 2 * 4 * 16), ([*split, "--eval_iters=3"], 0)):
         assert resumed_settings(TrainConfig, [*argv, *more], str(out))["eval_tokens"] == eval_tokens
-
-
-def test_steps_past_max_iters_are_an_error(half, tmp_path):
-    with pytest.raises(ValueError, match="step 4") as e:
-        main(second_half(half, half / "out", max_iters=2))
-    assert_one_line(e.value, "max_iters=2", "--max_iters")
 
 
 # ---- a new run with a checkpoint's weights -------------------------------------------------------------------

@@ -128,25 +128,6 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
     assert events(out_dir, "end")[0]["peak_memory_bytes"] > 1e6
 
 
-@pytest.mark.parametrize("measured", [0.5e12, 2e12, math.nan])
-def test_mfu_refers_to_the_published_peak_and_mfu_measured_to_the_fastest_matmul(
-    measured, chars, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda *_: measured)
-    monkeypatch.setattr(peaks, "published_flops", lambda *_: (1e12, "a data sheet"))
-    main(tiny(chars, tmp_path, max_iters=2))
-    first = events(tmp_path, "start")[0]
-    known = None if math.isnan(measured) else measured
-    assert (first["peak_flops"], first["measured_flops"]) == (1e12, known)
-    out = capsys.readouterr().out
-    assert "mfu refers to 1.00 TFLOP/s (a data sheet; " in out
-    assert ("200%: its clock is above the rated one" in out) == (measured == 2e12)
-    for e in events(tmp_path, "iter"):
-        assert e["mfu"] == pytest.approx(e["tokens_per_s"] * first["flops_per_token"] / 1e12)
-        assert e["mfu_measured"] == (pytest.approx(e["mfu"] * 1e12 / known) if known else None)
-        assert (f"mfu_measured {e['mfu_measured'] * 100:.2f}%" if known else f", mfu {e['mfu'] * 100:.2f}%, ") in out
-
-
 def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(chars, tmp_path, monkeypatch):
     now = 0.0  # on a clock that only these move
 
@@ -289,13 +270,6 @@ def test_run_of_some_minutes_writes_its_steps_into_the_settings_and_ends_near_it
     assert took_s < 30  # of 3: other work may take the machine meanwhile
 
 
-def test_minutes_are_at_most_max_iters_and_at_least_one_step(chars, tmp_path):
-    main(tiny(chars, tmp_path / "a", max_minutes=60.0, max_iters=4))
-    assert events(tmp_path / "a", "end")[0]["iter"] == 4
-    main(tiny(chars, tmp_path / "b", max_minutes=1e-4, max_iters=4))
-    assert events(tmp_path / "b", "end")[0]["iter"] == 1
-
-
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float16")])
 def test_timing_the_steps_changes_no_weight_and_leaves_no_state(chars, tmp_path, monkeypatch, optimizer, dtype):
     monkeypatch.setattr("model.make_norm", lambda config: CountingNorm(config.n_embd))
@@ -392,17 +366,6 @@ def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
         assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_without_a_compiler_a_run_that_asks_for_one_ends_in_one_line(chars, tmp_path):
-    compiler = str(tmp_path / "no-compiler")
-    env = os.environ | {"CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    settings = TINY | {"compile": True, "dataset": chars, "out_dir": tmp_path / "out", "max_iters": 2}
-    done = shell("python", "train.py", *flags(**settings), env=env)
-    assert done.returncode == 1
-    assert_one_line(done.stderr, f"error: compile=True: CXX='{compiler}'", "--compile=auto", "--compile=False")
-    assert not list((tmp_path / "out").iterdir())
-
-
 # ---- data ---------------------------------------------------------------------------------------------------
 
 
@@ -411,11 +374,6 @@ def test_evaluation_by_tokens_does_not_depend_on_the_micro_batch(chars, tmp_path
         main(tiny(chars, tmp_path / str(size), batch_size=size, eval_tokens=300, max_iters=0))
     losses = [events(tmp_path / str(size), "eval")[0]["val_loss"] for size in (2, 3, 8)]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-
-
-def test_documents_that_no_token_begins_cannot_be_aligned(chars, tmp_path):
-    with pytest.raises(ValueError, match="align_documents=True: .* does not say which token"):
-        main(tiny(chars, tmp_path, align_documents=True))
 
 
 # ---- what the end of a run says is true ------------------------------------------------------------------------
