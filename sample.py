@@ -47,7 +47,7 @@ class SampleConfig:
     stop: str = ""  # a sample ends before this text, where it first occurs after the prompt; empty = none
     stream: bool = False  # show the text as it is generated, one sample after another
     # talking
-    chat: bool = False  # answer what you type, line by line, with a model trained on chat data: docs/chat.md
+    chat: bool = False  # answer what you type, line by line, with a model trained on chat data: docs/sampling.md
     system: str = ""  # the dialogue's first message: instructions to the assistant
     # sampling
     temperature: float = 0.8  # below 1 = more likely text, above = more surprising; 0 = always the likeliest token
@@ -166,7 +166,9 @@ def chat(c: SampleConfig, generation: GenerationConfig, trained: Trained) -> Non
 def template_for(trained: Trained) -> template.Template:
     """The template of dialogues. Raises ValueError if the model cannot talk."""
     if not trained.saw_chat:
-        print(f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/chat.md", file=sys.stderr)
+        print(
+            f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/sampling.md", file=sys.stderr
+        )
     return template.Template(trained.tokenizer)
 
 

@@ -41,7 +41,7 @@ def test_file_is_valid_and_holds_no_results():
 def test_files_that_it_names_exist():
     words = "\n".join(cell.source for cell in notebook().cells)
     named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", words))
-    assert {"train.py", "sample.py", "docs/your-data.md"} <= named
+    assert {"train.py", "sample.py", "docs/data.md"} <= named
     for name in named:
         assert (ROOT / name).is_file(), name
 

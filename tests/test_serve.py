@@ -283,7 +283,7 @@ def test_model_that_saw_no_dialogues_only_completes(plain):
     assert plain.client().completions.create(model="any", prompt="a", max_tokens=3).choices[0].text
     with pytest.raises(openai.BadRequestError) as e:
         plain.client().chat.completions.create(model="any", messages=ASK)
-    assert_one_line(error_in(e.value.response.content), "docs/chat.md", "--chat")
+    assert_one_line(error_in(e.value.response.content), "docs/sampling.md", "--chat")
     assert json.loads(plain.ask("GET", f"{plain.page}page.json")[2])["system"] is None
 
 

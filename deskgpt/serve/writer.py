@@ -56,5 +56,5 @@ class Writer:
             text = kind(tokenizer, "", *stops, template.FORGED_TURN, last_token=self.chat_template.end_of_text)
         else:
             name = self.trained.name
-            raise ValueError(f"{name} saw no chat data (docs/chat.md); send a prompt, or serve it with --chat")
+            raise ValueError(f"{name} saw no chat data (docs/sampling.md); send a prompt, or serve it with --chat")
         return text, ids.to(next(self.trained.model.parameters()).device)
