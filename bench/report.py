@@ -46,9 +46,8 @@ def report_html(paths: list[str], texts: list[str] | None = None, refresh_s: int
         table.columns = []
         table.rows = [row[:2] for row in table.rows]
     written = [f"step {e['iter']:,}: {text}" for e in run.samples[::-1] for text in e["texts"]]
-    words = [*status(run), *judgement(run)]
     texts = [*(texts or []), *written[:MOST_TEXTS]]
-    return page(run.name, runs, tables, words, texts, about(run), [headline(run)], refresh_s=refresh_s)
+    return page(run.name, runs, tables, judgement(run), texts, about(run), [headline(run)], refresh_s=refresh_s)
 
 
 def headline(run: Run) -> Headline:
@@ -73,23 +72,20 @@ def headline(run: Run) -> Headline:
     return Headline(text, figures, run.name)
 
 
-def status(run: Run) -> list[str]:
-    """Where a run is that has not ended, and how long it still takes."""
-    goal = run.settings.get("max_iters")
-    if run.end or not run.iters or type(goal) is not int:
-        return []
-    done = int(run.iters[-1]["iter"]) + 1
-    left_s = max(0, goal - done) * (median_ms(run) or 0.0) / 1e3
-    return [f"Step {done:,} of {goal:,}; {clock(left_s)} of training left, if it still runs."]
-
-
 def judgement(run: Run) -> list[str]:
-    """What its val losses say, in sentences, whatever its data: as usual, overfit, or still falling at the end."""
+    """Where it is, if it has not ended, and what its val losses say, whatever its data: as usual, overfit, falling."""
+    lines = []
+    goal = run.settings.get("max_iters")
+    if not run.end and run.iters and type(goal) is int:
+        done = int(run.iters[-1]["iter"]) + 1
+        left_s = max(0, goal - done) * (median_ms(run) or 0.0) / 1e3
+        lines.append(f"Step {done:,} of {goal:,}; {clock(left_s)} of training left, if it still runs.")
     if not run.val:
-        return []
+        return lines
     band = band_of(run)
     said = band.verdict({e["iter"]: e["val_loss"] for e in run.val}) if band else ""
-    lines = [f"Beside other runs with these settings: {said}."] if said else []
+    if said:
+        lines.append(f"Beside other runs with these settings: {said}.")
     if not band:
         lines.append("No band of usual losses is known for these settings; bench/ask.py --band makes one of a config.")
     turned = overfit(run)

@@ -144,12 +144,6 @@ def test_settings_that_nanogpt_echoes_are_known_with_its_defaults(tmp_path):
     assert run.start["parameters"] == 1.5e6
 
 
-def test_a_line_that_a_crash_tore_is_no_event(tmp_path):
-    event = '{"event": "iter", "iter": 1}\n'
-    (tmp_path / "log.jsonl").write_text(event + '{"event": "iter", "it\n[]\n\n' + event + "[" * 9999 + '\n{"event": "e')
-    assert read_events(tmp_path / "log.jsonl") == [{"event": "iter", "iter": 1}] * 2
-
-
 @pytest.mark.parametrize("kind", ["start", "rewind"])
 def test_a_resumed_or_rewound_run_counts_each_step_once_and_all_of_its_parts(tmp_path, kind):
     file = Path(log(tmp_path / "a", {0: 4.0, 10: 3.0, 20: 2.5}), "log.jsonl")

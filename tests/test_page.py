@@ -134,6 +134,7 @@ def test_report_tells_where_the_validation_loss_turned_up_and_where_it_still_fal
     assert "still falling" not in lines(1.9, 1.99)
 
 
+@pytest.mark.slow
 def test_report_shows_what_the_run_wrote_as_it_trained(tmp_path, script):
     events = [{"event": "sample", "iter": i, "texts": [f"text {i} {EVIL}", "second"]} for i in (0, 100)]
     path = Path(log(tmp_path / "a", {0: 4.0, 100: 3.0}))
@@ -157,6 +158,7 @@ def test_report_errors_are_one_line(real, script, tmp_path):
         assert_one_line(done.err, "error: ")
 
 
+@pytest.mark.slow
 def test_report_needs_plotly_alone_and_says_how_to_get_it(real):
     code = "import runpy, sys; sys.modules['plotly'] = sys.modules['plotly.offline'] = None; "
     code += "sys.modules['scipy'] = sys.modules['starlette'] = None; "

@@ -94,10 +94,10 @@ def numbers(event: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: v if v is None or v >= 0 or name.endswith("loss") else None for name, v in found.items()}
 
 
-def product(run: Run, names: Iterable[str]) -> int | None:
-    """The product of some settings; None where one is not known, or not a size."""
-    values = [run.settings.get(name) for name in names]
-    return math.prod(values) if all(type(v) is int and 1 <= v <= LARGEST for v in values) else None
+def product(run: Run, names: Iterable[str]) -> int:
+    """The product of some settings; 0 where one is not known, or not a size."""
+    values: list[Any] = [run.settings.get(name) for name in names]
+    return math.prod(values) if all(type(v) is int and 1 <= v <= LARGEST for v in values) else 0
 
 
 def can_be(name: str, value: Any) -> bool:
@@ -194,9 +194,10 @@ def add_events(run: Run, lines: list[str]) -> None:
 
 def begin_again(run: Run, event: dict[str, Any]) -> None:
     """Takes over the settings and the facts of a start event, of which a resumed run has several."""
-    settings = event.get("settings") if isinstance(event.get("settings"), dict) else {}
+    given = event.get("settings")
+    settings: dict[str, Any] = DEFAULTS | (given if isinstance(given, dict) else {})
     # In a run from before a setting existed, what is its default now was the only way.
-    run.settings = {name: value for name, value in (DEFAULTS | settings).items() if can_be(name, value)}
+    run.settings = {name: value for name, value in settings.items() if can_be(name, value)}
     start = numbers(event, START) | {name: event[name] for name in TEXTS if isinstance(event.get(name), str)}
     start |= {name: event[name] for name in ("compiled", "versions") if isinstance(event.get(name), bool | dict)}
     if "explicit_attention" in event:  # as written until 2026-11-24

@@ -200,13 +200,13 @@ def leader(
     arms: list[Arm],
     values: list[list[float]],
     single_half: Callable[[int, int, float], float | None],
-    words: Callable[[float, float | None], str],
+    words: Callable[[str, str, float, float | None], str],
     of_text: Callable[[Arm, Arm], str] = lambda best, other: "",
 ) -> Lead:
     """Which arm has the lowest mean, and how sure that is of each other arm; the intervals hold together (Bonferroni).
 
     single_half: half the width of a difference's interval where an arm has a single run, from the numbers of runs and
-    the error. words: of a difference and half its interval's width. of_text: what is known beside the seeds.
+    the error. words: of labels, a difference and half its interval. of_text: what is known beside the seeds.
     """
     means = [statistics.fmean(of_arm) for of_arm in values]
     best, *others = sorted(range(len(arms)), key=lambda i: means[i])
@@ -217,7 +217,7 @@ def leader(
         gap, half = difference(values[best], values[i], error)
         half = single_half(len(values[best]), len(values[i]), error) if half is None else half
         halves.append((gap, half))
-        parts.append(words(gap, half).format(best=arms[best].label, other=arms[i].label) + of_text(arms[best], arms[i]))
+        parts.append(words(arms[best].label, arms[i].label, gap, half) + of_text(arms[best], arms[i]))
     return Lead(
         "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else ""),
         best if all(half is not None and gap > half for gap, half in halves) else None,
@@ -226,32 +226,33 @@ def leader(
     )
 
 
-def loss_words(gap: float, half: float | None) -> str:
+def loss_words(best: str, other: str, gap: float, half: float | None) -> str:
     if round(gap, 4) == 0:
-        return "{best} and {other} the same, 0.0000 apart"
+        return f"{best} and {other} the same, 0.0000 apart"
     if half is None:
-        return f"{{best}} lower than {{other}} by {gap:.4f}, noise of the seeds not known"
+        return f"{best} lower than {other} by {gap:.4f}, noise of the seeds not known"
     if gap > half:
-        return f"{{best}} lower than {{other}} by {gap:.4f} ± {half:.4f}"
-    return f"{{best}} and {{other}} not distinguishable, {gap:.4f} ± {half:.4f} apart"
+        return f"{best} lower than {other} by {gap:.4f} ± {half:.4f}"
+    return f"{best} and {other} not distinguishable, {gap:.4f} ± {half:.4f} apart"
 
 
-def speed_words(gap: float, half: float | None) -> str:
+def speed_words(best: str, other: str, gap: float, half: float | None) -> str:
     """gap, half: logarithms of a ratio."""
-    ratio = f"{math.exp(min(gap, 700)):.2f} x"  # exp(710) overflows
-    noise = f"noise a factor of {math.exp(min(half or 0.0, 700)):.2f}"
-    if gap > (half or 0.0):
-        return f"{{best}}, {ratio} {{other}} ({noise})"
-    return f"{{best}} and {{other}} not distinguishable ({ratio}, {noise})"
+    ratio, noise = (math.exp(min(log or 0.0, 700)) for log in (gap, half))  # exp(710) overflows
+    if ratio > noise:
+        return f"{best}, {ratio:.2f} x {other} (noise a factor of {noise:.2f})"
+    return f"{best} and {other} not distinguishable ({ratio:.2f} x, noise a factor of {noise:.2f})"
 
 
 def seed_half(arms: list[Arm], values: list[list[float]], in_bits: bool) -> Callable[[int, int, float], float | None]:
     """leader's single_half of losses: from the repeats among these runs and the bands of their configs, pooled."""
     groups = [of_arm for of_arm in values if len(of_arm) > 1]
-    bands = [band_of(arm.runs[0]) for arm in arms if not in_bits]
-    for band in {id(band.losses): band for band in bands if band}.values():
-        steps = [step for step in band.losses if step <= max(e["iter"] for arm in arms for e in arm.runs[0].val)]
-        groups.append(band.losses[max(steps, default=max(band.losses))])
+    last = max(e["iter"] for arm in arms for e in arm.runs[0].val)
+    for arm in arms if not in_bits else []:
+        band = band_of(arm.runs[0])
+        group = band.losses[min(band.losses, key=lambda step: abs(step - last))] if band else None
+        if group and group not in groups:
+            groups.append(group)
     freedom = sum(len(group) - 1 for group in groups)
     squares = sum((len(group) - 1) * statistics.variance(group) for group in groups)
 
@@ -290,14 +291,13 @@ def same_text(runs: list[Run]) -> bool:
 def windows(run: Run) -> str | None:
     """What a val loss was measured on, None where the log does not say."""
     last = run.val[-1] if run.val else {}
-    if last.get("eval_digest"):
+    if last.get("eval_digest") and last["eval_windows"]:
         return f"{last['eval_windows']:,} windows with digest {str(last['eval_digest'])[:8]}"
-    s = run.settings
-    sizes = [s.get(name) for name in ("eval_iters", "batch_size", "block_size")]
-    if not run.start.get("val_sha256") or None in sizes:
+    block_size = logs.product(run, ["block_size"])
+    tokens = run.settings.get("eval_tokens") or logs.product(run, ["eval_iters", "batch_size", "block_size"])
+    if not run.start.get("val_sha256") or not block_size or not tokens:
         return None
-    count = math.ceil((s.get("eval_tokens") or math.prod(sizes)) / s["block_size"])
-    return f"{count:,} windows of {s['block_size']:,} tokens"
+    return f"{math.ceil(tokens / block_size):,} windows of {block_size:,} tokens"
 
 
 def comparable(runs: list[Run]) -> tuple[bool, list[str]]:
@@ -306,7 +306,7 @@ def comparable(runs: list[Run]) -> tuple[bool, list[str]]:
     Losses in nats per token are compared on the same windows only. Those of different tokenizers are compared in bits
     per byte where each run was evaluated on the whole of the same text.
     """
-    untrained = [next((e["val_loss"] for e in run.evals if e["iter"] == 0), None) for run in runs]
+    untrained = [e["val_loss"] for run in runs for e in run.val if e["iter"] == 0]
     facts: dict[str, list[Any]] = {
         "validation data": [run.start.get("val_sha256") for run in runs],
         "numbers of validation tokens": [run.start.get("val_tokens") for run in runs],
@@ -315,7 +315,7 @@ def comparable(runs: list[Run]) -> tuple[bool, list[str]]:
     }
     if None in facts["validation data"]:
         facts["data sets"] = [Path(str(run.settings.get("dataset"))).name for run in runs]
-        if None not in untrained and max(untrained) - min(untrained) > OTHER_VOCABULARY:
+        if len(untrained) == len(runs) and max(untrained) - min(untrained) > OTHER_VOCABULARY:
             facts["losses at step 0, so other vocabularies or data"] = [f"{loss:.2f}" for loss in untrained]
     reasons = []
     for what, values in facts.items():
@@ -356,12 +356,12 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
         ("MFU", logs.mfu, "{:.2%}".format),
         ("peak that MFU refers to", lambda r: r.start.get("peak_flops"), lambda v: tera(in_tera(v))),
         ("MFU as nanoGPT prints it (of 312 TFLOP/s)", logs.nanogpt_mfu, "{:.2%}".format),
-        ("training", lambda r: highest(r, "train_s"), clock),
-        ("of it waiting for data", waiting, "{:.1%}".format),
+        ("training", lambda r: over_steps(max, r, "train_s"), clock),
+        ("of it waiting for data", lambda r: over_steps(statistics.fmean, r, "data_wait"), "{:.1%}".format),
         ("evaluation", lambda r: sum(e["eval_s"] or 0.0 for e in r.evals) or None, clock),
         ("saving", lambda r: r.save_s, clock),
         ("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
-        ("peak memory", lambda r: highest(r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
+        ("peak memory", lambda r: over_steps(max, r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
     ]
     rows = [over_runs(label, arms, figure, text) for label, figure, text in figures]
     speed = rows[1]
@@ -371,13 +371,9 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
     return [row for row in rows if any(value is not None for value in row.values)]
 
 
-def highest(run: Run, name: str) -> float | None:
-    return max((e[name] for e in run.iters if e.get(name) is not None), default=None)
-
-
-def waiting(run: Run) -> float | None:
-    known = [e["data_wait"] for e in run.iters if e["data_wait"] is not None]
-    return statistics.fmean(known) if known else None
+def over_steps(function: Callable[[list[float]], float], run: Run, name: str) -> float | None:
+    known = [e[name] for e in run.iters if e.get(name) is not None]
+    return function(known) if known else None
 
 
 def learning_rows(arms: list[Arm], levels: list[float], bits: bool, reasons: list[str]) -> list[Row]:
@@ -396,7 +392,9 @@ def learning_rows(arms: list[Arm], levels: list[float], bits: bool, reasons: lis
         ("bits per byte there", lambda r: r.best["val_bpb"], "{:.4f}".format),
         ("train loss at the end", lambda r: r.val[-1]["train_loss"], "{:.4f}".format),
     ]
-    rows = [over_runs(name, arms, lambda r, f=f: f(r) if r.val else None, text) for name, f, text in figures]
+    rows = []
+    for name, figure, text in figures:
+        rows.append(Row(name, [[figure(run) if run.val else None for run in arm.runs] for arm in arms], text))
     turned = [[overfit(arm.runs[0])] for arm in arms]
     rows.append(Row("val loss turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"))
     unit = "bits per byte" if bits else "val loss"
@@ -410,8 +408,8 @@ def learning_rows(arms: list[Arm], levels: list[float], bits: bool, reasons: lis
     lowest = [run.best["val_loss"] for arm in arms for run in arm.runs if run.val]
     for level in levels or [math.ceil(max(lowest) * 100) / 100]:
         for axis in (amounts[0] if bits else "tokens", "time"):
-            label = f"{axis} to {unit} {level:g}"
-            rows.append(over_runs(label, arms, lambda r, a=axis, x=level: spent_until(r, a, x), AMOUNT[axis]))
+            reached = [[spent_until(run, axis, level) for run in arm.runs] for arm in arms]
+            rows.append(Row(f"{axis} to {unit} {level:g}", reached, AMOUNT[axis]))
     return [row for row in rows if any(value is not None for value in row.values)]
 
 
