@@ -76,11 +76,12 @@ class Source:
             for text in self._texts_of_parquet(path, first):
                 yield True, text
             return
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
 
         if path.endswith(".zst"):
             import zstandard  # noqa: F401 (fsspec unpacks with it: if it is missing, this line says so)
         with fsspec.open(path, "rb", compression="infer") as file:
+            texts: Iterator[tuple[bool, str]]
             if kind == "json":
                 texts = ((True, self._text_of_json(line)) for line in io.BufferedReader(file))
             else:

@@ -15,7 +15,7 @@ import pickle
 import re
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data.tokenizer import tokens_of
 from deskgpt.system.files import read_small, sha256
@@ -126,7 +126,8 @@ def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
 class PlainUnpickler(pickle._Unpickler):
     """Unpickles plain values. The one in Python: its memo takes no more memory than the pickle has bytes."""
 
-    dispatch = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: None}  # it takes memory before it is read
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # it takes memory before it is read
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")

@@ -187,21 +187,3 @@ def test_figure_is_the_same_at_any_micro_batch_in_a_resumed_run_and_in_an_evalua
         main(tiny(prepared_alike["char"], tmp_path, **settings, **again))
         found = re.findall(r"val loss ([\d.]+), .* bits per byte ([\d.]+)", capsys.readouterr().out)
         assert found == [(f"{last['val_loss']:.4f}", f"{last['val_bpb']:.4f}")]
-
-
-@pytest.mark.slow
-def test_two_tokenizers_on_the_same_text_are_ranked_and_on_another_text_not(prepared_alike, tmp_path, script):
-    for name, data in prepared_alike.items():
-        main(tiny(data, tmp_path / name, max_iters=12, eval_tokens=1_000_000))  # the whole text
-    done = script("bench/compare.py", tmp_path / "char", tmp_path / "bytes", "--json", tmp_path / "c.json")
-    assert done.code == 0, done.err
-    found = json.loads((tmp_path / "c.json").read_text())
-    assert found["not_comparable"] == []
-    row = next(r for r in found["rows"]["Learning"] if r["label"].startswith("bits per byte at equal text"))
-    bits = [events(tmp_path / name, "eval")[-1]["val_bpb"] for name in ("char", "bytes")]
-    assert sum(value == pytest.approx(at_end) for value, at_end in zip(row["values"], bits, strict=True)) == 1
-    assert "noise of the seeds not known" in row["lead"]
-
-    runs = [read_run(str(tmp_path / name)) for name in ("char", "other")]
-    reasons = compare.compare(runs, [])[2]["not_comparable"]
-    assert "not known to be the same" in reasons[-1]

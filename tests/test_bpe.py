@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import numpy as np
@@ -53,12 +52,6 @@ def test_any_unicode_comes_back_many_texts_are_each_text_alone_and_bytes_are_cou
 
 
 # ---- training ------------------------------------------------------------------------------------------------
-
-
-def test_blocks_to_train_on_are_the_beginning_of_the_texts_and_no_more():
-    texts = ["first words\n" * 10, "", "日本語 " * 50]
-    assert "".join(bpe.sample(texts, 10**6)) == "".join(texts)
-    assert "".join(bpe.sample(texts, 30)) == texts[0][:30]
 
 
 def test_words_without_end_are_cut_for_training():
@@ -144,34 +137,6 @@ def test_own_text_is_prepared_trained_on_and_sampled_from_where_neither_data_nor
     done = script(*sample, "--start=Käse 🧀 <|endoftext|>")
     assert done.code == 0, done.err
     assert done.out.startswith("Käse 🧀 <|endoftext|>")
-
-
-@pytest.mark.slow
-def test_other_text_is_prepared_with_the_vocabulary_of_a_folder(tmp_path, script, text):
-    prepare(text[:30_000], tmp_path / "first", "bpe", "a text", 400)
-    merges = read_meta(tmp_path / "first")["tokenizer"]
-    (tmp_path / "other.txt").write_text(text[50_000:70_000], encoding="utf-8")
-    again = (
-        *("data/text/prepare.py", tmp_path / "other.txt"),
-        *("--name", tmp_path / "second", "--tokenizer", tmp_path / "first"),
-    )
-    done = script(*again)
-    assert (done.code, done.err) == (0, "")
-    assert read_meta(tmp_path / "second")["tokenizer"] == merges
-    assert "already prepared" in script(*again).out
-    source = write_documents(tmp_path / "a.jsonl", [text[:50_000], text[50_000:90_000]])
-    command = (PREPARE, "--source", source, "--val_tokens=2000", "--out", tmp_path / "third")
-    done = script(*command, "--tokenizer", tmp_path / "first")
-    assert (done.code, done.err) == (0, "")
-    assert read_meta(tmp_path / "third")["tokenizer"] == merges
-    assert "already prepared" in script(*command, "--tokenizer", tmp_path / "second").out
-
-    prepare(text[:20_000], tmp_path / "first", "bpe", "a text", 400)
-    assert "already prepared" not in script(*again).out
-    line = fails(script(*command, "--tokenizer", tmp_path / "first"))
-    assert re.search(r"tokenizer bpe \w{12}, not bpe \w{12};", line)  # by checksum, not with all their merges
-    prepare(text[:20_000], tmp_path / "chars", "char", "a text")
-    fails(script(*command, "--tokenizer", tmp_path / "chars"), tmp_path / "chars", "use another")
 
 
 def test_faults_of_the_options_end_in_one_line_and_write_nothing(tmp_path, script, monkeypatch):

@@ -262,15 +262,6 @@ def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("content", ["\n\n", as_json(HELLO), None])
-def test_files_without_enough_dialogues_are_named(tmp_path, script, content):
-    if content is not None:
-        (tmp_path / "d.jsonl").write_text(content)
-    done = script("data/chat/prepare.py", tmp_path / "d.jsonl", "--name", tmp_path / "c", "--tokenizer=bytes")
-    fails(done, "d.jsonl")
-    assert not (tmp_path / "c").exists()
-
-
 @pytest.mark.slow
 def test_tokenizer_and_window_of_a_checkpoint(chat_data, chars, tmp_path, script):
     train(tiny(chat_data, tmp_path / "run", max_iters=1, eval_interval=1, block_size=T))
@@ -403,17 +394,6 @@ def test_other_window_and_missing_or_shorter_masks_are_named(chat_data, tmp_path
     (folder / "train_1.mask").write_bytes(bytes(257))
     with pytest.raises(ValueError, match=r"train_2\.mask"):
         Split(folder, "train", T, 256)
-
-
-def test_masks_without_windows_are_read_at_any_place(tmp_path):
-    folder = masked(tmp_path / "m", {"train": list(range(100, 140))})
-    (folder / "meta.json").write_text(json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256}))
-    split = Split(folder, "train", 10, 256)
-    x, y = split.train_batch(1, np.arange(split.n_windows), split.n_windows)
-    for inputs, targets in zip(x.tolist(), y.tolist(), strict=True):
-        for token, target in zip(inputs, targets, strict=True):
-            following = (token + 1) % 250
-            assert target == (following if 100 <= following < 140 else -1)
 
 
 def test_fingerprint_tells_masks_apart(tmp_path):

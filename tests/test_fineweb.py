@@ -32,7 +32,6 @@ from fineweb import (
 )
 
 from data.describe import describe
-from data.token_files import write_meta
 
 # ---- what is written -----------------------------------------------------------------------------------------
 
@@ -128,24 +127,6 @@ def test_source_that_has_changed_is_noticed_and_nothing_overwritten(tmp_path, sc
         fails(script(*prepare), "train_000003.bin", "another --out")
         assert contents(tmp_path / "out") == before
         (tmp_path / "out" / "train_000003.bin").touch()
-
-
-def test_fewer_tokens_than_before_leave_the_shards_that_are_there_whole(tmp_path, script: Script, prepared):
-    prepare = copied(prepared, tmp_path)
-    assert "already prepared" in script(*prepare, "--tokens=250_000").out
-    for n in (2, 3):  # one that is asked for and one after it: training reads both
-        harm(tmp_path / f"train_00000{n}.bin")
-    done = script(*prepare, "--tokens=300_000")
-    assert done.code == 0, done.err
-    assert contents(tmp_path) == contents(prepared[1])
-
-
-def test_folder_of_an_older_version_is_taken_on(tmp_path, script: Script, prepared):
-    prepare = copied(prepared, tmp_path)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    del meta["parts"]
-    write_meta(tmp_path, meta)
-    assert "already prepared" in script(*prepare).out
 
 
 @pytest.mark.slow

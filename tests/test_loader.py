@@ -131,8 +131,3 @@ def test_more_shards_than_a_process_may_have_files_are_read(tmp_path, listed):
         assert split.changes() == []
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_accumulation_that_ranks_cannot_share_names_one_that_they_can():
-    with pytest.raises(ValueError, match="--gradient_accumulation_steps=42"):
-        Batching(12, 40, world=3)

@@ -119,12 +119,6 @@ def test_nanogpts_meta_pkl_is_read_in_each_protocol(tmp_path_factory, text, prot
     assert from_pickle(path) == expected
 
 
-def test_meta_pkl_of_all_characters_that_fit_is_read(tmp_path):
-    chars = "".join(map(chr, range(1, 0xD800)))
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpts(chars)))
-    assert from_pickle(tmp_path / "meta.pkl")["tokenizer"]["chars"] == chars
-
-
 def test_words_and_sizes_alone_are_enough_to_train_on(tmp_path):
     path = tmp_path / "meta.pkl"
     words = {0: "to", 1: "be", 2: "a"}

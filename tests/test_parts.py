@@ -93,18 +93,6 @@ def test_parts_share_the_tokens_which_can_be_raised_later_and_any_order_makes_th
     assert everything(tmp_path) == everything(whole)
 
 
-def test_part_without_text_is_empty_and_val_may_take_all_of_the_first(tmp_path, source, texts):
-    options = ("--tokenizer=bytes", "--shard_tokens=1e6", "--val_tokens=1e6", "--out", tmp_path)
-    for option in (*(f"--part={number}/9" for number in range(9)), "--merge"):
-        made("--source", source, *options, option)
-    assert split_tokens(tmp_path, "val").astype(np.uint8).tobytes() == as_bytes(texts[0])
-    train = as_bytes([*itertools.chain(*texts[1:])])
-    assert split_tokens(tmp_path, "train").astype(np.uint8).tobytes() == train
-
-
-# ---- several at once, and what is in the way -----------------------------------------------------------------
-
-
 def test_what_is_missing_or_harmed_is_named_with_the_command_that_makes_it(tmp_path, script: Script, source, whole):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     fails(script(*prepare, "--merge"), tmp_path, "--part=0/N")
@@ -154,13 +142,6 @@ def test_others_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_p
 def test_options_that_parts_cannot_have_are_usage_errors(tmp_path, script: Script, options, named):
     assert_refused(script(PREPARE, *options.split(), "--out", tmp_path / "out"), *named)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("options", ["--part=2/2", "--part=0/1", "--part=0/2 --merge"])
-def test_parts_that_there_are_not_are_usage_errors(tmp_path, script: Script, options):
-    done = script(PREPARE, *options.split(), "--out", tmp_path / "out")
-    assert done.code == 2
-    assert "--part" in done.err
 
 
 @pytest.mark.slow

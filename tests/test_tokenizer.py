@@ -76,12 +76,6 @@ def test_unknown_characters_are_named():
         CharTokenizer("abc").encode("aéxb")
 
 
-def test_characters_keep_the_order_they_are_given():
-    tokenizer = CharTokenizer("zya")
-    assert tokenizer.encode("ayz").tolist() == [2, 1, 0]
-    assert tokenizer.encode("").tolist() == []
-
-
 @pytest.mark.parametrize("meta", [{}, {"name": "char"}, {"name": "char", "chars": ""}, {"name": 3}])
 def test_description_of_nothing_is_refused(meta):
     with pytest.raises(ValueError, match="describes no tokenizer"):

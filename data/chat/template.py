@@ -118,9 +118,9 @@ def as_message(value: Any, n: int) -> Message:
         value = value | {"role": SHAREGPT_ROLES.get(str(value["from"]), value["from"]), "content": value.get("value")}
     content = value.get("content") if isinstance(value, dict) else None
     if isinstance(content, list):  # OpenAI's parts
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-        content = "".join(texts) if is_text else None
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [text for text in parts if isinstance(text, str)]
+        content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str) or not isinstance(value.get("role"), str):
         raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content, which are text")
     if value["role"] not in ROLES:
