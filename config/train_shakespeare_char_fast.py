@@ -1,5 +1,5 @@
 # A character-level model of Shakespeare that reaches a val loss of 1.459 in three minutes on two CPU cores with AMX
-# (bench/results/2026-11-22-fast-180s.md). nanoGPT quotes 1.4697 for its GPU run. It takes longer on a processor without
+# (bench/results/README.md). nanoGPT quotes 1.4697 for its GPU run. It takes longer on a processor without
 # bfloat16 instructions or without a C++ compiler.
 #
 #     python data/shakespeare_char/prepare.py
@@ -8,7 +8,7 @@
 #       --norm=layer
 #
 # The second run takes fewer steps of half the layers and reaches 1.525 in a minute
-# (bench/results/2026-11-22-fast-60s.md). It is too short for compiling to pay, and without compiling --norm=layer is
+# (bench/results/README.md). It is too short for compiling to pay, and without compiling --norm=layer is
 # faster, because torch has no RMS norm kernel for a CPU. The learning rate falls over the whole run, so set a smaller
 # max_iters instead of stopping early.
 

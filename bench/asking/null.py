@@ -22,7 +22,7 @@ from bench.asking.statistics import ALPHA, LEAST, Looks
 
 ROUNDS = 8  # of a real question, unless it is decided sooner
 LONGEST = 30  # rounds of a simulated one
-SKEW = 1.5  # of val losses between seeds (bench/results/2026-11-24-null.md, with the other sign)
+SKEW = 1.5  # of val losses between seeds (bench/results/README.md)
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
