@@ -217,7 +217,7 @@ def test_what_is_no_plain_file_is_refused_before_it_is_opened(tmp_path):
     assert_refuses(path)
     path.unlink()
     path.symlink_to("/dev/zero")
-    assert_refuses(tmp_path, "no plain file")
+    assert_refuses(tmp_path, "not a plain file")
 
 
 def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path):

@@ -62,7 +62,7 @@ def refuse_unreadable(content: Any) -> None:
 def check(path: Path, checksums: bool = True) -> bool:
     """Whether a file has a checksum, which is compared if `checksums`. Raises ValueError for damage; OSError."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait, and a device might never end
-        raise ValueError("it is no plain file, but a pipe, a device or a folder")
+        raise ValueError("it is not a plain file but a pipe, a device or a folder")
     with open(path, "rb") as file:
         head = file.read(100).lstrip()
     for start, what in NOT_CHECKPOINTS.items():

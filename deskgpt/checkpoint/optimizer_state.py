@@ -102,9 +102,9 @@ class OptimizerState:
             theirs = "muon" if is_muons(state["param_groups"]) else "adamw"
             raise ValueError(f"it was trained with another optimizer: take --optimizer={theirs}")
         if state.get("names", self.names) != self.names:
-            raise ValueError("its parameters are others, or in another order")
+            raise ValueError("its parameters differ, or are in another order")
         if [len(group["params"]) for group in state["param_groups"]] != [len(group["params"]) for group in own]:
-            raise ValueError("its groups of parameters are others")
+            raise ValueError("its groups of parameters differ")
         numbers = [i for group in state["param_groups"] for i in group["params"]]
         if self.is_ours:
             check_moments(own, state["state"], numbers)

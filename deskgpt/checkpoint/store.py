@@ -301,7 +301,7 @@ def load(
 
 
 def damage_for(path: Path, ranks: DistContext | None, checksums: bool) -> str | None:
-    """As damage_of, for ranks, of which the first compares checksums; what one finds is true for all."""
+    """As damage_of, for ranks, of which the first compares checksums; damage that one finds counts for all."""
     if ranks is None or not checksums:
         return damage_of(path, checksums)
     damage = damage_of(path, ranks.is_first)
