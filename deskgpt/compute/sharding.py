@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from deskgpt.system import torch_internals
 from model import GPT, rotary_table
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def shards_of(dp_shard: int, world: int) -> int:
 
 
 def check_sharding(dp_shard: int, world: int, dtype: str, sample_interval: int) -> None:
-    """Raises ValueError where dp_shard does not divide the ranks, or other settings do not work with sharded weights."""
+    """Raises ValueError where dp_shard does not divide the ranks, or a setting does not work with sharded weights."""
     if shards_of(dp_shard, world) == 1:
         return
     if dtype == "float16":
@@ -64,31 +63,22 @@ def describe_shards(dp_shard: int, world: int) -> str:
     return f"; weights sharded among {n}{copies}" if n > 1 else ""
 
 
-def make_mesh(
-    device_type: str, dp_shard: int, world: int, timeout_s: float = 600.0, rehearsed: bool = False
-) -> DeviceMesh:
+def make_mesh(device_type: str, dp_shard: int, world: int, timeout_s: float = 600.0) -> DeviceMesh:
     """The ranks as (replicas, shards), or as (shards) where there is one replica. Neighbours share a copy.
 
-    timeout_s: the longest that ranks wait for each other. rehearsed: nothing is sent; each rank goes on alone with
-    whatever it then computes.
+    timeout_s: the longest that ranks wait for each other.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     n = shards_of(dp_shard, world)
-    sizes = {"dp_shard": n} if n == world else {"dp_replicate": world // n, "dp_shard": n}
-    if rehearsed:
-        torch_internals.fake_store()  # makes the backend known
-        backends: dict[int | str, Any] = dict.fromkeys(sizes, "fake")
-        names = tuple(sizes)
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, backend_override=backends)
     if n == world:
-        return init_device_mesh(device_type, (n,), mesh_dim_names=tuple(sizes))
+        return init_device_mesh(device_type, (n,), mesh_dim_names=("dp_shard",))
     # Groups that init_device_mesh makes would wait for torch's own 10 or 30 minutes.
     ranks = torch.arange(world).view(-1, n)
     timeout = timedelta(seconds=timeout_s)
     replicas, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
     shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-    return DeviceMesh.from_group([replicas, shards], device_type, ranks, mesh_dim_names=tuple(sizes))
+    return DeviceMesh.from_group([replicas, shards], device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, dtype: str = "float32") -> None:
