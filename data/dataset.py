@@ -35,6 +35,7 @@ class Dataset:
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
         self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
         self.text: TextStatistics | None = None  # of val, if it is known
+        self._digests: dict[int, str] = {}  # of evaluations, by the number of their windows
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +97,9 @@ class Dataset:
     def eval_digest(self, batching: Batching) -> tuple[int, str]:
         """(number, digest) of the windows of val that an evaluation reads: two losses compare if both are equal."""
         n = self.val.n_eval_windows(batching.eval_windows)
-        return n, self.val.eval_digest(n)
+        if n not in self._digests:  # the same at every evaluation of a run
+            self._digests[n] = self.val.eval_digest(n)
+        return n, self._digests[n]
 
     # ---- for the log -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from data.tokenizer import END_OF_TEXT, pieces_of_lines, valid_unicode
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
 PACKED = (".gz", ".zst")
+SUFFIXES = re.compile(r".*(?:(?P<parquet>\.parquet)|(?P<text>\.jsonl|\.txt)(?:\.gz|\.zst)?)", re.DOTALL)
 ATTEMPTS = 9  # at one place of the source, each of them with the attempts that the hub's own library makes
 LONGEST_PAUSE_S = 60  # between attempts: 1, 2, 4 ... 60, 60 seconds
 
@@ -152,14 +154,12 @@ def pieces_of_documents(path: str, lines: Iterator[str]) -> Iterator[tuple[bool,
 
 def format_of(path: str) -> str:
     """parquet, json or text, by suffix. Raises ValueError."""
-    name = Path(path).name.lower()
-    packed = name.endswith(PACKED)
-    suffix = Path(Path(name).stem if packed else name).suffix
-    if suffix not in FORMATS or (packed and suffix == ".parquet"):
+    match = SUFFIXES.fullmatch(Path(path).name.lower())
+    if match is None:
         raise ValueError(
             f"{path} is not one of *{', *'.join(FORMATS)}; the last two may also be packed, as {' or '.join(PACKED)}"
         )
-    return FORMATS[suffix]
+    return FORMATS[match["parquet"] or match["text"]]
 
 
 # ---- files on this machine ----------------------------------------------------------------------------------
@@ -175,23 +175,21 @@ def local_source(paths: list[Path], text_column: str) -> Source:
         if not found:
             raise ValueError(f"--source {path} holds no *{', *'.join(FORMATS)} (or these packed: {', '.join(PACKED)})")
         files += sorted(found)
+    size = 0
     for file in files:
         format_of(str(file))
+        size += file.stat().st_size
     names = ", ".join(file.name for file in files[:3])
-    if len(files) > 3:
-        names += f" and {len(files) - 3} more"
-    size = sum(file.stat().st_size for file in files)
-    return Source(f"{names} ({size:,} bytes)", [os.path.abspath(file) for file in files], text_column)
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return Source(f"{names}{more} ({size:,} bytes)", [os.path.abspath(file) for file in files], text_column)
 
 
 def is_documents(folder: Path, path: Path) -> bool:
     """Whether to read a file found in folder: not hidden, no link to another file there, of a known format."""
     hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
     twice = path.is_symlink() and path.resolve().is_relative_to(folder.resolve())
-    try:
-        return path.is_file() and not hidden and not twice and bool(format_of(str(path)))
-    except ValueError:
-        return False
+    known = SUFFIXES.fullmatch(path.name.lower()) is not None
+    return path.is_file() and known and not hidden and not twice
 
 
 # ---- network -------------------------------------------------------------------------------------------------

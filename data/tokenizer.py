@@ -230,23 +230,18 @@ def tokens_of(merges: Any) -> list[bytes]:
         raise ValueError(f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes")
     lines = merges.split("\n") if merges else []
     if len(lines) > LARGEST_BPE - SMALLEST_BPE:
-        raise ValueError(
-            f"the tokenizer has {len(lines):,} merges, more than the {LARGEST_BPE - SMALLEST_BPE:,} allowed"
-        )
+        raise ValueError(f"the tokenizer has {len(lines):,} merges, more than {LARGEST_BPE - SMALLEST_BPE:,}")
     tokens = {CHAR_OF_BYTE[byte]: bytes([byte]) for byte in range(256)}
     for number, line in enumerate(lines, 1):
         left, _, right = line.partition(" ")
         token = left + right
-        if left not in tokens or right not in tokens:
-            fault = "not of two earlier tokens"
-        elif token in tokens:
-            fault = "of a token that there is already"
-        elif len(token) > LONGEST_TOKEN:
-            fault = f"of more than {LONGEST_TOKEN} bytes"
-        else:
-            tokens[token] = tokens[left] + tokens[right]
-            continue
-        raise ValueError(f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, is {fault}")
+        is_new = left in tokens and right in tokens and token not in tokens
+        if not is_new or len(token) > LONGEST_TOKEN:
+            raise ValueError(
+                f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, does not make a new token of at most "
+                f"{LONGEST_TOKEN} bytes from two earlier ones"
+            )
+        tokens[token] = tokens[left] + tokens[right]
     return list(tokens.values())
 
 

@@ -87,16 +87,6 @@ def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
     assert known == {(hashlib.sha256(text.encode()[:BEGINNING]).hexdigest()[:16], len(text.encode()))}
 
 
-def test_tokens_that_the_tokenizer_lacks_and_data_without_text_are_refused(tmp_path):
-    ids = np.array([0, 1] * 50)
-    for place in (1, 99):  # in the evaluated window or after it
-        wrong = np.where(np.arange(100) == place, 3, ids)
-        with pytest.raises(ValueError, match="token 3"):
-            text_statistics(split_of(tmp_path / "a", wrong, 64), 1, CharTokenizer("ab"))
-    with pytest.raises(ValueError, match="no text"):
-        text_statistics(split_of(tmp_path / "b", np.full(60, 255), 256), 2, BytesTokenizer())
-
-
 # ---- a tokenizer that is not there ---------------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ from data.splits import Split
 from data.text.prepare import prepare as prepare_text
 from data.token_files import read_record
 from data.tokenizer import BytesTokenizer, CharTokenizer, TiktokenTokenizer, Tokenizer
-from deskgpt.checkpoint import store
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
@@ -262,21 +261,6 @@ def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.slow
-def test_tokenizer_and_window_of_a_checkpoint(chat_data, chars, tmp_path, script):
-    train(tiny(chat_data, tmp_path / "run", max_iters=1, eval_interval=1, block_size=T))
-    assert store.load(tmp_path / "run").chat == "deskgpt-chat-1"
-    source = write(tmp_path / "d.jsonl", varied(20))
-    done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--like", tmp_path / "run")
-    assert done.code == 0, done.err
-    assert f"c: tokenizer bytes, windows of {T} tokens" in done.out
-    train(tiny(chars, tmp_path / "char", max_iters=1, eval_interval=1))
-    assert store.load(tmp_path / "char").chat is None
-    done = script("data/chat/prepare.py", source, "--name", tmp_path / "d", "--like", tmp_path / "char")
-    fails(done, "char", "bytes")
-    assert not (tmp_path / "d").exists()
-
-
 # ---- the loss ------------------------------------------------------------------------------------------------
 
 
@@ -505,7 +489,7 @@ def test_model_that_never_saw_chat_data_is_named(tmp_path, script, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
     done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=3", "--device=cpu")
     assert done.code == 0
-    assert_one_line(done.err, tmp_path / "run", "docs/sampling.md")
+    assert_one_line(done.err, tmp_path / "run", "docs/chat.md")
     assert done.out.strip()
 
 

@@ -33,6 +33,8 @@ from fineweb import (
 
 from data.describe import describe
 
+pytestmark = pytest.mark.slow
+
 # ---- what is written -----------------------------------------------------------------------------------------
 
 
@@ -64,7 +66,7 @@ def test_text_file_is_one_document_or_several_with_lines_of_end_of_text_between(
 
 
 @needs_bpe
-@pytest.mark.parametrize("name", ["a.parquet", pytest.param("a.txt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["a.parquet", pytest.param("a.txt")])
 def test_gpt2_tokens_are_tiktokens_and_special_strings_are_text(tmp_path, script: Script, documents, name):
     import tiktoken
 
@@ -129,7 +131,6 @@ def test_source_that_has_changed_is_noticed_and_nothing_overwritten(tmp_path, sc
         (tmp_path / "out" / "train_000003.bin").touch()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, documents):
     write_documents(tmp_path / "in" / "a.parquet", documents)
@@ -170,7 +171,7 @@ def test_full_disk_keeps_finished_shards_and_the_run_goes_on_later(tmp_path, scr
     assert contents(tmp_path) == contents(prepared[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's record of peak memory")
 def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     texts = [f"{i} {text}" for i in range(60) for text in documents]

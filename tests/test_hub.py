@@ -19,6 +19,8 @@ from data.token_files import write_tokens
 from data.tokenizer import from_meta
 from model import GPTConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def hub(tmp_path, documents):
@@ -53,7 +55,6 @@ def online(hub: Hub, tmp_path: Path, *args: str | Path, setup: str = "") -> subp
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.slow
 def test_subset_streams_from_the_hub_through_faults_of_the_network(tmp_path, hub, documents):
     hub.faults = ["503", "cut"]
     done = online(hub, tmp_path, *SMALL)
@@ -71,7 +72,6 @@ def test_subset_streams_from_the_hub_through_faults_of_the_network(tmp_path, hub
     assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(documents)
 
 
-@pytest.mark.slow
 def test_vocabulary_of_its_own_is_trained_on_another_subset_that_the_hub_streams(tmp_path, hub, documents):
     options = ("--tokenizer=bpe", "--vocab_size=600", "--val_tokens=10_000", "--shard_tokens=200_000")
     done = online(hub, tmp_path, *options, "--subset=CC-MAIN-2013-20")
@@ -83,9 +83,7 @@ def test_vocabulary_of_its_own_is_trained_on_another_subset_that_the_hub_streams
     assert text == "".join(documents[:3])
 
 
-@pytest.mark.parametrize(
-    ("subset", "named"), [("sample-10BT", "404"), pytest.param("nope", "--subset nope", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("subset", "named"), [("sample-10BT", "404"), pytest.param("nope", "--subset nope")])
 def test_what_the_hub_does_not_have_is_one_line(tmp_path, hub, subset, named):
     if subset == "sample-10BT":
         (hub.root / "HuggingFaceFW").rename(hub.root / "gone")
@@ -105,7 +103,6 @@ def test_network_that_stays_away_says_what_to_run_next(tmp_path, hub):
     assert len([r for r in hub.requests if "fineweb-edu" in r]) >= 9
 
 
-@pytest.mark.slow
 @needs_bpe
 def test_pretokenized_shards_are_fetched_as_many_as_needed(tmp_path, hub):
     small = "p.READY_SHARD, p.READY_TOKENS = 5000, 11234"

@@ -141,11 +141,6 @@ def test_meta_pkl_that_contradicts_itself_is_refused(tmp_path, wrong):
     refused(tmp_path)
 
 
-def test_meta_pkl_of_something_else_is_refused(tmp_path):
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps([]))
-    refused(tmp_path, "no vocab_size")
-
-
 class Evil:
     def __init__(self, marker: Path) -> None:
         self.marker = marker

@@ -20,6 +20,8 @@ from data.token_files import read_record, read_tokens
 from data.verify import Verification
 from deskgpt.run import lock
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--tokenizer=bytes", "--shard_tokens=40_000", "--val_tokens=50_000")
 FILES = ["a.parquet", "b.jsonl", "c.parquet", "d.txt", "e.jsonl.gz", "f.parquet", "g.jsonl"]
 
@@ -144,7 +146,6 @@ def test_options_that_parts_cannot_have_are_usage_errors(tmp_path, script: Scrip
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
 def test_killed_workers_leave_the_same_bytes(tmp_path, source):
     options = ("--tokenizer=bytes", "--shard_tokens=20_000", "--val_tokens=50_000", "--source", source)
@@ -174,7 +175,6 @@ def test_killed_workers_leave_the_same_bytes(tmp_path, source):
 # ---- from the hub -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_parts_of_the_hubs_files_have_one_revision(tmp_path, texts):
     repo = tmp_path / "hub" / "HuggingFaceFW" / "fineweb-edu"
     for i in range(3):
