@@ -1,0 +1,285 @@
+"""Runs a script on an NVIDIA card that is not there, to see that it takes the card's ways without a fault.
+
+    python bench/pretend_card.py --card "RTX 4070" train.py config/train_shakespeare_char.py --max_iters=20
+    python bench/pretend_card.py --card T4 -m pytest tests/test_gpu.py
+
+For torch's CPU build, on Linux, with a C++ compiler. The device is "cuda": its memory is the host's and its kernels are
+the CPU's (bench/pretend_card.cpp), so the numbers are right and every choice by device, dtype rule of autocast, loss
+scale, copy, memory limit (torch.OutOfMemoryError as on the card) and peak is the card's. What it cannot show: speed,
+the card's own kernels, asynchronous execution, several cards. Code is not compiled: each torch.compile fails, and a run
+goes on uncompiled as on a card without a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+CARD = "DESKGPT_PRETEND_CARD"  # environment variable: the card's name
+LIBRARY = "DESKGPT_PRETEND_LIBRARY"  # and the compiled SOURCE
+RNG_STATE_BYTES = 8192  # more than a state of torch's CPU generator
+
+
+class Card(NamedTuple):
+    name: str  # as torch names it
+    capability: tuple[int, int]
+    sms: int
+    gib: int
+    shared_memory: int  # bytes that a block may have
+
+
+CARDS = {
+    "T4": Card("Tesla T4", (7, 5), 40, 15, 65536),
+    "RTX 3060": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 12, 101376),
+    "RTX 4070": Card("NVIDIA GeForce RTX 4070", (8, 9), 46, 12, 101376),
+    "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 32, 101376),
+    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 80, 232448),
+}
+# Loads the card into each Python that starts, before it imports torch.
+SITECUSTOMIZE = """
+import importlib.util
+spec = importlib.util.spec_from_file_location("pretend_card", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.pretend()
+"""
+
+
+# ---- in the process of the script ----------------------------------------------------------------------------
+
+
+def pretend() -> None:
+    """Makes torch see the card that the environment names. Call it before torch is imported."""
+    if CARD not in os.environ:
+        return
+    assert "torch" not in sys.modules
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(os.environ[LIBRARY])
+    library.card_allocated.restype = library.card_peak.restype = library.card_get_rng_state.restype = ctypes.c_int64
+
+    import torch
+
+    card = CARDS[os.environ[CARD]]
+    for module in (torch.cuda, torch.cuda.random, torch.cuda.memory):
+        for name, value in {**memory_of(card, library), **random_numbers(library)}.items():
+            if hasattr(module, name):
+                setattr(module, name, value)
+    for name, value in {**device_of(card), **streams()}.items():
+        setattr(torch.cuda, name, value)
+    set_internals(torch)
+
+
+def device_of(card: Card) -> dict[str, Any]:
+    """Functions of torch.cuda about the device."""
+    major, minor = card.capability
+    threads = {(7, 5): 1024, (9, 0): 2048}.get(card.capability, 1536)
+    properties = SimpleNamespace(
+        name=card.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=card.sms,
+        total_memory=card.gib << 30,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=threads,
+        max_threads_per_block=1024,
+        warp_size=32,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=card.shared_memory,
+        shared_memory_per_multiprocessor=card.shared_memory + 1024,
+        L2_cache_size=32 << 20,
+        gcnArchName="",
+        uuid="0",
+        is_integrated=0,
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: major >= 8 or including_emulation,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: card.capability,
+        "get_device_name": lambda device=None: card.name,
+        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
+        "is_current_stream_capturing": lambda: False,
+        "_is_compiled": lambda: True,
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "device": Within,
+    }
+
+
+def memory_of(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
+    """Functions of torch.cuda about memory, which is counted; a run has all of it, or the fraction that it sets."""
+    total = card.gib << 30
+    fraction = 1.0
+
+    def set_fraction(value: float, device: Any = None) -> None:
+        nonlocal fraction
+        fraction = value
+        library.card_set_limit(ctypes.c_int64(int(value * total)))
+
+    set_fraction(1.0)
+    return {
+        "memory_allocated": lambda device=None: library.card_allocated(),
+        "memory_reserved": lambda device=None: library.card_allocated(),
+        "max_memory_allocated": lambda device=None: library.card_peak(),
+        "max_memory_reserved": lambda device=None: library.card_peak(),
+        "reset_peak_memory_stats": lambda device=None: library.card_reset_peak(),
+        "mem_get_info": lambda device=None: (total - library.card_allocated(), total),
+        "empty_cache": lambda: None,
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": lambda device=None: fraction,
+    }
+
+
+def random_numbers(library: ctypes.CDLL) -> dict[str, Any]:
+    """Functions of torch.cuda about its generator."""
+    import torch
+
+    def seed(number: int) -> None:
+        library.card_seed(ctypes.c_uint64(int(number) % 2**64))
+
+    def get_state(device: Any = "cuda") -> torch.Tensor:
+        buffer = ctypes.create_string_buffer(RNG_STATE_BYTES)
+        n = library.card_get_rng_state(buffer)
+        return torch.frombuffer(bytearray(buffer.raw[:n]), dtype=torch.uint8)
+
+    def set_state(state: torch.Tensor, device: Any = "cuda") -> None:
+        raw = state.cpu().numpy().tobytes()
+        library.card_set_rng_state(raw, ctypes.c_int64(len(raw)))
+
+    return {"manual_seed": seed, "manual_seed_all": seed, "get_rng_state": get_state, "set_rng_state": set_state}
+
+
+class Within:
+    """A context that changes nothing, for a device or a stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Within:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def streams() -> dict[str, Any]:
+    """Streams and events of torch.cuda: all work is done when it is queued."""
+    import torch
+
+    class Event(Within):
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Any) -> float:
+            return 0.0
+
+        def record(self, stream: Any = None) -> None:
+            pass
+
+        synchronize = wait = record
+
+    class Stream(Event):
+        device = torch.device("cuda", 0)
+        cuda_stream = stream_id = device_index = 0
+
+        def record_event(self, event: Any = None) -> Event:
+            return event or Event()
+
+        wait_stream = wait_event = Event.record
+
+    return {
+        "Event": Event,
+        "Stream": Stream,
+        "stream": Within,
+        "current_stream": lambda device=None: Stream(),
+        "default_stream": lambda device=None: Stream(),
+    }
+
+
+def set_internals(torch: ModuleType) -> None:
+    """What torch's own Python code asks its C++ about, which the CPU build lacks."""
+    missing = ("_cuda_getDevice", "_cuda_getCurrentRawStream", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice")
+    for name in missing:
+        setattr(torch._C, name, lambda *args: 0)
+    for name in ("_cuda_setDevice", "_cuda_synchronize", "_cuda_emptyCache", "_cuda_isCurrentStreamCapturing"):
+        setattr(torch._C, name, lambda *args: None)
+    torch._C._cuda_getDeviceCount = lambda: 1
+    torch._C._cuda_getCompiledVersion = lambda: 13000
+    torch.backends.cuda.is_built = lambda: True
+    torch.version.cuda = "13.0"
+    copy_of = torch.Tensor.__deepcopy__
+
+    def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
+        if type(t) is not torch.Tensor or not t.is_cuda or not t.is_leaf:
+            return copy_of(t, memo)
+        if id(t) not in memo:
+            memo[id(t)] = t.detach().clone().requires_grad_(t.requires_grad)
+        return memo[id(t)]
+
+    torch.Tensor.__deepcopy__ = deepcopy
+
+
+# ---- the command ---------------------------------------------------------------------------------------------
+
+
+def torch_folder() -> Path:
+    """Where torch is installed, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def build() -> Path:
+    """The compiled library, kept for this source and this torch. Raises SystemExit where it does not compile."""
+    torch = torch_folder()
+    key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"pretend_card-{os.getuid()}-{key}.so"
+    if library.exists():
+        return library
+    new = library.with_suffix(f".{os.getpid()}")
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-w", "-shared", "-fPIC", str(SOURCE), "-o", str(new)]
+    command += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", f"-L{torch / 'lib'}"]
+    done = subprocess.run([*command, "-ltorch_cpu", "-lc10"], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {SOURCE} does not compile with this torch: {done.stderr[-2000:]}")
+    os.replace(new, library)
+    return library
+
+
+def environment(card: str, folder: Path) -> dict[str, str]:
+    """Variables with which every Python pretends this card; folder: an empty one, kept while they are in use."""
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(path=__file__))
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {CARD: card, LIBRARY: str(build()), "PYTHONPATH": path}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--card", choices=CARDS, required=True)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="a script, or -m MODULE, with its arguments")
+    a = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | environment(a.card, Path(folder))
+        return subprocess.run([sys.executable, *a.script], env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
