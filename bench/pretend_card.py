@@ -224,6 +224,7 @@ def set_internals(torch: ModuleType) -> None:
     torch._C._cuda_getCompiledVersion = lambda: 13000
     torch.backends.cuda.is_built = lambda: True
     torch.version.cuda = "13.0"
+    torch.Tensor.record_stream = lambda tensor, stream: None
     copy_of = torch.Tensor.__deepcopy__
 
     def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
@@ -272,13 +273,17 @@ def environment(card: str, folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        usage="%(prog)s --card CARD SCRIPT ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--card", choices=CARDS, required=True)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="a script, or -m MODULE, with its arguments")
-    a = parser.parse_args()
+    a, command = parser.parse_known_args()  # a script, or -m MODULE, with its arguments
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | environment(a.card, Path(folder))
-        return subprocess.run([sys.executable, *a.script], env=env).returncode
+        return subprocess.run([sys.executable, *command], env=env).returncode
 
 
 if __name__ == "__main__":

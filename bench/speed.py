@@ -102,8 +102,8 @@ def cells_of(entries: list[str], c: train.TrainConfig, given: list[str], folder:
         values = [read_settings(train.TrainConfig, [f"--{name}={value}"])[name] for value in texts]
         axes[name] = list(dict.fromkeys(values))
     runs = []
-    for values in itertools.product(*axes.values()):
-        settings = dict(zip(axes, values, strict=True))
+    for chosen in itertools.product(*axes.values()):
+        settings = dict(zip(axes, chosen, strict=True))
         settings["gradient_accumulation_steps"] = accumulation(c, settings)
         build(train.TrainConfig, asdict(c) | settings)  # raises ConfigError where they do not go together
         flags = [f"--{name}={value}" for name, value in settings.items()]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, assert_one_line
+from conftest import assert_one_line
 
 from bench import qualify, stages
 from deskgpt.system.errors import ConfigError
@@ -27,13 +27,9 @@ def test_stages_are_named_as_numbers_and_ranges():
         assert_one_line(refused.value, f"--stages={wrong}")
 
 
-def test_page_says_what_each_stage_measures_and_the_calls_that_it_suggests_end_within_ten_minutes():
+def test_all_stages_end_within_30_minutes_and_the_calls_in_parts_within_ten():
     assert sum(stage.limit_s for stage in qualify.STAGES.values()) <= 30 * 60
-    page = (ROOT / "docs" / "qualify.md").read_text()
-    for number, stage in qualify.STAGES.items():
-        assert f"| {number} {stage.heading} |" in page
     for call in ("0-3", "4", "5", "6-10"):
-        assert f"--stages={call}" in page
         assert sum(qualify.STAGES[number].limit_s for number in qualify.numbers_of(call)) <= 600
 
 

@@ -89,9 +89,13 @@ def test_run_that_is_killed_in_saves_ends_as_an_undisturbed_one(ranks, more, cha
         assert_nothing_lost(killed)
     assert start(ranks, log, TINY | own | more | {"out_dir": killed}).wait() == 0, log.read_text()
     assert kills
-    for find in (store.resume, lambda out_dir: store.load(store.best_of(out_dir))):
-        a = store.whole(find(whole))
-        b = store.whole(find(killed))
+    for one, other in ((whole, killed), (store.best_of(whole), store.best_of(killed))):
+        assert one
+        assert other
+        a = store.whole(store.load(one))
+        b = store.whole(store.load(other))
+        assert a.optimizer
+        assert b.optimizer
         assert_equal(store.weights_of(a), store.weights_of(b))
         assert_equal(a.optimizer["state"], b.optimizer["state"])
         assert (a.iter_num, a.best_val_loss) == (b.iter_num, b.best_val_loss)
