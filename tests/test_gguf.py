@@ -225,8 +225,10 @@ def test_file_that_llama_cpp_does_not_load_is_refused(tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_weights_that_llama_cpp_lacks_are_refused_without_running_it():
+@pytest.mark.parametrize("place", ["transformer", "transformer.h.0"])
+def test_weights_that_llama_cpp_lacks_are_refused_without_running_it(place):
     model = make(SMALL)
-    model.transformer.register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
-    with pytest.raises(ValueError, match=r"transformer\.gain"):
+    model.get_submodule(place).register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ValueError, match="nothing was exported") as e:
         gguf_format.tensors_of(SMALL, model.state_dict(), 256)
+    assert_one_line(e.value, f"{place}.gain")

@@ -14,6 +14,7 @@ from tiny_models import MODERN_SETTINGS
 
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
+from deskgpt.checkpoint import store
 from deskgpt.compute.generation import GenerationConfig, Sample, write
 from deskgpt.sampling.trained import encode_prompt, load
 from model import GPT, GPTConfig
@@ -70,6 +71,13 @@ def test_stop_text_ends_a_sample_before_it(run):
     stop = whole[30:33]
     at = whole.find(stop, 4)
     assert samples(run, num_samples=1, max_new_tokens=100, stop=stop) == [whole[:at]]
+
+
+def test_checkpoint_of_weights_alone_is_sampled_from_with_the_tokenizer_of_its_data(run, chars, tmp_path):
+    saved = store.load(run)
+    content = {"model": store.weights_of(saved), "model_args": saved.model_args, "config": {"dataset": str(chars)}}
+    torch.save(content, tmp_path / "ckpt.pt")
+    assert samples(tmp_path) == samples(run)
 
 
 def test_prompt_from_a_file(run, tmp_path):

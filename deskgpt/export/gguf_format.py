@@ -145,13 +145,11 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
         module, _, kind = key.rpartition(".")
         block = ""
         if module.startswith("transformer.h."):
-            _, _, layer, module = module.split(".", 3)
+            layer, _, module = module.removeprefix("transformer.h.").partition(".")
             block = f"blk.{layer}."
         if module not in NAMES or kind not in ("weight", "bias"):
             raise ValueError(f"llama.cpp has no {key}, which model.py has; nothing was exported")
-        if (
-            module == "lm_head" and c.tie_weights and architecture_of(c) == "gpt2"
-        ):  # apertus takes no embedding for a head
+        if module == "lm_head" and c.tie_weights and c.position == "learned":  # apertus wants a head of its own
             continue
         if module in ("transformer.wte", "lm_head"):
             w = w[:vocab_size]
