@@ -165,9 +165,9 @@ def without_embedding_norm(model: GPT) -> GPT:
         return model
     weights = model.state_dict()
     weights["transformer.wte.weight"] = F.rms_norm(weights["transformer.wte.weight"], (c.n_embd,), eps=1e-5)
-    plain = GPT(replace(c, embedding_norm=False, tie_weights=False))
-    plain.load_state_dict(weights)
-    return plain
+    without = GPT(replace(c, embedding_norm=False, tie_weights=False))
+    without.load_state_dict(weights)
+    return without
 
 
 def template_file(name: str) -> str:

@@ -125,7 +125,7 @@ def exported_config(config: dict[str, Any], name: str) -> GPTConfig:
 def tokenizer_of(name: str) -> dict[str, Any]:
     """The description of the tokenizer that belongs to the weights of load_gpt2: GPT-2's unless export.py wrote them.
 
-    Raises ValueError where that one is missing.
+    Raises ValueError if that one is missing.
     """
     if exported_model_args(name) is None:
         return {"name": "gpt2"}
@@ -136,7 +136,7 @@ def tokenizer_of(name: str) -> dict[str, Any]:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """The record in a JSON file, {} without one. Raises ValueError, which names init_from, where it is damaged."""
+    """The record in a JSON file, {} without one. Raises ValueError, which names init_from, if it is damaged."""
     if not path.is_file():
         return {}
     try:
