@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, assert_equal, assert_one_line, events, files_of_at_most, needs_bpe, shell, tiny
 from tiny_models import make, tokens
 
@@ -222,31 +221,6 @@ def test_logits_and_greedy_tokens_are_ours_for_every_combination_of_the_choices(
             ours = model(texts[:, :-1])[0]
             assert (theirs(texts[:, :-1]).logits - ours).abs().max() <= 1e-5, choices
         assert torch.equal(ours[:, 13:].argmax(-1), texts[:, 14:]), choices  # what our own greedy generation takes
-
-
-def test_own_code_asks_for_no_attention_that_is_wrong_on_mps(monkeypatch):
-    """Such as that of pytorch's issues 181133 and 195910. Here the CPU counts as MPS."""
-    from deskgpt.export import modeling_deskgpt
-
-    right = F.scaled_dot_product_attention
-    masks = []
-
-    def attention(*qkv_and_mask: Any, is_causal: bool, **options: Any) -> Any:
-        assert not is_causal
-        assert all(x.is_contiguous() for x in qkv_and_mask[:3])
-        masks.append(qkv_and_mask[3] is not None)
-        return right(*qkv_and_mask, **options)
-
-    model = make(replace(SMALL, n_layer=1, position="rope")).eval()
-    text = tokens(2, 14, vocab=65)
-    expected = model(text)[0]
-    monkeypatch.setattr(modeling_deskgpt, "NEEDS_MASK", ("cpu",))
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    theirs = as_theirs(model)
-    first = theirs(text[:, :-1], use_cache=True)
-    last = theirs(text[:, -1:], past_key_values=first.past_key_values, use_cache=True)
-    assert (torch.cat((first.logits, last.logits), 1) - expected).abs().max() <= 1e-5
-    assert masks == [True, False]
 
 
 @pytest.mark.slow

@@ -214,17 +214,6 @@ def test_without_llama_cpp_a_line_says_that_nothing_was_compared(tmp_path, monke
     assert {str(t.name): list(t.shape) for t in reader.tensors}["token_embd.weight"] == [32, 256]  # without padding
 
 
-@needs_llama
-def test_file_that_llama_cpp_does_not_load_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("deskgpt.export.gguf_format.NAMES", gguf_format.NAMES | {"ln_1": "ln_1"})
-    saved(tmp_path / "out", SMALL, BYTES)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="does not run") as e:
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
-    assert_one_line(e.value, "xllamacpp")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize("place", ["transformer", "transformer.h.0"])
 def test_weights_that_llama_cpp_lacks_are_refused_without_running_it(place):
     model = make(SMALL)
