@@ -9,16 +9,9 @@
     python bench/ask.py --ledger
 
 An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
-A number as an arm is a figure that is known, such as a published loss. With --together, another arm has the changes of
-b, c ..., and the answer says whether their gains add up. Configs and settings outside of arms are those of all.
-
-Arms take turns on the same seeds, with the same number of steps; --at makes tokens, time or flops equal instead. All
-are judged on the same windows: the whole part of the training text that is set aside, or --eval_tokens of it; beside a
-number, val.bin. After two runs of each arm the price is printed, and again after each round. The intervals hold however
-often one looks (bench/asking/statistics.py), so a question stops as soon as it is decided, and the same command goes on
-where the last one stopped. To ask a win again, add --seed=5000 --part=1: other seeds, and text that no other question
-was judged by. --ledger alone lists what was asked, and which differences hold over all questions. --null asks a config
-against itself, and counts false answers. --band writes config/loss_bands/NAME.json.
+A number as an arm is a figure that is known, such as a published loss. Settings outside of arms are those of all arms,
+which take turns on the same seeds, for the same number of steps (--at), and are judged on the same windows of text. The
+price is printed after each round; the same command goes on where the last one stopped. docs/asking.md says more.
 
 Exit status: 0 where another arm is better than a, 1 where it is worse or not different by --min_effect, 3 where the
 budget was not enough, 2 for what cannot be asked, also where an arm cannot run.
@@ -60,7 +53,7 @@ from bench.asking.running import Place
 from configurator import read_argument
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 
-UNITS_S = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 TIMED_STEPS = 20  # of a run that only tells what a step costs
 TIMED_ROUNDS = 3
@@ -127,9 +120,7 @@ def words_of_file(file: str, parser: argparse.ArgumentParser) -> list[str]:
         common = [word_of(name, value) for name, value in settings.items()]
         for setting in common:
             read_argument(setting, train.TrainConfig)
-    except OSError as e:
-        raise ConfigError(f"{file}: {e.strerror}; bench/questions has files to ask, and to begin with") from None
-    except (ValueError, RecursionError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{file}: {e}; write it as the files of bench/questions are written") from None
     return [*configs, *options, *common]
 
@@ -143,7 +134,7 @@ def word_of(name: str, value: Any) -> str:
 
 def seconds(text: str) -> float:
     """90s, 6min, 2h or 1.5d in seconds. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+\.?\d*)(s|min|m|h|d)", text)
+    found = re.fullmatch(r"(\d+\.?\d*)(s|min|h|d)", text)
     if not found or not float(found[1]):
         raise ConfigError(f"--budget={text}: write it like 90s, 6min or 2h")
     return float(found[1]) * UNITS_S[found[2]]
@@ -228,7 +219,7 @@ def set_steps(arms: list[Arm], at: str, place: Place) -> None:
             raise ConfigError(f"{arm.label} sets max_iters: the arms end after equal {at}; set it for all, before --b")
         if at != "steps" and arm.settings["lr_decay_iters"]:
             raise ConfigError(f"{arm.label}: --at={at} changes max_iters; leave lr_decay_iters at 0, which follows it")
-    costs = [1.0 for _ in arms] if at == "steps" else [cost_of_step(arm, at, place) for arm in arms]
+    costs = costs_of_steps(arms, at, place)
     for arm, cost in zip(arms, costs, strict=True):
         arm.steps = max(1, round(steps * costs[0] / cost))
 
@@ -237,16 +228,20 @@ def tokens_per_step(arm: Arm) -> int:
     return math.prod(arm.settings.get(name, 1) for name in SIZES)
 
 
-def cost_of_step(arm: Arm, at: str, place: Place) -> float:
-    """Tokens, FLOPs or milliseconds of a step, by short runs that the ledger keeps, so that a question can go on."""
+def costs_of_steps(arms: list[Arm], at: str, place: Place) -> list[float]:
+    """What is equal, of a step of each arm: 1, tokens, FLOPs or milliseconds of short runs, which the ledger keeps."""
+    if at == "steps":
+        return [1.0] * len(arms)
     if at == "tokens":
-        return tokens_per_step(arm)
-    print(f"measuring what a step of {arm.label} costs ...", flush=True)
-    short = replace(arm, steps=TIMED_STEPS, arguments=[*arm.arguments, "--log_interval=1"])
-    rounds = [running.run(place, short, seed) for seed in range(TIMED_ROUNDS if at == "time" else 1)]
-    if at == "time":
-        return statistics.median(run["step_ms"] for run in rounds)
-    return float(rounds[0]["flops_per_token"] * tokens_per_step(arm))
+        return [tokens_per_step(arm) for arm in arms]
+    print("measuring what a step of each arm costs ...", flush=True)
+    shorter = [replace(arm, steps=TIMED_STEPS, arguments=[*arm.arguments, "--log_interval=1"]) for arm in arms]
+    place = replace(place, alone=digest([[arm.code, arm.learning_settings()] for arm in arms]))
+    # Arms take turns, so that a slow spell of the machine hits all.
+    rounds = [[running.run(place, arm, seed) for arm in shorter] for seed in range(TIMED_ROUNDS if at == "time" else 1)]
+    if at == "flops":
+        return [run["flops_per_token"] * tokens_per_step(arm) for arm, run in zip(arms, rounds[0], strict=True)]
+    return [statistics.median(run["step_ms"] for run in of_arm) for of_arm in zip(*rounds, strict=True)]
 
 
 def ask(question: Question, page: str | None = None) -> None:
@@ -254,15 +249,12 @@ def ask(question: Question, page: str | None = None) -> None:
     command = shlex.join(["python", "bench/ask.py", *sys.argv[1:]])
     if page:
         write_page(question, "No round of runs has ended yet.", Path(page), command)  # fails early where it cannot be
-    with tqdm(desc="first round", unit="round", disable=None) as bar:
-        question.place = replace(question.place, tell=bar.set_description_str)
-        for look in question.answered():
-            bar.update()
-            if page:
-                write_page(question, words.answer(question)[0], Path(page), command)
-            if look.verdict == "open":
-                price = f"; {question.price_line()}" if look.n >= PILOT else ""
-                tqdm.write(f"round {look.n}: {words.so_far(question)}{price}")
+    for look in question.answered():
+        if page:
+            write_page(question, words.answer(question)[0], Path(page), command)
+        if look.verdict == "open":
+            price = f"; {question.price_line()}" if look.n >= PILOT else ""
+            tqdm.write(f"round {look.n}: {words.so_far(question)}{price}")
 
 
 def main() -> int:
@@ -272,14 +264,17 @@ def main() -> int:
         return 0
     if a.belief:
         print(f"belief: {a.belief}")
+    print("copying the code of each arm, setting text aside ...", file=sys.stderr, flush=True)
     question = question_of(a, common)
-    if a.null:
-        print(ask_itself(question.place, question.arms[0], question.first_seed, a.null))
-        return 0
-    if a.band:
-        print(make_band(common[0], question.arms[0], question.place, question.first_seed))
-        return 0
-    ask(question, a.page)
+    with tqdm(bar_format="{desc} [{elapsed}]", disable=None) as bar:
+        question.place = replace(question.place, tell=bar.set_description_str)
+        if a.null:
+            tqdm.write(ask_itself(question.place, question.arms[0], question.first_seed, a.null))
+            return 0
+        if a.band:
+            tqdm.write(str(make_band(common[0], question.arms[0], question.place, question.first_seed)))
+            return 0
+        ask(question, a.page)
     sentence, status, data = words.answer(question)
     print(sentence)
     if a.instead:

@@ -89,7 +89,6 @@ def test_planted_effect_is_found_once_and_for_all(asking):
     assert len({run["key"] for run in runs}) == len(runs)
     assert asking.found(*BETTER) == found
     assert asking.runs() == runs
-    assert str(asking.folder) not in (asking.folder / "ledger.jsonl").read_text()
     with open(asking.folder / "ledger.jsonl", "a") as file:
         file.write('{"event": "run", "key": 3}\n{"event": ["x"]}\n[]\n{"event": "answer", "pairs": 1}\n{"event": "torn')
     asking.common = [f"--ledger={asking.folder}"]
@@ -102,7 +101,7 @@ def test_planted_effect_is_found_once_and_for_all(asking):
 def test_worse_arm_and_no_difference_are_answers(asking):
     status, out = asking("--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4")
     assert status == 1
-    assert "b is worse by" in out
+    assert "a (--learning_rate=3e-2) is better than b by" in out
     status, out = asking("--b", "--learning_rate=6.0001e-4", "--min_effect=0.5")
     assert status == 1
     assert "No difference beyond 0.5 nats" in out
@@ -123,10 +122,10 @@ def test_two_splits_of_one_step_are_judged_on_the_same_windows_and_are_the_same(
 
 def test_runs_that_were_judged_on_different_windows_are_refused(asking):
     question = ask.question_of(*ask.read_arguments([*asking.common, *BETTER]))
-    question.runs = {"a": [{"eval_digest": "x", "eval_windows": 32}, {}], "b": [{"eval_digest": None}]}
+    question.runs = {"a": [{"eval_digest": "x"}, {}], "b": [{"eval_digest": None}]}
     question.check_judgement()  # older code does not say it
-    question.runs["b"].append({"eval_digest": "y", "eval_windows": 32})
-    with pytest.raises(ConfigError, match="a and b were judged on different windows"):
+    question.runs["b"].append({"eval_digest": "y"})
+    with pytest.raises(ConfigError, match="judged on different windows"):
         question.check_judgement()
 
 
@@ -191,17 +190,6 @@ def test_two_questions_at_once_on_a_new_ledger_share_their_runs(asking, chars, t
 
 
 @pytest.mark.slow
-def test_belief_is_printed_first_and_what_to_do_instead_with_the_answer(asking, tmp_path):
-    file = tmp_path / "question.toml"
-    file.write_text('belief = "Slow is good."\ninstead = "Hurry."\nb = "--learning_rate=3e-2"\nmin_effect = 3')
-    status, out = asking(str(file))
-    lines = out.splitlines()
-    assert status == 1
-    assert lines[0] == "belief: Slow is good."
-    assert lines[lines.index("instead: Hurry.") - 1].startswith("No difference beyond 3 nats")
-
-
-@pytest.mark.slow
 def test_changes_are_asked_alone_and_together_and_a_number_is_judged_by_val_bin(asking, chars):
     found = asking.found(*BETTER, "--c", "--beta2=0.9", "--together", "--min_effect=0.3")
     assert found["status"] == 0
@@ -210,7 +198,7 @@ def test_changes_are_asked_alone_and_together_and_a_number_is_judged_by_val_bin(
     assert found["interaction"]["d"] == pytest.approx(means[1] + means[2] - means[0] - means[3])
     found = asking.found("--b", "3")
     assert found["status"] == 0
-    assert "a is above 3 by" in found["sentence"]
+    assert "b (3) is better than a by" in found["sentence"]
     assert found["arms"][1]["values"] == [3.0] * found["rounds"]
     assert asking.runs()[-1]["windows"] == held_out.fingerprint(chars)
 

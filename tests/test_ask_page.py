@@ -6,12 +6,10 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, needs_browser
 
 from bench import ask
 from bench.asking import page, words
@@ -29,7 +27,7 @@ class MadeUp(Question):
     """A question whose runs end at the losses that it is given, and noise."""
 
     def __init__(self, folder: Path, losses: Sequence[float], **given: Any) -> None:
-        texts = ["", "--learning_rate=3e-2", "docs/hacks/value_embeddings.patch", "commit:HEAD~3", EVIL]
+        texts = ["", "--n_layer=2", "x.patch", "commit:HEAD~3", EVIL]
         arms = [Arm("abcde"[i], texts[i], [], folder, f"code {i}", {"n_layer": 1}, 100) for i in range(len(losses))]
         given = {"min_effect": None, "budget_s": 3600.0, "first_seed": 1} | given
         super().__init__(arms, Place(Ledger(folder / "ledger"), folder, "cpu"), **given)
@@ -105,13 +103,6 @@ def test_answer_says_where_gains_of_changes_are_open_and_where_arms_scatter_diff
     assert "one scatters more than twice as much" in words.answer(question)[0]
 
 
-def test_a_number_takes_no_job(tmp_path):
-    question = MadeUp(tmp_path, [1.9, 1.8]).after(2)
-    question.arms[1] = replace(question.arms[1], known=1.8)
-    question.place = replace(question.place, jobs=2)
-    assert question.round_s() == 10.0  # of a, which runs beside nothing
-
-
 def test_what_keeps_the_page_from_being_written_is_printed_before_the_first_run(tmp_path, monkeypatch):
     question = MadeUp(tmp_path, [1.9, 1.5])
     with pytest.raises(OSError, match="cannot write"):
@@ -122,16 +113,10 @@ def test_what_keeps_the_page_from_being_written_is_printed_before_the_first_run(
     assert question.looks == []
 
 
-@needs_browser
-@pytest.mark.nightly
-@pytest.mark.parametrize("rounds", [0, 2, 30])
-def test_page_is_drawn_after_any_round_and_hostile_arms_are_text(rounds, browser: Browser, tmp_path):
-    question = MadeUp(tmp_path, [2.5, 1.9, 1.8, 1.89, math.nan], min_effect=0.01).after(rounds)
-    sentence = words.answer(question)[0] if rounds else EVIL
-    page.write_page(question, sentence, tmp_path / "page.html", EVIL)
-    tab = browser.open((tmp_path / "page.html").as_uri(), 800)
-    seen = tab.run("""({title: document.title, rows: document.querySelectorAll("table tr").length,
-        drawn: document.querySelectorAll("svg.main-svg .trace").length > 0})""")
-    assert tab.console() == []
-    assert seen == {"title": sentence, "rows": 6, "drawn": rounds > 0}
-    tab.close()
+def test_page_is_written_after_any_round_and_hostile_arms_are_text(tmp_path):
+    for rounds in (0, 2, 30):
+        question = MadeUp(tmp_path, [2.5, 1.9, 1.8, 1.89, math.nan], min_effect=0.01).after(rounds)
+        page.write_page(question, words.answer(question)[0] if rounds else EVIL, tmp_path / "page.html", EVIL)
+        html = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert EVIL not in html
+        assert html.count("<tr>") == 6

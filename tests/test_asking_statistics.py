@@ -36,14 +36,14 @@ def test_equal_arms_are_told_apart_in_less_than_5_percent_looked_at_after_each_r
 
 def test_an_ordinary_interval_would_be_wrong_far_more_often() -> None:
     """The defect that the module exists for; the test above can fail."""
-    a, b = null.pairs(np.random.default_rng(2), null.normal, 300, 30)
-    looks = [stats.ttest_ind(a[:, :n], b[:, :n], axis=1).pvalue < 0.05 for n in range(LEAST, 31)]
+    x = null.losses(np.random.default_rng(2), null.normal, (300, 2, 30))
+    looks = [stats.ttest_ind(x[:, 0, :n], x[:, 1, :n], axis=1).pvalue < 0.05 for n in range(LEAST, 31)]
     assert np.any(looks, axis=0).mean() > 0.12
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_planted_effect_is_found_at_the_named_price(correlation) -> None:
-    share = null.kept_price(80, null.normal, 2.0, correlation=correlation)
+    share = null.kept_price(80, 2.0, correlation)
     assert share >= stats.binom.ppf(0.001, 80, sure.POWER) / 80
 
 

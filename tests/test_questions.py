@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from conftest import ROOT
 
@@ -46,11 +44,8 @@ def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path):
         ("max_iters = 3", "[settings]"),
         ("[settings]\nmax_iter = 3", "max_iters"),
         ("[settings]\nmax_iters = 'x'", "max_iters"),
-        ("settings = 3", "[settings]"),
         ("min_effect = 'little'", "--min_effect"),
-        ("json = 1", "--json"),
         ("b = ['--n_layer=2']", "b = "),
-        ("at = 'dawn'", "--at"),
         ("config = [3]", "config"),
     ],
 )
@@ -65,17 +60,13 @@ def test_file_that_is_wrong_is_refused_in_one_line_that_names_it(text, named, tm
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("words", [["none.toml"], [".toml"], ["a.toml", "b.toml"]], ids=" ".join)
-def test_files_that_cannot_be_read_or_are_two_are_refused(words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(".toml").mkdir()
-    with pytest.raises(ConfigError, match=r"bench/questions|one question"):
-        ask.read_arguments(words)
+def test_two_files_are_refused():
+    with pytest.raises(ConfigError, match="one question"):
+        ask.read_arguments(["a.toml", "b.toml"])
 
 
 def test_page_of_answers_is_what_the_stored_runs_say():
     assert answers.rendered(ANSWERS) == ANSWERS
-    assert ANSWERS.count("95% interval") > 0
     cell = next(line for line in ANSWERS.splitlines() if line.startswith("| `--momentum=0.9` |"))
     stored = next(x for x in answers.STORED["recipes"] if x["arm"] == "--momentum=0.9")
     mean = sum(stored["values"]) / len(stored["values"]) - sum(stored["base"]) / len(stored["base"])

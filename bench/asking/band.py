@@ -26,9 +26,8 @@ FALSE_ALARMS = 0.01
 def deviations(runs: int, steps: int) -> float:
     """Half the width of a band around the mean, in standard deviations between this many runs.
 
-    It is a prediction interval for one more run: t sqrt(1 + 1/n), t being a quantile of Student's distribution with
-    n - 1 degrees of freedom. The steps share FALSE_ALARMS (Bonferroni), so that it does not matter how the losses of
-    one run at several steps depend on each other. Hahn, Journal of the American Statistical Association 65 (1970) 1668.
+    A prediction interval for one more run, t sqrt(1 + 1/n) (Hahn, Journal of the American Statistical Association 65,
+    1970). The steps share FALSE_ALARMS (Bonferroni), however the losses of one run depend on each other.
     """
     from scipy import stats
 
@@ -51,32 +50,23 @@ def write_band(config: str, out_dirs: Sequence[Path]) -> Path:
 
     Raises ValueError where they are too few, have not ended, or are not runs of the config with a seed each.
     """
-    if len(out_dirs) < FEWEST:
-        raise ValueError(f"{config}: a band needs at least {FEWEST} runs, and these are {len(out_dirs)}")
     settings = read_settings(TrainConfig, [config])
-    starts = []
-    losses = []
-    for out_dir in out_dirs:
-        events = read_events(out_dir / "log.jsonl")
-        starts.append([e for e in events if e["event"] == "start"][-1])
-        losses.append({e["iter"]: round(e["val_loss"], 4) for e in events if e["event"] == "eval"})
-    seeds = [start["settings"].get("seed") for start in starts]
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"{config}: its runs have the seeds {seeds}; each needs one of its own")
+    logs = [read_events(out_dir / "log.jsonl") for out_dir in out_dirs]
+    starts = [next(e for e in log if e["event"] == "start") for log in logs]
+    losses = [{e["iter"]: round(e["val_loss"], 4) for e in log if e["event"] == "eval"} for log in logs]
     first = starts[0]
     expected = loss_band.experiment(settings, first.get("val_sha256"), first.get("train_tokens"))
+    seeds = {start["settings"]["seed"] for start in starts}
+    if len(seeds) < max(FEWEST, len(logs)):
+        raise ValueError(f"{config}: a band needs at least {FEWEST} runs, each with a seed of its own")
     for start, out_dir, by_step in zip(starts, out_dirs, losses, strict=True):
         own = loss_band.experiment(start["settings"], start.get("val_sha256"), start.get("train_tokens"))
-        if own != expected:
-            raise ValueError(
-                f"{out_dir}: its settings are not those of {config}, or its data not those of {out_dirs[0]}"
-            )
-        if by_step.keys() != losses[0].keys() or settings["max_iters"] not in by_step:
-            raise ValueError(f"{out_dir}: it has not the evaluations of {config} up to its last step")
+        if own != expected or by_step.keys() != losses[0].keys() or settings["max_iters"] not in by_step:
+            raise ValueError(f"{out_dir}: it is no whole run of {config}, or its data differ from the others'")
     record = {
         "about": f"val losses by step of runs of {config} with other seeds, in nats per token",
         "command": f"python train.py {config} --seed=N",
-        "seeds": seeds,
+        "seeds": sorted(seeds),
         "date": time.strftime("%Y-%m-%d"),
         "device": first.get("device"),
         "form": {name: first.get(name) for name in ("dtype", "compiled", "attention")},

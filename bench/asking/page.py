@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.analysis.page import COLOURS, HEAD
 from bench.asking import words
 from bench.asking.question import FIGURES, Question
 from deskgpt.system.files import write_atomically
 
-COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")  # the colour-blind can tell them apart
 STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em 1em;text-align:left}"
 )
@@ -56,7 +56,7 @@ def write_page(question: Question, sentence: str, path: Path, about: str = "") -
         figures = ", ".join(words.number(question, run[question.figure]) for run in question.runs[arm.label])
         rows += f"<tr><td>{escape(arm.label)}: {escape(arm.what)}<td>{arm.steps:,}<td>{figures}"
     html = (
-        f'<!doctype html><meta charset="utf-8"><title>{escape(sentence)}</title><style>{STYLE}</style>'
+        f"<!doctype html>{HEAD}<title>{escape(sentence)}</title><style>{STYLE}</style>"
         f"<h1>{escape(sentence)}</h1>{figure.to_html(full_html=False, include_plotlyjs=True)}"
         f"<table><tr><th>arm<th>steps<th>{escape(question.figure)} of each run{rows}</table>"
         f"<p>{escape(about)}; {escape(question.place.machine)}; {time.strftime('%Y-%m-%d %H:%M')}"

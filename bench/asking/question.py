@@ -123,16 +123,11 @@ class Question:
         """Raises ConfigError where arms were evaluated on different windows; logs of older code do not say it."""
         if self.figure != "val_loss":
             return
-        read = {}
-        for label, runs in self.runs.items():
-            for run in runs:
-                if run.get("eval_digest") is not None:
-                    read.setdefault((run["eval_digest"], run.get("eval_windows")), label)
-        if len(read) > 1:
-            labels = " and ".join(sorted(set(read.values())))
+        digests = {run.get("eval_digest") for runs in self.runs.values() for run in runs} - {None}
+        if len(digests) > 1:
             raise ConfigError(
-                f"runs of {labels} were judged on different windows, so their losses do not compare; "
-                "leave block_size and the tokenizer equal"
+                f"the arms were judged on different windows ({', '.join(sorted(digests))}), so their losses do not "
+                "compare; leave block_size and the tokenizer equal"
             )
 
     def alive(self) -> list[str]:

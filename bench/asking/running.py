@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,10 +103,15 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
 
 
 def run_all(place: Place, wanted: Sequence[tuple[Arm, int]]) -> list[dict[str, Any]]:
-    """The runs of arms with seeds, place.jobs at a time. Raises as run does, after the others have saved and ended."""
-    with ThreadPoolExecutor(place.jobs) as pool:
+    """The runs of arms with seeds, place.jobs at a time. Raises as run does."""
+    return in_parallel(place.jobs, lambda one: run(place, *one), wanted)
+
+
+def in_parallel(jobs: int, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """What work returns for each item, `jobs` at a time. Raises as work does, after the runs have saved and ended."""
+    with ThreadPoolExecutor(jobs) as pool:
         try:
-            return list(pool.map(lambda one: run(place, *one), wanted))
+            return list(pool.map(work, items))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(processes):
@@ -194,7 +199,6 @@ def figures(events: list[dict[str, Any]], diverged: bool) -> dict[str, Any]:
         "outcome": "diverged" if diverged else "ended",
         "val_loss": max(loss, guessing) if diverged else loss,
         "val_se": last.get("val_se"),
-        "eval_windows": last.get("eval_windows"),
         "eval_digest": last.get("eval_digest"),
         "curve": [[step, e["val_loss"]] for step, e in sorted(evals.items())],
         "step_ms": step_ms,
@@ -203,5 +207,4 @@ def figures(events: list[dict[str, Any]], diverged: bool) -> dict[str, Any]:
         "train_s": last.get("train_s"),
         "flops_per_token": start["flops_per_token"],
         "parameters": start.get("parameters"),
-        "versions": start.get("versions"),
     }

@@ -255,7 +255,7 @@ def price(noise: Noise, effect: float, alpha: float = ALPHA) -> tuple[int, int]:
     MOST + 1 where MOST runs are not enough. The questions are simulated, with the noise that the runs so far leave
     possible.
     """
-    for runs in (48, MOST):
+    for runs in (48, 200, MOST):
         low, high = np.quantile(decided_after(noise, effect, alpha, runs), (EARLY, POWER), method="higher")
         if high <= runs:
             break

@@ -27,7 +27,6 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
     look = question.looks[-1]
     first = question.arms[0].label
     best = ranked(question)[0]
-    named = {arm.label: arm for arm in question.arms}
     status = 0 if best != first else 1
     if look.interaction:
         sentence = together_text(question, look.interaction)
@@ -38,18 +37,11 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         sentence = f"No difference beyond {beyond} between {' and '.join(look.alive)}: {pairs}."
         sentence += "".join(f" {x} is worse than {y}: {pair_text(question, y, x)}." for x, y in look.dropped.items())
         status = 1 if first in look.alive else 0
-    elif look.verdict == "better" and len(question.arms) == 2:
-        second = ranked(question)[1]
-        text = pair_text(question, best, second)
-        sentence = f"{best} is better by {text}." if status == 0 else f"{second} is worse by {text}."
-        for arm in question.arms:
-            if arm.known is not None:
-                other = second if arm.label == best else best
-                sentence = f"{other} is {'above' if other == second else 'below'} {arm.text} by {text}."
     elif look.verdict == "better":
         others = [label for label in question.runs if label != best and pair(best, label) in look.estimates]
-        gaps = ", ".join(f"than {label} by {pair_text(question, best, label)}" for label in others)
-        sentence = f"{best} ({named[best].what}) is the best: better {gaps}."
+        what = next(arm.what for arm in question.arms if arm.label == best)
+        gaps = ", ".join(f"than {x} by {pair_text(question, best, x)}" for x in others)
+        sentence = f"{best} ({what}) is better {gaps}."
     verdict = look.verdict if look.verdict != "better" or status == 0 else "worse"
     if look.verdict == "open":
         known = together_text(question, look.interaction) if look.interaction else so_far(question) + "."
