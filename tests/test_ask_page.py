@@ -64,7 +64,7 @@ def test_price_is_renewed_in_a_line_after_each_round_that_decides_nothing(tmp_pa
 
 def test_budget_is_refused_only_where_the_low_end_of_the_price_does_not_fit(tmp_path):
     with pytest.raises(ConfigError, match="does not fit"):
-        ask.ask(MadeUp(tmp_path, [1.9, 1.8], min_effect=1e-6))
+        ask.ask(MadeUp(tmp_path, [1.9, 1.8], min_effect=1e-6, budget_s=600.0))
     question = MadeUp(tmp_path, [1.9, 1.8], min_effect=0.05).after(2)
     question.budget_s = 100.0  # four more rounds
     assert "costs 5 to" in question.price_line()

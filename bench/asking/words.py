@@ -94,7 +94,7 @@ def pair_text(question: Question, x: str, y: str) -> str:
         note = f", {lost} of {len(runs)} runs diverged and count as guessing" if lost else ""
         means.append(f"{label} {number(question, mean)}{note}")
     scatter = [statistics.pstdev(question.values(label)) for label in (x, y)]
-    is_uneven = e.known and 0 < 2 * min(scatter) < max(scatter)
+    is_uneven = e.n >= sure.LEAST and 0 < 2 * min(scatter) < max(scatter)
     uneven = "; one scatters more than twice as much, which takes more runs" if is_uneven else ""
     return f"{amount(question, e)} ({', '.join(means)}; {e.n} runs of each{uneven})"
 
