@@ -308,6 +308,6 @@ def test_patch_that_does_not_apply_is_refused_and_one_that_does_has_a_digest_of_
     assert as_it_is.learning_settings() == patched.learning_settings()
     assert as_it_is.code == make_arm("c", "--beta1=0.8", MODEL, tmp_path / "code").code
     wrong = tmp_path / "wrong.patch"
-    wrong.write_text(path.read_text().replace("-                runner.backward", "-                runner.forward"))
+    wrong.write_text(path.read_text().replace("runner.backward(loss)", "runner.forward(loss)"))
     with pytest.raises(ConfigError, match="does not apply"):
         make_arm("b", str(wrong), MODEL, tmp_path / "code")
