@@ -268,6 +268,28 @@ def test_window_that_only_the_end_of_a_long_context_feels_is_seen(monkeypatch):
     assert refused_by(monkeypatch, weighted(window), block_size=256) == ("flash_attention",)
 
 
+def test_mask_that_only_some_sequences_have_is_seen(monkeypatch):
+    """Attention that does not look back beyond token 7, which a sequence may lack: a global holds the tokens."""
+    held: dict[str, Tensor] = {}
+    forward = definition.Transformer.forward
+
+    def holding(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+        held["document"] = (idx == 7).cumsum(1)
+        return forward(self, idx, cache)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, dropout: float) -> Tensor:
+        document = held["document"][:, None]
+        seen = causal_mask(query[:, None], key) & (document[..., :, None] == document[..., None, :])
+        return (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+    attention.__qualname__ = "attention"
+    monkeypatch.setattr(definition.Transformer, "forward", holding)
+    x, _ = batch_of(4)
+    assert not (x[0] == 7).any()
+    assert (x == 7).any()
+    assert refused_by(monkeypatch, overridable(attention)) == ("flash_attention",)
+
+
 def test_limit_that_only_large_activations_reach_is_seen(monkeypatch):
     @overridable
     def activation(x: Tensor, name: str) -> Tensor:

@@ -67,28 +67,17 @@ class EarlierVariant:
         """From a checkpoint's `form`. What is fast on another kind of device says nothing about this one."""
         if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
             return cls()
-        dtype = saved.get("dtype")
-        compiled = saved.get("compiled")
-        attention = saved.get("attention")
         if isinstance(saved.get("explicit"), bool):  # as written until 2026-11-24
-            attention = "explicit" if saved["explicit"] else "flash"
-        return cls(
-            dtype if isinstance(dtype, str) and dtype in hardware.DTYPES else None,
-            compiled if isinstance(compiled, bool) else None,
-            attention if attention in replacements.KINDS else None,
-            batch_size,
-        )
+            saved = saved | {"attention": "explicit" if saved["explicit"] else "flash"}
+        known = {"dtype": list(hardware.DTYPES), "compiled": [False, True], "attention": replacements.KINDS}
+        kept = {name: saved.get(name) for name, values in known.items() if saved.get(name) in values}
+        return cls(**kept, batch_size=batch_size)
 
 
 def saved_variant(runner: Runner) -> dict[str, Any]:
     """A variant for a checkpoint: what was chosen, so that a resumed run chooses the same."""
-    chosen = runner.variant
-    return {
-        "dtype": chosen.dtype,
-        "compiled": chosen.compiled,
-        "attention": chosen.attention,
-        "device": runner.device.type,
-    }
+    v = runner.variant
+    return {"dtype": v.dtype, "compiled": v.compiled, "attention": v.attention, "device": runner.device.type}
 
 
 @dataclass(frozen=True)
@@ -278,7 +267,7 @@ def check_replacements(s: Tuner, kinds: list[str], dtypes: list[str], compiled: 
         found: dict[str, str] = {}
         with not_silent("still checking kernels against model.py", s.ranks.print0):
             runner = Runner(s.model, s.variant(dtype, "flash"))
-            for of_rank in s.ranks.gather(runner.check_replacements(candidates, *s.batch_of(1))):
+            for of_rank in s.ranks.gather(runner.check_replacements(candidates, *s.micro_batch())):
                 found |= of_rank
         s.refused[dtype] |= set(found)
         for name in sorted(found):

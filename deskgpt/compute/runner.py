@@ -41,6 +41,7 @@ REFERENCES = ("cpu", "cuda")  # devices whose float32 is the reference; for othe
 # would show no more, and float32 takes memory that the run itself does not need.
 COMPARED_TOKENS = 1024
 COMPARED_SEQUENCES = 2
+WALKED_TOKENS = 2048  # on which the functions of model.py are compared one by one, in whole sequences
 
 SHARE_OF_TIME = 0.01  # of a run goes to comparing again, at most
 
@@ -267,17 +268,21 @@ class Runner:
     # ---- comparing with model.py -------------------------------------------------------------------------
 
     def check_replacements(self, candidates: verify.Candidates, idx: Tensor, targets: Tensor) -> dict[str, str]:
-        """As verify.wrong_replacements, on one sequence in the variant's dtype; on half of it where memory runs out."""
-        T = idx.size(1)
+        """As verify.wrong_replacements, in the variant's dtype, on some of these sequences.
+
+        They are whole, unless memory runs out: then on half of them, or on the first half of one.
+        """
+        B, T = idx.shape
+        B = max(1, min(B, WALKED_TOKENS // T))
         while True:
             try:
                 with sharding.in_float32(self.model) as model:
                     dtype = self.variant.dtype
-                    return verify.wrong_replacements(model, candidates, idx[:1, :T], targets[:1, :T], dtype)
+                    return verify.wrong_replacements(model, candidates, idx[:B, :T], targets[:B, :T], dtype)
             except (RuntimeError, MemoryError) as e:
-                if not is_out_of_memory(e) or T < 2 or self.sharded:
+                if not is_out_of_memory(e) or B * T < 2 or self.sharded:
                     raise
-                T //= 2
+                B, T = (B // 2, T) if B > 1 else (1, T // 2)
 
     def check_pass(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> None:
         """Compares loss and gradients on the first sequences of a micro-batch with those of eager float32.
@@ -357,7 +362,7 @@ class Runner:
         """
         if self.last is None:  # it was compared just now
             return []
-        x, y = self.last
+        x, y = (ids.roll(step % len(ids), 0) for ids in self.last)  # others come first than the last time
         t0 = time.perf_counter()
         is_first = self.compared_s is None
         is_due = must or self.compared_s is None or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)

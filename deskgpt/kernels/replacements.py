@@ -116,7 +116,8 @@ def kernel_attention(reference: Reference, q: Tensor, k: Tensor, v: Tensor, *pos
 
     bench/results/2026-11-25-cpu-kernels.md has the times of both.
     """
-    if positions_and_dropout[-1] or q.size(2) == 1 or not cpu_kernels.takes(q, k, v):
+    _, _, dropout = positions_and_dropout
+    if dropout or q.size(2) == 1 or not cpu_kernels.takes(q, k, v):
         return flash_attention(reference, q, k, v, *positions_and_dropout)
     o, _ = torch.ops.deskgpt.causal_attention(q, k, v)
     return o

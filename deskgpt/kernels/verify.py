@@ -72,9 +72,8 @@ class Mismatch(ValueError):
 
 def mismatch(what: str, error: float, limit: float, instead: str = "") -> str:
     """The one message about it, such as "C++ attention disagrees with model.py (...): using flash attention"."""
-    return f"{what} disagrees with model.py (relative error {error:.2g}, at most {limit:g} is rounding)" + (
-        f": using {instead}" if instead else ""
-    )
+    line = f"{what} disagrees with model.py (relative error {error:.2g}, at most {limit:g} is rounding)"
+    return f"{line}: using {instead}" if instead else line
 
 
 def precision_of(dtype: str, device: torch.device) -> str:
@@ -233,17 +232,11 @@ class DropoutAsFactor(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.dropout:
-            p, training = inspect_dropout(*args[1:], **kwargs)
-            return args[0] * (1 + p * training)
+            return args[0] * (1 + kwargs["p"] * kwargs["training"])
         rate = kwargs.get("dropout_p", 0.0)
         if not rate:
             return func(*args, **kwargs)
         return func(*args, **kwargs | {"dropout_p": 0.0}) * (1 + rate)  # torch's fused attention
-
-
-def inspect_dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool]:
-    """The arguments of F.dropout after the first."""
-    return p, training
 
 
 def random_state(device: torch.device) -> tuple[Any, ...]:
@@ -260,7 +253,7 @@ def wrong_replacements(
 ) -> dict[str, str]:
     """Which candidates differ from the functions of model.py that they may replace, by the candidates' names, and how.
 
-    idx, targets (1, T): real tokens. Each call in a pass of `model`, of any layer, is computed by the function and by
+    idx, targets (B, T): real tokens. Each call in a pass of `model`, of any layer, is computed by the function and by
     its candidates: results and gradients are compared, in float32 also on large inputs. dtype: of the candidates'
     matmuls; the function itself computes in float32. The model, its buffers and random generators stay as they are.
     """

@@ -114,6 +114,9 @@ class TrainState:
         self.first_step = saved.iter_num
         self.best_val_loss = saved.best_val_loss
         self.wandb_run_id = saved.wandb_run_id
+        doubts = (saved.facts or {}).get("doubts", [])  # steps that may be wrong stay marked
+        self.runner.doubts = list(doubts) if isinstance(doubts, list) else []
+        self.runner.right_until = saved.iter_num
         self._restore(saved, source, trains)
 
     def rewind(self, saved: Checkpoint, source: Path, position: int) -> None:
