@@ -263,7 +263,7 @@ def measured_matmul_flops(device: torch.device, dtype: str) -> float:
     known = cache.read("peaks").get(key)
     if not isinstance(known, float) or not 0 < known < math.inf:
         known = 0.0
-    if known and not sweep_matmuls(device, dtype, QUICK_SIZES[kind]) > known:  # also if it is NaN
+    if known and not sweep_matmuls(device, dtype, QUICK_SIZES[kind], known) > known:  # also if it is NaN
         return known
     measured = sweep_matmuls(device, dtype, MATMUL_SIZES[kind])
     if measured > known:
@@ -272,10 +272,11 @@ def measured_matmul_flops(device: torch.device, dtype: str) -> float:
     return known or measured
 
 
-def sweep_matmuls(device: torch.device, dtype: str, sizes: tuple[int, ...]) -> float:
+def sweep_matmuls(device: torch.device, dtype: str, sizes: tuple[int, ...], known: float = 0.0) -> float:
     """The best FLOP/s over these sizes of square matmuls, measured now; NaN if none could run.
 
-    On CUDA "float32" runs in TF32, as in train.py. Sizes that are too large for the memory, or too slow, are left out.
+    On CUDA "float32" runs in TF32, as in train.py. Sizes that are too large for the memory, or too slow by what is
+    known or measured before, are left out.
     """
     best = 0.0
     precision = torch.get_float32_matmul_precision()
@@ -283,7 +284,7 @@ def sweep_matmuls(device: torch.device, dtype: str, sizes: tuple[int, ...]) -> f
         torch.set_float32_matmul_precision("high")
     try:
         for n in sizes:
-            if (1 + REPEATS) * 2 * n**3 > LONGEST_SIZE_S * (best or math.inf):
+            if (1 + REPEATS) * 2 * n**3 > LONGEST_SIZE_S * (max(best, known) or math.inf):
                 break
             best = max(best, matmul_flops(device, dtype, n))
     except RuntimeError:  # out of memory, or the device has no matmul in this dtype: neither may end a run
