@@ -75,8 +75,8 @@ def rendered(page: str) -> str:
     """The page with its tables made anew."""
     for name, lines in (("beliefs", beliefs()), ("recipes", recipes())):
         mark = f"<!-- {name}: python -m bench.asking.answers -->\n"
-        table = "\n".join(lines)
-        page = re.sub(rf"{re.escape(mark)}(\|.*\n)*", lambda _, text=mark + table + "\n": text, page)
+        before, _, after = page.partition(mark)
+        page = before + mark + "\n".join(lines) + "\n" + re.sub(r"^(\|.*\n)*", "", after)
     return page
 
 

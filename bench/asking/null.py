@@ -80,9 +80,9 @@ def kept_price(n: int, effect: float, correlation: float = 0.0, earlier: int = 0
     kept = 0
     for _ in range(n):
         a, b = losses(draw, normal, (1, 2, sure.MOST), correlation)[0]
-        known = [draw.normal(size=earlier)] if earlier else []
+        known: Any = [draw.normal(size=earlier)] if earlier else []
         _, high = sure.price(sure.noise_of(a[:2], b[:2], known), effect)
-        kept += first_found(a + effect, b) <= high
+        kept += bool(first_found(a + effect, b) <= high)
     return kept / n
 
 

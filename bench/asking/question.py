@@ -123,7 +123,7 @@ class Question:
         """Raises ConfigError where arms were evaluated on different windows; logs of older code do not say it."""
         if self.figure != "val_loss":
             return
-        digests = {run.get("eval_digest") for runs in self.runs.values() for run in runs} - {None}
+        digests = {run["eval_digest"] for runs in self.runs.values() for run in runs if run.get("eval_digest")}
         if len(digests) > 1:
             raise ConfigError(
                 f"the arms were judged on different windows ({', '.join(sorted(digests))}), so their losses do not "
