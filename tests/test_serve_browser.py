@@ -129,11 +129,11 @@ def test_page_of_a_model_that_talks_is_a_dialogue(browser, chat, width):  # noqa
     tab.wait("stopper === null")
     second = answer_to(messages, 1338)
     assert tab.run(TURNS)[1] == ["assistant", second]
-    send("x" * 200)  # which the context cannot hold
+    assert tab.console() == []
+    send("x" * 200)  # which the context cannot hold; the browser logs the status 400
     assert "room for 72" in tab.run(STATUS)
     assert tab.run("form.elements.prompt.value") == "x" * 200
     send("<b>And</b>\nnow?")
     messages += [{"role": "assistant", "content": second}, {"role": "user", "content": "<b>And</b>\nnow?"}]
     assert tab.run(TURNS)[2:] == [["user", messages[-1]["content"]], ["assistant", answer_to(messages, 1339)]]
     assert tab.run("document.documentElement.scrollWidth") <= width
-    assert tab.console() == []
