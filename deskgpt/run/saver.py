@@ -18,7 +18,7 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.sharding import group_for_saves, is_dtensor, local, sharded_as
+from deskgpt.compute.sharding import group_for_saves, is_dtensor, local
 from deskgpt.run.report import Report
 from deskgpt.run.settings import RunSettings
 from deskgpt.run.train_state import TrainState
@@ -206,7 +206,10 @@ def snapshot(state: Checkpoint) -> Checkpoint:
 
     def copied(tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
-            return sharded_as(tensor, copied(local(tensor)))
+            # DTensor.from_local would move the copy back to the GPU.
+            names, frame = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": copied(local(tensor))}
+            return type(tensor).__tensor_unflatten__(inner, frame, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
         storage = tensor.untyped_storage()
         key = (tensor.device, storage.data_ptr())
         if key not in copies:
