@@ -69,8 +69,9 @@ class EarlierVariant:
             return cls()
         if isinstance(saved.get("explicit"), bool):  # as written until 2026-11-24
             saved = saved | {"attention": "explicit" if saved["explicit"] else "flash"}
-        known = {"dtype": list(hardware.DTYPES), "compiled": [False, True], "attention": replacements.KINDS}
-        kept = {name: saved.get(name) for name, values in known.items() if saved.get(name) in values}
+        known: dict[str, tuple[Any, ...]] = {"dtype": tuple(hardware.DTYPES), "compiled": (False, True)}
+        known["attention"] = replacements.KINDS
+        kept: dict[str, Any] = {name: saved.get(name) for name, values in known.items() if saved.get(name) in values}
         return cls(**kept, batch_size=batch_size)
 
 
