@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from hashlib import sha256
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,22 +41,33 @@ def recorded_run(c: train.TrainConfig, ranks: DistContext) -> dict[str, Any]:
         return model
 
     def dropped(module: torch.nn.Module, args: Any, out: torch.Tensor) -> None:
-        if isinstance(module, torch.nn.Dropout) and module.training:
-            found["masks"].append([sha256(row.numpy().tobytes()).hexdigest() for row in (out == 0)])
+        if isinstance(module, torch.nn.Dropout) and module.training and found["masks"]:
+            found["masks"][-1].append([sha256(row.numpy().tobytes()).hexdigest() for row in (out == 0)])
 
     def evaluated(*args: Any) -> Iterator[Any]:
         for batch in eval_batches(*args):
             found["evaluated"] += 1
             yield batch
 
+    def seeded(*args: Any) -> None:  # before each micro-batch, and at the end of a step
+        found["masks"].append([])
+        seed_all(*args)
+
+    seed_all = train.seed_all
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "init_distributed", lambda *_: ranks)
+        patch.setattr(train, "seed_all", seeded)
         patch.setattr(InitState, "build_model", built)
         patch.setattr(train, "eval_batches", evaluated)
         hook = torch.nn.modules.module.register_module_forward_hook(dropped)
         train.main(c)
         hook.remove()
     return found
+
+
+def masks_of_micro_batches(found: dict[str, Any], n: int) -> list[Any]:
+    """Those of the n micro-batches of each step; what is checked between steps draws others."""
+    return [masks for i, masks in enumerate(found["masks"]) if i % (n + 1) < n]
 
 
 def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_divide(chars, tmp_path):
@@ -68,12 +78,10 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
     two = on_ranks(lambda ranks: recorded_run(c, ranks), 2, tmp_path)
 
     assert one["weights"] == two[0]["weights"] == two[1]["weights"]
-    of_each = 1 + 2 * c.n_layer  # dropouts in a micro-batch
-    masks = one["masks"][-4 * 4 * of_each :]  # without those of a trial before the run
-    micro_batches = [masks[i : i + of_each] for i in range(0, len(masks), of_each)]
+    micro_batches = masks_of_micro_batches(one, 4)
     assert len({str(masks) for masks in micro_batches}) == 4 * 4
     for rank in range(2):
-        assert two[rank]["masks"][-2 * 4 * of_each :] == [*chain(*micro_batches[rank::2])]
+        assert masks_of_micro_batches(two[rank], 2) == micro_batches[rank::2]
     evaluations = 3 * 2  # of two splits
     assert one["evaluated"] == evaluations * 9
     assert [found["evaluated"] for found in two] == [evaluations * 5] * 2

@@ -39,7 +39,7 @@ def write(content: Any, path: Path) -> None:
     """Writes torch.save(content) with its checksum, in one step. Raises OSError."""
     with replacing(path) as file:
         try:
-            torch.save(content, file)  # type: ignore[arg-type]
+            torch.save(content, file)
         except RuntimeError as e:  # torch wraps a failed write
             raise e.__context__ if isinstance(e.__context__, OSError) else OSError(None, reason(e)) from None
         file.flush()
@@ -88,7 +88,7 @@ def matches_checksum(path: Path) -> bool:
     """Whether the comment of a file that has one is the checksum of all before it."""
     content = np.memmap(path, np.uint8, "r")
     end = 2 + COMMENT_BYTES
-    sha256 = hashlib.sha256(content[:-end])
+    sha256 = hashlib.sha256(content[:-end].data)
     sha256.update(bytes(2))  # the length of no comment
     comment = COMMENT + sha256.hexdigest().encode()
     return content[-end:].tobytes() == COMMENT_BYTES.to_bytes(2, "little") + comment
