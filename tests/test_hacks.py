@@ -118,7 +118,9 @@ def test_hack_trains_resumes_samples_and_is_exported_or_refused(name, python, ch
     assert done.stdout == "cache True\n", done.stdout + done.stderr
     done = here.run("export.py", "--out_dir=whole", "--to=exported")
     if done.returncode:
-        assert re.fullmatch(r"error: .+ (does not compute what model.py does|cannot be exported|nothing was exported).*\n", done.stderr)
+        assert re.fullmatch(
+            r"error: .+ (does not compute what model.py does|cannot be exported|nothing was exported).*\n", done.stderr
+        )
         assert not (tmp_path / "exported").exists()
     else:
         assert "the same logits" in done.stdout
