@@ -11,8 +11,8 @@ import functools
 import inspect
 import logging
 import math
+import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -142,14 +142,14 @@ class Runner:
             return
         # Which parameters get a gradient may depend on the text, as with experts, so each pass looks.
         options: dict[str, Any] = {"find_unused_parameters": True}
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         is_new = "forward_sync_buffers" in inspect.signature(DDP).parameters  # its name from torch 2.13 on
         has_state = len(self.model.state_dict()) > len(dict(self.model.named_parameters(remove_duplicate=False)))
         options["forward_sync_buffers" if is_new else "broadcast_buffers"] = has_state  # the rotary table is no state
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         self.ddp = DDP(self.model, device_ids=device_ids, **options)
         # A first pass may arrange what DDP sends in another order: resumed runs have it behind them, too.
-        self.forward_backward(x, y)
+        with without_cpp_warnings():
+            self.forward_backward(x, y)
         self.drop_gradients()
         self.last = None
 
@@ -401,6 +401,20 @@ class Runner:
         line = f"{'; '.join(lines)}: going on in {self.variant}. Steps after {self.right_until} may be wrong"
         self.doubts.append(line)
         return [line]
+
+
+@contextmanager
+def without_cpp_warnings() -> Iterator[None]:
+    """Within the block, what is written to stderr is lost: DDP warns there, once, that all parameters have gradients."""
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def is_reference(variant: Variant, device: torch.device) -> bool:
