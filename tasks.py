@@ -66,8 +66,9 @@ def main(argv: list[str]) -> None:
 
 # ---- the first run -------------------------------------------------------------------------------------------
 
-# What to train in three minutes: (device, TFLOP/s that its matmuls must reach, settings, validation loss on Shakespeare's
-# plays). For CPUs the largest model comes first: bench/results/2026-11-22-first-run.md and 2026-11-26-first-run-zen4.md.
+# What to train in three minutes: (device, TFLOP/s that its matmuls must reach, settings, validation loss on
+# Shakespeare's plays). For CPUs the largest model comes first (bench/results/2026-11-22-first-run.md and
+# 2026-11-26-first-run-zen4.md).
 # Slower ones take few steps, which a lower momentum than the recipe's suits (docs/answers.md#recipes).
 FAST = ["config/train_shakespeare_char_fast.py", "--max_iters=1600"]
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]

@@ -194,7 +194,7 @@ class Shard(MappedFile):
 
 
 class Mask(MappedFile):
-    """The loss mask of a shard: 0 if a token is not learned as a target. Raises ValueError if it is not one, OSError."""
+    """The loss mask of a shard: 0 where a token is not learned. Raises ValueError if it is not one, OSError."""
 
     def __init__(self, shard: Shard) -> None:
         path = mask_of(shard.path)

@@ -48,7 +48,7 @@ class Checkpoint:
 
     model: dict[str, Tensor]  # state_dict
     model_args: dict[str, Any]
-    optimizer: dict[str, Any] | None = None  # state_dict; without it a run cannot be resumed
+    optimizer: Any = None  # state_dict; without it a run cannot be resumed
     iter_num: int = 0  # steps done
     best_val_loss: float = math.inf  # nats per token
     config: dict[str, Any] = field(default_factory=dict)  # the settings of the run

@@ -90,7 +90,8 @@ def smaller_batch(
     if batching.batch_size == 1:
         half = max(1, batching.block_size // 2)
         raise ValueError(
-            f"out of memory: not even batch_size=1 fits; {described(device)}; try --block_size={half} or a smaller model"
+            f"out of memory: not even batch_size=1 fits; {described(device)}; "
+            f"try --block_size={half} or a smaller model"
         )
     smaller = batching.batch_size
     while times > 1 and smaller > 1:

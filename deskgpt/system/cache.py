@@ -24,7 +24,7 @@ LARGEST = 64 << 20  # bytes of such a file
 def folder() -> Path:
     """The folder of all these files, made if need be.
 
-    Where the home cannot be used (none, another user's, read-only): a folder of this user in the system's temporary one.
+    If the home cannot be used (none, another user's, read-only): a folder of this user in the temporary one.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt"

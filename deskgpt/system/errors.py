@@ -40,7 +40,7 @@ LOST_RANK = "gloo/transport"
 TIMED_OUT = "Timed out"
 LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
-# If all ranks have the same error, the first rank of each host prints it. The others wait for torchrun to end them, which
+# If all ranks have the same error, the first rank of each host prints it. The others wait for torchrun's end, which
 # takes seconds on a busy machine. After this time the error is this rank's own.
 FIRST_SPEAKS_S = 10.0
 

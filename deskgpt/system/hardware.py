@@ -193,7 +193,7 @@ GROUP_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in
 
 
 def memory_groups() -> list[tuple[int, int]]:
-    """(limit, use without cached files) in bytes of each control group of this process that limits memory. Linux only."""
+    """(limit, use without cached files) in bytes of each control group that limits this process. Linux only."""
     found = []
     with suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
