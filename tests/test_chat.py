@@ -428,7 +428,7 @@ def test_dialogue_of_another_program_is_the_one_that_was_talked():
             talked.answered(f"{n + 1}a")
     assert (
         Dialogue.of(template, 1000, said("uuaau")).prompt().tolist()
-        == template.prompt([Message(**message) for message in said("uuaau")]).tolist()
+        == template.prompt([Message(m["role"], m["content"]) for m in said("uuaau")]).tolist()
     )
 
 

@@ -364,7 +364,7 @@ def test_logs(folder, whole_logs, written, words):
             compare.as_markdown(table)
         headlines = [report.headline(run) for run in runs]
         words = [line for run in runs for line in [*report.judgement(run), report.about(run)]]
-        charts = None if with_page else {}
+        charts: Any = None if with_page else {}
         page.page("fuzz", runs, tables, lines, words, "", headlines, charts)
 
 

@@ -83,7 +83,7 @@ def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
     return self.c_proj(activation(self.c_fc(x + 0.02 * x.cumsum(1) / n), self.activation))
 
 
-CHANGES = {"causal_mask": [window, prefix], "MLP.forward": [running_mean]}
+CHANGES: dict[str, list[Any]] = {"causal_mask": [window, prefix], "MLP.forward": [running_mean]}
 
 
 @needs_llama

@@ -100,9 +100,9 @@ def test_what_is_missing_or_harmed_is_named_with_the_command_that_makes_it(tmp_p
     fails(script(*prepare, "--merge"), tmp_path, "--part=0/N")
     assert script(*prepare, "--part=0/3").code == 0
     fails(script(*prepare, "--merge"), "2 of 3", "--part=1/3")
-    with_lock = lock.locked(tmp_path / "parts", name=".000001")  # as another process holds it
-    fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
-    with_lock.release()
+    with lock.if_free(tmp_path / "parts", ".000001") as is_free:  # as another process holds it
+        assert is_free
+        fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
     assert script(*prepare, "--part=2/3").code == 0
     for worse in (harm, Path.unlink):
         assert script(*prepare, "--part=1/3").code == 0

@@ -79,7 +79,8 @@ class WithAuxiliaryLoss(GPT):
 
     def forward(self, idx, targets=None):
         logits, loss = super().forward(idx, targets)
-        aux = sum(block.attn.c_attn.weight.square().mean() for block in self.transformer.h)
+        blocks: Any = self.transformer.h
+        aux = sum(block.attn.c_attn.weight.square().mean() for block in blocks)
         self.aux = aux
         return logits, loss if loss is None else loss + 0.01 * self.aux
 

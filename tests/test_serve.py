@@ -107,7 +107,8 @@ def serving(writer: Writer) -> Iterator[Served]:
 
 
 def writer_of(trained: Trained, **settings: Any) -> Writer:
-    c = SampleConfig(**{"device": "cpu", "max_new_tokens": 40, "start": "the "} | settings)
+    values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
+    c = SampleConfig(**values | settings)
     return sample.writer_of(c, sample.generation_config(c), trained)
 
 
@@ -351,7 +352,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": []}, "seed=[]"),
     ({"seed": -1}, "seed=-1"),
 ]
-WRONG_OF_PAGE = [({"max_new_tokens": 0}, "max_new_tokens=0"), ({"max_new_tokens": 1.5}, "1.5"), ({"x": 1}, "settings")]
+WRONG_OF_PAGE: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ({"max_new_tokens": 1.5}, "1.5"),
+    ({"x": 1}, "settings"),
+]
 WRONG_OF_API: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", "b"]}, "prompt="),
     ({"max_tokens": 0}, "max_new_tokens=0"),

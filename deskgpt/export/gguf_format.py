@@ -53,8 +53,9 @@ NAMES = {
     "mlp.c_proj": "ffn_down",
 }
 
-# How far logits may be from ours at any position, as distance() has it, if the model has GELU. That table made 6e-4 in models of up
-# to 24 layers, and 1.6e-3 with weights five times as large. Without GELU the largest was 4e-6, and SAME_LOGITS holds.
+# How far logits may be from ours at any position, as distance() has it, if the model has GELU. That table made 6e-4 in
+# models of up to 24 layers, and 1.6e-3 with weights five times as large. Without GELU the largest was 4e-6, and
+# SAME_LOGITS holds.
 SAME_WITH_GELU = 2e-3
 
 

@@ -136,7 +136,7 @@ def check_same(program: str, found: Tensor, expected: Tensor | None, limit: floa
     error = max(distance(a, b) for a, b in rows)
     if error > limit:
         raise ValueError(
-            f"{program} does not compute what model.py does: its logits differ by {error:.2g}, and at most {limit:g} is "
-            "rounding; nothing was exported. A model.py that was changed in other ways than docs/export.md lists needs "
-            "a program of its own"
+            f"{program} does not compute what model.py does: its logits differ by {error:.2g}, and at most {limit:g} "
+            "is rounding; nothing was exported. A model.py that was changed in other ways than docs/export.md lists "
+            "needs a program of its own"
         )
