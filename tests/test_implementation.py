@@ -297,8 +297,9 @@ def test_limit_that_only_large_activations_reach_is_seen(monkeypatch):
 
     candidates = {"activation": [replacements.kernel_activation]}
     monkeypatch.setattr(replacements, "kernel_activation", unlimited := relu2_replacement)
-    activation.__wrapped__.__qualname__ = "activation"
-    monkeypatch.setattr("model.activation", overridable(activation.__wrapped__))
+    written: Any = activation
+    written.__wrapped__.__qualname__ = "activation"
+    monkeypatch.setattr("model.activation", overridable(written.__wrapped__))
     candidates = {"activation": [unlimited]}
     assert list(verify.wrong_replacements(a_model(activation="relu2"), candidates, *batch_of(1))) == [
         "relu2_replacement"
@@ -458,7 +459,8 @@ def test_float32_of_mps_is_compared_with_a_cpu_and_refused_where_it_differs(monk
     settings: dict[str, Any] = {"dtype": "float32", "compile": False}
     assert chosen([], {"attention": "flash"}, **settings).variant == Variant()
     model = a_model()
-    matrix = model.transformer.h[0].mlp.c_fc.weight
+    first: Any = model.transformer.h[0]
+    matrix = first.mlp.c_fc.weight
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w, bias=None: linear(x, w, bias) * (1.01 if w is matrix else 1.0))
     with pytest.raises(ValueError, match="disagrees") as e:

@@ -372,8 +372,8 @@ WRONG_OF_API: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("place", ["page", "api"])
 def test_bad_requests_get_one_line_that_names_the_value(plain, place):
     path = "/v1/completions" if place == "api" else f"{plain.page}write"
-    base = {"prompt": "a", "max_tokens": 3} if place == "api" else SETTINGS
-    requests = [(body, "JSON") for body in NO_OBJECTS]
+    base: dict[str, Any] = {"prompt": "a", "max_tokens": 3} if place == "api" else SETTINGS
+    requests: list[tuple[Any, str]] = [(body, "JSON") for body in NO_OBJECTS]
     requests += [
         (base | change, named) for change, named in WRONG + (WRONG_OF_API if place == "api" else WRONG_OF_PAGE)
     ]

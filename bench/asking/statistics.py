@@ -31,6 +31,8 @@ from typing import Any
 
 import numpy as np
 
+Values = Sequence[float] | np.ndarray  # of the runs of an arm
+
 ALPHA = 0.05
 POWER = 0.8  # share of questions that the high end of a price is enough for
 EARLY = 0.1  # share of questions that the low end of a price is enough for
@@ -123,7 +125,7 @@ def log_bayes_factor(t_square: Any, k: Any, nu: Any) -> np.ndarray:
 # ---- intervals -----------------------------------------------------------------------------------------------
 
 
-def difference(a: Sequence[float], b: Sequence[float], alpha: float = ALPHA) -> Estimate:
+def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
     """The difference of two arms; a[i] and b[i] have the same seed.
 
     An arm whose values are all equal is a known number, with which there is only one sample.
@@ -152,9 +154,7 @@ def estimate(gaps: np.ndarray, looks: Looks, alpha: float) -> Estimate:
     return Estimate(d, float(low[last]), float(high[last]), n, e)
 
 
-def interaction(
-    base: Sequence[float], alone: Sequence[Sequence[float]], together: Sequence[float], alpha: float = ALPHA
-) -> Estimate:
+def interaction(base: Values, alone: Sequence[Values], together: Values, alpha: float = ALPHA) -> Estimate:
     """By how much changes together gain more than the sum of what each gains alone, seed by seed.
 
     base: losses without a change; alone: of each change (two of them are a 2 x 2 design); together: with all of them.
@@ -186,7 +186,7 @@ def alpha_of_each(intervals: int) -> float:
     return ALPHA / max(1, intervals)
 
 
-def e_bh(e_values: Sequence[float], alpha: float = ALPHA) -> list[int]:
+def e_bh(e_values: Values, alpha: float = ALPHA) -> list[int]:
     """Which of these null hypotheses are rejected so that at most alpha of the rejections are false, on average.
 
     However the e-values depend on each other (Wang and Ramdas, "False discovery rate control with e-values", Journal of
@@ -218,7 +218,7 @@ class Noise:
         return math.sqrt((df * of_a_run + self.earlier_df * self.earlier) / (df + self.earlier_df))
 
 
-def noise_of(a: Sequence[float], b: Sequence[float] | None, earlier: Sequence[Sequence[float]] = ()) -> Noise:
+def noise_of(a: Values, b: Values | None, earlier: Sequence[Values] = ()) -> Noise:
     """Of two arms with the same seeds; b is None for a known number. earlier: groups of runs that differ in seed."""
     x = np.array(a, float)
     y = np.zeros_like(x) if b is None else np.array(b, float)

@@ -79,7 +79,7 @@ def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
 
     index = read_json(folder / f"{WEIGHTS}.index.json", name).get("weight_map")
     files = sorted(set(index.values())) if isinstance(index, dict) else [WEIGHTS]
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for file in files:
         try:
             weights |= load_file(folder / Path(file).name)

@@ -74,8 +74,9 @@ def changes_of_settings(
         has_other_end = end != (now.lr_decay_iters or now.max_iters)
         remedy = f"--lr_decay_iters={end} keeps the schedule's end. " if has_other_end else ""
         found.append(replace(rate_change, remedy=remedy))
-    schedules = [{"schedule": {name: getattr(config, name) for name in SCHEDULE}} for config in (before, now)]
-    return found + compare(*schedules, matters=rate_change is not None)
+    schedule_before = {"schedule": {name: getattr(before, name) for name in SCHEDULE}}
+    schedule_now = {"schedule": {name: getattr(now, name) for name in SCHEDULE}}
+    return found + compare(schedule_before, schedule_now, matters=rate_change is not None)
 
 
 def of_experiment(config: RunSettings) -> Metadata:

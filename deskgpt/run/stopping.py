@@ -197,5 +197,5 @@ class StopController:
         """Raises what the run ends with: its error, or SystemExit with the conventional status after a signal."""
         if self._failure is not None:
             raise self._failure
-        if self.reason in signal.Signals.__members__:
+        if self.reason and self.reason in signal.Signals.__members__:
             raise SystemExit(SIGNAL_STATUS + signal.Signals[self.reason])
