@@ -126,8 +126,8 @@ class Question:
         digests = {run["eval_digest"] for runs in self.runs.values() for run in runs if run.get("eval_digest")}
         if len(digests) > 1:
             raise ConfigError(
-                f"the arms were judged on different windows ({', '.join(sorted(map(str, digests)))}), so their losses do "
-                "not compare; leave block_size and the tokenizer equal"
+                f"the arms were judged on different windows ({', '.join(sorted(map(str, digests)))}), so their "
+                "losses do not compare; leave block_size and the tokenizer equal"
             )
 
     def alive(self) -> list[str]:
