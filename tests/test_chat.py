@@ -489,7 +489,7 @@ def test_model_that_never_saw_chat_data_is_named(tmp_path, script, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
     done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=3", "--device=cpu")
     assert done.code == 0
-    assert_one_line(done.err, tmp_path / "run", "docs/chat.md")
+    assert_one_line(done.err, tmp_path / "run", "docs/sampling.md")
     assert done.out.strip()
 
 

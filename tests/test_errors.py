@@ -72,7 +72,6 @@ def test_traceback_is_shown_on_request(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("data/chat/prepare.py", ["FILE", "python data/chat/prepare.py dialogues.jsonl"]),
         ("data/text/prepare.py novel.txt", ["--name", "python data/text/prepare.py novel.txt"]),
     ],
 )

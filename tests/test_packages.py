@@ -55,7 +55,6 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(wi
         ("tiktoken", "data/text/prepare.py README.md --tokenizer gpt2 --name"),
         ("fsspec", "data/fineweb_edu/prepare.py --source {} --tokenizer bytes --out"),
         ("zstandard", "data/fineweb_edu/prepare.py --source {}.zst --tokenizer bytes --out"),
-        ("safetensors", "train.py --dataset={data} --init_from=. --device=cpu --out_dir"),
         ("lm_eval", "bench/evaluate.py --device=cpu --tasks=hellaswag --out_dir"),
     ],
 )

@@ -426,7 +426,7 @@ def test_steps_that_are_all_skipped_replace_no_good_checkpoint(chars, tmp_path):
     main(tiny(chars, tmp_path, dtype="bfloat16"))
     before = (tmp_path / "ckpt.pt").read_bytes()
     broken = {"learning_rate": 1e30, "dtype": "bfloat16", "max_iters": 60, "eval_interval": 1, "max_bad_steps": 0}
-    with pytest.raises(ValueError, match="val loss is nan"):
+    with pytest.raises(ValueError, match="is not written"):
         main(tiny(chars, tmp_path, init_from="resume", resume_changed=True, **broken))
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 

@@ -276,7 +276,7 @@ class Runner:
         B = max(1, min(B, WALKED_TOKENS // T))
         while True:
             try:
-                with sharding.in_float32(self.model) as model:
+                with verify.nothing_is_zero(self.model), sharding.in_float32(self.model) as model:
                     dtype = self.variant.dtype
                     return verify.wrong_replacements(model, candidates, idx[:B, :T], targets[:B, :T], dtype)
             except (RuntimeError, MemoryError) as e:
@@ -326,6 +326,10 @@ class Runner:
         if scale:  # the usual scale may overflow at first; a smaller one loses gradients of a part of the step
             self.scaler.load_state_dict(scale | {"scale": 1024.0 * micro_steps})
         as_factor = not self.variant.compiled and not real_dropout
+        replacements = self.replacements
+        if as_factor and self.variant.checkpoint != "none" and self.model.config.dropout:
+            # The second pass of a block would not see the factor.
+            self.replacements = {name: r for name, r in replacements.items() if name != "Block.forward"}
         try:
             with (
                 torch.autograd.set_multithreading_enabled(not as_factor),  # checkpointed blocks drop in the backward
@@ -344,6 +348,7 @@ class Runner:
                 is_random,
             )
         finally:
+            self.replacements = replacements
             self.drop_gradients()
             self.ddp = ddp
             if scale:
@@ -405,7 +410,7 @@ class Runner:
 
 @contextmanager
 def without_cpp_warnings() -> Iterator[None]:
-    """Within the block, what is written to stderr is lost: DDP warns there, once, that all parameters have gradients."""
+    """Within the block, what is written to stderr is lost: DDP warns there that all parameters have gradients."""
     kept = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
