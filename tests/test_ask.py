@@ -80,7 +80,7 @@ def asking(python, chars, ledger, monkeypatch, capfd) -> Asking:
     return Asking(chars, ledger, monkeypatch, capfd)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_planted_effect_is_found_once_and_for_all(asking):
     found = asking.found(*BETTER)
     assert (found["status"], found["verdict"]) == (0, "better")
@@ -97,7 +97,7 @@ def test_planted_effect_is_found_once_and_for_all(asking):
     assert f"b ({BETTER[1]}) is better than a" in listed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_worse_arm_and_no_difference_are_answers(asking):
     status, out = asking("--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4")
     assert status == 1
@@ -129,7 +129,7 @@ def test_runs_that_were_judged_on_different_windows_are_refused(asking):
         question.check_judgement()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_patch_runs_in_a_copy_and_a_run_that_diverges_counts_as_guessing(asking, tmp_path):
     before = (ROOT / "train.py").read_bytes()
     found = asking.found("--b", str(patch_of_loss(tmp_path, "float('nan')")))
@@ -139,7 +139,7 @@ def test_patch_runs_in_a_copy_and_a_run_that_diverges_counts_as_guessing(asking,
     assert (ROOT / "train.py").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_budget_that_cannot_answer_is_refused_with_the_price(asking):
     with pytest.raises(ConfigError, match=r"1e-06 nats costs .* runs of each arm.*the budget, 1m00s, pays \d+"):
         asking("--b", "--learning_rate=7e-4", "--min_effect=1e-6", "--budget=1min")
@@ -159,7 +159,7 @@ def test_config_against_itself_has_seeds_of_its_own_for_all_runs(asking, tmp_pat
     assert len(set(seeds)) == len(seeds) == 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
 def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
     whole = asking.found(*BETTER)
@@ -177,7 +177,7 @@ def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_questions_at_once_on_a_new_ledger_share_their_runs(asking, chars, tmp_path):
     command = [PYTHON, "bench/ask.py", *MODEL, f"--dataset={chars}", f"--ledger={tmp_path / 'new'}", "--budget=1s"]
     words = (BETTER, ["--b", "--learning_rate=2e-2"])
@@ -189,7 +189,7 @@ def test_two_questions_at_once_on_a_new_ledger_share_their_runs(asking, chars, t
     assert len({run["key"] for run in runs}) == len(runs) == 6  # two of each of three arms
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_changes_are_asked_alone_and_together_and_a_number_is_judged_by_val_bin(asking, chars):
     found = asking.found(*BETTER, "--c", "--beta2=0.9", "--together", "--min_effect=0.3")
     assert found["status"] == 0
@@ -203,7 +203,7 @@ def test_changes_are_asked_alone_and_together_and_a_number_is_judged_by_val_bin(
     assert asking.runs()[-1]["windows"] == held_out.fingerprint(chars)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("at", ["tokens", "flops", "time"])
 def test_what_is_equal_gives_the_dearer_arm_fewer_steps(at, asking):
     dearer = {"tokens": "--batch_size=8", "flops": "--n_embd=32", "time": "--n_layer=6 --n_embd=128"}[at]
@@ -293,7 +293,7 @@ def test_commit_is_no_option_of_git(tmp_path):
     assert make_arm("b", "commit:HEAD", [], tmp_path / "code").folder.joinpath("train.py").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_arm_that_cannot_run_is_no_answer(asking, script, tmp_path):
     done: Finished = script("bench/ask.py", *asking.common, "--b", patch_of_loss(tmp_path, "missing"))
     assert done.code == 2

@@ -140,7 +140,7 @@ def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, mo
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, plant):
     plant.bad_gradients = range(2, 100)
     with pytest.raises(ValueError, match="gradients are not finite") as e:
-        main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=10, max_bad_steps=3))
+        main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=60, max_bad_steps=3))
     assert_one_line(e.value, "19 to 21", "float16", "loss scale 0.")
 
 
