@@ -72,7 +72,7 @@ def test_plan_of_this_cpu_is_what_the_run_takes(chars, tmp_path):
     end = events(tmp_path, "end")[-1]
     peak = max(e["peak_memory_bytes"] for e in events(tmp_path, "iter")) / 2**30
     assert total_gib(planned) == pytest.approx(peak, rel=0.4)
-    step_s = float(re.findall(r"(\S+)s per step", planned)[0])
+    step_s = float(re.findall(r"(\d[\d.]*)s per step", planned)[0])
     assert 0.2 < 300 * step_s / end["train_s"] < 5  # other programs come and go
 
 

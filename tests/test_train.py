@@ -259,13 +259,13 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
 def test_run_of_some_minutes_ends_near_its_time_with_its_schedule(chars, tmp_path):
     t0 = time.perf_counter()
     long = {"max_iters": 10**7, "eval_interval": 10**6, "lr_decay_iters": 10**7, "log_interval": 50}
-    main(tiny(chars, tmp_path, max_minutes=0.05, **long))
+    main(tiny(chars, tmp_path, max_minutes=0.15, **long))
     took_s = time.perf_counter() - t0
     saved = store.load(tmp_path)
     assert 10 < saved.iter_num < 10**5
     assert saved.config["max_iters"] == saved.config["lr_decay_iters"] == saved.iter_num
     assert events(tmp_path, "end")[0]["iter"] == saved.iter_num
-    assert took_s < 30  # of 3: other work may take the machine meanwhile
+    assert took_s < 40  # of 9: other work may take the machine meanwhile
 
 
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float16")])
