@@ -1,4 +1,4 @@
-"""Times training programs in turns: what bench/speed.py, bench/sweep.py and bench/qualify.py share.
+"""Times training programs in turns: what bench/speed.py and bench/qualify.py share.
 
 A contestant is train.py, or another program that prints nanoGPT's log lines. It runs as a process of its own on random
 tokens, its step times are those that it prints itself, and it is stopped after enough steps.

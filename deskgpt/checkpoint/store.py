@@ -59,7 +59,7 @@ class Checkpoint:
     wandb_run_id: str | None = None
     health: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
     facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
-    parts: dict[str, Any] | None = None  # what else the run keeps: Run.keep
+    parts: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
     path: Path | None = None  # that it was loaded from; not saved
 
     @property
