@@ -38,10 +38,9 @@ from deskgpt.export import gguf_format, hub, hugging_face
 from deskgpt.export.hugging_face import MODELING_FILE
 from deskgpt.sampling.trained import DATA, Trained, load
 from deskgpt.system.errors import one_line_errors
-from deskgpt.system.files import check_unused, file_sha256, new_folder, replacing, write_atomically
-from deskgpt.system.formatting import millions
+from deskgpt.system.files import check_unused, file_sha256, is_local, new_folder, replacing, write_atomically
 from deskgpt.system.settings import FilePath, check_fields
-from deskgpt.system.untrusted import is_local
+from deskgpt.system.terminal import millions
 from model import GPT
 
 CARD_SETTINGS = (

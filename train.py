@@ -45,15 +45,19 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
 from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.estimate import plan
-from deskgpt.run.end_screen import end_screen
 from deskgpt.run.health import Health
 from deskgpt.run.init_state import InitState, choose_runner, initial_state, metadata_of_code, open_log, prepare_machine
 from deskgpt.run.lock import RESTART_S, only_run_in
-from deskgpt.run.report import Report
-from deskgpt.run.resuming import changes_of_settings, check_same_on_all_hosts, rate_change, steps_to_compare
+from deskgpt.run.report import Report, end_screen
 from deskgpt.run.saver import Saver
-from deskgpt.run.settings import settings_of_start
-from deskgpt.run.time_budget import TimeBudget
+from deskgpt.run.settings import (
+    changes_of_settings,
+    check_same_on_all_hosts,
+    rate_change,
+    settings_of_start,
+    steps_to_compare,
+)
+from deskgpt.run.timer import TimeBudget
 from deskgpt.run.train_state import TrainState
 from deskgpt.sampling.training_samples import sampler_for
 from deskgpt.system import peaks

@@ -30,11 +30,11 @@ from configurator import configure
 from deskgpt.checkpoint import folders
 from deskgpt.compute.inference import InferenceEngine
 from deskgpt.export.gpt2_weights import download_gpt2
+from deskgpt.run.log import git_commit, versions
 from deskgpt.sampling.trained import Trained, load
 from deskgpt.system import hardware
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import write_atomically
-from deskgpt.system.provenance import git_commit, versions
 from deskgpt.system.settings import AtLeast1, FilePath, check_fields
 
 HERE = Path(__file__).resolve().parent

@@ -32,7 +32,8 @@ import torch
 
 from bench import output, stages
 from deskgpt.compute import compiling
-from deskgpt.system import hardware, provenance
+from deskgpt.run.log import git_commit, versions
+from deskgpt.system import hardware
 from deskgpt.system.errors import ConfigError, one_line_errors
 
 
@@ -191,9 +192,9 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")  # TF32, as train.py has it
     about: dict[str, Any] = {
         "device": hardware.device_name(device),
-        "versions": provenance.versions(),
+        "versions": versions(),
         "compiler": compiling.compiler_name(device),
-        "git_commit": provenance.git_commit(),
+        "git_commit": git_commit(),
     }
     results = Results(Path(a.out_dir), about, is_toy=device.type != "cuda")
     results.commands = list(dict.fromkeys([*results.commands, output.command_line("qualify.py")]))

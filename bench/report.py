@@ -25,7 +25,7 @@ from bench.analysis.page import Figure, Headline, page, plotly_js
 from bench.analysis.table import band_of, overfit
 from bench.compare import compare, compare_html
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.formatting import clock
+from deskgpt.system.terminal import clock
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

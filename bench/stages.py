@@ -29,8 +29,9 @@ from deskgpt.compute import compiling
 from deskgpt.compute.inference import InferenceEngine
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.estimate.memory import Step, memory
-from deskgpt.system import hardware, peaks, provenance
-from deskgpt.system.formatting import in_tera
+from deskgpt.run.log import git_commit, versions
+from deskgpt.system import hardware, peaks
+from deskgpt.system.terminal import in_tera
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 # GPT-2 124M, the model of stages 1 and 4 to 10, and the toy that stands for it on a CPU.
@@ -146,7 +147,7 @@ def facts(s: Session) -> tuple[str, dict[str, Any]]:
         found |= nvidia_smi(f"GPU-{properties.uuid}")
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
     found |= {"cuDNN": torch.backends.cudnn.version(), "compiler": compiling.compiler_name(s.device)}
-    found |= provenance.versions() | {"commit": provenance.git_commit()}
+    found |= versions() | {"commit": git_commit()}
     q = torch.zeros(1, 2, 64, 64, device=s.device)  # (B, H, T, D)
     for name, dtype in hardware.DTYPES.items():
         peak = peaks.published_flops(s.device, name)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from data.tokenizer import tokens_of
-from deskgpt.system.files import read_small, sha256
-from deskgpt.system.untrusted import Fields, check_record, is_number, is_text
+from deskgpt.system.files import Fields, check_record, is_number, is_text, read_small, sha256
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 MOST_IDS = 1 << 16  # uint16

@@ -19,7 +19,7 @@ from bench import compare
 from bench.analysis.logs import DEFAULTS, Run, read_run
 from bench.analysis.table import Arm, over_runs
 from deskgpt.run.loss_band import Band
-from deskgpt.system.formatting import clock
+from deskgpt.system.terminal import clock
 
 NO_CAUSE = "No cause can be named"
 CAUSE = "it is the cause of"

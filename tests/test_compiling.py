@@ -11,7 +11,6 @@ from conftest import assert_one_line, flags, shell, tiny
 
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
-from deskgpt.system import torch_internals
 from train import main
 
 CPU = torch.device("cpu")
@@ -48,7 +47,7 @@ def test_without_a_compiler_or_a_private_part_of_torch_something_else_is_done(tm
         "torch.testing._internal.distributed.fake_pg",
     ):
         monkeypatch.setitem(sys.modules, module, None)  # importing it fails
-    assert torch_internals.cpp_compiler() is None
+    assert compiling.cpp_compiler() is None
 
 
 GRAPH_IS_RIGHT = """

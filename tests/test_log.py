@@ -8,8 +8,8 @@ import pytest
 from conftest import assert_one_line, events, tiny
 
 from deskgpt.checkpoint import store
+from deskgpt.run import log
 from deskgpt.run.log import RunLog, event_of
-from deskgpt.system import provenance
 from train import main
 
 
@@ -80,14 +80,14 @@ def test_git_commit_marks_changes(tmp_path, monkeypatch):
         identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
 
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
-    assert provenance.git_commit() is None
+    monkeypatch.setattr(log, "__file__", str(tmp_path / "log.py"))
+    assert log.git_commit() is None
     git("init")
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-m", "x")
-    commit = provenance.git_commit()
+    commit = log.git_commit()
     assert commit
     assert len(commit) == 12
     (tmp_path / "a").write_text("2")
-    assert provenance.git_commit() == commit + "+changes"
+    assert log.git_commit() == commit + "+changes"

@@ -24,9 +24,9 @@ from data.splits import FINGERPRINTED
 from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
+from deskgpt.run.log import git_commit
 from deskgpt.run.settings import resumed_settings
 from deskgpt.run.train_state import TrainState
-from deskgpt.system.provenance import git_commit
 from export import training_facts
 from train import TrainConfig, main
 

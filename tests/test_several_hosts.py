@@ -24,10 +24,10 @@ from configurator import build
 from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner
-from deskgpt.run import lock, resuming
+from deskgpt.run import lock
+from deskgpt.run import settings as settings_module
 from deskgpt.run.report import Report
-from deskgpt.run.resuming import check_same_on_all_hosts
-from deskgpt.run.settings import settings_of_start
+from deskgpt.run.settings import check_same_on_all_hosts, settings_of_start
 from deskgpt.run.stopping import SIGNALS, signal_handler
 from deskgpt.system import errors
 from deskgpt.system.errors import one_line_errors
@@ -87,7 +87,7 @@ def test_init_from_auto_never_starts_anew_over_a_damaged_checkpoint(chars, tmp_p
 
 
 def test_settings_and_data_that_differ_between_hosts_are_refused_on_all_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(resuming, "git_commit", lambda: None)
+    monkeypatch.setattr(settings_module, "git_commit", lambda: None)
     settings = {"out_dir": "a", "min_lr": None}
     data = {"train data": {"tokens": 10, "fingerprint": "x"}, "checkpoint": "step 0"}
     odd: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [

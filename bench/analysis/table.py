@@ -13,7 +13,7 @@ from bench.analysis import logs
 from bench.analysis.logs import Run, curve, loss_at, spent_until, tokens_per_s
 from bench.analysis.noise import difference, interval, t_quantile
 from deskgpt.run import diagnosis, loss_band
-from deskgpt.system.formatting import clock, in_gib, in_tera
+from deskgpt.system.terminal import clock, in_gib, in_tera
 
 # Settings that affect neither the training nor its speed, and those that are reported as facts of the data.
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "log_interval", "auto_batch"}

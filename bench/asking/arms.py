@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from configurator import build, read_settings
+from deskgpt.system.cache import with_imports
 from deskgpt.system.errors import ConfigError
-from deskgpt.system.provenance import with_imports
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]

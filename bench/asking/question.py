@@ -17,7 +17,7 @@ from bench.asking.ledger import digest
 from bench.asking.running import Place
 from bench.asking.statistics import LEAST, MOST, Estimate
 from deskgpt.system.errors import ConfigError
-from deskgpt.system.formatting import clock
+from deskgpt.system.terminal import clock
 
 PILOT = 2  # runs of each arm, after which the price is known
 UNSEEN = 5e-5  # a difference of losses that four decimals do not show never matters

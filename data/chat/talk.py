@@ -9,7 +9,7 @@ from typing import Any
 
 from data.chat.template import Message, Template, as_message
 from data.tokenizer import Ids
-from deskgpt.system.formatting import shortened
+from deskgpt.system.terminal import shortened
 
 LEAST_ROOM = 4  # for an answer, at least this part of the context is left free
 

@@ -26,8 +26,7 @@ from deskgpt.checkpoint.folders import agreed, is_folder, new_path, order_of
 from deskgpt.checkpoint.optimizer_state import fill
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import local
-from deskgpt.system.files import TEMPORARY, copy, sync_folder
-from deskgpt.system.untrusted import Fields, check_record, is_number
+from deskgpt.system.files import TEMPORARY, Fields, check_record, copy, is_number, sync_folder
 from model import GPT
 
 NAME = "ckpt.pt"

@@ -12,8 +12,6 @@ import textwrap
 
 import torch
 
-from deskgpt.system import torch_internals
-
 # ---- inductor's settings -------------------------------------------------------------------------------------
 
 # GCC's bug 113255 is in all versions before this one, and this flag avoids it; see work_around_gcc.
@@ -76,7 +74,7 @@ def gcc_major_version() -> int | None:
 
 def printed_by_compiler(option: str) -> str:
     """The first line that inductor's C++ compiler prints with this option; empty if there is none or it fails."""
-    compiler = torch_internals.cpp_compiler()
+    compiler = cpp_compiler()
     if compiler is None:
         return ""
     try:
@@ -128,3 +126,15 @@ def why_not_compiled(error: Exception) -> str:
             return f"CXX={os.environ['CXX']!r}: {remedy}"
         return remedy
     return textwrap.shorten(words, 200, placeholder=" ...")
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that inductor calls; None if it finds none. Without: None, so its bugs are not worked around."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+    except ImportError:
+        return None
+    try:
+        return get_cpp_compiler()
+    except (RuntimeError, OSError):  # inductor finds no compiler, or CXX names what is none
+        return None

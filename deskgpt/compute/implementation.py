@@ -25,10 +25,9 @@ from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, is_refer
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.verify import Mismatch
 from deskgpt.system import cache, hardware, peaks
+from deskgpt.system.cache import digest_of_code
 from deskgpt.system.errors import is_out_of_memory
-from deskgpt.system.formatting import clock
-from deskgpt.system.provenance import digest_of_code
-from deskgpt.system.terminal import not_silent
+from deskgpt.system.terminal import clock, not_silent
 from model import GPT
 
 CODE = (Path(__file__).resolve().parents[2] / "model.py", Path(__file__))  # with all that they import of ours

@@ -11,7 +11,7 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Variant
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory, training_bytes
 from deskgpt.system import hardware
-from deskgpt.system.formatting import BYTES, COUNTS, with_unit
+from deskgpt.system.terminal import BYTES, COUNTS, with_unit
 from model import GPT, GPTConfig
 
 SURELY = 0.7  # of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%

@@ -23,7 +23,7 @@ from deskgpt.compute.sharding import describe_shards, shards_of
 from deskgpt.estimate.fit import USABLE, largest_batch
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware, peaks
-from deskgpt.system.formatting import clock, millions
+from deskgpt.system.terminal import clock, millions
 from model import GPT, GPTConfig
 
 # Shares of the bfloat16 peak that runs reach, and what they rest on. Cards whose 16-bit peak is only twice that of

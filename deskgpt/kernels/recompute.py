@@ -12,10 +12,18 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from deskgpt.kernels import cpu_kernels
-from deskgpt.system import torch_internals
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-ATTENTION = torch_internals.attention_operators()
+
+
+def attention_operators() -> tuple[Any, ...]:
+    """Torch's fused attention, by device. Without one of them, selective checkpoints compute its result again."""
+    names = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    packets = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}", None) for name in names]
+    return tuple(packet.default for packet in packets if packet is not None)
+
+
+ATTENTION = attention_operators()
 
 
 def block_form(which: str, dropout: float) -> Callable[..., Any]:

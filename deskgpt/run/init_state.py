@@ -24,12 +24,18 @@ from deskgpt.estimate.fit import refuse_beyond_memory, smaller_batch, times_memo
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 from deskgpt.run.lock import check_shared
-from deskgpt.run.log import RunLog, start_wandb
-from deskgpt.run.resuming import OF_EVALUATION, Change, Metadata, compare
-from deskgpt.run.settings import RESUMED_SETTINGS, RunSettings, earlier_settings
+from deskgpt.run.log import RunLog, git_commit, start_wandb, versions
+from deskgpt.run.settings import (
+    OF_EVALUATION,
+    RESUMED_SETTINGS,
+    Change,
+    Metadata,
+    RunSettings,
+    compare,
+    earlier_settings,
+)
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
-from deskgpt.system.provenance import git_commit, versions
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 
@@ -126,7 +132,7 @@ class InitState:
     def check_changes(self, config: RunSettings, data: Metadata, of_settings: list[Change], dist: DistContext) -> None:
         """Prints how a resumed run differs from the run before; forgets a best loss of other evaluations.
 
-        of_settings: what resuming.changes_of_settings has found. Raises ValueError where a change matters for what is
+        of_settings: what changes_of_settings has found. Raises ValueError where a change matters for what is
         learned or compared, unless resume_changed.
         """
         assert self.checkpoint is not None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import re
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +159,26 @@ def event_of(line: str) -> dict[str, Any] | None:
 def with_checksum(line: str) -> bytes:
     """A JSON object with a last field "crc": the CRC-32 of its text without that field."""
     return f'{line[:-1]}, "crc": "{zlib.crc32(line.encode()):08x}"}}'.encode()
+
+
+# ---- what a run's figures come from --------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run's figures depend on."""
+    import torch
+
+    packages = {p: metadata.version(p) for p in ("numpy", "torch")}
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {"python": platform.python_version(), **packages, **cuda, "platform": platform.platform()}
+
+
+def git_commit() -> str | None:
+    """Commit of the code that runs, with "+changes" where files differ from it; None outside a git checkout."""
+    try:
+        describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--abbrev=12"]
+        # --exclude=* leaves tags out: the commit itself, not a distance to some tag
+        out = subprocess.run([*describe, "--dirty=+changes", "--exclude=*"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip() or None

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deskgpt.run.resuming import SCHEDULE, SETTINGS
+from deskgpt.run.settings import SCHEDULE, SETTINGS
 from deskgpt.system.files import read_small
 from model import ModelSettings
 

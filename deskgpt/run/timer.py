@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from deskgpt.compute.batching import Batching
+from deskgpt.compute.optimizer import step_if_finite
+from deskgpt.compute.runner import Runner
+from deskgpt.compute.sharding import local
+from deskgpt.run.settings import RunSettings
+from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
+from deskgpt.system.terminal import clock
 
 
 @dataclass(frozen=True)
@@ -95,3 +106,149 @@ class StepTimer:
         self._train_s = self.train_s()
         self._started_at = None
         return time.perf_counter()
+
+
+# ---- max_minutes ---------------------------------------------------------------------------------------------
+
+EVAL_SHARE = 0.2  # of the time is spent on evaluation at most,
+LEAST_EVAL_BATCHES = 8  # but each split gives at least this many batches: fewer say nothing about their own noise
+WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
+TIMED = 7  # steps, at most ...
+TIMED_S = 3.0  # ... and about the seconds that this may take
+PLANS = 40  # how often the steps are planned anew, evenly spread over the run
+FEW_STEPS = 100  # with which hardly any model learns
+
+
+class TimeBudget:
+    """Sets max_iters, and what is longer in the schedule, so that the run ends max_minutes after its start.
+
+    The rate of learning follows the share of max_iters that is done, so it follows the share of time. Ranks plan
+    together. A run that would end earlier by itself keeps its settings.
+    """
+
+    def __init__(self, config: RunSettings, started: float, state: TrainState) -> None:
+        """started: when the clock began. Raises ValueError where a resumed run's schedule would change."""
+        self.is_limited = config.max_minutes > 0 and not config.eval_only
+        if (
+            self.is_limited
+            and state.first_step > 0
+            and config.decay_lr
+            and not config.lr_decay_iters
+            and not config.resume_changed
+        ):
+            raise ValueError(
+                f"max_minutes={config.max_minutes:g} gives the resumed run's schedule another end: add "
+                "--resume_changed=True, or keep the schedule with --lr_decay_iters"
+            )
+        self.config = config
+        self.state = state
+        self.dist = state.dist
+        self.started = started
+        self._wanted_iters = config.max_iters
+        self._schedule = (config.warmup_iters, config.lr_decay_iters, config.cooldown_iters)  # as the user wants them
+        self._next_step = 0  # at which the steps are planned anew
+        self._planned_at = (state.first_step, 0.0)  # step, and training time
+
+    def plan(self, batching: Batching, eval_windows: Sequence[int], batch: tuple[Tensor, Tensor]) -> None:
+        """The first plan, from timed steps. Leaves weights and optimizer as they were.
+
+        eval_windows: that an evaluation reads of each split. batch: a micro-batch. Where evaluations would take more
+        than EVAL_SHARE of the time, they read less.
+        """
+        if not self.is_limited:
+            return
+        config = self.config
+        seconds = self._seconds_left()
+        step_s = self.dist.max(time_step(self.state, batch, batching.micro_steps))
+        batch_s = self.dist.max(time_evaluation(self.state.runner, batch))
+        eval_batches = sum(batching.eval_batches(n) for n in eval_windows)
+        n_evaluations = 2 + int(seconds / step_s) // config.eval_interval
+        affordable = int(EVAL_SHARE * seconds / (n_evaluations * batch_s))
+        per_split = max(LEAST_EVAL_BATCHES, affordable // len(eval_windows))
+        if eval_batches > per_split * len(eval_windows):
+            eval_batches = per_split * len(eval_windows)
+            config.eval_tokens = per_split * batching.batch_size * batching.world * batching.block_size
+        eval_s = eval_batches * batch_s
+        self._set_steps(step_s, eval_s, n_missing=2, at_least=1)
+        steps = config.max_iters - self.state.first_step
+        few = ", which is too few to learn much" if steps < min(FEW_STEPS, self._wanted_iters) else ""
+        self.dist.print0(
+            f"max_minutes={config.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms{few} "
+            f"({steps * batching.tokens_per_step:,} tokens), evaluations of {clock(eval_s)}; planned anew as it runs"
+        )
+
+    def replan(self, timer: StepTimer) -> None:
+        """Plans anew at PLANS moments of the run, from the steps since the last plan."""
+        step = self.state.step
+        if not self.is_limited or step < self._next_step or step <= self._planned_at[0]:
+            return
+        train_s = timer.train_s()
+        step_s = self.dist.max((train_s - self._planned_at[1]) / (step - self._planned_at[0]))
+        self._planned_at = (step, train_s)
+        self._set_steps(step_s, self.dist.max(timer.last_eval_s + timer.last_save_s), n_missing=1)
+
+    def _set_steps(self, step_s: float, eval_s: float, n_missing: int, at_least: int = 0) -> None:
+        """n_missing: evaluations besides those after each eval_interval steps: at the end, and at the start."""
+        config = self.config
+        step = max(self.state.step, self.state.first_step)
+        fit = int((self._seconds_left() - n_missing * eval_s) / (step_s + eval_s / config.eval_interval))
+        config.max_iters = min(self._wanted_iters, step + max(at_least, fit))
+        steps = config.max_iters - self.state.first_step
+        if self.state.first_step == 0 or config.resume_changed:  # otherwise the steps so far would have had other rates
+            warmup, decay, cooldown = self._schedule
+            config.warmup_iters = min(warmup, math.ceil(steps * WARMUP_SHARE))
+            config.lr_decay_iters = min(decay, config.max_iters)
+            config.cooldown_iters = min(cooldown, steps)
+        self._next_step = step + max(1, steps // PLANS)
+
+    def _seconds_left(self) -> float:
+        left = 60 * self.config.max_minutes - (time.perf_counter() - self.started)
+        return -self.dist.max(-max(left, 0.0))  # the least of all ranks
+
+
+def time_step(state: TrainState, batch: tuple[Tensor, Tensor], micro_steps: int) -> float:
+    """Median seconds of an optimizer step of `micro_steps` micro-batches. Leaves weights and optimizer as they were."""
+    runner = state.runner
+    optimizer = state.optimizer
+    optimizer_before = copy.deepcopy(state.optimizer_state.state())
+    scaler_before = runner.scaler.state_dict()
+    tensors = [local(x.detach()) for x in runner.model.parameters()]
+    values = [x.to("cpu", copy=True) for x in tensors]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    passes = []
+    updates = []
+    for _ in range(TIMED):
+        t0 = time.perf_counter()
+        runner.forward_backward(*batch, micro_steps)
+        hardware.synchronize(runner.device)
+        t1 = time.perf_counter()
+        runner.scaler.unscale_(optimizer)
+        norm = torch.linalg.vector_norm(runner.gradient_norms())
+        torch.nn.utils.clip_grads_with_norm_(runner.parameters, 1.0, norm)
+        step_if_finite(optimizer, runner.scaler, norm)
+        optimizer.zero_grad(set_to_none=True)
+        hardware.synchronize(runner.device)
+        passes.append(t1 - t0)
+        updates.append(time.perf_counter() - t1)
+        if state.dist.max(sum(passes)) > TIMED_S:  # all ranks go through the same steps
+            break
+    state.optimizer_state.load(optimizer_before, "the state before")
+    if scaler_before:
+        runner.scaler.load_state_dict(scaler_before)
+    for x, value in zip(tensors, values, strict=True):
+        x.copy_(value)
+    later_updates = updates[1:] or updates  # the first one makes the optimizer's state
+    return micro_steps * statistics.median(passes) + statistics.median(later_updates)
+
+
+def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
+    """Median seconds of a micro-batch of evaluation."""
+    times = []
+    with runner.evaluating():
+        for _ in range(3):
+            t0 = time.perf_counter()
+            runner.loss(*batch)
+            hardware.synchronize(runner.device)
+            times.append(time.perf_counter() - t0)
+    return statistics.median(times)

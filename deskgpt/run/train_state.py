@@ -15,7 +15,7 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import saved_variant
 from deskgpt.compute.runner import Evaluation, Runner
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector
-from deskgpt.system.untrusted import Fields, check_record, is_number
+from deskgpt.system.files import Fields, check_record, is_number
 
 # Under "health" in a checkpoint.
 COUNTS: Fields = dict.fromkeys(("skipped_batches", "rewound_to", "rewinds_there", "steps_since_spike"), is_number)

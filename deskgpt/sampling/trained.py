@@ -19,8 +19,8 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.estimate import fit
 from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
-from deskgpt.system.formatting import shortened
-from deskgpt.system.untrusted import is_local
+from deskgpt.system.files import is_local
+from deskgpt.system.terminal import shortened
 from model import GPT, GPTConfig
 
 DATA = Path(__file__).resolve().parents[2] / "data"

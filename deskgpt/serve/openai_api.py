@@ -24,7 +24,7 @@ from torch import Tensor
 from deskgpt.compute.generation import GenerationConfig, Sample, write
 from deskgpt.serve.server import in_threads, json_object
 from deskgpt.serve.writer import Writer
-from deskgpt.system.formatting import shortened
+from deskgpt.system.terminal import shortened
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -22,8 +22,8 @@ from torch import Tensor
 from deskgpt.compute.generation import GenerationConfig, Sample, Tokenizer, write
 from deskgpt.serve.server import in_threads, json_object
 from deskgpt.serve.writer import Writer
-from deskgpt.system.formatting import millions
 from deskgpt.system.settings import settings_of
+from deskgpt.system.terminal import millions
 
 ALTERNATIVES = 8  # likeliest tokens that are shown next to the drawn one
 FILES = ("playground.css", "playground.js")  # beside this file, as playground.html

@@ -6,10 +6,14 @@ again. The JSON files hold a checksum of their entries.
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
 import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,3 +92,35 @@ def keep_in_file(path: Path, new: dict[str, Any]) -> None:
             content = {"sha256": sha256(json.dumps(entries).encode()), "entries": entries}
             with replacing(path) as file:
                 file.write(json.dumps(content, indent=1).encode())
+
+
+# ---- the code that a figure comes from -----------------------------------------------------------------------
+
+
+@functools.cache
+def digest_of_code(files: Iterable[Path]) -> bytes:
+    """SHA-256 of these Python files and of all files of this repository that they import."""
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(with_imports(files, root)):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def with_imports(files: Iterable[Path], root: Path) -> set[Path]:
+    """The files, and those below root that they import, directly or through others."""
+    found: set[Path] = set()
+    to_do = list(files)
+    while to_do:
+        path = to_do.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            to_do += [root / f"{name.replace('.', '/')}.py" for name in names]
+    return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import reprlib
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"  # what a file's name ends with while it is written
@@ -125,3 +126,38 @@ def file_sha256(path: Path) -> str:
     """The SHA-256 of a file, in hex digits. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- what untrusted files may hold ---------------------------------------------------------------------------
+
+LARGEST_NUMBER = 1 << 53  # what JSON readers agree about
+Fields = dict[str, Callable[[Any], bool]]  # what may be in a record: key to whether a value is right
+
+
+def check_record(record: Any, fields: Fields, required: Iterable[str] = (), only_known: bool = False) -> None:
+    """Raises ValueError where a record lacks a key, or has a wrong value, or an unknown key though only_known."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{reprlib.repr(record)} is not a record")
+    for key in required:
+        if key not in record:
+            raise ValueError(f"it has no {key}")
+    for key, value in record.items():
+        if key not in fields:
+            if only_known:
+                raise ValueError(f"it has an unknown key, {reprlib.repr(key)}")
+        elif not fields[key](value):
+            raise ValueError(f"{key}={' '.join(reprlib.repr(value).split())} cannot be right")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a whole number that can count something."""
+    return type(value) is int and 0 <= value < LARGEST_NUMBER  # True is an int too
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_local(dataset: Any) -> bool:
+    """Whether a checkpoint's dataset names a folder of this machine. Windows logs in to the host of \\\\host\\share."""
+    return isinstance(dataset, str) and not PureWindowsPath(dataset).drive.startswith("\\\\")

@@ -21,7 +21,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from deskgpt.system.errors import ConfigError
-from deskgpt.system.formatting import shortened
+from deskgpt.system.terminal import shortened
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Trained models and their tokenizers; samples during training."""
