@@ -1,7 +1,8 @@
 # The common tasks. tasks.py does the work; without make, call it yourself.
 #
 #   make train                  a first model in a few minutes, text from it and its report
-#   make train TEXT=input.txt   the same on your own text
+#   make train TEXT=novel.txt   the same on your own text
+#   make train TO=novel.gguf    the same, and a file for llama.cpp and Ollama (TO=my-model: a folder for transformers)
 #   make train ARGS="--max_iters=5000 --n_embd=256"   with other settings
 #   make test                   the quick tests
 #   make test-all               all tests but the nightly ones
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out-first
 TEXT ?=
+TO ?=
 ARGS ?=
 
 .PHONY: help train test test-all test-nightly check qualify
@@ -21,7 +23,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 train:
-	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" -- $(ARGS)
+	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" --to "$(TO)" -- $(ARGS)
 
 test test-all test-nightly check qualify:
 	@$(PYTHON) tasks.py $@ --venv "$(VENV)" -- $(ARGS)

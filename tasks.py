@@ -2,12 +2,10 @@
 
     python tasks.py train                      a first model in a few minutes, text from it and its report
     python tasks.py train --text novel.txt     the same on your own text
+    python tasks.py train --to novel.gguf      the same, and a file for llama.cpp and Ollama (--to my-model: a folder)
     python tasks.py train -- --n_embd=256      with other settings of train.py
     python tasks.py test                       the quick tests; with `-- -k word` those with this word in their name
-    python tasks.py test-all                   all tests but the nightly ones
-    python tasks.py test-nightly               emulated machines, soak, several hosts, notebook, lm_eval, browsers
-    python tasks.py check                      lint and types
-    python tasks.py qualify                    checks and measures this card; with `-- --stages=0-3` a part of it
+    python tasks.py test-all, test-nightly, check, qualify        as `make` lists them
 
 All tasks first make a virtual environment, .venv, and install what they need into it. This file uses only the standard
 library.
@@ -32,14 +30,15 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves it out
 
 from deskgpt.system import wheels  # noqa: E402
+from deskgpt.system.files import check_unused  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
-TASKS = {  # commands of the environment's Python; "..." stands for what follows `--`
-    "test": [[*PYTEST, "not slow and not nightly", "..."]],
-    "test-all": [[*PYTEST, "not nightly", "..."]],
-    "test-nightly": [[*PYTEST, "nightly", "..."]],
-    "check": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
-    "qualify": [["bench/qualify.py", "..."]],
+TASKS = {  # commands of the environment's Python, and whether what follows `--` belongs to them
+    "test": ([[*PYTEST, "not slow and not nightly"]], True),
+    "test-all": ([[*PYTEST, "not nightly"]], True),
+    "test-nightly": ([[*PYTEST, "nightly"]], True),
+    "check": ([["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]], False),
+    "qualify": ([["bench/qualify.py"]], True),
 }
 
 
@@ -50,18 +49,27 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["train", *TASKS])
     parser.add_argument("--text", metavar="FILE", default="", help="train on this file, not on Shakespeare's plays")
+    parser.add_argument("--to", metavar="FILE", default="", help="also export the model, as export.py --to does")
     parser.add_argument("--out", metavar="FOLDER", default="out-first", help="where the run is saved")
     parser.add_argument("--venv", metavar="FOLDER", default=".venv", help="the environment")
     args = parser.parse_args(argv[:split])
     text = os.path.abspath(os.path.expanduser(args.text)) if args.text else ""
-    if text and not os.path.isfile(text):  # checked before minutes of installing
+    to = os.path.abspath(os.path.expanduser(args.to)) if args.to else ""
+    if text and not os.path.isfile(text):  # checked before minutes of installing and training
         sys.exit(f"error: cannot read {args.text}: there is no such file; is its name right?")
+    if to:
+        try:
+            check_unused(Path(to))
+        except ValueError as e:
+            sys.exit(f"error: {e}")
     os.chdir(ROOT)
     python = install(ROOT / args.venv, "requirements.txt" if args.task == "train" else "requirements-dev.txt")
     if args.task == "train":
-        train(python, text, args.out, extra)
-    for command in TASKS.get(args.task, []):
-        run(python, *[word for part in command for word in (extra if part == "..." else [part])])
+        train(python, text, args.out, to, extra)
+        return
+    commands, takes_more = TASKS[args.task]
+    for command in commands:
+        run(python, *command, *(extra if takes_more else []))
 
 
 # ---- the first run -------------------------------------------------------------------------------------------
@@ -80,19 +88,25 @@ FIRST_MODELS = (
     ("cpu", 0.1, [*FAST, "--n_layer=2", *SLOWER], "1.47 to 1.6"),
     ("cpu", 0.0, [*FAST, "--n_layer=1", *SLOWER], "1.6 to 2"),
 )
+# What other programs compute too. On a CPU the loss is about 0.05 higher (bench/results/2026-11-22-token-shift.md).
+FOR_EXPORT = ["--token_shift=False", "--norm=rms"]
+MATMULS = "from deskgpt.system import hardware, peaks; device = hardware.resolve_device('auto'); "
+MATMULS += "print(device.type, peaks.fastest_matmul(device) / 1e12)"
 
 
-def train(python: Path, text: str, out: str, extra: list[str]) -> None:
-    """Prepares data, trains a small model on it for about three minutes, prints text from it and writes its report."""
+def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
+    """Prepares data, trains a small model on it for about three minutes, prints text from it and writes its report.
+
+    to: exports the model there; then it is one that other programs have.
+    """
     dataset = prepare(python, text)
     print0("measuring how fast this machine multiplies matrices")
-    code = "from deskgpt.system import hardware, peaks; device = hardware.resolve_device('auto'); "
-    code += "print(device.type, peaks.fastest_matmul(device) / 1e12)"
-    done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([str(python), "-c", MATMULS], stdout=subprocess.PIPE, text=True)
     device, tflops = done.stdout.split() if done.returncode == 0 else ("cpu", "0")  # train.py prints what is wrong
-    settings, loss = next(
-        (settings, loss) for kind, least, settings, loss in FIRST_MODELS if kind == device and float(tflops) >= least
-    )
+    settings, loss = next(model[2:] for model in FIRST_MODELS if model[0] == device and float(tflops) >= model[1])
+    if to and device != "cuda":  # whose model is a GPT-2
+        settings = [*settings, *FOR_EXPORT]
+        loss += ", and 0.05 more for what other programs lack"
     print0(f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}: training with {' '.join(settings)}")
     if not extra:
         expected = f", after which its validation loss is {loss}" if dataset == "shakespeare_char" else ""
@@ -101,6 +115,8 @@ def train(python: Path, text: str, out: str, extra: list[str]) -> None:
     run(python, "sample.py", f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=300")
     if call(python, "bench/report.py", out, "--samples", "0") == 0:
         print0(f"the run's curves and figures: {Path(out).absolute() / 'report.html'}")
+    if to:
+        run(python, "export.py", f"--out_dir={out}", f"--to={to}")
 
 
 def prepare(python: Path, text: str) -> str:
@@ -124,25 +140,31 @@ def prepare(python: Path, text: str) -> str:
 def install(venv: Path, requirements: str) -> Path:
     """The environment's Python, with the packages of this file, installed again when the files have changed."""
     python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    names = ["constraints.txt", "requirements.txt", "requirements-dev.txt"]
-    wanted = "\n".join((ROOT / name).read_text() for name in names)
-    installed = {name: venv / f".installed-{name}" for name in names}
+    wanted = "".join((ROOT / f"{name}.txt").read_text() for name in ("constraints", "requirements", "requirements-dev"))
     for name in {requirements, "requirements-dev.txt"}:  # the latter includes the former
-        if python.exists() and installed[name].exists() and installed[name].read_text() == wanted:
+        done = venv / f".installed-{name}"
+        if python.exists() and done.exists() and done.read_text() == wanted:
             return python
     again = f"delete {venv} and start again, or name another folder: make VENV=.venv-2"
-    if venv.exists() and not python.exists():
-        sys.exit(f"error: {venv} is not a whole environment; {again}")
     if not venv.exists() and call(sys.executable, "-m", "venv", venv):
         sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
+    if not python.exists():
+        sys.exit(f"error: {venv} is not a whole environment; {again}")
     gpu = wheels.nvidia_gpu()
     wheel, why = wheels.wheel_for(gpu)
-    print0(
-        f"{why}. Installing {requirements} into {venv.name}: about {wheel.gb + 0.5:.1f} GB to download, a few minutes"
-    )
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements, "-c", names[0]]
-    if not sys.dont_write_bytecode:
-        command.append("--no-compile")  # Python compiles the small part that is imported, once, since it keeps that
+    size = f"about {wheel.gb + 0.5:.1f} GB to download, a few minutes"
+    print0(f"{why}. Installing {requirements} into {venv.name}: {size}")
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "-r",
+        requirements,
+        "-c",
+        "constraints.txt",
+    ]
     listed = subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True)
     if "index" not in listed.stdout and sys.platform != "darwin":
         command += ["--extra-index-url", f"{wheels.INDEX}/{wheel.name}"]  # unless the user has chosen one
@@ -150,7 +172,7 @@ def install(venv: Path, requirements: str) -> Path:
         sys.exit(f"error: pip could not install {requirements}, see above; is there a network? If so, {again}")
     if gpu and call(python, "-c", "from deskgpt.system.hardware import unused_gpu as f; r = f(); r and exit(r)"):
         print0("torch does not use the card, see above: training will run on the CPU")
-    installed[requirements].write_text(wanted)
+    (venv / f".installed-{requirements}").write_text(wanted)
     return python
 
 

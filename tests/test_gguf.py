@@ -13,13 +13,12 @@ import jinja2
 import pytest
 import torch
 from conftest import assert_one_line, files_of_at_most, needs_bpe
-from test_export import ODD, odd_text, saved
+from test_export import ODD, saved, tokenizer_and_text
 from tiny_models import MODERN_SETTINGS, make
 from torch import Tensor
 
-from data.bpe import train as train_bpe
 from data.chat import template
-from data.tokenizer import END_OF_TEXT, BytesTokenizer, Tokenizer, from_meta
+from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer
 from deskgpt.compute.generation import GenerationConfig
 from deskgpt.export import gguf_format
 from deskgpt.export.llama_cpp import Llama
@@ -47,7 +46,8 @@ def their_greedy(llama: Llama, prompt: str, n: int) -> list[int]:
 
 def greedy(model: GPT, tokenizer: Tokenizer, prompt: str, n: int) -> list[int]:
     ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
-    return [int(new) for new in model.generate(ids, n, temperature=0, vocab_size=tokenizer.vocab_size - 1)]
+    n_tokens = tokenizer.vocab_size - (tokenizer.end_of_text is not None)
+    return [int(new) for new in model.generate(ids, n, temperature=0, vocab_size=n_tokens)]
 
 
 # ---- what llama.cpp computes ---------------------------------------------------------------------------------
@@ -57,16 +57,17 @@ def greedy(model: GPT, tokenizer: Tokenizer, prompt: str, n: int) -> list[int]:
 @pytest.mark.parametrize("architecture", gguf_format.ARCHITECTURES)
 def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture):
     settings = gguf_format.ARCHITECTURES[architecture]
-    for n, bias in enumerate((settings["bias"],) if "bias" in settings else (False, True)):
-        choices = settings | {"bias": bias}
-        if bias:
+    prompt = "To be, or ñot"
+    for n, tokenizer in enumerate((BytesTokenizer(), CharTokenizer.of(prompt + ODD))):
+        choices = {"bias": bool(n)} | settings
+        if choices["bias"]:
             choices["activation"] = "gelu"
         folder = tmp_path / str(n)
         folder.mkdir()
-        model, path = exported(folder, replace(SMALL, n_head=4, tie_weights=not n, **choices))
+        config = replace(SMALL, n_head=4, vocab_size=tokenizer.vocab_size + 2, tie_weights=not n, **choices)
+        model, path = exported(folder, config, tokenizer.meta())
         assert f"llama.cpp's {architecture}\nllama.cpp computes the same" in capsys.readouterr().out
-        theirs = their_greedy(Llama(str(path), 64), "To be, or ñot", 40)
-        assert theirs == greedy(model, BytesTokenizer(), "To be, or ñot", 40)
+        assert their_greedy(Llama(str(path), 64), prompt, 40) == greedy(model, tokenizer, prompt, 40)
 
 
 def window(query: Tensor, key: Tensor) -> Tensor:
@@ -106,23 +107,18 @@ def test_model_that_another_program_computes_otherwise_is_refused_and_nothing_st
 
 @needs_llama
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bytes", "bpe", pytest.param("gpt2", marks=needs_bpe)])
+@pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
 def test_llama_cpp_reads_and_writes_our_tokens(text, tmp_path, kind):
-    if kind == "bpe":
-        pytest.importorskip("tokenizers")
-        tokenizer: Tokenizer = train_bpe([text[:100_000]], 1000)
-    else:
-        tokenizer = from_meta({"name": kind})
-    config = replace(SMALL, vocab_size=tokenizer.vocab_size)
-    _, path = exported(tmp_path, config, tokenizer.meta())
+    tokenizer, odd = tokenizer_and_text(kind, text)
+    _, path = exported(tmp_path, replace(SMALL, vocab_size=tokenizer.vocab_size), tokenizer.meta())
     llama = Llama(str(path), 64)
-    odd = odd_text(text)
     for sample in (odd, ODD):
         ids = llama.ask("tokenize", content=sample, add_special=True, parse_special=True)["tokens"]
         assert ids == tokenizer.encode(sample).tolist()
     assert llama.ask("detokenize", tokens=tokenizer.encode(ODD).tolist())["content"] == ODD
-    ended = llama.ask("tokenize", content=f"a{END_OF_TEXT}", parse_special=True)["tokens"]
-    assert ended[1:] == [tokenizer.end_of_text]
+    if kind != "char":
+        ended = llama.ask("tokenize", content=f"a{END_OF_TEXT}", parse_special=True)["tokens"]
+        assert ended[1:] == [tokenizer.end_of_text]
 
 
 @needs_llama
@@ -160,21 +156,20 @@ def test_modelfile_draws_as_sample_does(tmp_path):
     assert "stop" not in parameters
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
+def test_all_that_llama_cpp_lacks_is_named_at_once_with_what_to_change(tmp_path):
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"token_shift": True}, ["--token_shift=False"]),
         ({"norm": "rms"}, ["--norm=layer"]),
-        (MODERN_SETTINGS | {"vocab_size": 65}, ["token_shift=True", "--token_shift=False", "--tokenizer=bpe"]),
-    ],
-)
-def test_all_that_llama_cpp_lacks_is_named_at_once_with_what_to_change(tmp_path, config, named):
-    meta = {"name": "char", "chars": "".join(map(chr, range(48, 113)))} if "vocab_size" in config else BYTES
-    saved(tmp_path / "out", replace(SMALL, **config), meta)
+        (MODERN_SETTINGS | {"norm": "layer"}, ["token_shift=True", "--token_shift=False", "--norm=rms"]),
+    ]
+    for config, named in cases:
+        with pytest.raises(ValueError, match=r"llama\.cpp") as e:
+            gguf_format.architecture_of(replace(SMALL, **config))
+        assert_one_line(e.value, *named)
+    saved(tmp_path / "out", replace(SMALL, token_shift=True), BYTES)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=r"llama\.cpp") as e:
+    with pytest.raises(ValueError, match=r"llama\.cpp"):
         main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
-    assert_one_line(e.value, *named)
     assert sorted(tmp_path.rglob("*")) == before
 
 

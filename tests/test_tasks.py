@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -88,38 +89,41 @@ def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_t
     assert machine.calls()[0] == rest[0]  # nothing is installed again, and the plays are tried again
 
 
-@pytest.mark.parametrize(
-    ("matmul", "settings"),
-    [
-        ("cuda 10.0", "config/train_shakespeare_char.py --max_minutes"),  # a card's own first model
-        ("cpu 1.0", "fast.py --max_iters=1600 --max_minutes"),
-        ("cpu 0.44", "--n_layer=3"),
-        ("cpu 0.33", "--n_layer=2"),
-        ("cpu 0.05", "--n_layer=1"),
-        ("mps 0.0", "fast.py --max_iters=1600 --max_minutes"),
-    ],
-)
-def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_only(matmul, settings, machine, capfd):
+FIRST = {
+    "cuda 10.0": "config/train_shakespeare_char.py --max_minutes",  # a card's own first model
+    "cpu 1.0": "fast.py --max_iters=1600 --max_minutes",
+    "cpu 0.44": "--n_layer=3",
+    "cpu 0.05": "--n_layer=1",
+    "mps 0.0": "fast.py --max_iters=1600 --max_minutes",
+}
+
+
+@pytest.mark.parametrize("matmul", FIRST)
+def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_only(matmul, machine, capfd):
     (machine.folder / "matmul").write_text(matmul)
     (machine.folder / "data" / "shakespeare_char").mkdir(parents=True)
     (machine.folder / "data" / "shakespeare_char" / "val.bin").touch()
     (machine.folder / "my novel.txt").touch()
     tasks.main(["train"])
     [train] = [call for call in machine.calls() if call.startswith("train.py")]
-    assert settings in train
+    assert FIRST[matmul] in train
     assert "--dataset=shakespeare_char" in train
     assert re.search(r"three minutes.* loss is (about )?1\.\d", capfd.readouterr().out)
-    tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine"])
-    prepare, train, *_ = machine.calls()
+    tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine", "--to", "my.gguf"])
+    prepare, train, *_, export = machine.calls()
     assert prepare == f"data/text/prepare.py {machine.folder / 'my novel.txt'} --name own_text"
     assert train.endswith("--dataset=own_text --out_dir=out-mine")
+    assert ("--token_shift=False" in train) != matmul.startswith("cuda")
+    assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
     assert "loss" not in capfd.readouterr().out
 
 
-def test_missing_text_is_reported_before_anything_is_installed(machine):
-    with pytest.raises(SystemExit) as error:
-        tasks.main(["train", "--text", "nvoel.txt"])
-    assert_one_line(error.value.code, "nvoel.txt", "is its name right?")
+def test_missing_text_and_a_name_that_is_taken_are_reported_before_anything_is_installed(machine):
+    (machine.folder / "taken.gguf").touch()
+    for words, named in {("--text", "nvoel.txt"): "is its name right?", ("--to", "taken.gguf"): "another name"}.items():
+        with pytest.raises(SystemExit) as error:
+            tasks.main(["train", *words])
+        assert_one_line(error.value.code, words[1], named)
     assert machine.calls() == []
 
 
@@ -152,27 +156,27 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     _, pip, test = machine.calls()
     assert "-r requirements-dev.txt" in pip
     assert test == "-m pytest -n 2 --dist=worksteal -m not slow and not nightly -k resume"
-    tasks.main(["test-nightly"])
-    assert machine.calls() == ["-m pytest -n 2 --dist=worksteal -m nightly"]
-    tasks.main(["check"])
-    assert machine.calls() == ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
-    tasks.main(["qualify", "--", "--stages=0-3"])
-    assert machine.calls() == ["bench/qualify.py --stages=0-3"]
+    for words, calls in {
+        ("test-nightly",): ["-m pytest -n 2 --dist=worksteal -m nightly"],
+        ("check",): ["-m ruff check .", "-m ruff format --check .", "-m mypy"],
+        ("qualify", "--", "--stages=0-3"): ["bench/qualify.py --stages=0-3"],
+    }.items():
+        tasks.main([*words])
+        assert machine.calls() == calls
     tasks.main(["train"])
     assert not [call for call in machine.calls() if "pip" in call]
 
 
-def test_changed_requirements_and_what_could_not_be_installed_are_installed_by_the_next_call(machine):
+def test_what_could_not_be_installed_and_changed_requirements_are_installed_by_the_next_call(machine):
     (machine.folder / "no-network").touch()
     with pytest.raises(SystemExit) as error:
         tasks.install(machine.venv, "requirements.txt")
     assert_one_line(error.value.code, "requirements.txt", "network", machine.venv)
     (machine.folder / "no-network").unlink()
-    tasks.install(machine.venv, "requirements.txt")
-    for name in ("requirements.txt", "constraints.txt"):
+    for name in ("", "requirements.txt", "constraints.txt"):
         machine.calls()
-        with open(machine.folder / name, "a") as f:
-            f.write("\n# another one")
+        if name:
+            (machine.folder / name).write_text("another")
         tasks.install(machine.venv, "requirements.txt")
         (pip,) = machine.calls()
         assert "pip install" in pip
@@ -194,27 +198,44 @@ def test_status_of_a_command_is_passed_on(machine, word, status):
     assert e.value.code == status
 
 
-@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_command_ends_in_its_own_way_after_ctrl_c_or_a_kill_of_tasks_and_is_waited_for(number, to_group, tmp_path):
-    code = (
-        "import signal, sys, time\n"
-        "def end(*_):\n"
-        "    time.sleep(0.6)\n"
-        "    open('saved', 'w').close()\n"
-        "    sys.exit(130)\n"
-        "signal.signal(signal.SIGINT, end); signal.signal(signal.SIGTERM, end)\n"
-        "open('ready', 'w').close()\n"
-        "time.sleep(60)\n"
-    )
-    caller = "import signal, sys; sys.path.insert(0, sys.argv[1]); import tasks\n"
-    caller += "signal.signal(signal.SIGINT, lambda *_: None); tasks.run(sys.executable, '-c', sys.argv[2])"
-    command = [sys.executable, "-c", caller, str(ROOT), code]
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+ENDS_LATE = """
+import signal, sys, time
+def end(*_):
+    time.sleep(0.3)
+    open("saved", "w").close()
+    sys.exit(130)
+signal.signal(signal.SIGINT, end); signal.signal(signal.SIGTERM, end)
+open("ready", "w").close()
+time.sleep(60)
+"""
+CALLER = """
+import signal, sys
+sys.path.insert(0, sys.argv[1])
+import tasks
+signal.signal(signal.SIGINT, lambda *_: None)
+tasks.run(sys.executable, "ends_late.py")
+"""
+
+
+@pytest.mark.parametrize("ended", ["Ctrl+C", "kill of tasks.py", "kill of make"])
+def test_command_ends_in_its_own_way_and_is_waited_for(ended, tmp_path):
+    for name, text in {"ends_late.py": ENDS_LATE, "caller.py": CALLER}.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "caller.py", str(ROOT)]
+    if ended == "kill of make":
+        if not shutil.which("make"):
+            pytest.skip("no make")
+        (tmp_path / "Makefile").write_text(f"train:\n\t@{shlex.join(command)}\n")
+        command = ["make"]
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
         time.sleep(0.02)
-    (os.killpg if to_group else os.kill)(process.pid, number)
-    assert process.wait(timeout=30) == 130
+    if ended == "Ctrl+C":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.terminate()
+    assert process.wait(timeout=30) == (-signal.SIGTERM if ended == "kill of make" else 130)
     assert (tmp_path / "saved").exists()
 
 
@@ -231,11 +252,11 @@ def test_constraints_name_an_exact_version_of_every_requirement():
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
 def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
     shutil.copy(ROOT / "Makefile", machine.folder)
-    options = [f"PYTHON={machine.python}", "TEXT=my novel.txt", "OUT=o", "VENV=v", "ARGS=--a=1 --b"]
+    options = [f"PYTHON={machine.python}", "TEXT=my novel.txt", "TO=a.gguf", "OUT=o", "VENV=v", "ARGS=--a=1 --b"]
     for target in ("train", "test-all"):
         subprocess.run(["make", "--no-print-directory", target, *options], cwd=machine.folder, check=True)
     assert machine.calls() == [
-        "tasks.py train --venv v --out o --text my novel.txt -- --a=1 --b",
+        "tasks.py train --venv v --out o --text my novel.txt --to a.gguf -- --a=1 --b",
         "tasks.py test-all --venv v -- --a=1 --b",
     ]
     listed = subprocess.run(["make"], cwd=machine.folder, capture_output=True, text=True).stdout
@@ -245,8 +266,20 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
     assert machine.calls() == []
 
 
+SCRIPTS_BY_FILE = """
+import runpy, sys
+path = list(sys.path)
+for script in ("train.py", "sample.py", "export.py", "tasks.py"):
+    sys.path[:], sys.argv = path, [script, "--help"]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("configurator", "model", "data", "deskgpt")]:
+        del sys.modules[name]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as e:
+        assert not e.code, script
+"""
+
+
 def test_scripts_start_also_where_python_leaves_their_folder_out_of_its_path():
-    env = os.environ | {"PYTHONSAFEPATH": "1"}
-    for path in ("train.py", "sample.py", "export.py", "tasks.py"):
-        done = shell("python", path, "--help", env=env)
-        assert done.returncode == 0, done.stderr
+    done = shell("python", "-c", SCRIPTS_BY_FILE, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    assert done.returncode == 0, done.stderr

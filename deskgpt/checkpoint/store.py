@@ -27,7 +27,7 @@ from deskgpt.checkpoint.optimizer_state import fill
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import local
 from deskgpt.system.files import TEMPORARY, Fields, check_record, copy, is_number, sync_folder
-from model import GPT
+from model import GPT, GPTConfig
 
 NAME = "ckpt.pt"
 BEST = "ckpt_best.pt"
@@ -489,20 +489,12 @@ def _damage_of(path: Path, checksums: bool, stats: tuple[tuple[int, int, int], .
     return None
 
 
-MOST_BLOCKS = 100  # per weight: a model may apply a block several times, but no absurd number of times
-SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
 def is_dict(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def is_optional_dict(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-def is_optional_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+def is_optional(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: value is None or isinstance(value, kinds)
 
 
 def is_loss(value: Any) -> bool:
@@ -511,10 +503,19 @@ def is_loss(value: Any) -> bool:
     return is_one and not isinstance(value, bool) and not math.isnan(value)
 
 
+def is_scaler(value: Any) -> bool:
+    """Whether a value is the state of a GradScaler, {} for one that is not in use."""
+    if not value:
+        return is_optional(dict)(value)
+    names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    numbers = [is_dict(value) and value.get(name) for name in names]
+    return all(type(x) in (int, float) and 0 <= x < math.inf for x in numbers) and numbers[0] > 0
+
+
 CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), is_dict)
-CONTENT |= dict.fromkeys(("optimizer", "scaler", "tokenizer", "form", "health", "facts", "parts"), is_optional_dict)
-CONTENT |= {"chat": is_optional_text, "wandb_run_id": is_optional_text, "best_val_loss": is_loss}
-CONTENT |= {"iter_num": lambda value: is_number(value) and value < MOST_STEPS}
+CONTENT |= dict.fromkeys(("optimizer", "tokenizer", "form", "health", "facts", "parts"), is_optional(dict))
+CONTENT |= dict.fromkeys(("chat", "wandb_run_id"), is_optional(str))
+CONTENT |= {"best_val_loss": is_loss, "iter_num": lambda x: is_number(x) and x < MOST_STEPS, "scaler": is_scaler}
 
 
 def check_content(found: Any) -> None:
@@ -523,12 +524,4 @@ def check_content(found: Any) -> None:
     for name, w in found["model"].items():
         if not (isinstance(name, str) and isinstance(w, Tensor) and not w.is_complex()):
             raise ValueError(f"its weight {str(name)[:80]!r} is not a tensor of numbers")
-    for name, value in found["model_args"].items():
-        if isinstance(value, Tensor) or (isinstance(value, int) and abs(value) >= 2**63):
-            raise ValueError(f"{name} of its model_args is a tensor or has more than 64 bits")
-    n_layer = found["model_args"].get("n_layer")
-    if isinstance(n_layer, int) and n_layer > MOST_BLOCKS * len(found["model"]):
-        raise ValueError(f"model_args say n_layer={n_layer}, and there are only {len(found['model'])} weights")
-    scaler = [found["scaler"].get(name) for name in SCALER] if found.get("scaler") else [1]
-    if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in scaler) or not scaler[0]:
-        raise ValueError("its scaler is not that of a GradScaler")
+    GPTConfig.from_args(found["model_args"], "its model")

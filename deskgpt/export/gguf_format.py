@@ -59,8 +59,8 @@ NAMES = {
 SAME_WITH_GELU = 2e-3
 
 
-def architecture_of(c: GPTConfig, has_merges: bool = True) -> str:
-    """The architecture of llama.cpp that computes what a GPT of c does. has_merges: no vocabulary of characters.
+def architecture_of(c: GPTConfig) -> str:
+    """The architecture of llama.cpp that computes what a GPT of c does.
 
     Raises ValueError, which names all that llama.cpp lacks.
     """
@@ -68,8 +68,6 @@ def architecture_of(c: GPTConfig, has_merges: bool = True) -> str:
     lacking = {name: {k: v for k, v in there.items() if ours[k] != v} for name, there in ARCHITECTURES.items()}
     nearest = min(lacking, key=lambda name: len(lacking[name]))
     problems = [f"{k}={ours[k]} (train with --{k}={v})" for k, v in lacking[nearest].items()]
-    if not has_merges:
-        problems.append("a vocabulary of characters (prepare the data with --tokenizer=bpe, bytes or gpt2)")
     if problems:
         raise ValueError(
             f"llama.cpp has no model with {' and '.join(problems)}; a folder (--to=my-model) can be exported as it is"
@@ -87,13 +85,7 @@ def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[
     """
     import gguf
 
-    architecture = architecture_of(c, tokenizer["model"]["type"] == "BPE")
-    vocab = tokenizer["model"]["vocab"]
-    (end_of_text,) = [token["id"] for token in tokenizer["added_tokens"]]
-    kinds: list[int] = [gguf.TokenType.NORMAL] * len(vocab)
-    kinds[end_of_text] = gguf.TokenType.CONTROL
-    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
-
+    architecture = architecture_of(c)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(c.block_size)
@@ -115,18 +107,11 @@ def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[
         writer.add_xielu_beta([0.0] * c.n_layer)
         writer.add_xielu_eps([-1e-6] * c.n_layer)
 
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
-    writer.add_token_types(kinds)
-    writer.add_token_merges(merges or ["ÿ ÿ"])  # llama.cpp wants one; UTF-8 has no byte 255, which ÿ spells
-    writer.add_bos_token_id(end_of_text)
-    writer.add_eos_token_id(end_of_text)
-    writer.add_add_bos_token(False)
+    add_tokenizer(writer, tokenizer)
     if chat is not None:
         writer.add_chat_template(chat)
 
-    for name, w in tensors_of(c, weights, len(vocab)).items():
+    for name, w in tensors_of(c, weights, len(tokenizer["model"]["vocab"])).items():
         writer.add_tensor(name, w.contiguous().numpy())
     try:
         writer.write_header_to_file()
@@ -134,6 +119,30 @@ def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[
         writer.write_tensors_to_file()
     finally:
         writer.close()
+
+
+def add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
+    """tokenizer: as tokenizer.json, byte pairs or characters."""
+    import gguf
+
+    model = tokenizer["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    kinds: list[int] = [gguf.TokenType.NORMAL] * len(tokens)
+    if model["type"] == "BPE":
+        (end_of_text,) = [token["id"] for token in tokenizer["added_tokens"]]
+        kinds[end_of_text] = gguf.TokenType.CONTROL
+        merges = [" ".join(pair) for pair in model["merges"]]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_merges(merges or ["ÿ ÿ"])  # llama.cpp wants one; UTF-8 has no byte 255, which ÿ spells
+        writer.add_bos_token_id(end_of_text)
+        writer.add_eos_token_id(end_of_text)
+    else:  # RWKV's takes the longest token that fits, and alone needs no end of text
+        writer.add_tokenizer_model("rwkv")
+        writer.add_token_list([repr(char.encode())[2:-1] for char in tokens])  # in Python's escapes
+    writer.add_token_types(kinds)
+    writer.add_add_bos_token(False)
 
 
 def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
