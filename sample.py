@@ -177,10 +177,8 @@ def template_for(trained: Trained) -> template.Template:
 
 def serve(c: SampleConfig, generation: GenerationConfig, trained: Trained) -> None:
     """Serves the page and OpenAI's API until Ctrl+C. Raises ValueError and OSError."""
-    try:
-        from deskgpt.serve import openai_api, playground, server
-    except ModuleNotFoundError as e:
-        raise ValueError(f"serve=True needs the package {e.name}: pip install starlette uvicorn") from None
+    from deskgpt.serve import openai_api, playground, server  # which need packages of their own
+
     writer = writer_of(c, generation, trained)
     about = f"for programs, as OpenAI's API: base_url={{address}}/v1 api_key={writer.token}"
     app = server.make_app([*playground.routes(writer), *openai_api.routes(writer)])

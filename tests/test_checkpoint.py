@@ -106,6 +106,17 @@ def test_damaged_checkpoint_falls_back_to_the_best_and_says_so_but_not_where_it_
     assert_one_line(e.value, path, best, "copy")
 
 
+def test_folders_with_checkpoints_are_named_where_one_is_missing(tmp_path):
+    for name in ("out-first", "out-mine"):
+        (tmp_path / name).mkdir()
+        store.save(state(), tmp_path / name, best=False)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ValueError, match="no such checkpoint") as e:
+        store.load(tmp_path / "out")
+    assert_one_line(e.value, tmp_path / "out" / "ckpt.pt", f"{tmp_path / 'out-first'}, {tmp_path / 'out-mine'}")
+    assert "data" not in str(e.value)
+
+
 def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
     store.save(state(1), tmp_path, best=True)
     for name in ("ckpt.pt.tmp", "ckpt.pt.123-abc.tmp", "ckpt_best.pt.123-abc.tmp"):

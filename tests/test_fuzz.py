@@ -69,7 +69,7 @@ pytestmark = pytest.mark.slow
 SLOW_S = 10  # processor time
 LARGE = 300 * 2**20  # bytes of address space, beyond what the process has
 fuzzed = settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "500")),
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "200")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -35,6 +35,7 @@ COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_
 NOT_RUN = (
     *("make train", "make test", "make qualify", "python bench/qualify.py", "python bench/ask.py", "python -m bench"),
     *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "ollama create", "git clone"),
+    "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
     *("python sample.py --serve", "python bench/report.py out-first out-finetuned --serve", "python bench/evaluate.py"),
 )
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "data/chat/", "--out_dir=out-chat ")
@@ -63,8 +64,10 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     programs.mkdir(parents=True)
     write_program(programs / "torchrun", str(programs / "python"), "-m", "torch.distributed.run")
     with warm_python(programs / "python"):
-        prepare = f"python data/shakespeare_char/prepare.py && python train.py --out_dir=out-first {SHORT}"
-        run(folder, f"{prepare} --dataset=shakespeare_char --gradient_accumulation_steps=1")  # as make train does
+        make_train = f"tasks.train(Path('.venv/bin/python').absolute(), '', 'out-first', 'first.gguf', {SHORT.split()})"
+        run(folder, f'python -c "import tasks; from pathlib import Path; {make_train}"')
+        assert (folder / "first.gguf").exists()
+        assert (folder / "out-first" / "report.html").exists()
         yield folder
 
 
@@ -122,10 +125,6 @@ def training_flags(command: str, clone: Path) -> str:
 # ---- the tests -------------------------------------------------------------------------------------------------
 
 
-def test_readme_begins_with_the_two_commands():
-    assert commands_of(ROOT / "README.md")[:2] == ["make train", "make test"]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
 def test_commands_of_the_pages_run(clone):
@@ -140,6 +139,9 @@ def test_commands_of_the_pages_run(clone):
         out = run(clone, short)
         if "train.py" in command and not any(word in command for word in ("--help", "--dry_run", "--plan_for")):
             assert re.search(r"^step \d+: train loss", out, re.M), command
+    (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
+    (clone / "block.py").write_text(block)
+    run(clone, "python block.py")
     if skipped:
         pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(COMMANDS)} commands; the others passed")
 

@@ -415,15 +415,6 @@ def test_what_cannot_be_served_ends_in_one_line(run, script, chat, flags, code, 
     assert_one_line(done.err, "error: ", named.format(taken=chat.port))
 
 
-def test_missing_packages_are_named(run, script, monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "deskgpt.serve.server")
-    monkeypatch.delattr("deskgpt.serve.server")
-    done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve")
-    assert done.code == 1
-    assert_one_line(done.err, "pip install starlette uvicorn")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):

@@ -355,7 +355,7 @@ def test_files_of_earlier_steps_are_kept(tmp_path):
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 SETTINGS = {"batch_size": 2, "gradient_accumulation_steps": 8, "lr_decay_iters": 30, "eval_interval": 5}
-SETTINGS |= {"eval_iters": 8}
+SETTINGS |= {"eval_iters": 2}
 
 
 @pytest.mark.slow
@@ -385,9 +385,9 @@ def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does
     """2 ranks, 4 (two shards, two copies), then DDP, and sharded again from its file."""
     out, whole = tmp_path / "out", tmp_path / "whole"
     calm = SETTINGS | {"learning_rate": 1e-3}  # at 1e-2 the rounding of another order of sums grows to 0.02
-    run(1, tiny(chars, whole, max_iters=20, **calm))
-    run(2, tiny(chars, out, max_iters=5, dp_shard=-1, **calm))
-    for world, dp_shard, step in ((4, 2, 10), (2, 1, 15), (2, -1, 20)):
+    run(1, tiny(chars, whole, max_iters=8, **calm))
+    run(2, tiny(chars, out, max_iters=2, dp_shard=-1, **calm))
+    for world, dp_shard, step in ((4, 2, 4), (2, 1, 6), (2, -1, 8)):
         run(world, resumed(out, dp_shard=dp_shard, max_iters=step))
         found = [path.name for path in out.glob("ckpt*") if path.name != "ckpt_best.pt"]
         assert ("ckpt.pt" in found) == (dp_shard == 1)
@@ -399,7 +399,7 @@ def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does
 def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     draw = random.Random(1)
     n_killed = 0
-    for n in range(8):
+    for n in range(6):
         out = tmp_path / str(n)
         out.mkdir()
         killed = draw.randrange(2)
@@ -412,7 +412,7 @@ def test_kill_of_a_rank_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
         assert store.load(best).best_val_loss == last.best_val_loss
         store.take_over(out, print)
         assert not store.leftovers(out)
-    assert n_killed >= 4
+    assert n_killed >= 3
 
 
 def save_and_die(out: Path, in_background: bool, killed: int, call: int, rank: int) -> None:

@@ -116,7 +116,7 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["measured_flops"] == first["peak_flops"] > 1e9
-    assert first["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(first["versions"]["torch"])  # without +cu130 in the wheel's metadata
     assert first["device"].startswith(first["cpu"]["name"])
     assert first["cpu"]["threads"] == torch.get_num_threads()
     assert {"peak_source", "compiler", "git_commit"} <= first.keys()

@@ -291,12 +291,21 @@ def load(
             return saved
         damages.append(f"{p} {damage}")
     if damages == [f"{found[0]} {MISSING_FILE}"]:
-        raise ValueError(f"{found[0]}: no such checkpoint; is --out_dir right?")
+        raise ValueError(f"{found[0]}: no such checkpoint; is --out_dir right?{runs_beside(folder_of(path))}")
     best = path.with_name(BEST)
     remedy = "restore one of them from a copy" if len(found) > 1 else "restore it from a copy"
     if is_named and best.exists() and best != path:
         remedy = f"--out_dir={best} is another"
     raise ValueError(f"{', and '.join(damages)}; {remedy}")
+
+
+def runs_beside(folder: Path) -> str:
+    """A sentence that names folders with checkpoints where `folder` would be; empty without any."""
+    try:
+        found = sorted(str(path) for path in folder.parent.iterdir() if path.is_dir() and candidates(path))
+    except OSError:
+        found = []
+    return f" Here are {', '.join(found[:5])}" if found else ""
 
 
 def damage_for(path: Path, ranks: DistContext | None, checksums: bool) -> str | None:
