@@ -30,7 +30,7 @@ from torch import Tensor
 
 from configurator import configure
 from data.chat import template
-from data.token_files import read_record
+from data.meta_files import read_record
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.generation import GenerationConfig

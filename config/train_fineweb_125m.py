@@ -1,6 +1,6 @@
 # GPT-2 (124M) on FineWeb-Edu, on one card of 12 GB: about two days for one epoch of the 10B-token sample.
 #
-#     python data/fineweb_edu/prepare.py                     # takes minutes with --pretokenized --tokens 1e9
+#     python data/fineweb_edu/prepare.py                     # or download tokens: docs/data.md
 #     python train.py config/train_fineweb_125m.py           # larger cards take a larger micro-batch by themselves
 #     python train.py config/train_fineweb_125m.py --dry_run=True
 #     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070" # whether it fits into a card, and for how long

@@ -2,7 +2,7 @@
 # embeddings, activations, queries and keys, squared ReLU, a separate output head, zero-initialised projections, token
 # shift.
 #
-#     python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9
+#     python data/fineweb_edu/prepare.py --tokens 1e9        # or download tokens: docs/data.md
 #     python train.py config/train_fineweb_125m_fast.py      # larger cards take a larger micro-batch by themselves
 #
 # It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token takes as many FLOPs

@@ -1,6 +1,6 @@
 # The smaller companion of train_fineweb_125m.py: 40M parameters, a first look at FineWeb-Edu on a card of 12 GB.
 #
-#     python data/fineweb_edu/prepare.py --pretokenized --tokens 3e9
+#     python data/fineweb_edu/prepare.py --tokens 3e9        # or download tokens: docs/data.md
 #     python train.py config/train_fineweb_40m.py
 #
 # What to expect: a known run with this width, depth, batch and learning rate took 3.9 s per step on an RTX 4070. It

@@ -7,11 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from data.splits import I64, SCANNED, Split
-from data.token_files import CHUNK
+from data.splits import SCANNED, Split
 from data.tokenizer import Lengths, Tokenizer
 
 BEGINNING = 1 << 16  # bytes of text that a split is identified by
@@ -51,39 +49,26 @@ def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> TextStatistic
     of the tokens, or no text is evaluated, and as Split if files cannot be read.
     """
     lengths = tokenizer.token_bytes()
-    evaluated = np.zeros(split.vocab_size, np.int64)  # how often each token is a target; those of -1 count nowhere
-    at_once = max(1, CHUNK // split.block_size)
-    for first in range(0, n, at_once):
-        _, y = split.eval_batch(np.arange(first, min(first + at_once, n)), n)
-        evaluated += np.bincount(y[y >= 0], minlength=split.vocab_size)
-    evaluated_bytes = total_bytes(evaluated, lengths)
+    targets = 0
+    evaluated_bytes = 0
+    for _, y in split.eval_chunks(n):
+        learned = y[y >= 0]
+        targets += len(learned)
+        evaluated_bytes += total_bytes(learned, lengths)
     if not evaluated_bytes:
         raise ValueError("the evaluated tokens hold no text")
     all_bytes = None
     if split.tokens <= SCANNED:
-        whole = np.zeros(split.vocab_size, np.int64)
-        for shard in split.shards:
-            for _, ids in shard.chunks():
-                whole += np.bincount(ids, minlength=split.vocab_size)
-        all_bytes = total_bytes(whole, lengths)
+        all_bytes = sum(total_bytes(ids, lengths) for shard in split.shards for _, ids in shard.chunks())
     beginning = hashlib.sha256(text_beginning(split, tokenizer, lengths)).hexdigest()[:16]
-    return TextStatistics(int(evaluated.sum()), evaluated_bytes, beginning, all_bytes)
+    return TextStatistics(targets, evaluated_bytes, beginning, all_bytes)
 
 
-def total_bytes(counts: I64, lengths: Lengths) -> int:
-    """Bytes of text of tokens that occur `counts` (vocab_size,) times. Raises ValueError if one has no length.
-
-    The model's vocabulary, that of counts, may be padded.
-    """
-    check_known(np.flatnonzero(counts), lengths)
-    known = counts[: len(lengths)]
-    return int(known @ lengths[: len(known)])
-
-
-def check_known(ids: npt.NDArray[Any], lengths: Lengths) -> None:
-    """Raises ValueError if a token is past the tokenizer's vocabulary."""
-    if len(ids) and ids.max() >= len(lengths):
+def total_bytes(ids: npt.NDArray[Any], lengths: Lengths) -> int:
+    """Bytes of text of these tokens. Raises ValueError if one is past the tokenizer's vocabulary."""
+    if len(ids) and ids.max() >= len(lengths):  # the model's vocabulary may be padded
         raise ValueError(f"the data holds token {ids.max()}, which its tokenizer does not have")
+    return int(lengths[ids].sum())
 
 
 def text_beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> bytes:
@@ -92,8 +77,8 @@ def text_beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> byte
     for shard in split.shards:
         for first in range(0, len(shard), BEGINNING):  # no token of the text is shorter than a byte
             ids = shard.read(first, BEGINNING)
-            check_known(ids, lengths)
-            text += tokenizer.decode_bytes(ids[lengths[ids] > 0].tolist())
+            if total_bytes(ids, lengths):
+                text += tokenizer.decode_bytes(ids[lengths[ids] > 0].tolist())
             if len(text) >= BEGINNING:
                 return text[:BEGINNING]
     return text

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
-from data.tokenizer import LARGEST_BPE, LONGEST_TOKEN, SMALLEST_BPE, BpeTokenizer
+from data.tokenizer import LONGEST_TOKEN, MOST_IDS, SMALLEST_BPE, BpeTokenizer, of_merges
 
 USUAL_SIZE = 4096  # ids, where none is asked for
 SAMPLE_BYTES = 100_000_000  # of text to train on
@@ -37,7 +37,7 @@ def train(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     )
     encoding.train_from_iterator(texts, trainer)
     merges = json.loads(encoding.to_str())["model"]["merges"]  # pairs of tokens
-    tokenizer = BpeTokenizer("\n".join(" ".join(pair) for pair in merges))
+    tokenizer = of_merges("\n".join(" ".join(pair) for pair in merges))
     if tokenizer.vocab_size < vocab_size:
         raise ValueError(
             f"the training text has pairs for a vocabulary of at most {tokenizer.vocab_size:,}, not {vocab_size:,}; "
@@ -48,31 +48,28 @@ def train(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 def check_size(vocab_size: int) -> None:
     """Raises ValueError where a vocabulary cannot have this size."""
-    if not SMALLEST_BPE <= vocab_size <= LARGEST_BPE:
+    if not SMALLEST_BPE <= vocab_size <= MOST_IDS:
         raise ValueError(
-            f"vocab_size={vocab_size} is not from {SMALLEST_BPE} (bytes and the end of text) to {LARGEST_BPE:,} "
+            f"vocab_size={vocab_size} is not from {SMALLEST_BPE} (bytes and the end of text) to {MOST_IDS:,} "
             "(token files hold uint16)"
         )
 
 
-def sample(texts: Iterable[str], most_bytes: int) -> Iterator[str]:
-    """The beginning of the texts, about most_bytes of UTF-8 or all, in blocks; less where it has too many words.
+def sample(text: str, most_bytes: int = SAMPLE_BYTES) -> Iterator[str]:
+    """The beginning of a text, about most_bytes of UTF-8 or all, in blocks; less where it has too many words.
 
     Words of more than LONGEST_WORD characters are cut by newlines: the trainer goes through a whole word for each merge
     in it.
     """
     words: set[str] = set()
+    n_bytes = 0
     word_bytes = 0
-    left = most_bytes
-    for text in texts:
-        start = 0
-        while start < len(text):
-            if left <= 0 or word_bytes > MOST_WORD_BYTES:
-                return
-            block = text[start : start + min(left, BLOCK)]
-            start += len(block)
-            left -= len(block.encode())
-            new = set(block.split()) - words
-            words |= new
-            word_bytes += sum(len(word.encode()) for word in new)
-            yield LONG_WORD.sub(r"\1\n", block) if max(map(len, new), default=0) > LONGEST_WORD else block
+    for begin in range(0, len(text), BLOCK):
+        if n_bytes >= most_bytes or word_bytes > MOST_WORD_BYTES:
+            break
+        block = text[begin : begin + BLOCK]
+        new = set(block.split()) - words
+        words |= new
+        n_bytes += len(block.encode("utf-8", "surrogatepass"))
+        word_bytes += sum(len(word.encode("utf-8", "surrogatepass")) for word in new)
+        yield LONG_WORD.sub(r"\1\n", block)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from data.bits_per_byte import TextStatistics, text_statistics
+from data.meta_files import read_record
 from data.splits import Split
-from data.token_files import assumptions, check_vocabulary, listed_sha256, read_meta, read_record, token_files
+from data.token_files import assumptions, check_vocabulary, listed_sha256, read_meta, token_files
 from data.tokenizer import from_meta_offline, padded_vocab_size
 from data.verify import Verification
 from deskgpt.compute.batching import Batching

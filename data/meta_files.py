@@ -11,17 +11,19 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import pickle
 import re
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from data.tokenizer import tokens_of
-from deskgpt.system.files import Fields, check_record, is_number, is_text, read_small, sha256
+from data.tokenizer import MOST_IDS, from_meta, tokens_of
+from deskgpt.system.files import Fields, check_record, is_number, is_text, read_small, sha256, write_atomically
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
-MOST_IDS = 1 << 16  # uint16
 JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
 PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
 
@@ -53,17 +55,32 @@ ENTRY: Fields = {
 # ---- meta.json -----------------------------------------------------------------------------------------------
 
 
-def from_json(path: Path) -> dict[str, Any]:
-    """Everything that a meta.json records, checked. It is shared between callers: do not change it.
+def read_record(folder: Path, name: str = "meta.json") -> dict[str, Any]:
+    """Everything that a folder's meta.json records, {} without one. It is shared between callers: do not change it.
 
-    Raises ValueError, whose message says in a few words what is wrong, and OSError.
+    Raises ValueError, which says what to do, if it is damaged or cannot be right, OSError.
     """
-    return record_in(read_small(path, JSON_BYTES))
+    with described(folder / name) as path:
+        return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
+
+
+def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
+    """Writes the description of a folder's token files, and its checksum, to its meta.json. Raises OSError."""
+    write_atomically(folder / name, to_json(meta))
+
+
+@contextmanager
+def described(path: Path) -> Iterator[Path]:
+    """Completes the message of a ValueError about a description."""
+    try:
+        yield path
+    except ValueError as e:
+        raise ValueError(f"{path} does not describe token files ({e}); prepare the data again") from None
 
 
 @functools.lru_cache(maxsize=1)  # that of thousands of shards takes long, and is asked for often
 def record_in(content: bytes) -> dict[str, Any]:
-    """What a file with this content records, as from_json."""
+    """What a file with this content records. Raises ValueError, whose message says in a few words what is wrong."""
     try:
         meta = json.loads(content.decode())
         if not isinstance(meta, dict):
@@ -85,10 +102,10 @@ def record_in(content: bytes) -> dict[str, Any]:
     return meta if recorded is None else meta | {CHECKSUM: recorded}
 
 
-def with_checksum(meta: dict[str, Any]) -> dict[str, Any]:
-    """What to write into a meta.json."""
+def to_json(meta: dict[str, Any]) -> bytes:
+    """The content of a meta.json."""
     content = {key: value for key, value in meta.items() if key != CHECKSUM}
-    return content | {CHECKSUM: checksum_of(content)}
+    return json.dumps(content | {CHECKSUM: checksum_of(content)}, indent=1).encode()
 
 
 def checksum_of(meta: dict[str, Any]) -> str:
@@ -97,23 +114,14 @@ def checksum_of(meta: dict[str, Any]) -> str:
 
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raises ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
-    if not tokenizer:  # unknown
-        return
     name = tokenizer.get("name")
-    keys = {"name"} | {"char": {"chars"}, "bpe": {"merges"}}.get(str(name), set())
-    if not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys:
+    keys = {"char": {"name", "chars"}, "bpe": {"name", "merges"}}.get(str(name), {"name"})
+    if tokenizer and (not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys):
         raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
     size = vocab_size
-    if name == "char":
-        chars = tokenizer["chars"]
-        if not isinstance(chars, str):
-            raise ValueError("the tokenizer's characters are not text")
-        if len(set(chars)) != len(chars):
-            raise ValueError("the tokenizer has a character twice")
-        size = len(chars)
-    elif name == "bytes":
-        size = 256
-    elif name == "bpe":
+    if name in ("char", "bytes"):
+        size = from_meta(tokenizer).vocab_size
+    elif name == "bpe":  # of which tiktoken makes a tokenizer
         size = len(tokens_of(tokenizer["merges"])) + 1
     if size != vocab_size:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
@@ -122,33 +130,30 @@ def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
 # ---- meta.pkl ------------------------------------------------------------------------------------------------
 
 
-class PlainUnpickler(pickle._Unpickler):
-    """Unpickles plain values. The one in Python: its memo takes no more memory than the pickle has bytes."""
-
-    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # it takes memory before it is read
-
+class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")
 
 
-def from_pickle(path: Path) -> dict[str, Any]:
-    """The description in nanoGPT's meta.pkl: {"tokenizer", "vocab_size", "end_of_text"}.
+def read_nanogpt(folder: Path) -> dict[str, Any]:
+    """The description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size", "end_of_text"}; {} without one.
 
     The tokenizer is {} if the pickle has a vocab_size only, or an itos of longer pieces than characters: enough to
-    train on. Raises ValueError, whose message says in a few words what is wrong, and OSError.
+    train on. Raises ValueError as read_record, OSError.
     """
-    content = read_small(path, PICKLE_BYTES)
-    try:
-        meta = PlainUnpickler(io.BytesIO(content)).load()
-    except Exception as e:  # a damaged pickle can raise nearly anything
-        raise ValueError(f"{type(e).__name__}: " + " ".join(str(e).split())[:200]) from None
-    if not isinstance(meta, dict) or not is_number(meta.get("vocab_size")):
-        raise ValueError("it holds no vocab_size")
-    vocab_size = meta["vocab_size"]
-    if not 1 <= vocab_size <= MOST_IDS:
-        raise ValueError(f"vocab_size={vocab_size} is not from 1 to {MOST_IDS:,}")
-    pieces = pieces_of(meta.get("itos"), meta.get("stoi"), vocab_size)
+    with described(folder / "meta.pkl") as path:
+        if not os.path.lexists(path):
+            return {}
+        try:
+            meta = PlainUnpickler(io.BytesIO(read_small(path, PICKLE_BYTES))).load()
+        except Exception as e:  # a damaged pickle can raise nearly anything
+            raise ValueError(f"{type(e).__name__}: " + " ".join(str(e).split())[:200]) from None
+        if not isinstance(meta, dict) or not is_number(meta.get("vocab_size")):
+            raise ValueError("it holds no vocab_size")
+        vocab_size = meta["vocab_size"]
+        if not 1 <= vocab_size <= MOST_IDS:
+            raise ValueError(f"vocab_size={vocab_size} is not from 1 to {MOST_IDS:,}")
+        pieces = pieces_of(meta.get("itos"), meta.get("stoi"), vocab_size)
     is_char = bool(pieces) and all(len(piece) == 1 for piece in pieces)
     tokenizer = {"name": "char", "chars": "".join(pieces)} if is_char else {}
     return {"tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": None}

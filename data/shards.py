@@ -1,7 +1,7 @@
 """Documents to shards of token ids: tokenized in several threads, continued where an earlier run stopped.
 
 The shards of a folder, or of each part of it, are one sequence of tokens, cut every `shard_tokens`; each document
-begins with the tokenizer's end-of-text token. meta.json, or the part's own record, has for each shard the place in the
+begins with the tokenizer's end-of-text token. The record of a folder or part has for each shard the place in the
 source where it ends, so that any of them can be made again, byte for byte, without those before it.
 """
 
@@ -20,11 +20,12 @@ import numpy as np
 from tqdm import tqdm
 
 from data.documents import Row, Source
-from data.token_files import HEADER_BYTES, llmc_header, read_tokens, write_meta
-from data.tokenizer import Ids, Tokenizer, pieces
+from data.meta_files import write_meta
+from data.token_files import HEADER_BYTES, llmc_header, read_tokens
+from data.tokenizer import Ids, Tokenizer, encoded_document
 from deskgpt.system.files import file_sha256, replacing
 
-TASK_CHARS = 1 << 19  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
+ROWS_AT_ONCE = 64  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
 
 Entry = dict[str, Any]  # of a shard in meta.json: tokens, documents, sha256, end and, for the last one, last
 
@@ -47,7 +48,6 @@ class TokenStream:
         self.position = position  # of the next token
         self.documents = 0  # begun so far
         self._ids = np.zeros(0, np.uint16)  # the tokens left of the row at hand
-        self._begins = False  # whether a document begins with them
         self._rows = encoded_rows(source, tokenizer, threads, position)
 
     def take(self, at_most: int) -> Ids:
@@ -59,12 +59,10 @@ class TokenStream:
             used = self.position.used if (row.file, row.row) == self.position[:2] else 0
             self.position = Position(row.file, row.row, used)
             self._ids = ids[used:]
-            self._begins = row.begins and used == 0
         taken = self._ids[:at_most]
         self._ids = self._ids[at_most:]
-        self.documents += self._begins
-        self._begins = False
         file, row_number, used = self.position
+        self.documents += used == 0
         more = len(self._ids) > 0
         self.position = Position(file, row_number, used + len(taken)) if more else Position(file, row_number + 1, 0)
         return taken
@@ -77,13 +75,12 @@ def encoded_rows(
     source: Source, tokenizer: Tokenizer, threads: int, position: Position
 ) -> Generator[tuple[Row, Ids], None, None]:
     """The rows of a source with their ids, encoded ahead in several threads. Raises ValueError as Source.rows."""
-    # Threads, not processes: tiktoken releases Python's lock, and one thread of fastokens is faster than reading and
-    # writing. Nothing is copied between processes, and no process is left when this one is killed.
-    tokenizer.encode_batch(["x"])  # builds what it needs, before several threads ask for it
+    # Threads, not processes: tiktoken releases Python's lock, nothing is copied, and none is left when this is killed.
     pool = ThreadPoolExecutor(threads)
     waiting = deque[Future[list[tuple[Row, Ids]]]]()
     try:
-        for task in tasks(source.rows(position.file, position.row)):
+        rows = source.rows(position.file, position.row)
+        while task := list(itertools.islice(rows, ROWS_AT_ONCE)):
             waiting.append(pool.submit(encode_rows, tokenizer, task))
             if len(waiting) > 2 * threads:
                 yield from waiting.popleft().result()
@@ -93,30 +90,9 @@ def encoded_rows(
         pool.shutdown(cancel_futures=True)
 
 
-def tasks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Rows in groups of at least TASK_CHARS characters."""
-    held: list[Row] = []
-    n_chars = 0
-    for row in rows:
-        held.append(row)
-        n_chars += len(row.text)
-        if n_chars >= TASK_CHARS:
-            yield held
-            held = []
-            n_chars = 0
-    if held:
-        yield held
-
-
 def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[tuple[Row, Ids]]:
     """Rows with their token ids; empty documents have none."""
-    pieces_of_rows = [pieces(row.text) for row in rows]
-    encoded = iter(tokenizer.encode_batch(list(itertools.chain(*pieces_of_rows))))
-    out = []
-    for row, of_row in zip(rows, pieces_of_rows, strict=True):
-        begin = [tokenizer.end_of_text] if row.begins and row.text else []
-        out.append((row, np.concatenate([np.array(begin, np.uint16), *itertools.islice(encoded, len(of_row))])))
-    return out
+    return [(row, encoded_document(tokenizer, row.text)) for row in rows]
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -137,10 +113,11 @@ def plan(val_tokens: int, train_tokens: float, shard_tokens: int, prefix: str = 
 def is_there(path: Path, size: int, entry: Entry) -> bool:
     """Whether the file has the tokens of its entry, and these are at least `size` or all that the source has."""
     try:
-        tokens = len(read_tokens(path)) if entry else None
+        return (
+            bool(entry) and len(read_tokens(path)) == entry["tokens"] and (entry["tokens"] >= size or "last" in entry)
+        )
     except (OSError, ValueError):
         return False
-    return tokens is not None and tokens == entry["tokens"] and (tokens >= size or "last" in entry)
 
 
 def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: dict[str, Entry]) -> bool:
@@ -161,7 +138,7 @@ def write_shards(
     shards: Iterable[tuple[str, int]],
     damaged: list[str],
     threads: int,
-    record: str = "meta.json",
+    record: str,
 ) -> None:
     """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
 
@@ -176,25 +153,24 @@ def write_shards(
         old = entries.get(name, {})
         if is_there(folder / name, size, old) and name not in damaged:
             position = Position(*old["end"])
-            previous = name
             if stream:  # which is still before this shard
                 stream.close()
                 stream = None
-            if "last" in old:
-                break
-            continue
-        made_alike = bool(old) and (old["tokens"] == size or "last" in old)
-        stream = stream or TokenStream(source, tokenizer, threads, position)
-        entry = write_shard(folder / name, size, stream, old["sha256"] if made_alike else None)
-        if entry:
-            entries[name] = entry
-            previous = name
-        ended = entry is None or entry["tokens"] < size or "last" in old
-        if ended and previous:
-            entries[previous]["last"] = True
-        write_meta(folder, meta, record)
+            ended = "last" in old
+        else:
+            made_alike = bool(old) and (old["tokens"] == size or "last" in old)
+            stream = stream or TokenStream(source, tokenizer, threads, position)
+            entry = write_shard(folder / name, size, stream, old["sha256"] if made_alike else None)
+            if entry:
+                entries[name] = entry
+            ended = entry is None or entry["tokens"] < size or "last" in old
+            last = name if entry else previous
+            if ended and last:
+                entries[last]["last"] = True
+            write_meta(folder, meta, record)
         if ended:
             break
+        previous = name
     if stream:
         stream.close()
 

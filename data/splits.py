@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from data.token_files import CHUNK, MappedFile, Shard, open_masks, open_shards, read_record
+from data.meta_files import read_record
+from data.token_files import CHUNK, MappedFile, Shard, open_masks, open_shards
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
@@ -145,12 +148,16 @@ class Split:
         It follows from the tokens alone: not from micro-batches, ranks, shards or the names of files.
         """
         digest = hashlib.sha256(f"{self.block_size} {n}".encode())
-        at_once = max(1, CHUNK // self.block_size)
-        for first in range(0, n, at_once):
-            x, y = self.eval_batch(np.arange(first, min(first + at_once, n)), n)
+        for x, y in self.eval_chunks(n):
             digest.update(x.astype("<i4").tobytes())
             digest.update(y.astype("<i4").tobytes())
         return digest.hexdigest()[:16]
+
+    def eval_chunks(self, n: int) -> Iterator[tuple[I64, I64]]:
+        """Inputs and targets of an evaluation of n windows, about CHUNK tokens at a time."""
+        at_once = max(1, CHUNK // self.block_size)
+        for first in range(0, n, at_once):
+            yield self.eval_batch(np.arange(first, min(first + at_once, n)), n)
 
     def _windows_with_targets(self) -> I64:
         """Numbers of the windows without overlap, through all shards, that have a target which is learned."""
@@ -173,25 +180,16 @@ class Split:
         """
         every = math.ceil(len(self.shards) / FINGERPRINTED_SHARDS)
         digest = hashlib.sha256(self.lengths.tobytes())
-        files: list[MappedFile] = [*self.shards[::every], *self.masks[::every]]
-        for file in files:
+        for file in [*self.shards[::every], *self.masks[::every]]:
             digest.update(file.read(0, FINGERPRINTED // every).tobytes())
         return digest.hexdigest()[:16]
 
     def single_token(self) -> str | None:
-        """A warning if all tokens are the same one, up to SCANNED of them, else None."""
-        first_id = int(self.shards[0].read(0, 1)[0])
-        n = 0
-        for shard in self.shards:
-            for _, ids in shard.chunks():
-                n += len(ids)
-                if (ids != first_id).any():
-                    return None
-                if n >= SCANNED:
-                    break
-        path = self.shards[0].path
-        where = str(path) if len(self.shards) == 1 else f"each of the files from {path} on"
-        return f"{where} holds only token {first_id}: there is nothing to learn; is it the right data?"
+        """A warning if the split begins with a million times the same token, or has no other one."""
+        ids = np.concatenate([shard.read(0, CHUNK) for shard in self.shards[:2]])
+        if (ids != ids[0]).any():
+            return None
+        return f"{self.shards[0].path} holds only token {ids[0]}: there is nothing to learn; is it the right data?"
 
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since it was opened, or since this was last asked."""
@@ -222,10 +220,7 @@ class Split:
 
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
         """(inputs, targets), each (len(shard), T), of windows, given the shard of each and its first token there."""
-        windows = []
-        for s, first in zip(shard.tolist(), start.tolist(), strict=True):
-            windows.append(self.shards[s].read(first, self.block_size + 1))
-        block = np.stack(windows)
+        block = self._rows(self.shards, shard, start, self.block_size + 1)
         self._check_ids(shard, start, block)
         x = block[:, :-1].astype(np.int64)
         y = block[:, 1:].astype(np.int64)
@@ -237,10 +232,11 @@ class Split:
         """Which targets (len(shard), T) of windows are learned, given the shard of each and its first token there."""
         if not self.masks:
             return np.ones((len(shard), self.block_size), bool)
-        windows = []
-        for s, first in zip(shard.tolist(), start.tolist(), strict=True):
-            windows.append(self.masks[s].read(first + 1, self.block_size))
-        return np.stack(windows) != 0
+        return self._rows(self.masks, shard, start + 1, self.block_size) != 0
+
+    def _rows(self, files: Sequence[MappedFile], shard: I64, start: I64, n: int) -> npt.NDArray[Any]:
+        """n numbers from `start` on of each of these shards' files, one row for each."""
+        return np.stack([files[s].read(first, n) for s, first in zip(shard.tolist(), start.tolist(), strict=True)])
 
     def _check_ids(self, shard: I64, start: I64, block: npt.NDArray[np.uint16]) -> None:
         """Raises ValueError if block (rows, tokens) holds an id past the vocabulary.

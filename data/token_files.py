@@ -11,8 +11,8 @@ it is not learned as a target. Either all shards of a split have one or none has
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-import json
 import os
 import re
 import stat
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data.meta_files import from_json, from_pickle, with_checksum
+from data.meta_files import read_nanogpt, read_record, to_json
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
 from deskgpt.run.lock import if_free
 from deskgpt.system.files import file_sha256, replacing, sha256, write_atomically
@@ -45,7 +45,10 @@ FOREIGN = {
     b"PK\x03\x04": "a zip archive (npz or pt)",
     b"\x1f\x8b\x08": "packed with gzip",
     b"\x28\xb5\x2f\xfd": "packed with zstd",
+    b"BZh": "packed with bzip2",
+    b"\xfd7zXZ": "packed with xz",
     b"PAR1": "a parquet file",
+    b"ARROW1": "an Arrow file",
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",
     b"MMIDIDX": "an index of Megatron",
@@ -96,6 +99,8 @@ def find_tokens(path: Path) -> tuple[int, int]:
     for magic_bytes, kind in FOREIGN.items():
         if head.startswith(magic_bytes):
             raise ValueError(f"{path} is {kind}, not bare uint16 tokens or llm.c's format; prepare the data again")
+    if head[8:10] == b'{"':
+        raise ValueError(f"{path} is a safetensors file, not bare uint16 tokens; prepare the data again")
     if size >= HEADER_BYTES:
         magic, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
         expected = HEADER_BYTES + TOKEN_BYTES * tokens
@@ -112,12 +117,22 @@ def find_tokens(path: Path) -> tuple[int, int]:
         raise ValueError(
             f"{path} has {size:,} bytes, an odd number: these are not uint16 tokens; prepare the data again"
         )
+    if looks_like_text(head):
+        raise ValueError(f"{path} holds text, and uint16 tokens are expected; prepare it: python data/text/prepare.py")
     if looks_like_32_bits(np.frombuffer(head, "<u2")):
         raise ValueError(
             f"{path} holds 32-bit or 64-bit token ids, and uint16 is expected; prepare the data again, or convert it: "
             "np.fromfile(FILE, np.uint32).astype(np.uint16).tofile(FILE)"
         )
     return 0, size // TOKEN_BYTES
+
+
+def looks_like_text(head: bytes) -> bool:
+    """Whether a file begins with UTF-8 without control characters, such as the zeros of small token ids."""
+    with suppress(UnicodeDecodeError):
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        return len(head) >= LEAST_SAMPLED and not re.search(r"[\0-\x08\x0e-\x1f\x7f]", text)
+    return False
 
 
 def looks_like_32_bits(ids: Ids) -> bool:
@@ -138,7 +153,7 @@ class MappedFile:
         self._values = np.memmap(path, dtype, "r", begin, (n,))
         self._bytes = begin + self._values.nbytes  # that the file must have
         self.opened = path.stat()
-        self._seen = self.opened
+        self._written = (self.opened.st_size, self.opened.st_mtime_ns)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -159,19 +174,14 @@ class MappedFile:
         for first in range(0, len(self), CHUNK):
             yield first, self.read(first, CHUNK)
 
-    def status(self) -> os.stat_result | None:
-        """The file's state now; None if it was deleted or another file has replaced it."""
-        try:
-            now = self.path.stat()
-        except OSError:
-            return None
-        return now if os.path.samestat(now, self.opened) else None
-
     def was_written(self) -> bool:
         """Whether somebody has written into the file since it was opened, or since this was last asked."""
-        before = self._seen
-        self._seen = self.status() or before
-        return (self._seen.st_size, self._seen.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
+        before = self._written
+        with suppress(OSError):  # it was deleted
+            now = self.path.stat()
+            if os.path.samestat(now, self.opened):  # no other file has replaced it
+                self._written = (now.st_size, now.st_mtime_ns)
+        return self._written != before
 
     def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
         """The SHA-256 of the whole file, header included; None if cancelled, or if another file has replaced it."""
@@ -194,17 +204,15 @@ class Shard(MappedFile):
 
 
 class Mask(MappedFile):
-    """The loss mask of a shard: 0 where a token is not learned. Raises ValueError if it is not one, OSError."""
+    """The loss mask of a shard: 0 where a token is not learned. Raises ValueError if it is missing or too short."""
 
     def __init__(self, shard: Shard) -> None:
         path = mask_of(shard.path)
-        if not path.is_file():
-            raise ValueError(f"{shard.path} has no loss mask {path.name} beside it; prepare the data again")
-        size = path.stat().st_size
+        size = path.stat().st_size if path.is_file() else 0
         if size != len(shard):
             raise ValueError(
-                f"{path} has {size:,} bytes, and {shard.path.name} {len(shard):,} tokens, which need one each; "
-                "prepare the data again"
+                f"the loss mask {path} has {size:,} bytes, and {shard.path.name} {len(shard):,} tokens, which need one "
+                "each; prepare the data again"
             )
         super().__init__(path, "u1", 0, size)
 
@@ -282,13 +290,15 @@ def allow_more_files(n: int) -> None:
 def how_to_make(folder: Path, split: str) -> str:
     """The message if a split has no files: the script that makes them, or the data that there is instead."""
     state = f"has no {split}*.bin" if folder.is_dir() else "does not exist"
-    if (folder / "prepare.py").exists():
-        return f"{folder} {state}; run: python {os.path.relpath(folder / 'prepare.py')}"
     prepared = sorted({path.parent.name for path in folder.parent.glob("*/train*.bin")} - {folder.name})
-    if prepared:
-        return f"dataset folder {folder} {state}; prepared: {', '.join(prepared)}"
-    scripts = sorted(path.parent.name for path in Path(__file__).parent.glob("*/prepare.py"))
-    return f"dataset folder {folder} {state}; python data/{{{','.join(scripts)}}}/prepare.py makes some"
+    if (folder / "prepare.py").exists():
+        remedy = f"run: python {os.path.relpath(folder / 'prepare.py')}"
+    elif prepared:
+        remedy = f"prepared: {', '.join(prepared[:10])}"
+    else:
+        scripts = sorted(path.parent.name for path in Path(__file__).parent.glob("*/prepare.py"))
+        remedy = f"python data/{{{','.join(scripts)}}}/prepare.py makes some"
+    return f"dataset folder {folder} {state}; {remedy}"
 
 
 def open_masks(folder: Path, split: str, shards: list[Shard]) -> list[Mask]:
@@ -349,7 +359,7 @@ def write_dataset(
         contents |= of_masks
         meta |= {"end_of_text": tokenizer.end_of_text, "packed": masks.packed, "chat": masks.chat}
         meta["masks"] = {name: {"tokens": len(c), "sha256": sha256(c)} for name, c in of_masks.items()}
-    contents["meta.json"] = json.dumps(with_checksum(meta), indent=1).encode()
+    contents["meta.json"] = to_json(meta)
     with locked(folder):
         try:
             with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
@@ -386,15 +396,10 @@ def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
     return names
 
 
-def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
-    """Writes the description of a folder's token files, and its checksum, to its meta.json. Raises OSError."""
-    write_atomically(folder / name, json.dumps(with_checksum(meta), indent=1).encode())
-
-
 @contextmanager
-def locked(folder: Path, name: str = "") -> Iterator[None]:
-    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError if one is there."""
-    with if_free(folder, name) as is_free:
+def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
+    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError if one stays there."""
+    with if_free(folder, name, wait_s) as is_free:
         if not is_free:
             raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
         yield
@@ -410,9 +415,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     token between documents, None if the data has no such token or it is not known; an unknown tokenizer is {}.
     Raises ValueError if the description cannot be read.
     """
-    meta = read_record(folder)
-    if not meta and os.path.lexists(folder / "meta.pkl"):
-        meta = read_description(folder / "meta.pkl", from_pickle)
+    meta = read_record(folder) or read_nanogpt(folder)
     if not meta:
         is_gpt2 = largest_id(folder) >= 256  # any text in English has such tokens, " the" among them
         meta = GPT2 if is_gpt2 else {"tokenizer": {}, "vocab_size": GPT2["vocab_size"], "end_of_text": None}
@@ -433,8 +436,8 @@ def assumptions(folder: Path) -> list[str]:
     for split in ("train", "val"):
         files = split_files(folder, split)
         names = ", ".join(path.name for path in files.read[:3]) + (", ..." if len(files.read) > 3 else "")
-        if not files.listed and len(files.read) > 1:
-            found.append(f"no meta.json lists the files: {split} is {len(files.read)} files in name order, {names}")
+        if not files.listed and names != f"{split}.bin":
+            found.append(f"no meta.json lists the files: {split} is, in name order, {len(files.read)} files: {names}")
         if files.ignored:
             found.append(
                 f"{split} is read from {names}; not read: {', '.join(path.name for path in files.ignored[:3])}"
@@ -452,23 +455,6 @@ def named_tokenizer(name: str) -> dict[str, Any]:
     """
     folder = Path(name)
     return read_meta(folder)["tokenizer"] if (folder / "meta.json").is_file() else {"name": name}
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """Everything that a folder's meta.json records, {} without one. It is shared between callers: do not change it.
-
-    Raises ValueError if it is damaged, OSError.
-    """
-    path = folder / "meta.json"
-    return read_description(path, from_json) if os.path.lexists(path) else {}
-
-
-def read_description(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` makes of a file. Raises ValueError, which says what to do, if that fails, OSError."""
-    try:
-        return read(path)
-    except ValueError as e:
-        raise ValueError(f"{path} does not describe token files ({e}); prepare the data again") from None
 
 
 def check_vocabulary(

@@ -6,15 +6,13 @@ checkpoints, so that a checkpoint can be sampled from on a machine without its d
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import io
 import json
 import math
 import os
+import re
 import reprlib
 import tempfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,16 +29,17 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+MOST_IDS = 1 << 16  # uint16
 VOCAB_MULTIPLE = 64  # ids: whole tiles in the matmul of the head
 
 # ---- merges of one's own
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257  # ids: the bytes and END_OF_TEXT
-LARGEST_BPE = 1 << 16  # uint16
 LONGEST_TOKEN = 128  # bytes; GPT-2's longest has as many
 MOST_MERGES_BYTES = 2 << 20  # of all lines in UTF-8: a checkpoint's and meta.json's limits leave room for as much
 # GPT-2's pattern as tiktoken writes it: the same pieces, without going back over long white space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+LINE_START = re.compile(r"(?<=\S\n)(?=\S)")  # of a line after one that does not end in white space
 # How GPT-2's merges.txt spells bytes: printable ones of Latin-1 as themselves, the others, in order, from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -53,10 +52,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Ids:
         """Token ids (n,) of plain text. Raises ValueError for characters that have no token."""
-
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """As encode, of many texts at once, which can be much faster."""
-        return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> Ids:
         """As encode, but the names of special tokens, if it has any, stand for these tokens."""
@@ -78,13 +73,15 @@ class CharTokenizer(Tokenizer):
     end_of_text: int | None = None
 
     def __init__(self, chars: str) -> None:
-        if len(chars) > 1 << 16:
+        if len(chars) > MOST_IDS:
             raise ValueError(
                 f"{len(chars):,} different characters do not fit into uint16 ids; use --tokenizer bytes or gpt2"
             )
         self.chars = chars
         self.vocab_size = len(chars)
         self._ids = {char: i for i, char in enumerate(chars)}
+        if len(self._ids) < len(chars):
+            raise ValueError("the tokenizer has a character twice")
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
@@ -133,39 +130,18 @@ class BytesTokenizer(Tokenizer):
         return {"name": "bytes"}
 
 
-class TiktokenTokenizer(Tokenizer):
-    """A byte-pair encoding by its tiktoken name, "gpt2" above all."""
+class BpeTokenizer(Tokenizer):
+    """A byte-pair encoding of tiktoken's, described by meta: `named` and `of_merges` make them."""
 
-    def __init__(self, name: str = "gpt2") -> None:
-        import tiktoken
-
-        try:
-            self._encoding = tiktoken.get_encoding(name)
-        except ValueError as e:
-            raise ValueError(f"tokenizer {name!r}: {str(e).splitlines()[0]}") from None
-        except Exception as e:  # tiktoken downloads with requests and lets its exceptions through
-            raise ValueError(
-                f"the files of tokenizer {name!r} are not cached and cannot be downloaded ({type(e).__name__}); "
-                "connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds them"
-            ) from None
-        self.name = name
-        self.vocab_size = self._encoding.n_vocab
-        self.end_of_text: int | None = self._encoding.eot_token
-        if self.vocab_size > 1 << 16:
-            raise ValueError(f"tokenizer {name!r} has {self.vocab_size:,} ids; token files hold uint16, at most 65,536")
+    def __init__(self, encoding: Any, meta: dict[str, Any]) -> None:
+        self._encoding = encoding
+        self._meta = meta
+        self.vocab_size = encoding.n_vocab
+        self.end_of_text: int | None = encoding.eot_token
 
     def encode(self, text: str) -> Ids:
         # disallowed_special=(): text may contain "<|endoftext|>"; it is spelt out in ordinary tokens
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
-        fast = fast_gpt2() if self.name == "gpt2" else None
-        if not texts or fast is None:
-            return super().encode_batch(texts)
-        buffer, bounds = fast.encode_batch_flat(texts)
-        ids = np.frombuffer(buffer, "<u4").astype(np.uint16)  # of all texts
-        begins = np.frombuffer(bounds, "<u8").astype(np.int64)  # of each text, and the end of the last one
-        return np.split(ids, begins[1:-1])
 
     def encode_prompt(self, text: str) -> Ids:
         return self._encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
@@ -180,48 +156,40 @@ class TiktokenTokenizer(Tokenizer):
         return lengths
 
     def meta(self) -> dict[str, Any]:
-        return {"name": self.name}
+        return self._meta
 
 
-class BpeTokenizer(Tokenizer):
-    """A byte-pair encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
+def named(name: str) -> BpeTokenizer:
+    """tiktoken's encoding of this name, "gpt2" above all. Raises ValueError."""
+    import tiktoken
 
-    `merges` are the lines of a merges.txt, joined by newlines: two tokens, as CHAR_OF_BYTE spells them, and a space
-    between them. Raises ValueError if they are not.
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except ValueError as e:
+        raise ValueError(f"tokenizer {name!r}: {str(e).splitlines()[0]}") from None
+    except Exception as e:  # tiktoken downloads with requests and lets its exceptions through
+        raise ValueError(
+            f"the files of tokenizer {name!r} are not cached and cannot be downloaded ({type(e).__name__}); "
+            "connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds them"
+        ) from None
+    if encoding.n_vocab > MOST_IDS:
+        raise ValueError(f"tokenizer {name!r} has {encoding.n_vocab:,} ids; token files hold uint16, at most 65,536")
+    return BpeTokenizer(encoding, {"name": name})
+
+
+def of_merges(merges: str) -> BpeTokenizer:
+    """An encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
+
+    merges: the lines of a merges.txt, joined by newlines: two tokens, as CHAR_OF_BYTE spells them, and a space between
+    them. Raises ValueError if they are not.
     """
+    import tiktoken
 
-    def __init__(self, merges: str) -> None:
-        import tiktoken
-
-        tokens = tokens_of(merges)
-        self.merges = merges
-        self.vocab_size = len(tokens) + 1
-        self.end_of_text: int | None = len(tokens)
-        self._lengths = np.array([*map(len, tokens), 0], np.int64)
-        self._encoding = tiktoken.Encoding(
-            "bpe",
-            pat_str=GPT2_PATTERN,
-            mergeable_ranks={token: i for i, token in enumerate(tokens)},
-            special_tokens={END_OF_TEXT: len(tokens)},
-        )
-
-    def encode(self, text: str) -> Ids:
-        return self._encode(text, set())
-
-    def encode_prompt(self, text: str) -> Ids:
-        return self._encode(text, {END_OF_TEXT})
-
-    def _encode(self, text: str, special: set[str]) -> Ids:
-        return self._encoding.encode_to_numpy(text, allowed_special=special, disallowed_special=()).astype(np.uint16)
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        return self._encoding.decode_bytes(ids)
-
-    def token_bytes(self) -> Lengths:
-        return self._lengths.copy()
-
-    def meta(self) -> dict[str, Any]:
-        return {"name": "bpe", "merges": self.merges}
+    tokens = tokens_of(merges)
+    ranks = {token: i for i, token in enumerate(tokens)}
+    special = {END_OF_TEXT: len(tokens)}
+    encoding = tiktoken.Encoding("bpe", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return BpeTokenizer(encoding, {"name": "bpe", "merges": merges})
 
 
 def tokens_of(merges: Any) -> list[bytes]:
@@ -229,8 +197,8 @@ def tokens_of(merges: Any) -> list[bytes]:
     if not isinstance(merges, str) or len(merges.encode("utf-8", "surrogatepass")) > MOST_MERGES_BYTES:
         raise ValueError(f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes")
     lines = merges.split("\n") if merges else []
-    if len(lines) > LARGEST_BPE - SMALLEST_BPE:
-        raise ValueError(f"the tokenizer has {len(lines):,} merges, more than {LARGEST_BPE - SMALLEST_BPE:,}")
+    if len(lines) > MOST_IDS - SMALLEST_BPE:
+        raise ValueError(f"the tokenizer has {len(lines):,} merges, more than {MOST_IDS - SMALLEST_BPE:,}")
     tokens = {CHAR_OF_BYTE[byte]: bytes([byte]) for byte in range(256)}
     for number, line in enumerate(lines, 1):
         left, _, right = line.partition(" ")
@@ -243,23 +211,6 @@ def tokens_of(merges: Any) -> list[bytes]:
             )
         tokens[token] = tokens[left] + tokens[right]
     return list(tokens.values())
-
-
-@functools.cache
-def fast_gpt2() -> Any:
-    """fastokens' encoder of GPT-2's vocabulary, made from the files of tiktoken's cache; None if it is not installed.
-
-    It is at least 15 times as fast as tiktoken's (bench/results/2026-11-21-tokenizing.md), but in one thread at a time.
-    """
-    try:
-        from fastokens import Tokenizer as FastTokenizer
-    except ImportError:
-        return None
-    from data.tokenizer_json import of_bytes
-
-    ids, merges = gpt2_vocabulary()
-    ids.pop(END_OF_TEXT)  # in a text it is ordinary characters
-    return FastTokenizer.from_json_str(json.dumps(of_bytes(ids, merges)))
 
 
 def gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
@@ -279,9 +230,9 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
     if name == "bytes":
         return BytesTokenizer()
     if name == "bpe" and "merges" in meta:
-        return BpeTokenizer(meta["merges"])
+        return of_merges(meta["merges"])
     if isinstance(name, str) and name not in ("char", "bpe"):
-        return TiktokenTokenizer(name)
+        return named(name)
     raise ValueError(
         f"{reprlib.repr(meta)} describes no tokenizer; expected a name of char (with chars), bytes, bpe (with merges) "
         "or a tiktoken encoding"
@@ -293,10 +244,8 @@ def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
     name = meta.get("name")
     if name is None:
         raise ValueError("the data does not say which tokenizer made it")
-    if name == "gpt2" and not gpt2_is_cached():
-        raise ValueError("the files of tokenizer 'gpt2' are not cached (TIKTOKEN_CACHE_DIR), and no run downloads")
-    if name not in ("char", "bytes", "bpe", "gpt2"):
-        raise ValueError(f"no run downloads the files of tokenizer {name!r}")
+    if name not in ("char", "bytes", "bpe") and not (name == "gpt2" and gpt2_is_cached()):
+        raise ValueError(f"the files of tokenizer {name!r} are not cached (TIKTOKEN_CACHE_DIR), and no run downloads")
     try:
         return from_meta(meta)
     except ImportError as e:
@@ -335,31 +284,20 @@ def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:
 
 
 def pieces(text: str, size: int = 1 << 20) -> list[str]:
-    """Cuts text into pieces of at least `size` characters whose GPT-2 encodings join to that of the whole."""
-    if len(text) <= size:
-        return [text] if text else []
-    return list(pieces_of_lines(io.StringIO(text, newline="\n"), size))
-
-
-def pieces_of_lines(lines: Iterable[str], size: int = 1 << 20) -> Iterator[str]:
-    """As pieces, of a text that comes line by line.
+    """Cuts text into pieces of at least `size` characters whose GPT-2 encodings join to that of the whole.
 
     Each cut follows a newline with no white space on either side. There GPT-2's pattern makes the newline a
     match of its own (its `\\s+(?!\\S)` needs a second white-space character), cut or not.
     """
-    held: list[str] = []
-    n_chars = 0
-    for line in lines:
-        if n_chars >= size and not line[0].isspace() and ends_in_a_word(held[-1]):
-            yield "".join(held)
-            held = []
-            n_chars = 0
-        held.append(line)
-        n_chars += len(line)
-    if held:
-        yield "".join(held)
+    found = []
+    begin = 0
+    while cut := LINE_START.search(text, begin + size):
+        found.append(text[begin : cut.start()])
+        begin = cut.start()
+    return [*found, text[begin:]] if begin < len(text) else found
 
 
-def ends_in_a_word(line: str) -> bool:
-    """Whether no white space precedes the newline at the end of line."""
-    return len(line) > 1 and not line[-2].isspace()
+def encoded_document(tokenizer: Tokenizer, text: str) -> Ids:
+    """The ids (n,) of a text after the token that documents begin with; none of an empty one."""
+    begin = np.array([tokenizer.end_of_text] if text else [], np.uint16)
+    return np.concatenate([begin, *map(tokenizer.encode, pieces(text))])

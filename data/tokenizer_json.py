@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from data.tokenizer import (
-    CHAR_OF_BYTE,
-    END_OF_TEXT,
-    BpeTokenizer,
-    BytesTokenizer,
-    CharTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-    gpt2_vocabulary,
-)
+from data.tokenizer import CHAR_OF_BYTE, END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer, gpt2_vocabulary
 
 OUR_KEY = "deskgpt"  # the one of config.json, too: deskgpt/export/hugging_face.py
 NO_SUCH_TOKEN = "<unknown>"  # longer than any character, so that it is in no vocabulary: unknown ones are an error
@@ -30,15 +21,16 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     if isinstance(tokenizer, BytesTokenizer):
         vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(255)}
         return of_bytes(vocab | {END_OF_TEXT: 255}, [], splits=False)
-    if isinstance(tokenizer, TiktokenTokenizer) and tokenizer.name == "gpt2":
+    meta = tokenizer.meta()
+    if meta["name"] == "gpt2":
         ids, lines = gpt2_vocabulary()
         return of_bytes(ids, [line.split(" ") for line in lines])
-    if isinstance(tokenizer, BpeTokenizer):
-        merges = [line.split(" ") for line in tokenizer.merges.split("\n") if line]
+    if "merges" in meta:
+        merges = [line.split(" ") for line in meta["merges"].split("\n") if line]
         vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(256)}
         vocab |= {left + right: 256 + i for i, (left, right) in enumerate(merges)}
         return of_bytes(vocab | {END_OF_TEXT: tokenizer.end_of_text}, merges)
-    raise ValueError(f"Hugging Face's tokenizer.json cannot hold the tokenizer {tokenizer.meta()['name']!r}")
+    raise ValueError(f"Hugging Face's tokenizer.json cannot hold the tokenizer {meta['name']!r}")
 
 
 def tokenizer_config_json(tokenizer: Tokenizer, block_size: int, chat_template: str | None) -> dict[str, Any]:

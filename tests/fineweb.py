@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 from conftest import Finished, assert_one_line
 
 from data.fineweb_edu.prepare import arguments, main
@@ -21,6 +22,12 @@ from data.token_files import read_tokens
 
 PREPARE = "data/fineweb_edu/prepare.py"
 END_OF_TEXT = 255  # of --tokenizer=bytes
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
+}
 
 
 def write_documents(path: Path, texts: Sequence[str | None], column: str = "text") -> Path:
@@ -30,8 +37,7 @@ def write_documents(path: Path, texts: Sequence[str | None], column: str = "text
         pq.write_table(pa.table({"id": list(range(len(texts))), column: pa.array(texts, pa.string())}), path, 100)
         return path
     lines = "".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)).encode()
-    pack: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
-    path.write_bytes(pack[path.suffix](lines) if path.suffix in pack else lines)
+    path.write_bytes(PACK[path.suffix](lines) if path.suffix in PACK else lines)
     return path
 
 
@@ -86,13 +92,6 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def copied(prepared: tuple[Path, Path], to: Path) -> list[str]:
-    """A copy of the prepared folder in `to`; the command that prepares it."""
-    for name, content in contents(prepared[1]).items():
-        (to / name).write_bytes(content)
-    return [PREPARE, "--source", str(prepared[0]), *SMALL, "--out", str(to)]
 
 
 def harm(path: Path) -> None:

@@ -1,62 +1,71 @@
-"""data/fineweb_edu/prepare.py: what is wrong with a source, a folder or the options."""
+"""What people have as documents and as text: read as it is meant, or named with its file and line."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import BPE_CACHE, assert_refused, flags
-from fineweb import (
-    PREPARE,
-    SMALL,
-    Script,
-    as_bytes,
-    contents,
-    copied,
-    fails,
-    tokens,
-    write_documents,
-)
+from conftest import BPE_CACHE, assert_refused
+from fineweb import PACK, PREPARE, SMALL, Script, as_bytes, contents, fails, tokens, write_documents
+from hypothesis import given
+from hypothesis import strategies as st
 
+from data.meta_files import write_meta
 from data.splits import Split
-from data.token_files import write_meta, write_tokens
+from data.text_files import lines_in, read_text
+from data.token_files import write_tokens
+
+TEXT = "hello Käse 🧀\r\nand a second line\n" * 300
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-32"]
 
 
-def test_faults_of_the_source_are_one_line(tmp_path, script: Script, documents):
-    def refused(source: Path, *named: object, **options: Any) -> None:
-        done = script(PREPARE, "--source", source, *SMALL, *flags(**options), "--out", tmp_path / "out")
-        fails(done, *named)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("suffix", ["", *PACK])
+def test_text_is_read_in_each_encoding_with_a_mark_packed_or_not_and_never_cut_short(tmp_path, encoding, suffix):
+    path = tmp_path / "a"  # by its content, not by its name
+    whole = PACK[suffix](TEXT.encode(encoding)) if suffix else TEXT.encode(encoding)
+    path.write_bytes(whole)
+    assert read_text(path) == TEXT
+    assert "".join(lines_in(path)) == TEXT.replace("\r\n", "\n")
+    if suffix:
+        path.write_bytes(whole[:-9])
+        for read in (read_text, lambda path: list(lines_in(path))):
+            with pytest.raises(OSError, match="a is damaged"):
+                read(path)
 
-    def file(name: str, content: bytes) -> Path:
-        (tmp_path / name).write_bytes(content)
-        return tmp_path / name
 
-    for name in ("good.parquet", "good.jsonl"):
-        good = write_documents(tmp_path / name, documents)
-        refused(good, name, "'body'", "--text_column", text_column="body")
-        refused(good, name, "int", text_column="id")
-    pq.write_table(pa.table({"tags": [["a"], ["b"]]}), tmp_path / "lists.parquet")
-    refused(tmp_path / "lists.parquet", "lists.parquet", "list", text_column="tags")
-    for name, content in (
-        ("none.parquet", b"hello" * 100),
-        ("none.jsonl", b'{"text": "a"}\n{"text"'),
-        ("array.jsonl", b'["a", "b"]\n'),
-        ("latin.txt", "Käse".encode("latin-1")),
-        ("utf16.txt", "Käse\n".encode("utf-16-le")),
-        ("a.csv", b"text\nhello"),
-    ):
-        refused(file(name, content), name)
-    refused(tmp_path / "nowhere", "nowhere")
-    (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", "folder", "*.parquet")
-    refused(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
-    refused(good, "nope", tokenizer="nope")
-    refused(good, "char", tokenizer="char")
-    assert not list((tmp_path / "out").glob("[!.]*"))
+NOT_TEXT = {
+    "latin-1": "line\nKäse".encode("latin-1"),
+    "half a surrogate": b"line\n\xed\xa0\x80",
+    "UTF-16 without a mark": "line\n".encode("utf-16-le"),
+    "UTF-16 cut in a character": "line\n".encode("utf-16") + b"x",
+    "zip": b"PK\x03\x04" + bytes(50),
+    "PDF": b"%PDF-1.7",
+    "parquet": b"PAR1" + bytes(50),
+}
+
+
+@pytest.mark.parametrize("content", NOT_TEXT.values(), ids=NOT_TEXT.keys())
+def test_what_is_no_text_is_named_with_its_line(tmp_path, content):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.txt") as e:
+        read_text(path)
+    if content.startswith(b"line\n"):
+        assert "line 2" in str(e.value)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), st.sampled_from(ENCODINGS))
+def test_any_text_comes_back(tmp_path_factory, text, encoding):
+    path = tmp_path_factory.mktemp("t") / "a.txt"
+    path.write_bytes(text.encode(encoding))
+    assert read_text(path) == (text.removeprefix("\ufeff") if encoding == "utf-8" else text)
+
+
+# ---- sources of data/fineweb_edu/prepare.py ------------------------------------------------------------------
 
 
 def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Script):
@@ -65,13 +74,9 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
     write_documents(folder / "b[ab]?.parquet", ["one"])
     table = pa.table({"text": pa.array(["two", "two"]).dictionary_encode(), "meta": [None, None]})
     pq.write_table(table, folder / "c #.parquet")
-    lines = [
-        '\ufeff{"text": "three", "meta": null}',
-        "",
-        '{"meta": {"x": [1]}, "text": "four \\ud800"}',
-        '{"text": null}',
-    ]
-    (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    lines = ['{"text": "three"}', "", '{"meta": {"x": [1]}, "text": "four \\ud800"}', '{"text": null}']
+    (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
+    (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"]('{"text": "four and a half"}\r\n'.encode("utf-16")))
     (folder / "e.txt").write_bytes(b"five\r\nsix\r\n<|endoftext|>\r\nsix and a half")
     views = pa.table({"text": pa.array(["eight"], pa.string_view())})  # as polars writes it
     pq.write_table(views, folder / "z.parquet")
@@ -83,37 +88,59 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
     (folder / "twice.txt").symlink_to(folder / "e.txt")
     done = script(PREPARE, "--source", folder, "--tokenizer=bytes", "--val_tokens=4", "--out", tmp_path / "out")
     assert (done.code, done.err) == (0, "")
-    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(
-        ["one", "two", "two", "three", "four \ufffd", "five\nsix\n", "six and a half", "seven", "eight"]
-    )
+    expected = ["one", "two", "two", "three", "four \ufffd", "four and a half"]
+    expected += ["five\nsix\n", "six and a half", "seven", "eight"]
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(expected)
+
+
+def test_faults_of_the_source_are_one_line(tmp_path, script: Script):
+    def refused(source: Path, *named: object, options: tuple[str, ...] = ()) -> None:
+        fails(script(PREPARE, "--source", source, *SMALL, *options, "--out", tmp_path / "out"), *named)
+
+    for name in ("good.parquet", "good.jsonl"):
+        good = write_documents(tmp_path / name, ["a text"] * 3)
+        refused(good, name, "'body'", "--text_column", options=("--text_column=body",))
+        refused(good, name, "int", options=("--text_column=id",))
+    for name, content in (("none.parquet", b"hello" * 100), ("a.csv", b"text\nhello"), ("zip.jsonl", b"PK\x03\x04")):
+        (tmp_path / name).write_bytes(content)
+        refused(tmp_path / name, name)
+    (tmp_path / "folder").mkdir()
+    refused(tmp_path / "folder", "folder", "*.parquet")
+    refused(tmp_path / "nowhere*.txt", "nowhere*.txt")
+    refused(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
+    for tokenizer in ("nope", "char"):
+        refused(good, tokenizer, options=(f"--tokenizer={tokenizer}",))
+    assert not list((tmp_path / "out").glob("*.bin"))
+    done = script(PREPARE, "--source", good, "--subset=sample-100BT")
+    assert_refused(done, "--subset", "--source")
 
 
 BAD_LINES = {
-    "cut": '{"text": "good',
-    "list": '{"text": ["a"]}',
-    "lacks": '{"txt": "x"}',
-    "comment": "# x",
-    "array": '["a"]',
+    "cut": b'{"text": "good',
+    "list": b'{"text": ["a"]}',
+    "lacks": b'{"txt": "x"}',
+    "comment": b"# x",
+    "array": b'["a"]',
     "latin": b'{"text": "K\xe4se"}',
+    "nul": b'{"text": "a\0b"}',
 }
 
 
 @pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES.keys())
 def test_bad_line_of_a_jsonl_file_is_named_by_its_number(tmp_path, script: Script, line):
     lines = [b'{"text": "good line"}'] * 500
-    lines[321] = line if isinstance(line, bytes) else line.encode()
+    lines[321] = line
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     fails(script(PREPARE, "--source", tmp_path / "*.jsonl", *SMALL, "--out", tmp_path / "out"), "a.jsonl, line 322")
 
 
-@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz"])
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz", "b.jsonl.zst"])
 def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, documents, name):
     write_documents(tmp_path / "in" / "a.parquet", documents * 4)  # more than is read ahead
     path = write_documents(tmp_path / "in" / name, documents)
-    whole = path.read_bytes()
+    path.write_bytes(path.read_bytes()[:-9])
     prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--num_proc=1", "--out", tmp_path / "out")
-    path.write_bytes(whole[:-9])
-    fails(script(*prepare), name)
+    fails(script(*prepare), name, "finished shards are kept")
     assert len(list((tmp_path / "out").glob("*.bin"))) > 1
 
 
@@ -130,25 +157,11 @@ def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: S
 
 
 def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):
-    copied(prepared, tmp_path)
+    for name, content in contents(prepared[1]).items():
+        (tmp_path / name).write_bytes(content)
     (tmp_path / "train_000002.bin").unlink()
     with pytest.raises(ValueError, match=r"train_000002\.bin has 0 tokens.*250,000"):
         Split(tmp_path, "train", 64, 256)
     write_tokens(tmp_path / "train_000002.bin", np.arange(99, dtype=np.uint16), header=True)
     with pytest.raises(ValueError, match=r"train_000002\.bin.*99"):
         Split(tmp_path, "train", 64, 256)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--tokenizer=bytes", "--pretokenized"),
-        ("--subset=sample-100BT", "--pretokenized"),
-        ("--subset=sample-100BT", "--source=a.txt"),
-        ("--vocab_size=300", "--pretokenized"),
-        ("--vocab_size=300", "--tokenizer=gpt2"),
-    ],
-)
-def test_options_that_have_no_meaning_with_each_other_are_refused(tmp_path, script: Script, options):
-    done = script(PREPARE, *options, "--out", tmp_path / "out")
-    assert_refused(done, *(option.partition("=")[0] for option in options))

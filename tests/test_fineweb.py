@@ -1,11 +1,11 @@
-"""data/fineweb_edu/prepare.py: real files through the real `datasets`; processes that are killed."""
+"""data/fineweb_edu/prepare.py: the same bytes however it is stopped, in one sequence or in parts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -14,104 +14,74 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, needs_bpe, shell
-from fineweb import (
-    PREPARE,
-    SMALL,
-    Script,
-    as_bytes,
-    contents,
-    copied,
-    fails,
-    harm,
-    made,
-    no_file_larger_than,
-    started,
-    tokens,
-    write_documents,
-)
+from conftest import ROOT, contents, needs_bpe
+from fineweb import PREPARE, SMALL, Script, as_bytes, fails, made, no_file_larger_than, started, tokens, write_documents
 
-from data.describe import describe
+from data.meta_files import read_record
+from data.splits import Split
+from data.token_files import read_tokens
+from data.verify import Verification
+from deskgpt.run import lock
 
-pytestmark = pytest.mark.slow
+needs_kill = pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL and a file size limit")
 
-# ---- what is written -----------------------------------------------------------------------------------------
+# ---- one sequence --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_tokens_are_the_documents_each_after_an_end_of_text(tmp_path, script: Script, documents, name):
-    half = len(documents) // 2
-    write_documents(tmp_path / "in" / "0" / name, documents[:half])
-    write_documents(tmp_path / "in" / "1" / name, [*documents[half:], "", None])
-    done = script(PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
-    assert (done.code, done.err) == (0, "")
-    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(documents)
-    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
-    sizes = [entry["tokens"] for entry in meta["files"].values()]
+def test_tokens_are_the_documents_each_after_an_end_of_text(tmp_path, documents):
+    texts = [*documents, "", None]
+    for i, name in enumerate(("0.parquet", "1.jsonl", "2.jsonl.zst")):
+        write_documents(tmp_path / "in" / name, texts[i::3])
+    (tmp_path / "in" / "3.txt").write_text("  \n\n".join(documents[1:-1]), encoding="utf-8", newline="")
+    made("--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
+    expected = [text for i in range(3) for text in texts[i::3] if text] + ["  \n\n".join(documents[1:-1])]
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(expected)
+    files = read_record(tmp_path / "out")["files"]
+    sizes = [entry["tokens"] for entry in files.values()]
     assert sizes[:-1] == [50_000] + [250_000] * (len(sizes) - 2)
-    assert sum(entry["documents"] for entry in meta["files"].values()) == len(documents)
-    names = [f"train_{n:06}.bin" for n in range(1, len(sizes))]
-    assert sorted(p.name for p in (tmp_path / "out").glob("[!.]*")) == ["meta.json", *names, "val_000000.bin"]
-
-
-def test_text_file_is_one_document_or_several_with_lines_of_end_of_text_between(tmp_path, script: Script, documents):
-    (tmp_path / "in").mkdir()
-    texts = ["  \n\n".join(documents), "\n\n\n" + documents[0], "no line end"]
-    for i, text in enumerate(texts):
-        (tmp_path / "in" / f"{i}.txt").write_text(text, encoding="utf-8", newline="")
-    done = script(PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
-    assert (done.code, done.err) == (0, "")
-    parts = [part for text in texts for part in re.split(r"(?m)^<\|endoftext\|>\n?", text)]
-    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(parts)
+    assert sum(entry["documents"] for entry in files.values()) == len(expected)
+    names = ["meta.json", *(f"train_{n:06}.bin" for n in range(1, len(sizes))), "val_000000.bin"]
+    assert sorted(p.name for p in (tmp_path / "out").glob("[!.]*")) == names
 
 
 @needs_bpe
-@pytest.mark.parametrize("name", ["a.parquet", pytest.param("a.txt")])
-def test_gpt2_tokens_are_tiktokens_and_special_strings_are_text(tmp_path, script: Script, documents, name):
+def test_gpt2_tokens_are_tiktokens_and_special_strings_are_text(tmp_path, documents):
     import tiktoken
 
-    if name == "a.txt":
-        documents = ["".join(documents) + "a\n \n  b\n" * 150_000]
-        (tmp_path / name).write_text(documents[0], encoding="utf-8", newline="")
-    else:
-        write_documents(tmp_path / name, documents)
-    done = script(PREPARE, "--source", tmp_path / name, "--shard_tokens=1e5", "--out", tmp_path / "out")
-    assert (done.code, done.err) == (0, "")
+    documents = [documents[0] + "a\n \n  b\n" * 150_000, *documents[-9:]]
+    made(
+        "--source", write_documents(tmp_path / "a.parquet", documents), "--shard_tokens=1e5", "--out", tmp_path / "out"
+    )
     encoding = tiktoken.get_encoding("gpt2")
     expected = [[encoding.eot_token, *encoding.encode_ordinary(text)] for text in documents]
     assert tokens(tmp_path / "out").tolist() == [token for ids in expected for token in ids]
 
 
-def test_tokens_stop_early_and_can_be_raised_later(tmp_path, script: Script, documents):
-    write_documents(tmp_path / "a.parquet", documents)
-    prepare = (PREPARE, "--source", tmp_path / "a.parquet", *SMALL, "--out")
-    assert script(*prepare, tmp_path / "all").code == 0
-    assert script(*prepare, tmp_path / "few", "--tokens=3e5").code == 0
+def test_tokens_stop_early_and_can_be_raised_later(tmp_path, script: Script, prepared):
+    prepare = (PREPARE, "--source", prepared[0], *SMALL, "--out", tmp_path / "few")
+    assert script(*prepare, "--tokens=3e5").code == 0
     assert len(tokens(tmp_path / "few")) == 350_000
-    assert "already prepared" in script(*prepare, tmp_path / "few", "--tokens=3e5").out
-    assert "already prepared" in script(*prepare, tmp_path / "few", "--tokens=1e5").out
-    assert script(*prepare, tmp_path / "few").code == 0
-    assert contents(tmp_path / "few") == contents(tmp_path / "all")
+    for fewer in ("--tokens=3e5", "--tokens=1e5"):
+        assert "already prepared" in script(*prepare, fewer).out
+    assert script(*prepare).code == 0
+    assert contents(tmp_path / "few") == contents(prepared[1])
 
 
-# ---- stopped and started again -------------------------------------------------------------------------------
+# ---- stopped, harmed and started again -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("harm", ["byte", "cut", "header", "gone"])
 def test_harmed_shard_is_made_again_and_no_other(tmp_path, script: Script, prepared, harm):
-    prepare = copied(prepared, tmp_path)
+    for name, content in contents(prepared[1]).items():
+        (tmp_path / name).write_bytes(content)
     path = tmp_path / "train_000002.bin"
-    content = bytearray(path.read_bytes())
-    if harm == "byte":
-        content[5000] ^= 1
-    elif harm == "header":
-        content[8] ^= 1
-    path.write_bytes(content[:7000] if harm == "cut" else bytes(content))
+    harmed = bytearray(path.read_bytes())
+    harmed[5000 if harm == "byte" else 8] ^= 1
+    path.write_bytes(harmed[:7000] if harm == "cut" else harmed)
     if harm == "gone":
         path.unlink()
     before = {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("*.bin") if p != path}
-    done = script(*prepare)
-    assert done.code == 0, done.err
+    assert script(PREPARE, "--source", prepared[0], *SMALL, "--out", tmp_path).code == 0
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in before} == before
     assert contents(tmp_path) == contents(prepared[1])
 
@@ -120,47 +90,15 @@ def test_source_that_has_changed_is_noticed_and_nothing_overwritten(tmp_path, sc
     source = write_documents(tmp_path / "a.jsonl", documents)
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path / "out")
     assert script(*prepare).code == 0
-    size = source.stat().st_size
-    write_documents(source, documents[::-1])
-    assert source.stat().st_size == size
-    for worse in (Path.unlink, harm):
-        worse(tmp_path / "out" / "train_000003.bin")
+    write_documents(source, documents[::-1])  # which has the same size
+    for harmed in (b"", b"harmed"):
+        (tmp_path / "out" / "train_000003.bin").write_bytes(harmed)
         before = contents(tmp_path / "out")
         fails(script(*prepare), "train_000003.bin", "another --out")
         assert contents(tmp_path / "out") == before
-        (tmp_path / "out" / "train_000003.bin").touch()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, documents):
-    write_documents(tmp_path / "in" / "a.parquet", documents)
-    write_documents(tmp_path / "in" / "b.jsonl", documents)
-    options = ("--source", tmp_path / "in", "--tokenizer=bytes", "--val_tokens=4e4", "--shard_tokens=4e4", "--out")
-    made(*options, tmp_path / "whole")
-    n_shards = len(contents(tmp_path / "whole"))
-    draw = random.Random(os.getpid())
-    out = tmp_path / "killed"
-    meta = out / "meta.json"
-    killed = 0
-    for kill in (True, True, True, True, False):
-        finished = json.loads(meta.read_text())["files"] if meta.exists() else {}
-        before = {name: (out / name).stat().st_mtime_ns for name in finished}
-        until = len(before) + draw.randint(0, n_shards // 4)
-        process = started(*options, out)
-        while kill and process.is_alive() and len(list(out.glob("*.bin"))) < until:
-            time.sleep(0.001)
-        if kill:
-            time.sleep(draw.random() * 0.002)
-            process.kill()
-        process.join()
-        assert process.exitcode == 0 or (kill and process.exitcode == -signal.SIGKILL)
-        killed += process.exitcode != 0
-        assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-    assert killed > 0  # on a fast machine some end before they are killed
-    assert contents(out) == contents(tmp_path / "whole")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
+@needs_kill
 def test_full_disk_keeps_finished_shards_and_the_run_goes_on_later(tmp_path, script: Script, prepared):
     prepare = (PREPARE, "--source", prepared[0], *SMALL, "--out", tmp_path)
     with no_file_larger_than(300_000):
@@ -187,24 +125,120 @@ def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     assert int(peak_kb) * 1024 < 550e6  # Python, pyarrow and `datasets` take 200 MB of it
 
 
-# ---- used ----------------------------------------------------------------------------------------------------
+# ---- in parts ------------------------------------------------------------------------------------------------
+
+PARTS = ("--tokenizer=bytes", "--shard_tokens=40_000", "--val_tokens=50_000")
 
 
-def test_description_of_a_folder(tmp_path, prepared, capsys):
-    source, out = prepared
-    assert describe(out)
-    said = capsys.readouterr().out
-    files = list(out.glob("*.bin"))
-    assert f"a.parquet ({source.stat().st_size:,} bytes)" in said
-    assert "tokenizer: bytes, vocabulary of 256" in said
-    assert f"{len(files)} files listed in meta.json; faults: 0" in said
-    assert "it begins: " in said
-    copied(prepared, tmp_path)
-    harm(tmp_path / "train_000003.bin")
-    (tmp_path / "train_000002.bin").unlink()
-    done = shell("python", "-m", "data.describe", tmp_path)
-    assert done.returncode == 1
-    faults = [line for line in done.stdout.splitlines() if "prepare the data again" in line]
-    assert len(faults) == 2
-    for name in ("train_000002.bin", "train_000003.bin"):
-        assert sum(name in line for line in faults) == 1
+@pytest.fixture(scope="session")
+def texts(documents) -> list[list[str]]:
+    """The documents of each of seven files; the third has none."""
+    short = documents[1:]  # without the one that would be nearly all of val
+    groups = [short[i::6] for i in range(6)]
+    return [*groups[:2], [], ["".join(groups[2])], *groups[3:]]
+
+
+@pytest.fixture(scope="session")
+def source(texts, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    for name, of_file in zip("abcdefg", texts, strict=True):
+        write_documents(folder / (f"{name}.parquet" if name in "acf" else f"{name}.jsonl"), of_file)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(source, tmp_path_factory) -> Path:
+    """Three parts of source, made undisturbed."""
+    out = tmp_path_factory.mktemp("whole")
+    for number in range(3):
+        made("--source", source, *PARTS, f"--part={number}/3", "--out", out)
+    return out
+
+
+def test_parts_are_every_third_file_and_the_first_begins_with_val(whole, texts):
+    for number in range(3):
+        of_part = [read_tokens(path) for path in sorted(whole.glob(f"*_{number:06}_*.bin"), key=lambda p: p.stem[-6:])]
+        expected = as_bytes([*itertools.chain(*texts[number::3])])
+        assert np.concatenate(of_part).astype(np.uint8).tobytes() == expected
+    files = read_record(whole)["files"]
+    assert set(files) == {path.name for path in whole.glob("*.bin")}
+    assert sum(entry["documents"] for entry in files.values()) == sum(bool(t) for of_file in texts for t in of_file)
+    splits = [Split(whole, split, 64, 256) for split in ("train", "val")]
+    assert Verification(whole, splits).state.startswith("checksums verified")
+    assert splits[1].tokens == 50_000
+
+
+def test_any_order_makes_the_same_bytes_and_tokens_can_be_raised_later(tmp_path, source, whole):
+    for tokens_, order in (("--tokens=120_001", "201"), ("--tokens=1e9", "120")):
+        for number in order:
+            made("--source", source, *PARTS, tokens_, f"--part={number}/3", "--out", tmp_path)
+        if order == "201":
+            made_of_each = [entry["tokens"] for entry in read_record(tmp_path)["files"].values()]
+            assert sum(made_of_each) == 50_000 + 3 * 40_001
+    assert contents(tmp_path) == contents(whole)
+
+
+def test_what_is_missing_or_harmed_is_made_by_its_part_and_nobody_elses(tmp_path, script: Script, source, whole):
+    prepare = (PREPARE, "--source", source, *PARTS, "--out", tmp_path)
+    assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
+    with lock.if_free(tmp_path / "parts", ".000001") as is_free:  # as another process holds it
+        assert is_free
+        fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
+    assert script(*prepare, "--part=1/3").code == 0
+    (tmp_path / "train_000001_000000.bin").write_bytes(b"harmed")
+    (tmp_path / "train_000001_000000.bin.1-a.tmp").touch()  # left by a kill
+    assert "--part=1/3" in script(*prepare, "--part=2/3").out
+    assert not (tmp_path / "meta.json").exists()
+    assert script(*prepare, "--part=1/3").code == 0
+    assert contents(tmp_path) == contents(whole)
+
+
+def test_other_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_path, script: Script, texts):
+    for i in range(2):
+        write_documents(tmp_path / "in" / f"{i}.jsonl", texts[i][:50])
+    out = ("--out", tmp_path / "out")
+    parts = (PREPARE, "--tokenizer=bytes", "--source", tmp_path / "in", "--val_tokens=1e4")
+    assert script(*parts, *out, "--shard_tokens=1e4", "--part=0/2").code == 0
+    before = contents(tmp_path / "out")
+    for option, *named in (
+        ("--shard_tokens=2e4", "--part=1/2", "shard_tokens", 10000, 20000),
+        ("--text_column=id", "--part=1/2", "text_column", "id"),
+        ("--shard_tokens=1e4", "--part=1/3", "parts 2"),
+    ):
+        fails(script(*parts, *out, option, named[0]), *named[1:], "--out")
+    fails(script(*parts, *out, "--shard_tokens=1e4"), "parts 2", "--out")
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "out" / "parts" / "000000.json").write_text('{"file": "0.jsonl", "job": "", "files": {}}')
+    fails(script(*parts, *out, "--shard_tokens=1e4", "--part=1/2"), "000000.json", "--out")  # of an older version
+
+
+@needs_kill
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [["0/1"], ["0/3", "1/3", "2/3"]], ids=["whole", "parts"])
+def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, source, parts):
+    options = ("--tokenizer=bytes", "--shard_tokens=20_000", "--val_tokens=50_000", "--source", source)
+    commands = [(*options, *([f"--part={part}"] if len(parts) > 1 else [])) for part in parts]
+    for command in commands:
+        made(*command, "--out", tmp_path / "whole")
+    n_shards = len(list((tmp_path / "whole").glob("*.bin")))
+    out = tmp_path / "killed"
+    draw = random.Random(os.getpid())
+    killed = 0
+    for kill in (True, True, True, False):
+        records = [json.loads(path.read_text()) for path in out.rglob("*.json")]
+        finished = {name for record in records for name in record.get("files", ())}
+        before = {name: (out / name).stat().st_mtime_ns for name in finished}
+        workers = [started(*command, "--out", out) for command in commands]
+        until = len(before) + draw.randint(0, n_shards // 4)  # shards, when they are killed
+        while kill and len(list(out.glob("*.bin"))) < until and any(worker.is_alive() for worker in workers):
+            time.sleep(0.001)
+        for worker in workers if kill else []:
+            time.sleep(draw.random() * 0.002)
+            worker.kill()
+        for worker in workers:
+            worker.join()
+            assert worker.exitcode == 0 or (kill and worker.exitcode == -signal.SIGKILL)
+            killed += worker.exitcode != 0
+        assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert killed > 0  # on a fast machine some end before they are killed
+    assert contents(out) == contents(tmp_path / "whole")

@@ -45,8 +45,9 @@ from bench import compare, report
 from bench.analysis import page
 from bench.analysis.logs import GIVEN, read_run
 from configurator import build, configure
+from data.meta_files import write_meta
 from data.splits import Split
-from data.token_files import read_meta, write_dataset, write_meta, write_tokens
+from data.token_files import read_meta, write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
 from data.verify import Verification
 from deskgpt.checkpoint import store

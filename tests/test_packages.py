@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import tomllib
@@ -53,15 +52,14 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(wi
     ("package", "command"),
     [
         ("tiktoken", "data/text/prepare.py README.md --tokenizer gpt2 --name"),
-        ("fsspec", "data/fineweb_edu/prepare.py --source {} --tokenizer bytes --out"),
-        ("zstandard", "data/fineweb_edu/prepare.py --source {}.zst --tokenizer bytes --out"),
+        ("tokenizers", "data/text/prepare.py README.md --tokenizer bpe --vocab_size 300 --name"),
+        ("pyarrow", "data/fineweb_edu/prepare.py --source {} --tokenizer bytes --out"),
         ("lm_eval", "bench/evaluate.py --device=cpu --tasks=hellaswag --out_dir"),
     ],
 )
 def test_feature_names_its_missing_package(without, chars, tmp_path, package, command):
-    for name in ("a.jsonl", "a.jsonl.zst"):
-        (tmp_path / name).write_text(json.dumps({"text": "words " * 1000}) + "\n")
-    words = [word.format(tmp_path / "a.jsonl", data=chars) for word in command.split()]
+    (tmp_path / "a.txt").write_bytes(b"\x28\xb5\x2f\xfd")  # packed with zstd
+    words = [word.format(tmp_path / "a.txt", data=chars) for word in command.split()]
     if words[-1] == "--out_dir" and words[0] in ("train.py", "bench/evaluate.py"):
         words[-1] += f"={tmp_path / 'out'}"
     else:

@@ -1,22 +1,48 @@
+"""Tokenizers: what they make of text, and of text that is meant to break them; a vocabulary of one's own."""
+
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 import pytest
-from conftest import needs_bpe
+from conftest import TINY, assert_refused, flags, needs_bpe
+from fineweb import contents, fails
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tokenizer import CharTokenizer, from_meta, padded_vocab_size, pieces, valid_unicode
+from data import bpe
+from data.text.prepare import prepare
+from data.token_files import read_meta, read_tokens
+from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, padded_vocab_size, pieces, valid_unicode
+from deskgpt.checkpoint import store
 
-texts = st.text(st.characters(exclude_categories=["Cs"]))
+SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
+SMALL = bpe.train([SOME], 320)
+unicode = st.text() | st.text(st.sampled_from("the qu'll\t\n 1é日\u0301\u2003🧀\x00ſ"))
 
 
-@given(texts.filter(bool))
-def test_characters_come_back(text):
-    tokenizer = from_meta(CharTokenizer.of(text).meta())
+@pytest.fixture(params=["bytes", "bpe", pytest.param("gpt2", marks=needs_bpe)], scope="module")
+def known(request: pytest.FixtureRequest) -> tuple[Tokenizer, np.ndarray]:
+    """A tokenizer and the lengths of its tokens."""
+    tokenizer = from_meta(SMALL.meta() if request.param == "bpe" else {"name": request.param})
+    return tokenizer, tokenizer.token_bytes()
+
+
+def check_text_comes_back(tokenizer: Tokenizer, lengths: np.ndarray, text: str) -> None:
     ids = tokenizer.encode(text)
-    assert ids.max() < tokenizer.vocab_size == len(set(text))
+    assert ids.dtype == np.uint16
+    assert not len(ids) or ids.max() < tokenizer.vocab_size
+    assert tokenizer.end_of_text not in ids
     assert tokenizer.decode_bytes(ids.tolist()).decode() == text
+    assert lengths[ids].sum() == len(text.encode())
+
+
+@given(text=unicode)
+def test_any_text_comes_back_and_its_bytes_are_counted(known, text):
+    check_text_comes_back(*known, text)
+    characters = from_meta(CharTokenizer.of(text + "x").meta())
+    check_text_comes_back(characters, characters.token_bytes(), text)
 
 
 @needs_bpe
@@ -29,57 +55,15 @@ def test_encoding_in_pieces_equals_encoding_the_whole(text, size):
     assert joined == tokenizer.encode(text).tolist()
 
 
-@needs_bpe
-def test_special_tokens_are_spelt_out_in_data_and_meant_in_prompts():
-    tokenizer = from_meta({"name": "gpt2"})
-    assert tokenizer.encode_prompt("<|endoftext|>").tolist() == [50256]
-    assert 50256 not in tokenizer.encode("<|endoftext|>")
-
-
-HARD = ["a" * 30_000, " " * 5000 + "x", "\n" * 3000, "\t \n\r\n x", "don't I'LL we'd 'S 'ſ", "<|endoftext|>", "\0\x01"]
-HARD += [
-    "١٢٣ 4567 Ⅷ ½",
-    "日本語の文章。",
-    "ไทย",
-    "हिन्दी",
-    "العربية",
-    "e\u0301\u0301",
-    "👩‍👩‍👧🏽 🧀",
-    "\u200b\ufeff\u2028\u3000x",
-]
-HARD += ["https://example.org/?a=1&b=%20", "x = {'a': [1, 2]}  # \u00a0", "\U00010000\U0010ffff", "ǅ\u1c80\u0870"]
-
-
-def check_against_tiktoken(many: list[str]) -> None:
-    import tiktoken
-
-    ours = from_meta({"name": "gpt2"}).encode_batch(many)
-    assert [ids.tolist() for ids in ours] == [tiktoken.get_encoding("gpt2").encode_ordinary(text) for text in many]
-    assert all(ids.dtype == np.uint16 for ids in ours)
-
-
-@needs_bpe
-@given(st.lists(texts, max_size=8))
-def test_many_texts_at_once_are_tiktokens_ids(many):
-    check_against_tiktoken(many)
-
-
-@needs_bpe
-def test_difficult_texts_are_tiktokens_ids(text):
-    check_against_tiktoken(HARD)
-    check_against_tiktoken([a[-40:] + b[:40] for a in HARD for b in HARD])
-    check_against_tiktoken([text])
+@pytest.mark.parametrize("meta", [{}, {"name": "char"}, {"name": "char", "chars": ""}, {"name": 3}, {"name": "nope"}])
+def test_description_of_nothing_is_refused(meta):
+    with pytest.raises(ValueError, match="describes no tokenizer|'nope'"):
+        from_meta(meta)
 
 
 def test_unknown_characters_are_named():
     with pytest.raises(ValueError, match="'x', 'é'.*'abc'"):
         CharTokenizer("abc").encode("aéxb")
-
-
-@pytest.mark.parametrize("meta", [{}, {"name": "char"}, {"name": "char", "chars": ""}, {"name": 3}])
-def test_description_of_nothing_is_refused(meta):
-    with pytest.raises(ValueError, match="describes no tokenizer"):
-        from_meta(meta)
 
 
 @given(st.text())
@@ -89,14 +73,87 @@ def test_halves_of_surrogate_pairs_become_the_replacement_character_and_other_te
     assert valid_unicode(halves) == (f"{text}\ufffd{text}\ufffd" if text else "\U0001f600")
 
 
-@needs_bpe
-def test_encodings_that_do_not_exist_or_do_not_fit_are_named():
-    with pytest.raises(ValueError, match="'nope'"):
-        from_meta({"name": "nope"})
-
-
 def test_only_bpe_vocabularies_are_padded():
     assert padded_vocab_size({"name": "gpt2"}, 50257) == 50304
-    assert padded_vocab_size({"name": "char", "chars": "abc"}, 65) == 65
-    assert padded_vocab_size({"name": "bytes"}, 256) == 256
-    assert padded_vocab_size({}, 65) == 65
+    for meta in ({"name": "char", "chars": "abc"}, {"name": "bytes"}, {}):
+        assert padded_vocab_size(meta, 65) == 65
+
+
+# ---- a vocabulary of one's own -------------------------------------------------------------------------------
+
+
+def test_ids_are_bytes_then_merges_then_the_end_of_text():
+    tokenizer = of_merges("Ġ t\nh e\nĠt he")
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.end_of_text == 259
+    assert tokenizer.encode("the the\xff").tolist() == [116, 257, 258, 0xC3, 0xBF]
+    assert tokenizer.encode_prompt("he<|endoftext|>").tolist() == [257, 259]
+    assert 259 not in tokenizer.encode("<|endoftext|>")
+    assert tokenizer.token_bytes().tolist() == [1] * 256 + [2, 2, 4, 0]
+
+
+def test_words_without_end_are_cut_for_training():
+    text = "ACGT" * 1000 + " and more"
+    cut = "".join(bpe.sample(text))
+    assert cut.replace("\n", "") == text
+    assert max(map(len, cut.split())) == bpe.LONGEST_WORD
+    assert bpe.train([cut], 264).vocab_size == 264
+
+
+def test_tokenizer_is_trained_on_the_train_part_only(tmp_path, text):
+    train = text[:9000]
+    for name, val in (("a", text[9000:10_000]), ("b", "Zyzzyva! " * 111 + "q"), ("c", text[9000:10_000])):
+        prepare((train + val)[:10_000], tmp_path / name, "bpe", "a text", 500)
+    made = {name: read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "abc"}
+    assert made["a"] == made["b"] == bpe.train([train], 500).meta()["merges"]
+    assert contents(tmp_path / "a") == contents(tmp_path / "c")
+    prepare(f"{train[:-900]}{'Zyzzyva! ' * 100}{text[9000:10_000]}", tmp_path / "d", "bpe", "a text", 500)
+    assert made["a"] != read_meta(tmp_path / "d")["tokenizer"]["merges"]
+
+
+@pytest.mark.slow
+def test_own_text_is_prepared_trained_on_and_sampled_from_where_neither_data_nor_package_is(
+    tmp_path, script, text, monkeypatch
+):
+    (tmp_path / "novel.txt").write_text(text[:60_000] + " 🧀 Käse", encoding="utf-8")
+    command = ("data/text/prepare.py", tmp_path / "novel.txt", "--name", tmp_path / "own", "--tokenizer=bpe")
+    done = script(*command, "--vocab_size=600")
+    assert (done.code, done.err) == (0, "")
+    assert "own: tokenizer bpe, vocab_size 600" in done.out
+    assert "already prepared" in script(*command, "--vocab_size=600").out
+    tokenizer = from_meta(read_meta(tmp_path / "own")["tokenizer"])
+    ids = np.concatenate([read_tokens(tmp_path / "own" / f"{split}.bin") for split in ("train", "val")])
+    assert tokenizer.decode_bytes(ids.tolist()).decode() == text[:60_000] + " 🧀 Käse"
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
+    done = script("train.py", *flags(**TINY, dataset=tmp_path / "own", out_dir=tmp_path / "out"))
+    assert done.code == 0, done.err
+    log = (tmp_path / "out" / "log.jsonl").read_text()
+    assert '"tokenizer": "bpe"' in log
+    assert "merges" not in log
+    saved = store.load(tmp_path / "out")
+    assert saved.tokenizer == tokenizer.meta()
+    assert saved.model_args["vocab_size"] == 640
+    (tmp_path / "own").rename(tmp_path / "elsewhere")
+    sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=20")
+    done = script(*sample, "--start=Käse 🧀 <|endoftext|>")
+    assert done.code == 0, done.err
+    assert done.out.startswith("Käse 🧀 <|endoftext|>")
+
+
+def test_faults_of_the_options_end_in_one_line_and_write_nothing(tmp_path, script, monkeypatch):
+    (tmp_path / "a.txt").write_text("the quick brown fox\n" * 50)
+    command = ("data/text/prepare.py", tmp_path / "a.txt", "--name", tmp_path / "own")
+
+    for options, *named in (
+        (["--tokenizer=bpe", "--vocab_size=0"], "=0", 257),
+        (["--tokenizer=bpe", "--vocab_size=256"], 256, 257),
+        (["--tokenizer=bpe", "--vocab_size=65537"], 65537, "65,536"),
+        (["--tokenizer=bpe"], "4,096", "--vocab_size=272"),
+        (["--tokenizer=bpe", "--vocab_size=260"], "pip install tokenizers"),
+    ):
+        if named == ["pip install tokenizers"]:
+            monkeypatch.setitem(sys.modules, "tokenizers", None)
+        fails(script(*command, *options), *named)
+    assert_refused(script(*command, "--vocab_size=300"), "--vocab_size", "--tokenizer char", "leave it out")
+    assert not (tmp_path / "own").exists()

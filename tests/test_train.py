@@ -318,10 +318,10 @@ def test_importing_the_scripts_does_nothing():
     code = "import os, torch; before = dict(os.environ);"
     code += "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
     code += "import export, data.chat.prepare, data.text.prepare, bench.report, bench.evaluate;"
-    code += "import data.loader, data.documents, data.shards, data.describe, data.fineweb_edu.prepare;"
+    code += "import data.loader, data.documents, data.shards, data.fineweb_edu.prepare;"
     code += "names = {m.name for m in pkgutil.walk_packages(deskgpt.__path__, 'deskgpt.')};"
     code += "[__import__(name) for name in names - {'deskgpt.export.modeling_deskgpt'}];"  # transformers'
-    slow = ["wandb", "datasets", "tiktoken", "fastokens", "transformers", "safetensors", "torch._dynamo"]
+    slow = ["wandb", "datasets", "tiktoken", "transformers", "safetensors", "torch._dynamo"]
     slow += ["tokenizers", "lm_eval"]
     code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"
     code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"

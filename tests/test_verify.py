@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -12,11 +11,11 @@ import pytest
 from conftest import assert_one_line
 
 import data.verify
+from data.meta_files import write_meta
 from data.splits import Split
-from data.token_files import Shard, assumptions, write_dataset, write_meta, write_tokens
+from data.token_files import Shard, assumptions, write_dataset, write_tokens
 from data.tokenizer import BytesTokenizer
-from data.verify import CHECKED, Verification
-from deskgpt.system import cache
+from data.verify import Verification
 
 
 def dataset(folder: Path) -> Path:
@@ -33,8 +32,7 @@ def splits_of(folder: Path) -> list[Split]:
 def verified(folder: Path) -> str:
     """The state after all was verified. Raises what training would end with."""
     verification = Verification(folder, splits_of(folder))
-    if verification._thread is not None:
-        verification._thread.join()
+    verification._thread.join()
     verification.check()
     said: list[str] = []
     verification.close(said.append)
@@ -55,44 +53,9 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
     assert_one_line(str(e.value), tmp_path / "val.bin")
     if not at_once:  # found too late for another step
         verification = Verification(tmp_path, splits_of(tmp_path))
-        assert verification._thread is not None
         verification._thread.join()
         with pytest.raises(ValueError, match=r"val\.bin"):
             verification.close(print)
-
-
-def test_what_was_verified_is_not_read_again_until_it_changes(tmp_path, monkeypatch):
-    dataset(tmp_path)
-    assert verified(tmp_path) == "checksums verified"
-    assert not (tmp_path / CHECKED).exists()  # it was written a moment ago, and may be again at the same instant
-    monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
-    assert verified(tmp_path) == "checksums verified"
-    assert cache.read_file(tmp_path / CHECKED).keys() == {"train.bin", "val.bin"}
-    with monkeypatch.context() as patch:
-        patch.setattr(Shard, "sha256", None)
-        assert verified(tmp_path) == "checksums verified before"
-
-    # Other bytes with the size and the time of before: the system knows better.
-    status = (tmp_path / "train.bin").stat()
-    ids = np.fromfile(tmp_path / "train.bin", "<u2")
-    time.sleep(0.05)
-    ids[::-1].tofile(tmp_path / "train.bin")
-    os.utime(tmp_path / "train.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(ValueError, match=r"train\.bin"):
-        verified(tmp_path)
-    ids.tofile(tmp_path / "train.bin")
-    assert verified(tmp_path) == "checksums verified"
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"train.bin": 3}', "[" * 100_000, None])
-def test_memory_of_what_was_verified_that_is_damaged_or_cannot_be_written_is_no_error(tmp_path, content, monkeypatch):
-    dataset(tmp_path)
-    monkeypatch.setattr(data.verify, "RECENT_S", -1.0)
-    if content is None:
-        (tmp_path / CHECKED).mkdir()  # even root cannot write it
-    else:
-        (tmp_path / CHECKED).write_text(content)
-    assert verified(tmp_path) == "checksums verified"
 
 
 def test_folders_without_a_list_and_files_outside_of_it_are_said(tmp_path):
@@ -123,4 +86,3 @@ def test_closing_stops_a_verification_that_has_not_ended(tmp_path, monkeypatch):
     said: list[str] = []
     verification.close(said.append)
     assert_one_line(*said, "before the checksums")
-    assert not (tmp_path / CHECKED).exists()

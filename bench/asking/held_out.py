@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.token_files import open_masks, open_shards, read_meta, read_record, read_tokens, write_meta, write_tokens
+from data.meta_files import read_record, write_meta
+from data.token_files import open_masks, open_shards, read_meta, read_tokens, write_tokens
 from deskgpt.system.files import file_sha256, new_folder
 
 PARTS = 10  # of the training tokens, of which one is set aside

@@ -23,7 +23,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +32,12 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
-from data.text.prepare import output_folder
+from data.text.prepare import DATA, add_folder
 from data.text_files import expanded, read_text
-from data.token_files import Masks, is_prepared, write_dataset
+from data.token_files import Masks, is_prepared, named_tokenizer, write_dataset
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import file_sha256, sha256
+from deskgpt.system.files import sha256
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
@@ -48,28 +47,25 @@ BLOCK_SIZE = 1024
 
 
 def main(args: argparse.Namespace) -> None:
-    folder = output_folder(args)
-    if args.block_size is not None and args.block_size < 1:
-        raise ValueError(f"--block_size={args.block_size} must be at least 1")
     tokenizer, block_size = tokenizer_and_window(args)
-    prepare(expanded(args.files or [EXAMPLE]), folder, tokenizer, block_size)
+    if block_size < 1:
+        raise ValueError(f"--block_size={block_size} must be at least 1")
+    prepare(expanded(args.files or [EXAMPLE]), args.out, tokenizer, block_size)
 
 
 def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
     """What the command line asks for: with --like, both are those of a checkpoint. Raises ValueError."""
-    meta = {"name": args.tokenizer or TOKENIZER}
-    block_size = BLOCK_SIZE
-    if args.like:
-        from deskgpt.checkpoint import store  # imports torch, which takes seconds
+    block_size = BLOCK_SIZE if args.block_size is None else args.block_size
+    if not args.like:
+        return from_meta(named_tokenizer(args.tokenizer or TOKENIZER)), block_size
+    from deskgpt.checkpoint import store  # imports torch, which takes seconds
 
-        saved = store.load(args.like)
-        if not saved.tokenizer:
-            raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
-        meta = saved.tokenizer
+    saved = store.load(args.like)
+    if not saved.tokenizer:
+        raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
+    if args.block_size is None:
         block_size = saved.model_args.get("block_size", BLOCK_SIZE)
-    elif meta["name"] in ("char", "bpe"):
-        raise ValueError(f"--tokenizer={meta['name']}: take bytes, gpt2, or --like=CHECKPOINT for that of a model")
-    return from_meta(meta), args.block_size or block_size
+    return from_meta(saved.tokenizer), block_size
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
@@ -107,10 +103,7 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
 
 def source_of(paths: list[Path], tokenizer: Tokenizer, block_size: int) -> str:
     """The description in meta.json by which the same data is recognised. Raises OSError."""
-    try:
-        checksums = [file_sha256(path) for path in paths]
-    except OSError as e:
-        raise OSError(f"cannot read {e.filename}: {e.strerror}; is its name right?") from None
+    checksums = [sha256(read_text(path).encode("utf-8", "surrogatepass")) for path in paths]
     names = ", ".join(path.name for path in paths[:NAMED_FILES])
     made_by = [*checksums, tokenizer.meta(), tokenizer.end_of_text]
     return f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
@@ -135,28 +128,34 @@ def read_dialogues(path: Path) -> Iterator[list[Message]]:
     """
     text = read_text(path)
     found = False
-    for place, content in dialogues_of_array(text) or enumerate(text.split("\n"), 1):
+    for place, content in dialogues_of_array(path, text) or enumerate(text.split("\n"), 1):
         try:
             if isinstance(content, str):
                 if not content.strip():
                     continue
                 content = json.loads(content)
             messages = as_messages(content)
-        except (ValueError, RecursionError) as e:  # also if it is not JSON
-            raise ValueError(f"{path}, {'line ' * isinstance(place, int)}{place}: {e}") from None
+        except (ValueError, RecursionError) as e:
+            reason = f"it is not JSON ({e.msg})" if isinstance(e, json.JSONDecodeError) else e
+            raise ValueError(f"{path}, {'line ' * isinstance(place, int)}{place}: {reason}") from None
         found = True
         yield messages
     if not found:
         raise ValueError(f"{path} holds no dialogues; it needs one JSON object a line, or an array of them")
 
 
-def dialogues_of_array(text: str) -> list[tuple[str, Any]]:
+def dialogues_of_array(path: Path, text: str) -> list[tuple[str, Any]]:
     """(which one, value) of each dialogue in a text that is one JSON array; [] if it is something else."""
-    with suppress(ValueError, RecursionError):
+    try:
         array = json.loads(text) if text.lstrip().startswith("[") else []
-        is_one = all(isinstance(entry, dict) and "role" in entry for entry in array)  # a bare list of messages
-        return [] if is_one else [(f"dialogue {n}", entry) for n, entry in enumerate(array, 1)]
-    return []
+    except RecursionError:
+        return []
+    except json.JSONDecodeError as e:
+        if e.lineno == 1 or e.msg == "Extra data":  # bare lists, one a line
+            return []
+        raise ValueError(f"{path}, line {e.lineno}: {e.msg}") from None
+    is_one = all(isinstance(entry, dict) and {"role", "from"} & entry.keys() for entry in array)  # of messages
+    return [] if is_one else [(f"dialogue {n}", entry) for n, entry in enumerate(array, 1)]
 
 
 # ---- packing -------------------------------------------------------------------------------------------------
@@ -175,26 +174,18 @@ def pack(lengths: list[int], block_size: int) -> Layout:
     """
     starts = [0] * len(lengths)
     windows = 0
-    free_from: dict[int, list[int]] = {}  # by the room left in a window: the place where it begins
-    rooms: list[int] = []  # the keys, in ascending order
+    rooms: list[tuple[int, int]] = []  # (tokens left in a window, the place where they begin), in ascending order
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         n = lengths[i]
-        at = bisect.bisect_left(rooms, n)
+        at = bisect.bisect_left(rooms, (n, 0))
         if at < len(rooms):
-            room = rooms[at]
-            starts[i] = free_from[room].pop()
-            if not free_from[room]:
-                del free_from[room]
-                del rooms[at]
-            room -= n
+            room, starts[i] = rooms.pop(at)
         else:
             starts[i] = windows * block_size
-            windows += math.ceil(n / block_size)
-            room = -n % block_size
-        if room:
-            if room not in free_from:
-                bisect.insort(rooms, room)
-            free_from.setdefault(room, []).append(starts[i] + n)
+            room = math.ceil(n / block_size) * block_size
+            windows += room // block_size
+        if room > n:
+            bisect.insort(rooms, (room - n, starts[i] + n))
     return Layout(starts, windows)
 
 
@@ -217,12 +208,11 @@ def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -
 def arguments() -> argparse.Namespace:
     parser = OneLineParser(str(__doc__))
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help=f"dialogues (default: {EXAMPLE.name})")
-    to = parser.add_mutually_exclusive_group()
-    to.add_argument("--name", default="chat", help="folder below data/, or a path; later the value of --dataset (chat)")
-    to.add_argument("--out", type=Path, metavar="FOLDER", help="any folder, instead of --name")
+    add_folder(parser, DATA / "chat")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--like", metavar="CHECKPOINT", help="tokenizer and window of a checkpoint, to finetune that one")
-    one.add_argument("--tokenizer", help=f"bytes, gpt2 or another tiktoken encoding ({TOKENIZER})")
+    about = f"bytes, gpt2 or another tiktoken encoding, or the path of a prepared folder ({TOKENIZER})"
+    one.add_argument("--tokenizer", "--encoding", help=about)
     parser.add_argument("--block_size", type=int, help=f"tokens of a window; also that of training ({BLOCK_SIZE})")
     return parser.parse_args()
 

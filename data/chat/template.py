@@ -24,7 +24,11 @@ import numpy.typing as npt
 from data.tokenizer import END_OF_TEXT, Ids, Tokenizer, valid_unicode
 
 ROLES = ("system", "user", "assistant")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}  # of roles
+# Keys of a question and its answer alone, as Alpaca, Dolly and OpenAI's first format have them.
+ASKED = ("instruction", "prompt", "question")
+GIVEN = ("input", "context")  # what the question is about
+ANSWERED = ("output", "response", "completion", "answer")
 NAME = "deskgpt-chat-1"  # as meta.json and checkpoints record it: another number for another template
 HEADERS = {role: f"{role.capitalize()}:\n" for role in ROLES}
 # A model that has learned too little may write the next turn by itself, without an end_of_text before it.
@@ -75,11 +79,11 @@ class Template:
 
     def encode(self, messages: list[Message]) -> Encoded:
         """A whole dialogue."""
-        contents = self.tokenizer.encode_batch([message.content for message in messages])
         ids = [self._end]
         counts = [np.zeros(1, np.uint8)]
-        for message, content in zip(messages, contents, strict=True):
+        for message in messages:
             header = self._headers[message.role]
+            content = self.tokenizer.encode(message.content)
             ids += [header, content, self._end]
             is_learned = message.role == "assistant" and message.learned
             counts.append(np.zeros(len(header), np.uint8))
@@ -94,16 +98,12 @@ class Template:
 def as_messages(value: Any) -> list[Message]:
     """The messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or the bare list.
 
-    ShareGPT's keys (conversations, from, value) and Alpaca's (instruction, input, output) are read too. Raises
+    ShareGPT's keys (conversations, from, value) and those of a question and its answer alone are read too. Raises
     ValueError, whose message says in a few words what is wrong.
     """
-    if isinstance(value, dict) and {"instruction", "output"} <= value.keys():
-        asked = "\n\n".join(str(value[key]) for key in ("instruction", "input") if value.get(key))
-        value = [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
     if isinstance(value, dict):
-        if not {"messages", "conversations"} & value.keys():
-            raise ValueError('it has neither "messages" nor "conversations"')
-        value = value.get("messages", value.get("conversations"))
+        found = [value[key] for key in ("messages", "conversations", "conversation") if key in value]
+        value = found[0] if found else question_and_answer(value)
     if not isinstance(value, list):
         raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
@@ -112,20 +112,29 @@ def as_messages(value: Any) -> list[Message]:
     return messages
 
 
+def question_and_answer(value: dict[str, Any]) -> list[Any]:
+    asked = [value[key] for keys in (ASKED, GIVEN) for key in keys if value.get(key)]
+    answered = [value[key] for key in ANSWERED if key in value]
+    if not asked or len(answered) != 1 or not all(isinstance(text, str) for text in asked):
+        raise ValueError('it has neither "messages" nor "conversations", nor one question and one answer')
+    return [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": answered[0]}]
+
+
 def as_message(value: Any, n: int) -> Message:
     """The message number n. Raises ValueError as as_messages."""
     if isinstance(value, dict) and "from" in value:
-        value = value | {"role": SHAREGPT_ROLES.get(str(value["from"]), value["from"]), "content": value.get("value")}
+        value = value | {"role": value["from"], "content": value.get("value")}
     content = value.get("content") if isinstance(value, dict) else None
-    if isinstance(content, list):  # OpenAI's parts
-        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [text for text in parts if isinstance(text, str)]
+    if isinstance(content, list):  # OpenAI's parts, of type text, input_text or output_text
+        parts = [part for part in content if isinstance(part, dict) and str(part.get("type")).endswith("text")]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
         content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str) or not isinstance(value.get("role"), str):
         raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content, which are text")
-    if value["role"] not in ROLES:
-        raise ValueError(f"message {n} has the role {value['role'][:40]!r}, which is not one of {', '.join(ROLES)}")
+    role = OTHER_NAMES.get(value["role"], value["role"])
+    if role not in ROLES:
+        raise ValueError(f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}")
     weight = value.get("weight", 1)
     if weight not in (0, 1, None):
         raise ValueError(f"message {n} has weight={reprlib.repr(weight)}; it can be 0 (not learned) or 1")
-    return Message(value["role"], valid_unicode(content), weight != 0)
+    return Message(role, valid_unicode(content), weight != 0)

@@ -2,29 +2,24 @@
 
     python data/fineweb_edu/prepare.py                                  # sample-10BT: 10B tokens, 20 GB
     python data/fineweb_edu/prepare.py --tokens 3e9                     # the first 3B of them
-    python data/fineweb_edu/prepare.py --pretokenized --tokens 1e9      # token files that somebody made: minutes
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
-    python data/fineweb_edu/prepare.py --tokenizer bpe --vocab_size 16384 --out data/own_vocabulary
+    python data/fineweb_edu/prepare.py --tokenizer data/novel --out data/own_vocabulary
     python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
-    python data/fineweb_edu/prepare.py --merge --out /scratch/mine       # once all of them are made
 
 Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 bytes of header, uint16 token ids) and
 meta.json, which lists them. Every document begins with <|endoftext|>; a document may go on in the next shard.
 If it is stopped, at any point, the same command goes on after the last finished shard.
 
 With --part, each part of the source files has shards of its own, train_<part>_<shard>.bin, and a record of them,
-parts/<part>.json; the beginning of the first part is val. --merge lists all of them in meta.json.
+parts/<part>.json; the beginning of the first part is val. The part that is finished last lists them all in meta.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
-import itertools
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -32,32 +27,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data import bpe
-from data.documents import Source, local_source, retried
-from data.meta_files import CHECKSUM, from_json
-from data.shards import Entry, is_complete, is_there, plan, write_shards
-from data.token_files import damaged, locked, named_tokenizer, read_description, read_record, read_tokens, write_meta
+from data.documents import Source, first_line, local_source
+from data.meta_files import CHECKSUM, read_record, write_meta
+from data.shards import Entry, is_complete, plan, write_shards
+from data.text.prepare import add_folder
+from data.token_files import damaged, locked, named_tokenizer
 from data.tokenizer import Tokenizer, from_meta, short_name
-from deskgpt.system.errors import ConfigError, one_line_errors
-from deskgpt.system.files import file_sha256
+from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
-READY_REPO = "kjj0/finewebedu10B-gpt2"  # finewebedu_val_000000.bin and 99 files of train, the last one shorter
-READY_SHARD = 100_000_000  # tokens
-READY_TOKENS = 9_953_989_344
 BYTES_PER_TOKEN = 4  # of text, with GPT-2's and similar tokenizers, about
-# A vocabulary is trained on what comes after this many bytes of text for each token of val. Tokens of ordinary text
-# have four to five bytes, so none of it is val's.
-BYTES_OF_VAL_TOKEN = 8
+WAIT_S = 60.0  # for another part that lists what is made, in a moment
 
 ENVIRONMENT = {
     "USE_TORCH": "0",  # `datasets` would import it without need
-    "RAYON_NUM_THREADS": "1",  # more threads inside fastokens bring nothing
     "HF_HUB_DISABLE_XET": "1",  # its network errors cannot be told from its other errors
 }
 
@@ -80,32 +66,32 @@ class Part(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.merge:
+    part: Part = args.part
+    if part.of == 1:
         with locked(args.out):
-            merge(args)
-    elif args.part:
-        with locked(args.out / "parts", f".{args.part.number:06}"):
-            make(args, args.part)
-        number, of = args.part
-        print(f"part {number}/{of} is made; once all are: the same command with --merge instead of --part")
-    else:
-        with locked(args.out):
-            make(args, Part())
+            finish(args.out, make(args, part))
+        return
+    with locked(args.out / "parts", f".{part.number:06}"):
+        make(args, part)
+    with locked(args.out, wait_s=WAIT_S):
+        merge(args.out, part.of, args.tokens)
 
 
 # ---- make ----------------------------------------------------------------------------------------------------
 
 
-def make(args: argparse.Namespace, part: Part) -> None:
-    """Makes what args ask for and args.out lacks, of this part. Raises ValueError, OSError."""
+def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
+    """Makes what args ask for and args.out lacks, of this part; returns its record. Raises ValueError, OSError."""
     folder = args.out
     for pattern in (f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*"):  # left by a start that was killed
         for path in folder.glob(pattern):
             path.unlink()
     records = earlier_records(folder)
     source = local_source(args.source, args.text_column) if args.source else None
-    tokenizer = None if args.tokenizer == "bpe" else named(args.tokenizer)  # None: to be trained
-    identity = identity_of(args, source, tokenizer, part.of, records)
+    tokenizer = from_meta(named_tokenizer(args.tokenizer))
+    if tokenizer.end_of_text is None:
+        raise ValueError(f"--tokenizer {args.tokenizer}: it has no token that documents could begin with; use another")
+    identity = identity_of(args, source, tokenizer, records)
     for record in records.values():
         check_identity(folder, record, identity)
     revision = next((record["revision"] for record in records.values()), None)
@@ -115,111 +101,91 @@ def make(args: argparse.Namespace, part: Part) -> None:
     bad = damaged(folder, meta["files"]) if complete else []
     if complete and not bad:
         print(f"{folder}: already prepared")
-    else:
-        for name in bad:
-            print(f"{name} is damaged (its checksum does not match) and is made again")
-        shards = shards_of(meta, part, args.tokens)
-        if args.pretokenized:
-            fetch_ready(folder, meta, shards, bad)
-        else:
-            source = source or hub_source(args, meta["revision"])
-            meta["revision"] = source.revision
-            tokenizer = tokenizer or own_tokenizer(folder, meta, source, args.num_proc)
-            mine = replace(source, files=source.files[part.number :: part.of])
-            write_shards(folder, meta, mine, tokenizer, shards, bad, args.num_proc, part.record)
-    if part.of == 1:
-        finish(folder, meta)
+        return meta
+    for name in bad:
+        print(f"{name} is damaged (its checksum does not match) and is made again")
+    source = source or hub_source(args, meta["revision"])
+    meta["revision"] = source.revision
+    mine = replace(source, files=source.files[part.number :: part.of])
+    shards = shards_of(meta, part, args.tokens)
+    write_shards(folder, meta, mine, tokenizer, shards, bad, args.num_proc, part.record)
+    return meta
 
 
 def earlier_records(folder: Path) -> dict[str, dict[str, Any]]:
     """What earlier starts recorded of the whole and of parts, by file. Raises ValueError if a record is damaged."""
+    names = [f"parts/{path.name}" for path in sorted((folder / "parts").glob("[0-9]*.json"))]
     try:
-        whole = read_record(folder)
-        paths = sorted((folder / "parts").glob("[0-9]*.json"))
-        parts = {f"parts/{path.name}": read_description(path, from_json) for path in paths}
+        records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
     except ValueError as e:
         raise ValueError(f"{e}: choose another --out, or delete the folder") from None
-    return parts | ({"meta.json": whole} if whole else {})
+    return {name: record for name, record in records.items() if record}
 
 
 def identity_of(
-    args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer | None, parts: int, records: dict[str, Any]
+    args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer, records: dict[str, Any]
 ) -> dict[str, Any]:
     """The part of meta.json that must be the same in each start on a folder."""
-    shard_tokens = READY_SHARD if args.pretokenized else args.shard_tokens
     val_tokens = args.val_tokens or next((record["val_tokens"] for record in records.values()), None)
     if not val_tokens and source:  # a tenth at most: before a text is tokenized, only its size is known
         size = sum(os.path.getsize(file) for file in source.files)
         estimate = size // (1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN)
-        val_tokens = max(1, min(shard_tokens, estimate // 10))
-    name = source.name if source else READY_REPO if args.pretokenized else f"{REPO}, {args.subset}"
+        val_tokens = max(1, min(args.shard_tokens, estimate // 10))
     return {
-        "tokenizer": tokenizer.meta() if tokenizer else {"name": "bpe"},
-        "vocab_size": tokenizer.vocab_size if tokenizer else args.vocab_size,
-        "end_of_text": tokenizer.end_of_text if tokenizer else args.vocab_size - 1,
-        "source": name,
+        "tokenizer": tokenizer.meta(),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "source": source.name if source else f"{REPO}, {args.subset}",
         "text_column": args.text_column,
-        "shard_tokens": shard_tokens,
-        "val_tokens": val_tokens or shard_tokens,
-        "parts": parts,
+        "shard_tokens": args.shard_tokens,
+        "val_tokens": val_tokens or args.shard_tokens,
+        "parts": args.part.of,
     }
 
 
 def check_identity(folder: Path, record: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raises ValueError if the earlier start with this record was to make something else."""
-    for key, value in identity.items():
+    for key, wanted in identity.items():
         found = ({"parts": 1} | record).get(key)  # older versions do not say it of a single one
-        if key == "tokenizer":  # if it is yet to be trained, only its name is known
-            found = {name: record[key].get(name) for name in value}
-        if found != value:
-            was, wanted = (short_name(v) if isinstance(v, dict) else v for v in (found, value))
+        if found != wanted:
+            was, now = (short_name(value) if isinstance(value, dict) else value for value in (found, wanted))
             raise ValueError(
-                f"{folder} was prepared with {key} {was}, not {wanted}; choose another --out, or delete the folder"
+                f"{folder} was prepared with {key} {was}, not {now}; choose another --out, or delete the folder"
             )
 
 
 def shards_of(meta: dict[str, Any], part: Part, tokens: float) -> Iterator[tuple[str, int]]:
     """Names and sizes of a part's shards, with its share of the tokens for train; inf: all that there are."""
     share = math.ceil(tokens / part.of) if tokens < math.inf else tokens
-    if meta["source"] == READY_REPO:
-        share = min(share, READY_TOKENS - READY_SHARD)
     # Those of an earlier start with more --tokens are kept whole, too: training reads all that are listed.
     made = sum(entry["tokens"] for name, entry in meta["files"].items() if name.startswith("train"))
     return plan(0 if part.number else meta["val_tokens"], max(share, made), meta["shard_tokens"], part.prefix)
 
 
-def merge(args: argparse.Namespace) -> None:
-    """Writes the meta.json of a folder whose parts are all made. Raises ValueError if one is not."""
-    folder = args.out
-    records = {name: record for name, record in earlier_records(folder).items() if name != "meta.json"}
-    if not records:
-        raise ValueError(f"{folder} has no parts; make them: --part=0/N instead of --merge, --part=1/N ...")
-    first = next(iter(records.values()))
-    source = local_source(args.source, args.text_column) if args.source else None
-    identity = identity_of(args, source, named(args.tokenizer), first["parts"], records)
-    identity["revision"] = first["revision"]  # of the hub: the newest one when a part was begun
+def merge(folder: Path, parts: int, tokens: float) -> None:
+    """Lists the shards of all parts in the folder's meta.json, once all of them are made."""
+    records = earlier_records(folder)
+    records.pop("meta.json", None)
     entries: dict[str, Entry] = {}
     missing = []
-    for number in range(first["parts"]):
-        part = Part(number, first["parts"])
-        record = records.get(part.record)
-        if record is None:
-            missing.append(number)
-            continue
-        check_identity(folder, record, identity)
-        made = record["files"]  # none of a part whose files hold no text
-        if made and not is_complete(folder, shards_of(record, part, args.tokens), made):
-            missing.append(number)
-        for name, entry in made.items():
+    for part in (Part(number, parts) for number in range(parts)):
+        made = records.get(part.record, {}).get("files")  # empty for a part whose files hold no text
+        if made is None or (made and not is_complete(folder, shards_of(records[part.record], part, tokens), made)):
+            missing.append(f"{part.number}/{parts}")
+        for name, entry in (made or {}).items():
             entries[name] = {key: entry[key] for key in ("tokens", "documents", "sha256")}
+    settings, *of_others = (without(record, "files", CHECKSUM) for record in records.values())
+    for other in of_others:
+        check_identity(folder, other, settings)
     if missing:
-        raise ValueError(
-            f"{folder}: {len(missing)} of {first['parts']} parts are not made; the same command with "
-            f"--part={missing[0]}/{first['parts']} instead of --merge makes the first of them"
-        )
-    meta = {key: value for key, value in first.items() if key != CHECKSUM} | {"files": entries}
-    write_meta(folder, meta)
-    finish(folder, meta)
+        print(f"{folder}: {len(missing)} of {parts} parts are still to be made, --part={missing[0]} among them")
+        return
+    write_meta(folder, settings | {"files": entries})
+    finish(folder, settings | {"files": entries})
+
+
+def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
 
 
 def finish(folder: Path, meta: dict[str, Any]) -> None:
@@ -239,170 +205,71 @@ def finish(folder: Path, meta: dict[str, Any]) -> None:
     print(f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}")
 
 
-# ---- sources and tokenizers ----------------------------------------------------------------------------------
-
-
 def hub_source(args: argparse.Namespace, revision: str | None) -> Source:
     """The subset of FineWeb-Edu that args name, at its newest revision if none is given. Raises ValueError."""
-    from datasets import load_dataset_builder
     from huggingface_hub import HfApi
 
-    sha = revision or retried(lambda: HfApi().dataset_info(REPO).sha)
     try:
-        builder = retried(lambda: load_dataset_builder(REPO, name=args.subset, revision=sha))
-    except ValueError as e:
-        if "BuilderConfig" not in str(e):
-            raise
-        raise ValueError(f"--subset {args.subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}") from None
-    return Source(f"{REPO}, {args.subset}", list(builder.config.data_files["train"]), args.text_column, sha)
-
-
-def fetch_ready(folder: Path, meta: dict[str, Any], shards: Iterator[tuple[str, int]], bad: list[str]) -> None:
-    """Downloads the ready-made shards that folder lacks or that are bad, and updates meta.json after each.
-
-    Raises ValueError if the network keeps failing or a file arrives damaged.
-    """
-    from huggingface_hub import HfApi, hf_hub_download
-
-    info = retried(lambda: HfApi().dataset_info(READY_REPO, revision=meta["revision"], files_metadata=True))
-    meta["revision"] = info.sha
-    checksums = {file.rfilename: file.lfs.sha256 if file.lfs else None for file in info.siblings or []}
-    options: dict[str, Any] = {"repo_type": "dataset", "revision": info.sha, "local_dir": folder / ".download"}
-    for name, size in shards:
-        if is_there(folder / name, size, meta["files"].get(name, {})) and name not in bad:
-            continue
-        remote = f"finewebedu_{name}"
-        if remote not in checksums:
-            raise ValueError(f"{READY_REPO} has no {remote}; leave --pretokenized out, or ask for fewer --tokens")
-        path = Path(retried(functools.partial(hf_hub_download, READY_REPO, remote, **options)))
-        checksum = file_sha256(path)
-        if checksums[remote] not in (None, checksum):
-            path.unlink()
-            raise ValueError(f"{remote} arrived damaged; finished shards are kept: run the same command again")
-        os.replace(path, folder / name)
-        ids = read_tokens(folder / name)
-        documents = int(np.count_nonzero(ids == meta["end_of_text"]))
-        meta["files"][name] = {"tokens": len(ids), "documents": documents, "sha256": checksum}
-        write_meta(folder, meta)
-        print(f"{name}: {len(ids):,} tokens, {documents:,} documents", flush=True)
-    shutil.rmtree(folder / ".download", ignore_errors=True)
-
-
-def named(name: str) -> Tokenizer:
-    """The tokenizer that --tokenizer names. Raises ValueError if it has no token between documents."""
-    tokenizer = from_meta(named_tokenizer(name))
-    if tokenizer.end_of_text is None:
-        raise ValueError(f"--tokenizer {name}: it has no token that documents could begin with; use another")
-    return tokenizer
-
-
-def own_tokenizer(folder: Path, meta: dict[str, Any], source: Source, threads: int) -> Tokenizer:
-    """The tokenizer that an earlier start has trained, else a new one, which meta.json gets at once.
-
-    Raises ValueError if no text is left after what can be val's, or too little.
-    """
-    if "merges" in meta["tokenizer"]:
-        return from_meta(meta["tokenizer"])
-    import tokenizers  # noqa: F401 (if it is missing, say so before much is read)
-
-    os.environ["RAYON_NUM_THREADS"] = str(threads)  # which it reads when it begins to train
-    begin = BYTES_OF_VAL_TOKEN * meta["val_tokens"]
-    print(
-        f"training a vocabulary of {meta['vocab_size']:,} on up to {bpe.SAMPLE_BYTES:,} bytes after the first {begin:,}"
-    )
-    texts = bpe.sample(texts_from(source, begin), bpe.SAMPLE_BYTES)
-    first = next(texts, None)
-    if first is None:
-        raise ValueError(
-            f"{source.name} has no more than {begin:,} bytes of text, which val may take: nothing is left to train "
-            f"the vocabulary on; give fewer --val_tokens than {meta['val_tokens']:,}"
-        )
-    tokenizer = bpe.train(itertools.chain([first], texts), meta["vocab_size"])
-    meta["tokenizer"] = tokenizer.meta()
-    write_meta(folder, meta)
-    return tokenizer
-
-
-def texts_from(source: Source, begin: int) -> Iterator[str]:
-    """The texts of a source without their first `begin` bytes."""
-    to_skip = begin
-    for row in source.rows(0, 0):
-        content = row.text.encode()
-        if len(content) > to_skip:
-            yield content[to_skip:].decode(errors="ignore")  # the cut may be within a character
-        to_skip = max(0, to_skip - len(content))
+        info = HfApi().dataset_info(REPO, revision=revision)
+    except Exception as e:  # of the hub or its HTTP client, which share no class
+        advice = "is there a network? --source FILE reads local files"
+        raise ValueError(f"the hub does not give {REPO} ({first_line(e)}); {advice}") from None
+    below = {
+        "default": "data/",
+        "sample": f"sample/{args.subset.removeprefix('sample-')}/",
+        "CC": f"data/{args.subset}/",
+    }
+    folder = below.get(args.subset.partition("-")[0], "")
+    names = [file.rfilename for file in info.siblings or []]
+    files = sorted(name for name in names if folder and name.startswith(folder) and name.endswith(".parquet"))
+    if not files:
+        raise ValueError(f"--subset {args.subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}")
+    urls = [f"hf://datasets/{REPO}@{info.sha}/{name}" for name in files]
+    return Source(f"{REPO}, {args.subset}", urls, args.text_column, info.sha)
 
 
 # ---- command line --------------------------------------------------------------------------------------------
 
 
 def whole_number(text: str) -> int:
-    """A whole number of at least 1, also written as 3e9 or 1_000."""
-    try:
-        number = float(text)
-        if 1 <= number <= 1e15 and number == int(number):
-            return int(number)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1e15, such as 100000 or 3e9")
+    """A whole number of at least 1, also written as 3e9 or 1_000. Raises ValueError."""
+    number = float(text)
+    if number < 1 or not number.is_integer():
+        raise ValueError
+    return int(number)
 
 
-def part_of(text: str) -> Part:
-    """Part i of n, from i/n."""
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
-    if match and int(match[1]) < int(match[2]) > 1:
-        return Part(int(match[1]), int(match[2]))
-    raise argparse.ArgumentTypeError(f"{text!r} is not one of several parts, such as 0/8, the first of 8")
-
-
-def named_path(text: str) -> Path:
-    """A path that is not empty, which would be the working directory."""
-    if not text:
-        raise argparse.ArgumentTypeError("it names nothing")
-    return Path(text)
+def i_of_n(text: str) -> Part:
+    """Part i of n, from i/n. Raises ValueError."""
+    number, of = map(int, text.split("/"))
+    if not 0 <= number < of > 1:
+        raise ValueError
+    return Part(number, of)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """The options, with their defaults. Raises ConfigError if two of them do not go together."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The options, with their defaults. Raises ConfigError if one is wrong or two of them do not go together."""
+    parser = OneLineParser(str(__doc__))
     add = parser.add_argument
-    add("--subset", default=SUBSETS[0], help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
-    add("--source", nargs="+", type=named_path, metavar="PATH", help=".parquet, .jsonl[.gz|.zst], .txt or folders")
-    add("--pretokenized", action="store_true", help=f"fetch token files of {READY_REPO} instead")
+    add("--subset", help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
+    add("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl, .txt (also packed) or folders")
     add("--text_column", default="text", help="column, or key of a jsonl line, with the text (default: text)")
     add(
         *("--tokenizer", "--encoding"),
         default="gpt2",
-        help="gpt2 (default), another tiktoken encoding below 65,537 ids, bytes, bpe (trained on this text), or the "
-        "path of a prepared folder, to use its tokenizer",
+        help="gpt2 (default), another tiktoken encoding below 65,537 ids, bytes, or the path of a prepared folder, to "
+        "use its tokenizer",
     )
-    add("--vocab_size", type=whole_number, default=bpe.USUAL_SIZE, help=f"of --tokenizer bpe ({bpe.USUAL_SIZE})")
     add("--tokens", type=whole_number, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
     add("--val_tokens", type=whole_number, help="made first (default: a shard; of --source a tenth at most)")
     add("--shard_tokens", type=whole_number, default=100_000_000, help="per file (default: 1e8)")
     add("--num_proc", type=whole_number, default=os.cpu_count() or 1, help="threads that tokenize (default: all cores)")
-    in_parts = parser.add_mutually_exclusive_group()
-    in_parts.add_argument("--part", type=part_of, metavar="I/N", help="make only source files I, I + N, I + 2N ...")
-    in_parts.add_argument("--merge", action="store_true", help="write meta.json once all parts are made")
-    here = Path(__file__).resolve().parent
-    add("--out", type=named_path, default=here, metavar="FOLDER", help="(default: data/fineweb_edu)")
+    add("--part", type=i_of_n, default=Part(), metavar="I/N", help="make only source files I, I + N, I + 2N ...")
+    add_folder(parser, Path(__file__).resolve().parent)
     args = parser.parse_args(argv)
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    of_text = {"source", "subset", "text_column", "tokenizer", "vocab_size", "shard_tokens", "val_tokens"}
-    rules = [
-        (args.source, {"subset"}, "with --source"),
-        (args.pretokenized, of_text | {"part", "merge"}, "with --pretokenized"),
-        (args.tokenizer != "bpe", {"vocab_size"}, "without --tokenizer bpe"),
-    ]
-    for applies, options, remedy in rules:
-        for option in sorted(options & given) if applies else []:
-            raise ConfigError(f"--{option} has no meaning {remedy}; leave one of them out")
-    if (args.part or args.merge) and args.tokenizer == "bpe":
-        raise ConfigError(
-            "--tokenizer bpe trains before any part can be made: prepare a small folder with it first (--tokenizer bpe "
-            "--tokens 1e8 --out SMALL), then give --tokenizer SMALL here"
-        )
-    bpe.check_size(args.vocab_size)
+    if args.source and args.subset:
+        raise ConfigError("--subset has no meaning with --source; leave one of them out")
+    args.subset = args.subset or SUBSETS[0]
     return args
 
 

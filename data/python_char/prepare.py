@@ -8,7 +8,6 @@ into this script's folder. Their sizes depend on the Python version, so losses c
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import sysconfig
@@ -16,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.text.prepare import prepare
-from deskgpt.system.errors import one_line_errors
+from data.text.prepare import add_folder, prepare
+from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import sha256
 
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
@@ -46,9 +45,8 @@ def standard_library(size: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
-    parser.add_argument("--out", metavar="FOLDER", type=Path, default=here, help="where to write")
-    out = parser.parse_args().out
     with one_line_errors():
-        prepare(standard_library(SIZE), out, "char", f"standard library of Python {platform.python_version()}")
+        parser = OneLineParser(str(__doc__))
+        add_folder(parser, Path(__file__).resolve().parent)
+        source = f"standard library of Python {platform.python_version()}"
+        prepare(standard_library(SIZE), parser.parse_args().out, "char", source)

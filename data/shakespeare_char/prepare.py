@@ -8,7 +8,6 @@ folder. Writes train.bin (1,003,854 tokens), val.bin (111,540) and meta.json the
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import sys
 import urllib.request
@@ -16,10 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.text.prepare import prepare
+from data.meta_files import read_record
+from data.text.prepare import add_folder, prepare
 from data.text_files import read_text
-from data.token_files import is_prepared, read_record
-from deskgpt.system.errors import one_line_errors
+from data.token_files import is_prepared
+from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import sha256, write_atomically
 
 DATA = Path(__file__).resolve().parents[1]
@@ -57,9 +57,11 @@ def shakespeare(input_file: Path | None) -> str:
 
 
 def main(name: str, tokenizer: str) -> None:
-    parser = argparse.ArgumentParser(description=f"Makes data/{name}/train.bin and val.bin, tokenizer {tokenizer}.")
+    parser = OneLineParser(
+        f"Makes data/{name}/train.bin and val.bin.\n\n    python data/{name}/prepare.py --input FILE"
+    )
     parser.add_argument("--input", metavar="FILE", type=Path, help="the text, instead of downloading it")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, default=DATA / name, help="where to write")
+    add_folder(parser, DATA / name)
     with one_line_errors():
         args = parser.parse_args()
         try:
@@ -70,8 +72,8 @@ def main(name: str, tokenizer: str) -> None:
             if args.input or not (source.startswith(SOURCE) and is_prepared(args.out, source)):
                 raise
             print(f"{args.out.name}: already prepared")
-            return
-        prepare(text, args.out, tokenizer, SOURCE)
+        else:
+            prepare(text, args.out, tokenizer, SOURCE)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data import bpe
-from data.text_files import documents_in, expanded, next_document, read_text
+from data.text_files import SEPARATOR, documents_in, expanded, next_document, read_text
 from data.token_files import is_prepared, named_tokenizer, write_dataset
-from data.tokenizer import CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
+from data.tokenizer import END_OF_TEXT, CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.files import sha256
 
@@ -37,7 +37,8 @@ def main(args: argparse.Namespace) -> None:
     texts = [read_text(path) for path in paths]
     if len(texts) > 1:
         texts = [text if text.endswith("\n") else text + "\n" for text in texts]
-    prepare("".join(texts), output_folder(args), args.tokenizer, source, args.vocab_size or bpe.USUAL_SIZE)
+    vocab_size = bpe.USUAL_SIZE if args.vocab_size is None else args.vocab_size
+    prepare("".join(texts), args.out, args.tokenizer, source, vocab_size)
 
 
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = bpe.USUAL_SIZE) -> None:
@@ -60,16 +61,21 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
         return
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
-        tokenizer: Tokenizer = bpe.train(bpe.sample(documents_in(text[:cut]), bpe.SAMPLE_BYTES), vocab_size)
+        tokenizer: Tokenizer = bpe.train(bpe.sample(SEPARATOR.sub("", text[:cut])), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
         tokenizer = from_meta(described)
-    n_documents = len(documents_in(text))
-    end_of_text = tokenizer.end_of_text if n_documents > 1 else None
-    if n_documents > 1:
+    documents = documents_in(text)
+    separated = SEPARATOR.search(text) is not None
+    end_of_text = tokenizer.end_of_text if separated else None
+    if separated:
         unknown = f"the tokenizer {tokenizer.meta()['name']} has no such token, so they are spelt out as text"
-        print(f"{n_documents:,} documents, separated by <|endoftext|>: {'one token each' if end_of_text else unknown}")
+        how = unknown if end_of_text is None else "one token each"
+        print(f"{len(documents):,} documents, separated by {END_OF_TEXT}: {how}")
+    within = sum(document.count(END_OF_TEXT) for document in documents)
+    if within:
+        print(f"note: {within:,} times {END_OF_TEXT} is not alone on its line, and is spelt out as text")
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         splits[split] = encode(part, tokenizer, end_of_text, f"tokenizing {split}")
@@ -95,22 +101,26 @@ def encode(text: str, tokenizer: Tokenizer, end_of_text: int | None, label: str)
     return np.concatenate(encoded)
 
 
-def output_folder(args: argparse.Namespace) -> Path:
-    """What --out or --name says. Raises ValueError if that is nothing."""
-    if args.out is not None:
-        return args.out
-    if args.name in ("", "."):
-        raise ValueError(f"--name={args.name!r}: give the data a name")
-    return DATA / args.name
+def folder(name: str) -> Path:
+    """The folder of this name. argparse makes a message of the ValueError."""
+    if name in ("", "."):
+        raise ValueError
+    return Path(name)
+
+
+def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    """The options that say where to write."""
+    to = parser.add_mutually_exclusive_group(required=default is None)
+    about = "folder below data/, or a path; later the value of --dataset"
+    to.add_argument("--name", dest="out", type=lambda name: DATA / folder(name), default=default, help=about)
+    to.add_argument("--out", type=folder, default=default, metavar="FOLDER", help="any folder, instead of --name")
 
 
 def arguments() -> argparse.Namespace:
     parser = OneLineParser(str(__doc__))
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path)
-    to = parser.add_mutually_exclusive_group(required=True)
-    to.add_argument("--name", help="folder below data/, or a path; later the value of --dataset")
-    to.add_argument("--out", type=Path, metavar="FOLDER", help="any folder, instead of --name")
+    add_folder(parser)
     add(
         *("--tokenizer", "--encoding"),
         default="char",
