@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import statistics
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from bench.asking import statistics as sure
-from bench.asking.question import FIGURES
 from bench.asking.statistics import Estimate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,30 +30,31 @@ def interval(e: Estimate, digits: int) -> str:
 
 
 def answer(stored: dict[str, Any]) -> str:
-    """A question's answer: each pair of arms, computed from its runs."""
-    figure = FIGURES[stored["figure"]]
-    values = {arm: [figure.sign * figure.value(x) for x in found] for arm, found in stored["arms"].items()}
-    alpha = sure.alpha_of_each(len(values) * (len(values) - 1) // 2)
+    """A question's answer: each pair of arms, computed from its runs; of speeds, by 100 times the logarithm."""
+    if "arms" not in stored:
+        return "no runs are stored: ask it"
+    figure = stored["figure"]
+    arms = stored["arms"]
+    unit, digits = ("nats", 3) if figure == "val_loss" else ("%", 1)
+    alpha = sure.alpha_of_each(math.comb(len(arms), 2))
     parts = []
-    for x, y in itertools.combinations(values, 2):
-        n = min(len(values[x]), len(values[y]))
-        e = sure.difference(values[y][:n], values[x][:n], alpha)
-        digits = 1 if figure.is_rate else 3
-        parts.append(f"`{y}` less `{x}`: {interval(e, digits)}, n = {n}")
-    means = ", ".join(f"`{arm}` {statistics.fmean(found):,.4g}" for arm, found in stored["arms"].items())
+    for x, y in itertools.combinations(arms, 2):
+        n = min(len(arms[x]), len(arms[y]))
+        a, b = arms[x][:n], arms[y][:n]
+        if unit == "%":
+            a, b = [100 * math.log(value) for value in a], [100 * math.log(value) for value in b]
+        parts.append(f"`{y}` less `{x}`: {interval(sure.difference(b, a, alpha), digits)}, n = {n}")
+    means = ", ".join(f"`{arm}` {statistics.fmean(found):,.4g}" for arm, found in arms.items())
     source = f"[{stored['machine']}](../bench/results/{stored['page']})"
-    return f"{stored['figure']}: {means}. {'; '.join(parts)} ({figure.unit}). {source}"
+    return f"{figure}: {means}. {'; '.join(parts)} ({unit}). {source}"
 
 
 def beliefs() -> list[str]:
     """The table of questions."""
-    lines = ["| | belief | answer | what to do instead |", "|--:|---|---|---|"]
-    known = {stored["question"]: answer(stored) for stored in STORED["questions"]}
-    for file in sorted((ROOT / "bench" / "questions").glob("*.toml")):
-        asked = tomllib.loads(file.read_text(encoding="utf-8"))
-        link = f"[{int(file.stem[:2])}](../bench/questions/{file.name})"
-        found = known.get(file.stem, "no runs are stored: ask it")
-        lines.append(f"| {link} | {asked['belief']} | {found} | {asked['instead']} |")
+    lines = ["| | belief | answer | what to do instead | ask it |", "|--:|---|---|---|---|"]
+    for number, stored in enumerate(STORED["questions"], 1):
+        cells = [stored["belief"], answer(stored), stored["instead"], f"`{stored['command']}`"]
+        lines.append(f"| {number} | {' | '.join(cells)} |")
     return lines
 
 

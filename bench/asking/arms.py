@@ -36,11 +36,9 @@ READ_SETTINGS = """
 import json, sys
 from configurator import build, read_settings
 from train import TrainConfig
-from deskgpt.system.errors import one_line_errors
-with one_line_errors():
-    settings = read_settings(TrainConfig, sys.argv[1:])
-    build(TrainConfig, settings)
-    print(json.dumps(settings))
+settings = read_settings(TrainConfig, sys.argv[1:])
+build(TrainConfig, settings)
+print(json.dumps(settings))
 """
 
 
@@ -54,13 +52,17 @@ class Arm:
     folder: Path  # the copy of the checkout that it runs in
     code: str  # digest of the Python files that train.py is made of, there
     settings: dict[str, Any]  # all of them
-    steps: int = 0  # at which its runs end
     known: float | None = None  # an arm that is a number has no runs
 
     @property
     def what(self) -> str:
         """The arm in an answer."""
         return self.text or "the config as it is"
+
+    @property
+    def steps(self) -> int:
+        """At which its runs end."""
+        return int(self.settings["max_iters"])
 
     def learning_settings(self) -> dict[str, Any]:
         """The settings that affect what is learned."""
@@ -83,24 +85,31 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
         if not math.isfinite(known):
             raise ConfigError(f"--{label} {text}: no run ends there; write a finite number, such as 1.88")
         return Arm(label, text, [], ROOT, words[0], settings_of(common, ROOT), known=known)
-    own = [word for word in words if word.startswith("--")]
-    commits = [word.removeprefix("commit:") for word in words if word.startswith("commit:")]
-    configs = [word for word in words if word.endswith(".py")]
-    patches = [Path(word) for word in words if word not in own + configs and not word.startswith("commit:")]
-    if len(commits) > 1:
-        raise ConfigError(f"--{label} {text}: name one commit for each arm")
-    for name in GIVEN:
-        if any(word.partition("=")[0] == f"--{name}" for word in own):
-            raise ConfigError(f"--{label} {text}: bench/ask.py sets {name} itself; leave it out")
-    for patch in patches:
-        if not patch.is_file():
+    own: list[str] = []
+    configs: list[str] = []
+    patches: list[Path] = []
+    commit = None
+    for word in words:
+        if word.startswith("--"):
+            if word[2:].partition("=")[0] in GIVEN:
+                raise ConfigError(f"--{label} {text}: bench/ask.py sets this itself; leave {word} out")
+            own.append(word)
+        elif word.startswith("commit:"):
+            if commit:
+                raise ConfigError(f"--{label} {text}: name one commit for each arm")
+            commit = word.removeprefix("commit:")
+        elif word.endswith(".py"):
+            configs.append(word)
+        elif Path(word).is_file():
+            patches.append(Path(word))
+        else:
             raise ConfigError(
-                f"--{label} {text}: {patch} is not a patch file here; write settings as --name=value, a patch as its "
+                f"--{label} {text}: {word} is not a patch file here; write settings as --name=value, a patch as its "
                 "path, a commit as commit:REV"
             )
-    folder, code = snapshot(below, commits[0] if commits else None, tuple(patches))
+    folder, code = snapshot(below, commit, tuple(patches))
     arguments = [in_copy(word, folder) for word in [*common, *configs]] + own
-    settings = settings_of(arguments, folder if patches or commits else ROOT)
+    settings = settings_of(arguments, folder if patches or commit else ROOT)
     return Arm(label, text, arguments, folder, code, settings)
 
 
@@ -150,61 +159,46 @@ def settings_of(arguments: list[str], folder: Path) -> dict[str, Any]:
 def snapshot(below: Path, commit: str | None, patches: tuple[Path, ...]) -> tuple[Path, str]:
     """(a copy of the checkout or of a commit, with patches applied; the digest of what train.py is made of there)
 
-    Raises ConfigError where that fails.
+    Made by git in an index of its own; files that git ignores are left out. Raises ConfigError where that fails.
     """
     below.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=below) as staging:
-        new = Path(staging) / "new"
-        new.mkdir()
+        index = str(Path(staging).resolve() / "index")
         if commit is None:
-            copy_checkout(new)
+            git("read-tree", "HEAD", index=index, what="copies of the code need git")
+            git("add", "--all", ".", index=index, what="copies of the code need git")
         else:
-            copy_commit(commit, new)
+            # What the user wrote is a revision or refused: git never reads it as an option.
+            revision = ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}"]
+            sha = git(*revision, index=index, what=f"commit:{commit} is not a commit of this checkout")
+            git("read-tree", sha, index=index, what=f"commit:{commit}")
         for patch in patches:
-            git("apply", "--whitespace=nowarn", str(patch.resolve()), folder=new, what=f"{patch} does not apply")
-        to = below / digest_of([path for path in new.rglob("*") if path.is_file()], new)
+            apply = ["apply", "--cached", "--whitespace=nowarn", str(patch.resolve())]
+            git(*apply, index=index, what=f"{patch} does not apply")
+        tree = git("write-tree", index=index, what="copies of the code need git")
+        to = below / tree[:16]
         if not to.exists():
-            new.rename(to)
-    return to, digest_of(with_imports([to / "train.py"], to), to)
+            archive = Path(staging).resolve() / "code.tar"
+            git("archive", f"--output={archive}", tree, index=index, what="copies of the code need git")
+            shutil.unpack_archive(archive, Path(staging) / "new", filter="data")
+            (Path(staging) / "new").rename(to)
+    digest = hashlib.sha256()
+    for path in sorted(with_imports([to / "train.py"], to)):
+        digest.update(path.relative_to(to).as_posix().encode() + b"\0" + path.read_bytes())
+    return to, digest.hexdigest()[:16]
 
 
-def copy_checkout(to: Path) -> None:
-    """The files that git knows or does not ignore."""
-    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", what="patches and copies need git")
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
-
-
-def copy_commit(commit: str, to: Path) -> None:
-    """The files of a commit. What the user wrote is a revision or refused: git never reads it as an option."""
-    revision = ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}"]
-    sha = git(*revision, what=f"commit:{commit} is not a commit of this checkout")
-    archive = to.parent / "commit.tar"
-    git("archive", f"--output={archive}", sha.strip(), what=f"commit:{commit}")
-    shutil.unpack_archive(archive, to, filter="data")
-
-
-def git(*arguments: str, what: str, folder: Path = ROOT) -> str:
-    """What git prints, in no repository above the folder. Raises ConfigError, which begins with `what`."""
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+def git(*arguments: str, index: str, what: str) -> str:
+    """What git prints about this checkout. Raises ConfigError, which begins with `what`."""
+    env = os.environ | {"GIT_INDEX_FILE": index}
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, env=env, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     except FileNotFoundError:
         raise ConfigError(f"{what}: git is not installed") from None
     if done.returncode:
         raise ConfigError(f"{what}: {last_line(done.stderr)}")
-    return done.stdout
+    return done.stdout.strip()
 
 
 def last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].removeprefix("error: ")
-
-
-def digest_of(paths: Any, folder: Path) -> str:
-    """Of these files below a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]

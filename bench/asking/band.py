@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from bench.asking import running
 from bench.asking.arms import Arm
+from bench.asking.ledger import Ledger
 from bench.asking.running import Place
-from configurator import read_settings
 from deskgpt.run import loss_band
 from deskgpt.run.log import read_events
 from deskgpt.system.files import write_atomically
-from train import TrainConfig
+from train import DATA
 
-FEWEST = 8  # runs
+RUNS = 8
 # The share of normal runs that leaves the band at any of its steps, if the losses of seeds are normally distributed.
 # They have heavier tails: of 240 short runs, 4.6% left the bands of eight others, and 9.9% with 0.05 here.
 FALSE_ALARMS = 0.01
@@ -35,46 +34,30 @@ def deviations(runs: int, steps: int) -> float:
     return float(t * math.sqrt(1 + 1 / runs))
 
 
-def make_band(config: str, arm: Arm, place: Place, first_seed: int) -> Path:
-    """Does FEWEST runs of a config on its whole data, and writes their band. Returns its path. Raises as running.run.
+def make_band(config: str, arm: Arm, ledger: Ledger, jobs: int = 1) -> Path:
+    """Does RUNS runs of a config as it is, on all of its data, and writes config/loss_bands/NAME.json for NAME.py.
 
-    place: with the config's own data and as many evaluations as it has.
+    Returns the file's path. Raises as running.run.
     """
-    seeds = range(first_seed + 1, first_seed + 1 + FEWEST)  # users run the first one
+    place = Place(ledger, DATA / arm.settings["dataset"], arm.settings["device"], jobs, evaluates_once=False)
+    first = arm.settings["seed"]
+    seeds = range(first + 1, first + 1 + RUNS)  # users run the first one
     running.run_all(place, [(arm, seed) for seed in seeds])
-    return write_band(config, [place.out_dir(arm, seed) for seed in seeds])
-
-
-def write_band(config: str, out_dirs: Sequence[Path]) -> Path:
-    """Writes config/loss_bands/NAME.json for config/NAME.py from the out_dirs of finished runs. Returns its path.
-
-    Raises ValueError where they are too few, have not ended, or are not runs of the config with a seed each.
-    """
-    settings = read_settings(TrainConfig, [config])
-    logs = [read_events(out_dir / "log.jsonl") for out_dir in out_dirs]
-    starts = [next(e for e in log if e["event"] == "start") for log in logs]
+    logs = [read_events(place.out_dir(arm, seed) / "log.jsonl") for seed in seeds]
+    start = next(e for e in logs[0] if e["event"] == "start")
     losses = [{e["iter"]: round(e["val_loss"], 4) for e in log if e["event"] == "eval"} for log in logs]
-    first = starts[0]
-    expected = loss_band.experiment(settings, first.get("val_sha256"), first.get("train_tokens"))
-    seeds = {start["settings"]["seed"] for start in starts}
-    if len(seeds) < max(FEWEST, len(logs)):
-        raise ValueError(f"{config}: a band needs at least {FEWEST} runs, each with a seed of its own")
-    for start, out_dir, by_step in zip(starts, out_dirs, losses, strict=True):
-        own = loss_band.experiment(start["settings"], start.get("val_sha256"), start.get("train_tokens"))
-        if own != expected or by_step.keys() != losses[0].keys() or settings["max_iters"] not in by_step:
-            raise ValueError(f"{out_dir}: it is no whole run of {config}, or its data differ from the others'")
     record = {
         "about": f"val losses by step of runs of {config} with other seeds, in nats per token",
         "command": f"python train.py {config} --seed=N",
-        "seeds": sorted(seeds),
+        "seeds": list(seeds),
         "date": time.strftime("%Y-%m-%d"),
-        "device": first.get("device"),
-        "form": {name: first.get(name) for name in ("dtype", "compiled", "attention")},
-        "versions": first.get("versions"),
-        "commit": first.get("git_commit"),
-        "experiment": expected,
-        "deviations": round(deviations(len(starts), len(losses[0])), 4),
-        "val_losses": {step: [by_step[step] for by_step in losses] for step in losses[0]},
+        "device": start["device"],
+        "form": {name: start[name] for name in ("dtype", "compiled", "attention")},
+        "versions": start["versions"],
+        "commit": start["git_commit"],
+        "experiment": loss_band.experiment(arm.settings, start["val_sha256"], start["train_tokens"]),
+        "deviations": round(deviations(RUNS, len(losses[0])), 4),
+        "val_losses": {step: [of_run[step] for of_run in losses] for step in losses[0]},
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items()]
     path = loss_band.FOLDER / f"{Path(config).stem}.json"

@@ -31,9 +31,10 @@ def set_aside(folder: Path, below: Path, part: int = 0) -> Path:
     shards = open_shards(folder, "train")
     if read_record(folder).get("packed") or open_masks(folder, "train", shards):
         if part:
-            raise ValueError(f"{folder}: data with loss masks cannot be cut, so --confirm has no fresh text")
+            raise ValueError(f"{folder}: data with loss masks cannot be cut, so there is no --part of it")
         return folder
-    to = below / "-".join([folder.name, fingerprint(folder), *([str(part)] if part else [])])
+    name = f"{folder.name}-{fingerprint(folder)}"
+    to = below / (f"{name}-{part}" if part else name)
     if (to / "meta.json").exists():
         return to
     below.mkdir(parents=True, exist_ok=True)

@@ -24,13 +24,14 @@ from deskgpt.run.log import RunLog, read_events
 from deskgpt.system.cache import path_of
 
 # What an event must have; lines that lack it, of whatever origin, are left out.
-FIELDS: dict[str, dict[str, Any]] = {
-    "run": dict.fromkeys(("key", "outcome", "windows"), str) | dict.fromkeys(("val_loss", "wall_s"), (int, float)),
-    "answer": dict.fromkeys(("question", "date", "config", "sentence"), str) | {"pairs": list, "arms": list},
-}
-FIELDS["run"] |= {"seed": int, "steps": int, "curve": list, "settings": dict}
+NUMBER = (int, float)
+RUN: dict[str, Any] = {"key": str, "outcome": str, "windows": str, "seed": int, "steps": int, "settings": dict}
+RUN |= {"val_loss": NUMBER, "wall_s": NUMBER}
+ANSWER = {"question": str, "date": str, "config": str, "sentence": str, "pairs": list, "arms": list}
+FIELDS: dict[str, dict[str, Any]] = {"run": RUN, "answer": ANSWER}
 ARM = {"label": str, "what": str}
-PAIR = {"first": str, "second": str, "d": (int, float), "e": (int, float)}
+PRICED: dict[str, Any] = {"price": dict, "rounds": int, "verdict": str}
+PAIR = {"first": str, "second": str, "d": NUMBER, "e": NUMBER}
 
 
 def default_folder() -> Path:
@@ -90,15 +91,34 @@ class Ledger:
 
     def wins(self) -> list[str]:
         """The differences that hold over all questions: at most 5% of this list are false, on average."""
-        pairs = [pair | {"of": e} for e in self.answers().values() for pair in e["pairs"] if has(pair, PAIR)]
+        found = []
+        for answer in self.answers().values():
+            found += [(answer, pair) for pair in answer["pairs"] if has(pair, PAIR)]
         lines = []
-        for i in e_bh([pair["e"] for pair in pairs]):
-            x, y = pairs[i]["first"], pairs[i]["second"]
-            better, worse = (y, x) if pairs[i]["d"] > 0 else (x, y)
-            texts = {arm["label"]: arm["what"] for arm in pairs[i]["of"]["arms"] if has(arm, ARM)}
+        for i in e_bh([pair["e"] for _, pair in found]):
+            answer, pair = found[i]
+            better, worse = pair["first"], pair["second"]
+            if pair["d"] > 0:
+                better, worse = worse, better
+            texts = {arm["label"]: arm["what"] for arm in answer["arms"] if has(arm, ARM)}
             what = f"{better} ({texts.get(better) or 'as it is'}) is better than {worse}"
-            lines.append(f"{pairs[i]['of']['config']}: {what}, e-value {pairs[i]['e']:,.4g}")
+            lines.append(f"{answer['config']}: {what}, e-value {pair['e']:,.4g}")
         return lines
+
+    def kept_prices(self) -> tuple[int, int]:
+        """(questions that were decided by the high end of the first price that they named, questions that came so far)
+
+        A question whose budget ended before that says nothing about its price.
+        """
+        kept = asked = 0
+        for answer in self.answers().values():
+            if not has(answer, PRICED) or not has(answer["price"], {"high": NUMBER}):
+                continue
+            is_decided = answer["verdict"] != "not enough yet"
+            is_within = answer["rounds"] <= answer["price"]["high"]
+            kept += is_decided and is_within
+            asked += is_decided or not is_within
+        return kept, asked
 
 
 def listing(ledger: Ledger) -> str:
@@ -106,6 +126,9 @@ def listing(ledger: Ledger) -> str:
     lines = [f"{e['date']}  {e['config']}  {e['sentence']}" for e in ledger.answers().values()]
     if not lines:
         return f"{ledger.file}: nothing was asked yet"
+    kept, asked = ledger.kept_prices()
+    if asked:
+        lines.append(f"{kept} of {asked} questions kept the price that they named first")
     wins = ledger.wins()
     about = f"{len(wins)} differences hold over all of these questions (false discovery rate 5%, e-BH)"
     return "\n".join([*lines, about, *wins])

@@ -10,40 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from bench.asking import running
 from bench.asking import statistics as sure
 from bench.asking.arms import Arm
 from bench.asking.ledger import digest
 from bench.asking.running import Place
-from bench.asking.statistics import LEAST, MOST, Estimate
+from bench.asking.statistics import LEAST, MOST, PILOT, Estimate
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.terminal import clock
 
-PILOT = 2  # runs of each arm, after which the price is known
-UNSEEN = 5e-5  # a difference of losses that four decimals do not show never matters
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of the ledger's runs that can be asked about."""
-
-    unit: str  # of a difference
-    sign: int = 1  # -1: more of it is better
-    is_rate: bool = False  # compared by 100 times its logarithm: noise and gains of speeds are shares
-
-    def value(self, found: float) -> float:
-        """What arms are compared by; less is better."""
-        return self.sign * (100 * math.log(found) if self.is_rate else found)
-
-
-FIGURES = {
-    "val_loss": Figure("nats"),
-    "val_se": Figure("nats"),
-    "step_ms": Figure("%", is_rate=True),
-    "mfu": Figure("%", -1, is_rate=True),
-    "tokens_per_s": Figure("%", -1, is_rate=True),
-    "parameters": Figure("parameters"),
-}
+UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
+FEWEST_BATCHES = 8  # of an evaluation, for an error of the text
+NULL_ROUNDS = 8  # of a question of a config against itself, unless it is decided sooner
 
 
 @dataclass
@@ -55,7 +35,6 @@ class Look:
     alive: list[str]  # labels of the arms that can still win
     dropped: dict[str, str]  # of the others, the arm that each is worse than
     verdict: str  # better: one arm is left; same: those left do not differ by min_effect; open
-    interaction: Estimate | None = None  # what changes gain together beyond what each gains alone
 
 
 @dataclass
@@ -64,34 +43,29 @@ class Question:
 
     arms: list[Arm]
     place: Place
-    min_effect: float | None  # the smallest difference that matters, in the figure's unit
+    min_effect: float | None  # the smallest difference that matters, in nats
     budget_s: float
     first_seed: int
-    figure: str = "val_loss"
-    together: bool = False  # the last arm has the changes of all but the first: do their gains add up?
     anyway: bool = False  # goes on although the budget cannot answer
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by label, in the order of seeds
     looks: list[Look] = field(default_factory=list)
+    price: dict[str, float] = field(default_factory=dict)  # the first one that was named: effect, low, high
     began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.runs = {arm.label: [] for arm in self.arms}
         n = len(self.arms)
-        self.alpha = sure.alpha_of_each(n if self.together else n * (n - 1) // 2)
-        self.same_within = self.min_effect or (UNSEEN if self.figure == "val_loss" else 0.0)
+        self.alpha = sure.alpha_of_each(n * (n - 1) // 2)
+        self.same_within = self.min_effect or UNSEEN
 
     @property
     def digest(self) -> str:
         """The question's name in the ledger; it does not depend on its price. Other seeds make another question."""
         arms = [[arm.code, arm.learning_settings(), arm.steps] for arm in self.arms]
-        return digest([arms, self.place.windows, self.figure, self.min_effect, self.place.machine, self.first_seed])
+        return digest([arms, self.place.windows, self.min_effect, self.place.machine, self.first_seed])
 
     def values(self, label: str) -> list[float]:
-        """The figure of the arm's runs, so that lower is better."""
-        found = [run[self.figure] for run in self.runs[label] if run.get(self.figure) is not None]
-        if len(found) < len(self.runs[label]):
-            raise ConfigError(f"--figure={self.figure}: runs of {label} are too short to have it; take more steps")
-        return [FIGURES[self.figure].value(value) for value in found]
+        return [run["val_loss"] for run in self.runs[label]]
 
     # ---- runs --------------------------------------------------------------------------------------------
 
@@ -111,19 +85,16 @@ class Question:
                 return
 
     def do_round(self, n: int) -> None:
-        """One run of each arm with the next seed. Every other round goes backwards, so that a slow hour hits all."""
-        labels = self.alive()
-        arms = [arm for arm in self.arms if arm.label in labels]
-        order = arms if n % 2 == 0 else arms[::-1]
-        found = running.run_all(self.place, [(arm, self.first_seed + n) for arm in order])
-        for arm, run in zip(order, found, strict=True):
+        """One run of each arm with the next seed."""
+        arms = [arm for arm in self.arms if arm.label in self.alive()]
+        found = running.run_all(self.place, [(arm, self.first_seed + n) for arm in arms])
+        for arm, run in zip(arms, found, strict=True):
             self.runs[arm.label].append(run)
 
     def check_judgement(self) -> None:
         """Raises ConfigError where arms were evaluated on different windows; logs of older code do not say it."""
-        if self.figure != "val_loss":
-            return
-        digests = {run["eval_digest"] for runs in self.runs.values() for run in runs if run.get("eval_digest")}
+        runs = itertools.chain.from_iterable(self.runs.values())
+        digests = {run["eval_digest"] for run in runs if run.get("eval_digest")}
         if len(digests) > 1:
             raise ConfigError(
                 f"the arms were judged on different windows ({', '.join(sorted(map(str, digests)))}), so their "
@@ -139,7 +110,7 @@ class Question:
         return bool(keys) and all(self.place.ledger.run(key) for key in keys)
 
     def run_next(self) -> list[Arm]:
-        """The arms that can still win, but for figures that are known."""
+        """The arms that can still win, but for published losses."""
         return [arm for arm in self.arms if arm.label in self.alive() and arm.known is None]
 
     def spent_s(self) -> float:
@@ -155,30 +126,39 @@ class Question:
 
     def look(self) -> Look:
         """Compares all pairs of arms that have equally many runs."""
-        before = self.looks[-1] if self.looks else None
-        labels = self.alive()
-        dropped = dict(before.dropped) if before else {}
-        estimates = dict(before.estimates) if before else {}
-        values = {label: self.values(label) for label in labels}
-        n = len(values[labels[0]])
+        before = self.looks[-1] if self.looks else Look(0, {}, list(self.runs), {}, "open")
+        values = {label: self.values(label) for label in before.alive}
+        estimates = dict(before.estimates)
+        dropped = dict(before.dropped)
         verdicts = {}
-        for x, y in itertools.combinations(labels, 2):
+        for x, y in itertools.combinations(before.alive, 2):
             estimates[x, y] = sure.difference(values[x], values[y], self.alpha)
             verdicts[x, y] = sure.verdict(estimates[x, y], self.same_within)
-        if self.together:
-            first, *alone, last = labels
-            extra = sure.interaction(values[first], [values[x] for x in alone], values[last], self.alpha)
-            asked = [verdicts[first, x] for x in [*alone, last]] + [sure.verdict(extra, self.same_within)]
-            return Look(n, estimates, labels, {}, "open" if "open" in asked else verdicts[first, last], extra)
-        for (x, y), found in verdicts.items():
-            if found == "better":
+            if verdicts[x, y] == "better":
                 dropped[x] = y
-            if found == "worse":
+            if verdicts[x, y] == "worse":
                 dropped[y] = x
-        alive = [label for label in labels if label not in dropped]
-        open_pairs = [pair for pair, found in verdicts.items() if found == "open" and set(pair) <= set(alive)]
-        verdict = "better" if len(alive) == 1 else "open" if open_pairs else "same"
-        return Look(n, estimates, alive, dropped, verdict)
+        alive = [label for label in before.alive if label not in dropped]
+        of_alive = [verdicts[pair] for pair in itertools.combinations(alive, 2)]
+        verdict = "same"
+        if "open" in of_alive:
+            verdict = "open"
+        if len(alive) == 1:
+            verdict = "better"
+        return Look(before.n + 1, estimates, alive, dropped, verdict)
+
+    def text_error(self, x: str, y: str) -> float | None:
+        """Half the 95% interval of the difference that another text of this size would leave with the same seeds.
+
+        From the differences of two arms batch by batch of the evaluation; None where the batches are not the same.
+        """
+        pairs = zip(self.runs[x], self.runs[y], strict=False)
+        both = [(a.get("val_batches") or [], b.get("val_batches") or []) for a, b in pairs]
+        sizes = {len(losses) for pair in both for losses in pair}
+        if len(sizes) != 1 or min(sizes) < FEWEST_BATCHES:
+            return None
+        gaps = np.mean([np.subtract(a, b) for a, b in both], axis=0)
+        return float(1.96 * gaps.std(ddof=1) / math.sqrt(len(gaps)))
 
     # ---- the price ---------------------------------------------------------------------------------------
 
@@ -186,12 +166,11 @@ class Question:
         """Of the two best arms that have the same seeds, pooled with earlier runs of these arms in the ledger."""
         arms = sorted(self.run_next(), key=lambda arm: statistics.fmean(self.values(arm.label)))[:2]
         values = [self.values(arm.label) for arm in arms]
+        seeds = set(range(self.first_seed, self.first_seed + len(values[0])))
         earlier = []
-        if self.figure == "val_loss":
-            seeds = set(range(self.first_seed, self.first_seed + len(values[0])))
-            windows = self.place.windows
-            ledger = self.place.ledger
-            earlier = [ledger.repeats(arm.learning_settings(), arm.steps, windows, seeds) for arm in arms]
+        for arm in arms:
+            settings = arm.learning_settings()
+            earlier.append(self.place.ledger.repeats(settings, arm.steps, self.place.windows, seeds))
         return sure.noise_of(values[0], values[1] if len(values) > 1 else None, earlier)
 
     def affordable(self) -> int:
@@ -204,17 +183,17 @@ class Question:
 
     def price_line(self) -> str:
         """What the question costs by the noise of the runs so far. Raises ConfigError where the budget is too small."""
-        unit = FIGURES[self.figure].unit
         noise = self.noise()
         n = self.affordable()
         effect = self.min_effect or noise.sd
         low, high = sure.price(noise, effect, self.alpha)
-        price = f"{effect:.4g} {unit} costs {runs_range(low, high)} of each arm ({sure.POWER:.0%})"
+        self.price = self.price or {"effect": effect, "low": low, "high": high}
+        price = f"{effect:.4g} nats costs {runs_range(low, high)} of each arm ({sure.POWER:.0%})"
         pays = f"the budget, {clock(self.budget_s)}, pays {n} of each at {clock(self.round_s())} a round"
         too_much = low if self.min_effect else LEAST
         if n < too_much and len(self.looks) <= PILOT and not self.anyway:
             raise ConfigError(f"{price}; {pays}, which does not fit; --anyway goes on")
-        return f"noise {noise.sd:.4g} {unit} between seeds; {price}; {pays}"
+        return f"noise {noise.sd:.4g} nats between seeds; {price}; {pays}"
 
 
 def runs_range(low: int, high: int) -> str:
@@ -222,3 +201,21 @@ def runs_range(low: int, high: int) -> str:
     if low > MOST:
         return f"more than {MOST:,} runs"
     return f"{low:,} to {high:,} runs" if high <= MOST else f"{low:,} to more than {MOST:,} runs"
+
+
+def ask_itself(place: Place, arm: Arm, first_seed: int, questions: int) -> str:
+    """How many questions of an arm against itself find a difference. Each run has a seed of its own."""
+
+    def is_false(number: int) -> bool:
+        first = first_seed + 2 * number * NULL_ROUNDS
+        a: list[float] = []
+        b: list[float] = []
+        for seed in range(first, first + NULL_ROUNDS):
+            a.append(running.run(place, arm, seed)["val_loss"])
+            b.append(running.run(place, arm, seed + NULL_ROUNDS)["val_loss"])
+            if sure.verdict(sure.difference(a, b), 0.0) != "open":
+                return True
+        return False
+
+    found = running.in_parallel(place.jobs, is_false, range(questions))
+    return f"{arm.what} against itself: {sum(found)} of {questions} answers were false"

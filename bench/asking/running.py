@@ -32,8 +32,7 @@ from deskgpt.system import hardware
 # Settings with which every run ends at its last step; a commit may be older than some of them.
 TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
 TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
-FIGURES = ("val_loss", "val_se", "step_ms", "mfu", "tokens_per_s", "parameters")  # that can be asked about
-EVALUATIONS = 2  # of a run at least, besides the one at its start: each reads all of what is set aside
+MOST_BATCHES = 200  # of an evaluation whose losses the ledger keeps; of more, means of several
 IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
 STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -48,8 +47,7 @@ class Place:
     data: Path
     device: str = "auto"
     jobs: int = 1  # runs at a time, which share the processor's cores
-    is_judged_often: bool = True  # False: as often as the config says
-    alone: str = ""  # names the only question that may use these runs: speeds compare where arms took turns
+    evaluates_once: bool = True  # besides the evaluation at the start; False: as often as the config says
     tell: Callable[[str], None] = lambda text: None  # is told every second what runs
 
     @property
@@ -68,8 +66,8 @@ class Place:
 
     def key(self, arm: Arm, seed: int) -> str:
         """The run's name in the ledger: of everything that its result depends on."""
-        facts = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.machine, self.threads]
-        return digest([*facts, torch.__version__, *([self.alone] if self.alone else [])])
+        facts = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.evaluates_once]
+        return digest([*facts, self.machine, self.threads, torch.__version__])
 
     def out_dir(self, arm: Arm, seed: int) -> Path:
         return self.ledger.folder / "runs" / self.key(arm, seed)
@@ -82,7 +80,7 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     KeyboardInterrupt where the user stops it, after it has saved.
     """
     if arm.known is not None:
-        return dict.fromkeys(FIGURES, arm.known) | {"outcome": "known", "curve": [], "wall_s": 0.0}
+        return {"outcome": "known", "val_loss": arm.known, "wall_s": 0.0}
     key = place.key(arm, seed)
     out_dir = place.out_dir(arm, seed)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -140,14 +138,20 @@ def train_to_the_end(place: Place, arm: Arm, seed: int, out_dir: Path) -> bool:
 
 def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
     """(exit status, last line of stderr) of a run of train.py that is followed to its end."""
-    every = min(arm.settings["eval_interval"], max(1, arm.steps // EVALUATIONS) if place.is_judged_often else 10**9)
     given = {"dataset": place.data.resolve(), "out_dir": out_dir.resolve(), "seed": seed, "device": place.device}
-    given |= {"max_iters": arm.steps, "eval_interval": every}
-    given |= {name: value for name, value in TO_THE_END.items() if name in arm.settings}
+    given["max_iters"] = arm.steps
+    if place.evaluates_once:
+        given["eval_interval"] = arm.steps
+    for name, value in TO_THE_END.items():
+        if name in arm.settings:
+            given[name] = value
     if any(out_dir.glob("ckpt*")):
         given["init_from"] = "resume"
-    command = [sys.executable, "train.py", *arm.arguments, *(f"--{name}={value}" for name, value in given.items())]
-    env = os.environ | ({"OMP_NUM_THREADS": str(place.threads)} if place.jobs > 1 else {})
+    settings = [f"--{name}={value}" for name, value in given.items()]
+    command = [sys.executable, "train.py", *arm.arguments, *settings]
+    env = dict(os.environ)
+    if place.jobs > 1:
+        env["OMP_NUM_THREADS"] = str(place.threads)
     with tempfile.TemporaryFile("w+") as stderr:
         # A session of its own: Ctrl+C reaches it once, from here.
         process = subprocess.Popen(
@@ -171,20 +175,21 @@ def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
 
 def last_step(log: Path) -> int:
     """The step of the last event of a run that goes on."""
-    events = read_events(log)[-1:] if log.exists() else []
-    return sum(e.get("iter", 0) for e in events)
+    events = read_events(log) if log.exists() else []
+    return int(events[-1].get("iter", 0)) if events else 0
 
 
 def ended(log: Path, steps: int) -> bool:
     """Whether the run of this log reached its last step; one that was stopped has an end too, before that."""
-    return log.exists() and any(e["event"] == "end" and e["iter"] >= steps for e in read_events(log)[-1:])
+    events = read_events(log) if log.exists() else []
+    return bool(events) and events[-1]["event"] == "end" and events[-1]["iter"] >= steps
 
 
 def figures(events: list[dict[str, Any]], diverged: bool) -> dict[str, Any]:
-    """What the ledger keeps of a finished run: its curve, last loss, what it was judged on, speed and circumstances.
+    """What the ledger keeps of a finished run: its last loss, what it was judged on, speed and circumstances.
 
     A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
-    Logs of older code do not say what an evaluation read: eval_digest is None there.
+    Logs of older code do not say what an evaluation read: eval_digest is None and val_batches empty there.
     """
     start = [e for e in events if e["event"] == "start"][-1]
     evals = {e["iter"]: e for e in events if e["event"] == "eval" and e["val_loss"] is not None}
@@ -192,19 +197,19 @@ def figures(events: list[dict[str, Any]], diverged: bool) -> dict[str, Any]:
     last = evals[max(evals)] if evals else {}
     guessing = math.log(start["model_args"]["vocab_size"])
     loss = last.get("val_loss", guessing)
-    step_ms = statistics.median(times_ms.values()) if times_ms else None
-    tokens_per_s = start["tokens_per_step"] / step_ms * 1e3 if step_ms else None
-    peak = start.get("peak_flops")
     return {
         "outcome": "diverged" if diverged else "ended",
         "val_loss": max(loss, guessing) if diverged else loss,
-        "val_se": last.get("val_se"),
+        "val_batches": shortened(last.get("val_batches") or []),
         "eval_digest": last.get("eval_digest"),
-        "curve": [[step, e["val_loss"]] for step, e in sorted(evals.items())],
-        "step_ms": step_ms,
-        "mfu": tokens_per_s * start["flops_per_token"] / peak if tokens_per_s and peak else None,
-        "tokens_per_s": tokens_per_s,
-        "train_s": last.get("train_s"),
+        "step_ms": statistics.median(times_ms.values()) if times_ms else None,
         "flops_per_token": start["flops_per_token"],
-        "parameters": start.get("parameters"),
+        "train_s": last.get("train_s"),
     }
+
+
+def shortened(losses: list[float]) -> list[float]:
+    """Means of equally many losses of batches, MOST_BATCHES at most."""
+    size = math.ceil(len(losses) / MOST_BATCHES)
+    groups = [losses[i : i + size] for i in range(0, len(losses), size or 1)]
+    return [round(statistics.fmean(group), 6) for group in groups]

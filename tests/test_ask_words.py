@@ -1,0 +1,116 @@
+"""The lines, the price and the answer of a question, from made-up runs: nothing is trained."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import ask
+from bench.asking import words
+from bench.asking.arms import Arm
+from bench.asking.ledger import Ledger, listing
+from bench.asking.question import Question
+from bench.asking.running import Place
+from bench.asking.statistics import PILOT
+from deskgpt.system.errors import ConfigError
+
+
+class MadeUp(Question):
+    """A question whose runs end at the losses that it is given, and noise."""
+
+    def __init__(self, folder: Path, losses: Sequence[float], **given: Any) -> None:
+        texts = ["", "--n_layer=2", "x.patch", "commit:HEAD~3"]
+        arms = [Arm("abcd"[i], texts[i], [], folder, f"code {i}", {"max_iters": 100}) for i in range(len(losses))]
+        given = {"min_effect": None, "budget_s": 3600.0, "first_seed": 1} | given
+        super().__init__(arms, Place(Ledger(folder / "ledger"), folder, "cpu"), **given)
+        self.losses = losses
+        self.draw = random.Random(0)
+
+    def do_round(self, n: int) -> None:
+        for label in self.alive():
+            last = self.losses["abcd".index(label)] + self.draw.gauss(0, 0.03)
+            batches = [last + math.sin(i) for i in range(10)]
+            self.runs[label].append({"outcome": "ended", "val_loss": last, "val_batches": batches, "wall_s": 10.0})
+
+    def after(self, rounds: int) -> MadeUp:
+        """The question after so many rounds, or fewer where it is decided sooner."""
+        for _, _ in zip(range(rounds), self.answered(), strict=False):
+            pass
+        return self
+
+
+def test_price_is_renewed_in_a_line_after_each_round_that_decides_nothing(tmp_path, capsys):
+    question = MadeUp(tmp_path, [1.9, 1.87], min_effect=0.02)
+    ask.ask(question)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
+    assert len(lines) == sum(look.verdict == "open" for look in question.looks) > 4
+    assert all("b leads a by" in line for line in lines[4:])
+    assert all("0.02 nats costs" in line and "runs of each arm (80%)" in line for line in lines[PILOT - 1 :])
+
+
+def test_budget_is_refused_only_where_the_low_end_of_the_price_does_not_fit(tmp_path):
+    with pytest.raises(ConfigError, match="does not fit"):
+        ask.ask(MadeUp(tmp_path, [1.9, 1.8], min_effect=1e-6, budget_s=600.0))
+    question = MadeUp(tmp_path, [1.9, 1.8], min_effect=0.05).after(PILOT)
+    question.budget_s = 100.0
+    low = question.price_line() and question.price["low"]
+    question.budget_s = 10.0 * (low - PILOT) - 5
+    with pytest.raises(ConfigError, match="does not fit"):
+        question.price_line()
+
+
+def test_arms_that_cannot_win_get_no_more_runs_and_the_answer_names_all(tmp_path):
+    question = MadeUp(tmp_path, [2.5, 1.9, 2.1, 1.88], min_effect=0.001).after(9)
+    assert question.looks[-1].alive == ["b", "d"]
+    assert len(question.runs["a"]) < len(question.runs["d"])
+    sentence, status, _ = words.answer(question)
+    assert status == 3
+    assert sentence.startswith("Not enough yet: d leads b by ")
+    assert sentence.endswith("; out: a, c.")
+
+
+def test_answer_says_where_arms_scatter_differently_and_what_the_text_leaves(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.9]).after(5)
+    assert "the text judged by leaves ± 0.0000" in words.answer(question)[0]  # all batches have the same difference
+    for n, run in enumerate(question.runs["b"]):
+        run["val_loss"] = 1.9 + n
+        run["val_batches"] = [loss + 0.1 * (i % 2) for i, loss in enumerate(run["val_batches"])]
+    question.looks[-1] = question.look()
+    sentence, _, data = words.answer(question)
+    assert "one scatters more than twice as much" in sentence
+    half = 1.96 * np.std([0.0, 0.1] * 5, ddof=1) / math.sqrt(10)
+    assert data["pairs"][0]["text_error"] == pytest.approx(half)
+    question.runs["b"][0]["val_batches"] = []  # of older code, or of another batch size
+    assert question.text_error("a", "b") is None
+
+
+def test_runs_that_were_judged_on_different_windows_are_refused(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.9])
+    question.runs = {"a": [{"eval_digest": "x"}, {}], "b": [{"eval_digest": None}]}
+    question.check_judgement()  # older code does not say it
+    question.runs["b"].append({"eval_digest": "y"})
+    with pytest.raises(ConfigError, match="judged on different windows"):
+        question.check_judgement()
+
+
+def test_ledger_lists_the_wins_that_hold_over_all_questions_and_the_share_of_kept_prices(tmp_path):
+    ledger = Ledger(tmp_path)
+    about = {"windows": "w", "date": "d", "config": "x.py", "sentence": "s"}
+    prices = [(8, "better", 10), (12, "same", 10), (4, "not enough yet", 10), (5, "worse", None)]  # rounds, named
+    for i, e in enumerate([500.0, 1.0, 0.5, 30.0]):
+        rounds, verdict, high = prices[i]
+        pairs = [{"first": "a", "second": "b", "d": 0.1, "e": e}, 3]
+        price = {"high": high} if high else {}
+        ledger.add(
+            "answer", question=f"{i}", pairs=pairs, arms=[3], price=price, rounds=rounds, verdict=verdict, **about
+        )
+    assert "1 differences hold" in listing(ledger)  # 30 is less than 4 / (0.05 * 2)
+    assert listing(ledger).splitlines()[-1].endswith("b (as it is) is better than a, e-value 500")
+    assert ledger.kept_prices() == (1, 2)
+    assert "1 of 2 questions kept the price" in listing(ledger)
