@@ -67,6 +67,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in TEXTS[:-1]:
         parser.add_argument(name, metavar="ARM", help='"--name=value ...", a patch, commit:REV, a number')
     parser.add_argument("--vary", metavar="NAME=A,B,...", help="an arm for each value of a setting")
+    parser.add_argument("--together", action="store_true", help="one more arm, with the changes of all others")
     parser.add_argument("--min_effect", "--resolve", type=float, help="the smallest difference that matters, in nats")
     parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
     parser.add_argument("--anyway", action="store_true", help="although the budget cannot answer")
@@ -101,6 +102,8 @@ def check_options(a: argparse.Namespace, common: list[str]) -> None:
         raise ConfigError(f"--null={a.null}: 1 or more questions of one config, without --b and --vary")
     if a.band and (a.null or a.a or compares or len(common) != 1):
         raise ConfigError("--band: name one config and nothing else; it is made of runs of the config as it is")
+    if a.together and (a.a or a.vary):
+        raise ConfigError("--together: name the changes with --b, --c and --d, and none with --a")
     if a.jobs < 1:
         raise ConfigError(f"--jobs={a.jobs}: 1 at least")
     if not 0 <= a.part < PARTS:
@@ -134,6 +137,8 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
     if a.vary:
         name = a.vary.partition("=")[0]
         texts = [f"--{name}={value}" for value in values_of(a.vary)]
+    if a.together:
+        texts.append(" ".join(texts[1:]))
     if len(texts) < 2 and not (a.null or a.band):
         raise ConfigError('nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"')
     with ledger.lock:
@@ -183,12 +188,14 @@ def main() -> int:
         print(listing(ledger_of(a)))
         return 0
     print("copying the code of each arm, setting text aside ...", file=sys.stderr, flush=True)
-    if a.band:
-        (arm,) = arms_of(a, common, ledger_of(a))
-        print(make_band(common[0], arm, ledger_of(a), a.jobs))
-        return 0
-    question = question_of(a, common)
     with tqdm(bar_format="{desc} [{elapsed}]", disable=None) as bar:
+        if a.band:
+            (arm,) = arms_of(a, common, ledger_of(a))
+            data = train.DATA / arm.settings["dataset"]
+            place = Place(ledger_of(a), data, arm.settings["device"], a.jobs, False, bar.set_description_str)
+            tqdm.write(str(make_band(common[0], arm, place)))
+            return 0
+        question = question_of(a, common)
         question.place = replace(question.place, tell=bar.set_description_str)
         if a.null:
             tqdm.write(ask_itself(question.place, question.arms[0], question.first_seed, a.null))

@@ -21,13 +21,16 @@ from bench.asking import held_out
 from bench.asking.arms import make_arm
 from bench.asking.band import make_band
 from bench.asking.ledger import Ledger
+from bench.asking.running import Place
 from data.text.prepare import prepare
 from data.token_files import read_tokens
 from deskgpt.run import loss_band
 from deskgpt.system.errors import ConfigError
 
 MODEL = flags(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=1)
-MODEL += flags(max_iters=20, eval_tokens=512, warmup_iters=2, compile=False, device="cpu", dtype="float32")
+MODEL += flags(
+    max_iters=20, eval_tokens=512, warmup_iters=2, compile=False, device="cpu", dtype="float32", attention="flash"
+)
 PYTHON = sys.executable
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
 
@@ -192,7 +195,8 @@ def test_other_seeds_are_another_question_and_more_budget_is_not(asking):
 def test_band_of_a_config_is_made_and_found_by_a_run_with_another_seed(asking, chars, tmp_path, monkeypatch):
     monkeypatch.setattr(loss_band, "FOLDER", tmp_path)
     arm = make_arm("a", "", [*MODEL, f"--dataset={chars}", "--max_iters=4"], tmp_path / "code")
-    path = make_band("config/tiny.py", arm, Ledger(tmp_path / "ledger"))
+    place = Place(Ledger(tmp_path / "ledger"), chars, "cpu", evaluates_once=False)
+    path = make_band("config/tiny.py", arm, place)
     record = json.loads(path.read_text())
     assert record["seeds"] == [*range(1338, 1346)]
     assert set(record["val_losses"]) == {"0", "4"}
@@ -229,6 +233,7 @@ def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
         ["--b", "1e999"],
         ["--b", "--learning_rate='1e-3"],
         ["--vary", "learning_rate=1e-3"],
+        ["--together", "--b", "--beta1=0.8"],
         ["--null=0"],
         ["--band"],
         [*BETTER, "--budget=abc"],
@@ -238,16 +243,15 @@ def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_asked_is_one_line_before_anything_runs(words, chars, tmp_path, monkeypatch):
-    command = ["bench/ask.py", *MODEL, f"--dataset={chars}", f"--ledger={tmp_path / 'ledger'}", *words]
-    monkeypatch.setattr(sys, "argv", command)
+def test_what_cannot_be_asked_is_one_line_before_anything_runs(words, asking):
+    before = asking.runs()
     with pytest.raises(ConfigError) as refused:
-        ask.main()
+        asking(*words)
     assert "\n" not in str(refused.value)
-    assert not (tmp_path / "ledger" / "runs").exists()
+    assert asking.runs() == before
 
 
-def test_commit_is_no_option_of_git(tmp_path):
+def test_commit_is_no_option_of_git(asking, tmp_path):
     """As an option of git archive it would empty the file."""
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
@@ -265,7 +269,7 @@ def test_arm_that_cannot_run_is_no_answer(asking, script, tmp_path):
     assert "name 'missing' is not defined" in done.err
 
 
-def test_patch_that_does_not_apply_is_refused_and_one_that_does_has_a_digest_of_its_own(tmp_path):
+def test_patch_that_does_not_apply_is_refused_and_one_that_does_has_a_digest_of_its_own(asking, tmp_path):
     path = patch_of_loss(tmp_path, "2")
     as_it_is, patched = (make_arm("a", text, MODEL, tmp_path / "code") for text in ("", str(path)))
     assert as_it_is.code != patched.code

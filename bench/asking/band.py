@@ -9,12 +9,10 @@ from pathlib import Path
 
 from bench.asking import running
 from bench.asking.arms import Arm
-from bench.asking.ledger import Ledger
 from bench.asking.running import Place
 from deskgpt.run import loss_band
 from deskgpt.run.log import read_events
 from deskgpt.system.files import write_atomically
-from train import DATA
 
 RUNS = 8
 # The share of normal runs that leaves the band at any of its steps, if the losses of seeds are normally distributed.
@@ -34,12 +32,12 @@ def deviations(runs: int, steps: int) -> float:
     return float(t * math.sqrt(1 + 1 / runs))
 
 
-def make_band(config: str, arm: Arm, ledger: Ledger, jobs: int = 1) -> Path:
-    """Does RUNS runs of a config as it is, on all of its data, and writes config/loss_bands/NAME.json for NAME.py.
+def make_band(config: str, arm: Arm, place: Place) -> Path:
+    """Does RUNS runs of a config as it is, and writes config/loss_bands/NAME.json for config/NAME.py.
 
-    Returns the file's path. Raises as running.run.
+    place: with all of the config's data, and as many evaluations as it has. Returns the file's path. Raises as
+    running.run.
     """
-    place = Place(ledger, DATA / arm.settings["dataset"], arm.settings["device"], jobs, evaluates_once=False)
     first = arm.settings["seed"]
     seeds = range(first + 1, first + 1 + RUNS)  # users run the first one
     running.run_all(place, [(arm, seed) for seed in seeds])

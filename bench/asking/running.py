@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,6 @@ from deskgpt.system import hardware
 # Settings with which every run ends at its last step; a commit may be older than some of them.
 TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
 TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
-MOST_BATCHES = 200  # of an evaluation whose losses the ledger keeps; of more, means of several
 IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
 STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -186,30 +184,20 @@ def ended(log: Path, steps: int) -> bool:
 
 
 def figures(events: list[dict[str, Any]], diverged: bool) -> dict[str, Any]:
-    """What the ledger keeps of a finished run: its last loss, what it was judged on, speed and circumstances.
+    """What the ledger keeps of a finished run: its last loss, and what it was judged on.
 
     A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
     Logs of older code do not say what an evaluation read: eval_digest is None and val_batches empty there.
     """
     start = [e for e in events if e["event"] == "start"][-1]
-    evals = {e["iter"]: e for e in events if e["event"] == "eval" and e["val_loss"] is not None}
-    times_ms = {e["iter"]: e["time_ms"] for e in events if e["event"] == "iter" and e["iter"] > 0 and e["time_ms"]}
-    last = evals[max(evals)] if evals else {}
+    evals = [e for e in events if e["event"] == "eval" and e["val_loss"] is not None]
+    last = evals[-1] if evals else {}
     guessing = math.log(start["model_args"]["vocab_size"])
     loss = last.get("val_loss", guessing)
     return {
         "outcome": "diverged" if diverged else "ended",
         "val_loss": max(loss, guessing) if diverged else loss,
-        "val_batches": shortened(last.get("val_batches") or []),
+        "val_batches": last.get("val_batches") or [],
         "eval_digest": last.get("eval_digest"),
-        "step_ms": statistics.median(times_ms.values()) if times_ms else None,
-        "flops_per_token": start["flops_per_token"],
         "train_s": last.get("train_s"),
     }
-
-
-def shortened(losses: list[float]) -> list[float]:
-    """Means of equally many losses of batches, MOST_BATCHES at most."""
-    size = math.ceil(len(losses) / MOST_BATCHES)
-    groups = [losses[i : i + size] for i in range(0, len(losses), size or 1)]
-    return [round(statistics.fmean(group), 6) for group in groups]
