@@ -130,7 +130,8 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
     """
     known = settings_of(cls)
     if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such config file{similar_file(Path(path))}")
+        what = "is no file" if Path(path).exists() else "no such config file"
+        raise ConfigError(f"{path}: {what}{similar_file(Path(path))}")
     try:
         tree = ast.parse(Path(path).read_bytes())
         refuse_bare_annotations(tree, path)
@@ -171,11 +172,12 @@ def refuse_bare_annotations(tree: ast.Module, path: str) -> None:
 
 def similar_file(path: Path) -> str:
     """A hint at the config file in the same folder whose name is most like this one; empty if none is like it."""
-    stems = [p.stem for p in path.parent.glob("*.py")]
+    folder = path if path.is_dir() else path.parent
+    stems = [p.stem for p in folder.glob("*.py")]
     similar = difflib.get_close_matches(path.stem, stems, n=1)
     if not similar:
         return ""
-    return f"; did you mean {path.with_name(similar[0]).as_posix()}.py?"
+    return f"; did you mean {(folder / similar[0]).as_posix()}.py?"
 
 
 def line_of_error(e: BaseException, path: str) -> int:

@@ -30,7 +30,7 @@ import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -44,28 +44,24 @@ from deskgpt.compute import optimizer as optimizers
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
 from deskgpt.compute.optimizer import step_if_finite
-from deskgpt.estimate import plan
 from deskgpt.run.health import Health
 from deskgpt.run.init_state import InitState, choose_runner, initial_state, metadata_of_code, open_log, prepare_machine
-from deskgpt.run.lock import RESTART_S, only_run_in
 from deskgpt.run.report import Report, end_screen
 from deskgpt.run.saver import Saver
-from deskgpt.run.settings import (
-    changes_of_settings,
-    check_same_on_all_hosts,
-    rate_change,
-    settings_of_start,
-    steps_to_compare,
-)
+from deskgpt.run.settings import Change, changes_of_settings, check_same_on_all_hosts, settings_of_start
 from deskgpt.run.timer import TimeBudget
 from deskgpt.run.train_state import TrainState
-from deskgpt.sampling.training_samples import sampler_for
 from deskgpt.system import peaks
 from deskgpt.system.errors import one_line_errors
+from deskgpt.system.files import RESTART_S, only_run_in
 from deskgpt.system.hardware import seed_all
 from deskgpt.system.peaks import find_card
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
+
+if TYPE_CHECKING:
+    from deskgpt.compute.runner import Runner
+    from deskgpt.sampling.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
@@ -188,15 +184,13 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     state.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
-    windows = functools.partial(data.windows, batching.sequences)
-    report = Report(config, state, open_log(config, state), batching, windows)
-    report.start(data.lines(checksums.state, batching, dist), data.log_metadata(), time.perf_counter() - started)
+    report = Report(config, state, open_log(config, state), batching, data.windows)
     saver = Saver.of(config, state)
     health = Health(config, state, report, saver)
     stops = StopController(config, dist, started, runner.sharded)
-    sampler = sampler_for(0 if config.eval_only else config.sample_interval, runner, dist, data.tokenizer)
+    sampler = sampler_for(config, runner, dist, data.tokenizer)
     loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
-    report.timer.start()
+    report.start(data.lines(checksums.state, batching, dist), data.log_metadata(), time.perf_counter() - started)
 
     while True:
         # ---- evaluate ----------------------------------------------------------------------------------------
@@ -323,16 +317,13 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 def check_experiment(config: TrainConfig, init: InitState, data: Dataset, dist: DistContext) -> None:
     """Raises ValueError where hosts differ, or where a resumed run is another experiment; prints other changes."""
     check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {init.step}"}, dist)
-    if not init.is_resumed:
-        return
-    changes = []
-    if init.earlier:
-        steps = steps_to_compare(init.step)
-        before = [learning_rate(init.earlier, step) for step in steps]
-        now = [learning_rate(config, step) for step in steps]
-        n_windows = (n_val_windows(init.earlier, data), n_val_windows(config, data))
-        changes = changes_of_settings(init.earlier, config, n_windows, rate_change(steps, before, now))
-    init.check_changes(config, data.metadata, changes, dist)
+    if init.is_resumed:
+        changes: list[Change] = []
+        if init.earlier:
+            splits = [Batching.of(asdict(of_run)) for of_run in (init.earlier, config)]
+            n_windows = [data.val.n_eval_windows(split.eval_windows) for split in splits]
+            changes = changes_of_settings(init.earlier, config, n_windows, learning_rate, init.step)
+        init.check_changes(config, data.metadata, changes, dist)
 
 
 def batching_of(config: TrainConfig, dist: DistContext) -> Batching:
@@ -340,13 +331,10 @@ def batching_of(config: TrainConfig, dist: DistContext) -> Batching:
     return Batching.of(asdict(config), dist.rank, dist.world)
 
 
-def n_val_windows(config: TrainConfig, data: Dataset) -> int:
-    """The windows of val data that an evaluation reads."""
-    return data.val.n_eval_windows(Batching.of(asdict(config)).eval_windows)
-
-
 def dry_run(config: TrainConfig, model_config: GPTConfig, dist: DistContext) -> None:
     """Prints what a run of config with this model needs."""
+    from deskgpt.estimate import plan
+
     world = config.world or dist.world
     planned = plan.Planned(
         config=replace(model_config, block_size=config.block_size),
@@ -363,6 +351,15 @@ def dry_run(config: TrainConfig, model_config: GPTConfig, dist: DistContext) -> 
         eval_interval=config.eval_interval,
     )
     plan.dry_run(planned, config.plan_for, dist)
+
+
+def sampler_for(config: TrainConfig, runner: Runner, dist: DistContext, tokenizer: dict[str, Any]) -> Sampler | None:
+    """What writes short texts after evaluations, where this run wants them."""
+    if config.eval_only or not config.sample_interval:
+        return None
+    from deskgpt.sampling import training_samples
+
+    return training_samples.sampler_for(config.sample_interval, runner, dist, tokenizer)
 
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:

@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 from data.meta_files import read_nanogpt, read_record, to_json
 from data.tokenizer import Ids, Tokenizer, padded_vocab_size
-from deskgpt.run.lock import if_free
-from deskgpt.system.files import file_sha256, replacing, sha256, write_atomically
+from deskgpt.system.files import file_sha256, if_free, replacing, sha256, write_atomically
 
 MAGIC = 20240520
 VERSION = 1

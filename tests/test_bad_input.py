@@ -62,21 +62,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("argument", SETTINGS, ids=lambda argument: argument[:40])
-def test_settings(chars, run, assert_fails, argument):
-    settings = [*flags(**TINY, dataset=chars, out_dir=run), argument]
-    assert_fails(SETTINGS[argument], *settings, code=2)
-
-
-@pytest.mark.parametrize("name", ["x.pt", "ckpt-00000001"])
-def test_new_run_in_what_would_be_a_checkpoint(chars, tmp_path, assert_fails, name):
-    assert_fails([str(tmp_path / name), "--out_dir="], *flags(**TINY, dataset=chars, out_dir=tmp_path / name))
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "tpu", "meta"])
-def test_no_such_device(chars, run, assert_fails, device):
-    settings = TINY | {"dataset": chars, "out_dir": run, "device": device}
-    assert_fails([device, "--device="], *flags(**settings))
+def test_settings(chars, run, assert_fails):
+    for argument, named in SETTINGS.items():
+        assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run), argument, code=2)
+    for device in ("cuda:99", "tpu", "meta"):
+        assert_fails([device, "--device="], *flags(**TINY | {"dataset": chars, "out_dir": run, "device": device}))
+    for name in ("x.pt", "ckpt-00000001"):  # a new run in what would be a checkpoint
+        named = [str(run / name), "--out_dir="]
+        assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run / name))
 
 
 def damaged(folder: Path, kind: str) -> None:
@@ -105,11 +98,10 @@ DATA = {  # what the error names
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
-def test_data(tmp_path, run, assert_fails, kind):
-    damaged(tmp_path / "data", kind)
-    settings = TINY | {"dataset": tmp_path / "data", "out_dir": run}
-    assert_fails(DATA[kind], *flags(**settings))
+def test_data(tmp_path, run, assert_fails):
+    for kind, named in DATA.items():
+        damaged(tmp_path / kind, kind)
+        assert_fails(named, *flags(**TINY | {"dataset": tmp_path / kind, "out_dir": run}))
 
 
 @pytest.mark.slow
@@ -141,6 +133,7 @@ def test_no_data(tmp_path, run, assert_fails):
     assert_fails(["python data/text/prepare.py"], *flags(**settings, dataset="text"))
 
 
+@pytest.mark.slow
 def test_data_of_another_vocabulary_than_the_checkpoints(tmp_path, run, assert_fails):
     damaged(tmp_path / "data", "none")
     resume = ["--init_from=resume", f"--out_dir={run}"]
@@ -148,6 +141,7 @@ def test_data_of_another_vocabulary_than_the_checkpoints(tmp_path, run, assert_f
     assert_fails([f"{tmp_path / 'gone'}", "does not exist"], *resume, f"--dataset={tmp_path / 'gone'}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["train.py", "sample.py"])
 def test_checkpoints(run, assert_fails, path):
     file = run / "ckpt.pt"
@@ -164,12 +158,13 @@ def test_checkpoints(run, assert_fails, path):
     assert_fails(named, "--init_from=resume", f"--out_dir={run}", path=path)
 
 
-@pytest.mark.parametrize(("name", "value"), [("block_size", 64), ("n_layer", 5)])
-def test_resumed_run_refuses_another_size(run, assert_fails, name, value):
-    named = [f"{name}={value}", f"--{name}={TINY[name]}"]
-    assert_fails(named, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
+def test_resumed_run_refuses_another_size(run, assert_fails):
+    for name, value in (("block_size", 64), ("n_layer", 5)):
+        named = [f"{name}={value}", f"--{name}={TINY[name]}"]
+        assert_fails(named, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
 
 
+@pytest.mark.slow
 def test_remedy_for_a_size_that_a_config_file_sets_is_one(chars, run, assert_fails, script, tmp_path):
     (tmp_path / "larger.py").write_text("n_layer = 5\n")
     command = [tmp_path / "larger.py", f"--init_from={run}", f"--out_dir={tmp_path / 'new'}", f"--dataset={chars}"]
@@ -191,12 +186,12 @@ WRONG: list[tuple[str, Any, str]] = [  # what a checkpoint holds instead, and wh
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "named"), WRONG, ids=[f"{name}-{named}" for name, _, named in WRONG])
-def test_checkpoint_with_wrong_content(run, assert_fails, name, value, named):
-    found = torch.load(run / "ckpt.pt") | {name: value}
-    del found["format"]  # or its checksum would be missed
-    torch.save(found, run / "ckpt.pt")
-    assert_fails([str(run), named], "--init_from=resume", f"--out_dir={run / 'ckpt.pt'}")
+def test_checkpoint_with_wrong_content(run, assert_fails):
+    whole = torch.load(run / "ckpt.pt")
+    del whole["format"]  # or its checksum would be missed
+    for name, value, named in WRONG:
+        torch.save(whole | {name: value}, run / "ckpt.pt")
+        assert_fails([str(run), named], "--init_from=resume", f"--out_dir={run / 'ckpt.pt'}")
 
 
 def test_model_larger_than_the_memory(chars, run, assert_fails):
@@ -205,6 +200,7 @@ def test_model_larger_than_the_memory(chars, run, assert_fails):
     assert_fails(named, *flags(**settings | {"n_embd": 1 << 15, "n_layer": 1}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"init_from": "resume"}, {"init_from": "resume", "eval_only": True}, {}])
 def test_micro_batch_larger_than_the_memory_is_refused_before_any_is_taken(
     chars, run, assert_fails, monkeypatch, settings
@@ -227,6 +223,7 @@ def test_block_larger_than_the_data(chars, run, assert_fails):
     assert_fails([f"block_size={10**9}"], *flags(**settings))
 
 
+@pytest.mark.slow
 def test_no_network(chars, tmp_path, assert_fails, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert_fails(["init_from=gpt2", "connect once"], "--init_from=gpt2", f"--dataset={chars}")

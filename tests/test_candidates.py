@@ -28,6 +28,7 @@ def unchanged(python, chars, tmp_path_factory) -> tuple[list[float], float]:
     return trained(Checkout(tmp_path_factory.mktemp("unchanged"), "", python, [f"--dataset={chars}"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATCHES)
 def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, chars, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -36,6 +37,7 @@ def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, c
     assert (losses, val_loss) != unchanged
 
 
+@pytest.mark.slow
 def test_cap_that_only_the_definition_has_is_found_although_a_new_head_is_zero(python, chars, tmp_path):
     of_model = PATCHES["logit_softcap"].partition("--- a/model.py")
     done = Checkout(tmp_path, of_model[1] + of_model[2], python, [f"--dataset={chars}"]).run(

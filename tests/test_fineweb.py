@@ -21,7 +21,7 @@ from data.meta_files import read_record
 from data.splits import Split
 from data.token_files import read_tokens
 from data.verify import Verification
-from deskgpt.run import lock
+from deskgpt.system import files
 
 needs_kill = pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL and a file size limit")
 
@@ -181,7 +181,7 @@ def test_any_order_makes_the_same_bytes_and_tokens_can_be_raised_later(tmp_path,
 def test_what_is_missing_or_harmed_is_made_by_its_part_and_nobody_elses(tmp_path, script: Script, source, whole):
     prepare = (PREPARE, "--source", source, *PARTS, "--out", tmp_path)
     assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
-    with lock.if_free(tmp_path / "parts", ".000001") as is_free:  # as another process holds it
+    with files.if_free(tmp_path / "parts", ".000001") as is_free:  # as another process holds it
         assert is_free
         fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
     assert script(*prepare, "--part=1/3").code == 0

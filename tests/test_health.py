@@ -100,6 +100,7 @@ def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_pa
     assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))  # none of the last bad steps
 
 
+@pytest.mark.slow
 def test_numbers_that_wait_on_the_device_until_a_log_line_say_the_same(chars, tmp_path, plant, monkeypatch):
     """As on CUDA, where asking at each step would wait for it."""
     plant.bad_gradients = (3, 23)  # of each run the third
@@ -162,6 +163,7 @@ def test_noise_and_a_falling_loss_are_no_spikes_and_a_leap_is_one(seed, noise, f
 SPIKED = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_spike", ["go", "rewind"])
 def test_spike_is_logged_and_the_run_goes_on(on_spike, chars, tmp_path, plant, capsys):
     """Without a checkpoint to go back to, with on_spike=rewind too."""
@@ -177,6 +179,7 @@ def test_spike_is_logged_and_the_run_goes_on(on_spike, chars, tmp_path, plant, c
     assert not events(tmp_path, "rewind")
 
 
+@pytest.mark.slow
 def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
     plant.leaps = (45,)
     done = script("train.py", *flags(**TINY | SPIKED | {"on_spike": "stop"}, dataset=chars, out_dir=tmp_path))
@@ -185,6 +188,7 @@ def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
     assert store.load(tmp_path).iter_num == 40
 
 
+@pytest.mark.slow
 def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars, tmp_path, plant, monkeypatch):
     plant.leaps = (45,)
     main(tiny(chars, tmp_path / "whole", on_spike="rewind", **SPIKED))
@@ -240,6 +244,7 @@ def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
     assert count(3.0, 3.5, 2.95, error=None) == 0
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_and_a_resumed_one_goes_on_counting(chars, tmp_path, capsys):
     flat = {"learning_rate": 0.0, "min_lr": 0.0, "max_iters": 30, "eval_interval": 5}
     main(tiny(chars, tmp_path / "whole", patience=3, **flat))
@@ -269,6 +274,7 @@ def test_overfitting_is_said_once(chars, tmp_path, monkeypatch, capsys):
 # ---- the end -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_end_of_a_run_gives_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))

@@ -13,8 +13,8 @@ import threading
 import pytest
 from conftest import ROOT, TINY, assert_one_line, contents, flags
 
-from deskgpt.run import lock
-from deskgpt.run.lock import only_run_in
+from deskgpt.system import files
+from deskgpt.system.files import only_run_in
 
 
 def test_second_run_is_told_whose_the_folder_is_and_leaves_no_trace(tmp_path):
@@ -42,16 +42,16 @@ def test_dead_runs_lock_does_not_hold(tmp_path):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert (tmp_path / lock.LOCK).exists()
+    assert (tmp_path / files.LOCK).exists()
     with only_run_in(tmp_path):
-        assert json.loads((tmp_path / lock.HOLDER).read_bytes())["pid"] == os.getpid()
+        assert json.loads((tmp_path / files.HOLDER).read_bytes())["pid"] == os.getpid()
 
 
 def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock.FileLock, "_acquire", refuse)
+    monkeypatch.setattr(files.FileLock, "_acquire", refuse)
     with only_run_in(tmp_path):
         pass
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
@@ -67,12 +67,13 @@ def test_a_run_that_may_wait_takes_the_folder_when_the_other_one_has_left(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path):
     """Each that gets in makes a file that must not exist yet, and removes it."""
     code = """
 import os, sys, time
 from pathlib import Path
-from deskgpt.run.lock import only_run_in
+from deskgpt.system.files import only_run_in
 entered = 0
 end = time.monotonic() + 1.0
 while time.monotonic() < end:

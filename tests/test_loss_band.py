@@ -20,11 +20,18 @@ BANDS = [path for path in (ROOT / "config/loss_bands").glob("*.json") if path.na
 CONFIG: dict[str, Any] = {"learning_rate": 1e-3, "max_iters": 20, "lr_decay_iters": 20, "eval_interval": 10}
 
 
-@pytest.fixture
-def band(chars, tmp_path, monkeypatch) -> Path:
-    """A band around the losses of one run, the only band there is."""
-    out_dir = tmp_path / "first"
+@pytest.fixture(scope="module")
+def first(chars, tmp_path_factory) -> Path:
+    """The folder of a run."""
+    out_dir = tmp_path_factory.mktemp("first")
     main(tiny(chars, out_dir, **CONFIG))
+    return out_dir
+
+
+@pytest.fixture
+def band(first, tmp_path, monkeypatch) -> Path:
+    """A band around the losses of one run, the only band there is."""
+    out_dir = first
     start = events(out_dir, "start")[0]
     losses = {str(e["iter"]): [e["val_loss"] + 0.01 * i for i in (-1, 0, 1)] for e in events(out_dir, "eval")}
     experiment = loss_band.experiment(start["settings"], start["val_sha256"], start["train_tokens"])
@@ -43,6 +50,7 @@ def verdict(chars: Path, out_dir: Path, capsys: pytest.CaptureFixture[str], **se
     return "".join(lines)
 
 
+@pytest.mark.slow
 def test_end_of_a_run_prints_the_interval_that_decides(band, chars, tmp_path, capsys, monkeypatch):
     split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}
     line = verdict(chars, tmp_path / "out", capsys, **split)
@@ -55,11 +63,12 @@ def test_end_of_a_run_prints_the_interval_that_decides(band, chars, tmp_path, ca
     assert verdict(chars, tmp_path / "defect", capsys).startswith("unusual: ")
 
 
-@pytest.mark.parametrize(
-    "settings", [{"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1}, {"batch_size": 8}], ids=str
-)
-def test_run_with_other_settings_belongs_to_no_band(band, chars, tmp_path, capsys, settings):
-    assert verdict(chars, tmp_path / "out", capsys, **settings) == ""
+def test_run_with_other_settings_belongs_to_no_band(band, chars):
+    first = json.loads(band.read_text())["experiment"]
+    data = (first["val_sha256"], first["train_tokens"])
+    assert loss_band.band_of(tiny(chars, Path("out"), **CONFIG), *data)
+    for other in ({"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1}, {"batch_size": 8}):
+        assert loss_band.band_of(tiny(chars, Path("out"), **CONFIG | other), *data) is None
 
 
 def test_verdict_names_the_first_step_outside_of_the_band():
@@ -72,14 +81,12 @@ def test_verdict_names_the_first_step_outside_of_the_band():
     assert band.verdict({5: 1.0}) == ""
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[" * 100_000, b"\xff\xfe{}", b"[]", b'{"val_losses": {}}', b'{"experiment": 4, "val_losses": {"1": [1]}}'],
-)
-def test_damaged_band_is_as_none(band, chars, tmp_path, capsys, content):
-    band.write_bytes(content)
-    assert loss_band.read_record(band) is None
-    assert loss_band.band_of({}, None, None) is None
+def test_damaged_band_is_as_none(band):
+    contents = [b"", b"[" * 100_000, b"\xff\xfe{}", b"[]", b'{"val_losses": {}}']
+    for content in [*contents, b'{"experiment": 4, "val_losses": {"1": [1]}}']:
+        band.write_bytes(content)
+        assert loss_band.read_record(band) is None
+        assert loss_band.band_of({}, None, None) is None
 
 
 @pytest.mark.parametrize("path", BANDS, ids=lambda path: path.stem)

@@ -107,13 +107,12 @@ def test_gpu_has_its_published_peak_or_the_measured_one_and_says_which(
     assert all(words in source for words in printed), source
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((6, 1), "float32"), ((7, 0), "float16"), ((7, 5), "float16"), ((8, 9), "bfloat16")]
-)
-def test_float16_is_for_cards_with_tensor_cores_that_lack_bfloat16(capability, dtype, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert peaks.fast_dtype(torch.device("cuda")) == dtype
+def test_float16_is_for_cards_with_tensor_cores_that_lack_bfloat16(monkeypatch):
+    for capability, dtype in (((6, 1), "float32"), ((7, 0), "float16"), ((7, 5), "float16"), ((8, 9), "bfloat16")):
+        has_bfloat16 = capability >= (8, 0)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=has_bfloat16: has)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert peaks.fast_dtype(torch.device("cuda")) == dtype
     assert peaks.find_card("T4").fast_dtype() == "float16"
     assert peaks.find_card("RTX 4070").fast_dtype() == "bfloat16"
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, assert_one_line, shell
+from conftest import ROOT, assert_one_line
 
 from deskgpt.compute.distributed import DistEnv, dist_env
 
@@ -49,16 +50,22 @@ def test_processes_that_do_not_know_of_each_other_are_refused_with_the_remedy(en
     assert_one_line(str(refused.value), *named)
 
 
-def test_variables_left_over_from_another_tool_are_named_after_ten_seconds():
+@pytest.mark.slow
+def test_variables_left_over_from_another_tool_are_named_and_a_signal_ends_the_wait():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    code = "from deskgpt.compute import distributed as d; d.WAIT_S = 0.1; d.init_distributed('cpu', 'auto', 3.0)"
-    done = shell("python", "-c", code, env=os.environ | place)
-    assert done.returncode != 0
-    assert_one_line(done.stdout, "1 other rank", place["MASTER_PORT"], "unset RANK and WORLD_SIZE")
+    code = "from deskgpt.run.stopping import signal_handler; signal_handler.install()\n"
+    code += "from deskgpt.compute import distributed as d; d.WAIT_S = 0.1; d.init_distributed('cpu', 'auto', 300.0)"
+    command = [sys.executable, "-u", "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | place, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert_one_line(process.stdout.readline(), "1 other rank", place["MASTER_PORT"], "unset RANK and WORLD_SIZE")
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")
 def test_limit_of_open_files_rises_as_far_as_allowed():
     code = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (100, 200)); "

@@ -16,10 +16,10 @@ from deskgpt.sampling.training_samples import Sampler
 MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True}
 
 
-@pytest.mark.parametrize("choices", [{}, MODERN], ids=["gpt2", "modern"])
-def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path, choices):
+@pytest.mark.slow
+def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     for out, n in (("without", 0), ("with", 1)):
-        train.main(tiny(chars, tmp_path / out, dropout=0.1, sample_interval=n, **choices))
+        train.main(tiny(chars, tmp_path / out, dropout=0.1, sample_interval=n, **MODERN))
     assert_equal(weights(tmp_path / "without"), weights(tmp_path / "with"))
     assert trajectory(tmp_path / "without") == trajectory(tmp_path / "with")
     assert events(tmp_path / "without", "sample") == []
@@ -40,6 +40,7 @@ def test_same_weights_write_the_same_texts_and_the_last_step_samples(chars, tmp_
     assert found[0]["texts"][0][:8] not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_run_goes_on_without_samples_where_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
     data = tmp_path / "data"
     prepare("abc " * 1000, data, "char", "a text in one line")

@@ -170,19 +170,25 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer, first: dict[str, list[
 
 
 def after_a_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """A copy of the optimizer after a step on tensors without storage; None where it cannot step on such."""
+    """A copy of the optimizer after a step on tensors of at most 2 x 2, else on ones without storage; None if neither
+    works, where the first save must find out.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=True) for p in params]
-    trial: torch.optim.Optimizer = object.__new__(type(optimizer))
-    try:
-        # The memo replaces each parameter; torch's own copy of an optimizer would drop attributes.
-        trial.__dict__ = copy.deepcopy(vars(optimizer), {id(p): shape for p, shape in zip(params, shapes, strict=True)})
-        for shape in shapes:
-            shape.grad = torch.empty_like(shape)
-        trial.step()
-    except Exception:  # such as .item(): then the first save must find out
-        return None
-    return trial
+    for device in ("cpu", "meta"):
+        sizes = [tuple(min(n, 2) for n in p.shape) if device == "cpu" else p.shape for p in params]
+        shapes = [torch.ones(size, dtype=p.dtype, device=device) for size, p in zip(sizes, params, strict=True)]
+        trial: torch.optim.Optimizer = object.__new__(type(optimizer))
+        try:
+            # The memo replaces each parameter; torch's own copy of an optimizer would drop attributes.
+            memo = {id(p): shape.requires_grad_() for p, shape in zip(params, shapes, strict=True)}
+            trial.__dict__ = copy.deepcopy(vars(optimizer), memo)
+            for shape in shapes:
+                shape.grad = torch.ones_like(shape)
+            trial.step()
+        except Exception:  # of no common class: an optimizer may need its real shapes, or numbers
+            continue
+        return trial
+    return None
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------

@@ -28,7 +28,10 @@ def refuse_beyond_memory(
     """
     model = GPT.without_storage(config)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    to_train = weights if make is None else training_bytes(config, make)
+    try:
+        to_train = weights if make is None else training_bytes(config, make)
+    except RuntimeError:  # this model cannot be rehearsed
+        to_train = weights
     places = {torch.device("cpu"): float(builds * weights)}
     places[device] = max(to_train / shards, places.get(device, 0.0))
     for place, needed in places.items():

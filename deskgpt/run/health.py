@@ -81,14 +81,19 @@ class Health:
         self.report.add_step(step)
         if step.bad:
             self.state.bad_in_a_row.append(step)
-            self.report.bad_step(step)
+            scaler = self.state.runner.scaler
+            which = bad_parameters(step.norms, self.names)
+            scale = scaler.get_scale() if scaler.is_enabled() else None
+            text = f"gradients are not finite ({which}): no update"
+            self.report.step_event("bad_step", step, text, which=which, loss_scale=scale)
             return
         if math.isfinite(step.grad_norm):
             self.state.bad_in_a_row.clear()
             self.good_norms.append(step.grad_norm)
         median = self.state.spikes.add(step.loss)
         if median is not None:
-            self.report.spike(step, median)
+            text = f"loss spike, {step.loss:.4f} after a median of {median:.4f}"
+            self.report.step_event("spike", step, text, median=median)
             self._spike = self._spike or step
 
     def _check_gradients(self) -> None:
@@ -126,7 +131,7 @@ class Health:
         if kept is None:
             self.dist.print0("on_spike=rewind: no checkpoint was saved yet, so the run goes on")
             return False
-        with self.report.timer.saving():
+        with self.report.timer.spent_on("saving"):
             saved = store.load(kept.path, ranks=self.dist)
             step = saved.iter_num
             if self.state.rewinds_to(step) >= MAX_REWINDS:
@@ -139,7 +144,8 @@ class Health:
             self.state.bad_in_a_row.clear()
             self.saver.is_stale = True
             self.dist.all(True)  # no rank replaces the file while another reads it
-        self.report.rewind(spike)
+        text = f"back to step {step}; the batches of steps {step} to {spike.step} are skipped"
+        self.report.event("rewind", text, iter=step, spike=spike.step, skipped_batches=self.state.skipped_batches)
         return True
 
     # ---- evidence ----------------------------------------------------------------------------------------

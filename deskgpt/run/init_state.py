@@ -22,8 +22,6 @@ from deskgpt.compute.implementation import EarlierVariant, Options, Tuner, choos
 from deskgpt.compute.runner import Runner
 from deskgpt.estimate.fit import refuse_beyond_memory, smaller_batch, times_memory
 from deskgpt.estimate.memory import MakeOptimizer
-from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
-from deskgpt.run.lock import check_shared
 from deskgpt.run.log import RunLog, git_commit, start_wandb, versions
 from deskgpt.run.settings import (
     OF_EVALUATION,
@@ -40,14 +38,10 @@ from model import GPT, MODERN_CHOICES, GPTConfig
 
 
 def prepare_machine(config: RunSettings, dist: DistContext) -> None:
-    """What a run sets before anything else. Raises ValueError where hosts do not share the folder of the run, or where
-    other settings do not work with sharded weights.
-    """
+    """What a run sets before anything else. Raises ValueError where settings do not work with sharded weights."""
     sharding.check_sharding(config.dp_shard, config.world or dist.world, config.dtype, config.sample_interval)
     hardware.keep_freed_memory()
     hardware.forbid_spilling(dist.device)
-    if not config.eval_only and not config.dry_run:
-        check_shared(store.folder_of(config.out_dir), dist)
     hardware.seed_all(config.seed, dist.device)
 
 
@@ -139,14 +133,13 @@ class InitState:
         changes = compare(self.checkpoint.facts, data) + of_settings
         refused = [str(change) for change in changes if change.matters]
         if refused and not config.resume_changed and not config.eval_only:
-            remedies = "".join(change.remedy for change in changes)
             raise ValueError(
-                f"{self.source} belongs to another experiment: {'; '.join(refused)}. {remedies}Go on all the same with "
+                f"{self.source} belongs to another experiment: {'; '.join(refused)}. Go on all the same with "
                 f"--resume_changed=True, or begin a new run with its weights: --init_from={self.source}"
             )
         for change in changes:
             dist.print0(f"changed: {change}")
-        if OF_EVALUATION & {change.name for change in changes}:
+        if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
             self.checkpoint.best_val_loss = math.inf
             if self.checkpoint.health:  # nor does patience count across them
                 self.checkpoint.health["evaluations"] = []
@@ -171,6 +164,8 @@ def initial_state(config: RunSettings, scratch: GPTConfig, dist: DistContext) ->
         init = finetuned_state(config, writes, dist)
         given = RESUMED_SETTINGS
     else:
+        from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
+
         model_args, weights = load_gpt2(config.init_from)
         model_config = GPTConfig.from_args(model_args | {"dropout": config.dropout}, config.init_from)
         init = InitState(config.init_from, model_config, weights, tokenizer=tokenizer_of(config.init_from))

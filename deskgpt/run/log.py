@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deskgpt.system.files import read_small
+from deskgpt.system.terminal import reason
 
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
 NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
@@ -84,7 +85,7 @@ class RunLog:
             try:
                 call(self.wandb_run)
             except Exception as e:
-                print(f"wandb failed ({' '.join(str(e).split())[:200]}); the run goes on without it", file=sys.stderr)
+                print(f"wandb failed ({reason(e)}); the run goes on without it", file=sys.stderr)
                 self.wandb_run = None
 
 
@@ -123,10 +124,9 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
     try:
         return wandb.init(project=project, name=name, config=config, id=run_id, resume="allow")
     except Exception as e:  # wandb's own errors, and pydantic's for a bad WANDB_ variable
-        reason = " ".join(str(e).split())[:200]
         raise ValueError(
-            f"wandb cannot start: {reason}; WANDB_MODE=offline keeps the run on this disk, --wandb_log=False leaves it "
-            "out"
+            f"wandb cannot start: {reason(e)}; WANDB_MODE=offline keeps the run on this disk, --wandb_log=False leaves "
+            "it out"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: lines on the terminal, events in log.jsonl. The screen at a run's end is end_screen.py's."""
+"""Metrics of a run: lines on the terminal, events in log.jsonl. And the screen at its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,9 +21,8 @@ from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Evaluation
-from deskgpt.run.diagnosis import bad_parameters, clip_rate, lowest, overfit, without_improvement
+from deskgpt.run.diagnosis import clip_rate, lowest, overfit, without_improvement
 from deskgpt.run.log import RunLog
-from deskgpt.run.loss_band import band_of
 from deskgpt.run.settings import RunSettings, sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
@@ -44,15 +42,6 @@ class Step:
     bad: bool = False  # its gradients were not finite, and nothing was changed
 
 
-@dataclass
-class Counts:
-    """What went wrong in this process, for the end of the run."""
-
-    bad_steps: int = 0
-    spikes: int = 0
-    rewinds: int = 0
-
-
 class Report:
     """Prints and logs what happens.
 
@@ -66,9 +55,9 @@ class Report:
         state: TrainState,
         log: RunLog,
         batching: Batching,
-        windows: Callable[[int], dict[str, list[int]]],
+        windows: Callable[[int, int], dict[str, list[int]]],
     ) -> None:
-        """windows: by token file, where the windows of the global batch at a position begin."""
+        """windows: of that many sequences at a position of the order, by token file, where they begin."""
         self.config = config
         self.state = state
         self.log = log
@@ -76,7 +65,7 @@ class Report:
         self.print0 = state.dist.print0
         self.batching = batching
         self.timer = StepTimer(self.dist.device)
-        self.counts = Counts()
+        self.counts = dict.fromkeys(("bad_step", "spike", "rewind"), 0)  # in this process, for the end of the run
         self.warm_up_s = 0.0
         self.flops_per_token = state.runner.flops_per_token
         self._windows = windows
@@ -91,7 +80,10 @@ class Report:
     # ---- the beginning -----------------------------------------------------------------------------------
 
     def start(self, about_data: list[str], metadata: dict[str, Any], warm_up_s: float) -> None:
-        """Prints and logs what runs, and on what. about_data: lines. metadata: further fields for the log."""
+        """Prints and logs what runs, and on what; from here on, steps are timed.
+
+        about_data: lines. metadata: further fields for the log.
+        """
         state = self.state
         device = self.dist.device
         variant = state.runner.variant
@@ -132,6 +124,7 @@ class Report:
             versions=state.metadata["versions"],
             git_commit=state.metadata["code"],
         )
+        self.timer.start()
 
     # ---- steps -------------------------------------------------------------------------------------------
 
@@ -199,39 +192,24 @@ class Report:
         config = self.config
         step = self.state.step
         evaluations = math.ceil(config.max_iters / config.eval_interval) - step // config.eval_interval
-        between_s = self.timer.last_eval_s + self.timer.last_save_s
+        between_s = sum(self.timer.last_s.values())
         return (config.max_iters - step - 1) * step_s + evaluations * between_s
 
-    def bad_step(self, bad: Step) -> None:
-        self.counts.bad_steps += 1
-        which = bad_parameters(bad.norms, self.state.runner.names)
-        self.print0(f"step {bad.step}: gradients are not finite ({which}): no update; {self.rows(bad.position)}")
-        scaler = self.state.runner.scaler
-        scale = scaler.get_scale() if scaler.is_enabled() else None
-        place = self.windows(bad.position)
-        self.log.write("bad_step", iter=bad.step, loss=bad.loss, which=which, loss_scale=scale, **place)
+    def event(self, kind: str, text: str, /, **fields: Any) -> None:
+        """Prints a line, if there is a text, and logs an event of this kind, such as a spike."""
+        if text:
+            self.print0(text)
+        self.log.write(kind, **fields)
+        if kind in self.counts:
+            self.counts[kind] += 1
 
-    def spike(self, step: Step, median: float) -> None:
-        """median: of the losses of the steps before."""
-        self.counts.spikes += 1
-        rows = self.rows(step.position)
-        self.print0(f"step {step.step}: loss spike, {step.loss:.4f} after a median of {median:.4f}; {rows}")
-        self.log.write("spike", iter=step.step, loss=step.loss, median=median, **self.windows(step.position))
-
-    def rewind(self, spike: Step) -> None:
-        self.counts.rewinds += 1
-        step = self.state.step
-        self.print0(f"back to step {step}; the batches of steps {step} to {spike.step} are skipped")
-        self.log.write("rewind", iter=step, spike=spike.step, skipped_batches=self.state.skipped_batches)
-
-    def rows(self, position: int) -> str:
-        first, last = self.windows(position)["rows"]
-        return f"its batch has rows {first:,} to {last:,}, see log.jsonl"
-
-    def windows(self, position: int) -> dict[str, Any]:
-        """Which rows of all batches a global batch has, and where in which token file their windows begin."""
-        first = position * self.batching.sequences
-        return {"rows": [first, first + self.batching.sequences - 1], "windows": self._windows(position)}
+    def step_event(self, kind: str, step: Step, text: str, /, **fields: Any) -> None:
+        """An event of a step, with the rows of all batches that its batch has, and where in which file they are."""
+        n = self.batching.sequences
+        first = step.position * n
+        line = f"step {step.step}: {text}; its batch has rows {first:,} to {first + n - 1:,}, see log.jsonl"
+        place = {"rows": [first, first + n - 1], "windows": self._windows(n, step.position)}
+        self.event(kind, line, iter=step.step, loss=step.loss, **fields, **place)
 
     # ---- evaluations and saves ---------------------------------------------------------------------------
 
@@ -239,22 +217,27 @@ class Report:
     def evaluating(self) -> Iterator[None]:
         """Times an evaluation and prints now and then that it goes on. A terminal shows a progress bar instead."""
         is_shown = sys.stderr.isatty()
-        with self.timer.evaluation(), nullcontext() if is_shown else not_silent("still evaluating", self.print0):
+        with (
+            self.timer.spent_on("evaluation"),
+            nullcontext() if is_shown else not_silent("still evaluating", self.print0),
+        ):
             yield
 
     def warn(self, lines: list[str]) -> None:
         for line in lines:
-            self.print0(f"warning: {line}")
-            self.log.write("warning", iter=self.state.step, text=line)
+            self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     def evaluation(
         self, train: Evaluation, val: Evaluation, val_bpb: float | None, lr: float, texts: list[str], digest: str
     ) -> None:
         """val_bpb: the val loss in bits per byte, where that is known. texts: samples. digest: of the val windows."""
         step = self.state.step
-        eval_s = self.timer.last_eval_s
-        self.log.write(
+        eval_s = self.timer.last_s["evaluation"]
+        error = "" if val.standard_error is None else f", standard error {val.standard_error:.4f}"
+        bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
+        self.event(
             "eval",
+            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}{bits}",
             iter=step,
             train_loss=train.loss,
             val_loss=val.loss,
@@ -268,11 +251,6 @@ class Report:
             eval_digest=digest,
             val_batches=val.batch_losses,
         )
-        error = "" if val.standard_error is None else f", standard error {val.standard_error:.4f}"
-        bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
-        self.print0(
-            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}{bits}"
-        )
         if texts:
             self.log.write("sample", iter=step, texts=texts)
         if math.isfinite(val.loss):
@@ -285,15 +263,14 @@ class Report:
         if now is None or overfit(evaluations[:-1]) is not None:
             return
         step, rise = now
-        self.print0(
+        self.event(
+            "overfit",
             f"overfitting: the val loss has risen by {rise:.4f} since step {step}, while the train loss has fallen; "
-            "more data, --dropout or a smaller model may help"
+            "more data, --dropout or a smaller model may help",
+            iter=evaluations[-1].step,
+            best_iter=step,
+            rise=rise,
         )
-        self.log.write("overfit", iter=evaluations[-1].step, best_iter=step, rise=rise)
-
-    def saved(self, step: int, best: bool, save_s: float | None, write_s: float) -> None:
-        """save_s: what it cost the loop; write_s: until the files were durable."""
-        self.log.write("save", iter=step, best=best, save_s=save_s, write_s=write_s)
 
 
 # ---- the end -------------------------------------------------------------------------------------------------
@@ -321,12 +298,12 @@ def end_screen(config: RunSettings, state: TrainState, report: Report, stop: str
     memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
     print0(
         f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training ({clock(timer.wait_s)} waiting "
-        f"for data), {clock(timer.eval_s)} of evaluation, {clock(timer.save_s)} of saving; "
+        f"for data), {clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} of saving; "
         f"warm-up {clock(report.warm_up_s)}; peak memory {memory_gib}; best val loss {state.best_val_loss:.4f}"
     )
-    counts = report.counts
-    if counts.bad_steps or counts.spikes:
-        print0(f"{counts.bad_steps} steps without an update, {counts.spikes} loss spikes, {counts.rewinds} rewinds")
+    bad, spikes, rewinds = report.counts.values()
+    if bad or spikes:
+        print0(f"{bad} steps without an update, {spikes} loss spikes, {rewinds} rewinds")
     verdict = compare_with_band(state)
     if verdict:
         print0(verdict)
@@ -337,14 +314,14 @@ def end_screen(config: RunSettings, state: TrainState, report: Report, stop: str
         stop=stop,
         train_s=timer.train_s(),
         data_wait_s=timer.wait_s,
-        eval_s=timer.eval_s,
-        save_s=timer.save_s,
+        eval_s=timer.total_s["evaluation"],
+        save_s=timer.total_s["saving"],
         peak_memory_bytes=memory,
         best_val_loss=state.best_val_loss,
         best_iter=found[0] if found else None,  # unknown where an older checkpoint has only the loss
-        bad_steps=counts.bad_steps,
-        spikes=counts.spikes,
-        rewinds=counts.rewinds,
+        bad_steps=bad,
+        spikes=spikes,
+        rewinds=rewinds,
     )
     if report.dist.is_first:
         next_commands(config, state, report)
@@ -352,6 +329,8 @@ def end_screen(config: RunSettings, state: TrainState, report: Report, stop: str
 
 def compare_with_band(state: TrainState) -> str:
     """Whether the val losses are those of other runs like this one; "" where no such runs are known."""
+    from deskgpt.run.loss_band import band_of  # at the end of a run only
+
     data = state.metadata
     band = band_of(state.config, data["val data"]["fingerprint"], data["train data"]["tokens"])
     return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
@@ -400,14 +379,4 @@ def resume_command(config: RunSettings, state: TrainState, world: int, *more: st
 def command(*words: str | Path) -> str:
     """A line to type in this system's shell."""
     texts = [str(word) for word in words]
-    return subprocess.list2cmdline(texts) if sys.platform == "win32" else " ".join(map(quoted, texts))
-
-
-def quoted(word: str) -> str:
-    """A word for a POSIX shell. What the terminal would not show as it is becomes bytes, which bash and zsh read."""
-    encoding = sys.stdout.encoding or "utf-8"
-    if word.isprintable() and word.encode(encoding, "replace").decode(encoding) == word:
-        return shlex.quote(word)
-    plain = string.ascii_letters + string.digits + "-_./=:,+@%"
-    escaped = [chr(byte) if chr(byte) in plain else f"\\x{byte:02x}" for byte in os.fsencode(word)]
-    return f"$'{''.join(escaped)}'"
+    return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)

@@ -101,9 +101,9 @@ class Saver:
         self.is_stale = False
         if state.dist.is_first or self.group is not None:
             self.print0(f"saving checkpoint to {self.out_dir}")
-            with report.timer.saving():
+            with report.timer.spent_on("saving"):
                 saving = self.save(state.checkpoint(), best)
-            saving.save_s = report.timer.last_save_s
+            saving.save_s = report.timer.last_s["saving"]
 
     def finish(self, state: TrainState, report: Report, stop: str | None) -> None:
         """At the end of a run: saves what was not saved yet if something stopped it, and waits for the last save."""
@@ -116,7 +116,8 @@ class Saver:
         """Reports the saves that have ended since the last call. After one that failed, an earlier loss is the best."""
         for saved in self.finished():
             if saved.error is None:
-                report.saved(saved.step, saved.best, saved.save_s, saved.write_s)
+                times = {"save_s": saved.save_s, "write_s": saved.write_s}
+                report.event("save", "", iter=saved.step, best=saved.best, **times)
             elif saved is self.last:
                 self.latest_step = -1  # so that the same step is tried again
                 state.best_val_loss = self.best_val_loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +16,6 @@ from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA
 from deskgpt.compute.distributed import DistContext, dist_env
-from deskgpt.export.gpt2_weights import exported_model_args
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import is_local
@@ -81,8 +80,6 @@ Config = TypeVar("Config")
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that goes on keeps it.
 PLANNED = ("max_iters", "warmup_iters", "lr_decay_iters", "cooldown_iters")
-# Settings that no checkpoint, which may come from anywhere, brings into another run: wandb_log sends data away.
-UNSET = {"wandb_log": False}
 
 
 def settings_of_start(cls: type[Config], argv: list[str]) -> dict[str, Any]:
@@ -103,10 +100,12 @@ def settings_of_start(cls: type[Config], argv: list[str]) -> dict[str, Any]:
         return resumed_settings(cls, argv, settings["out_dir"])
     if store.is_one(source):
         return read_settings(cls, argv, settings_of_model(store.load(source, checksums=False).model_args, source))
+    if source == "scratch":
+        return settings
+    from deskgpt.export.gpt2_weights import exported_model_args
+
     exported = exported_model_args(source)
-    if exported:
-        return read_settings(cls, argv, settings_of_model(exported, source))
-    return settings
+    return read_settings(cls, argv, settings_of_model(exported, source)) if exported else settings
 
 
 def resumed_settings(cls: type[Config], argv: list[str], out_dir: str) -> dict[str, Any]:
@@ -167,10 +166,8 @@ def sensitive(settings: Mapping[str, Any]) -> dict[str, Any]:
     wandb_log sends data away, and Windows logs in to the host that a path names.
     """
     found = {}
-    for name, unset in UNSET.items():
-        value = settings.get(name, unset)
-        if type(value) is not type(unset) or value != unset:  # a damaged file may hold a tensor, which has no truth
-            found[name] = value
+    if settings.get("wandb_log", False) is not False:
+        found["wandb_log"] = settings["wandb_log"]
     dataset = settings.get("dataset")
     if isinstance(dataset, str) and not is_local(dataset):
         found["dataset"] = dataset
@@ -194,21 +191,10 @@ Metadata = dict[str, Any]
 # Where one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS, "block_size"}
 
-SETTINGS = (
-    "block_size",
-    "seed",
-    "dropout",
-    "align_documents",
-    "weight_decay",
-    "beta1",
-    "beta2",
-    "momentum",
-    "grad_clip",
-)
-SCHEDULE = (
-    *("max_iters", "learning_rate", "min_lr", "decay_lr"),
-    *("lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters"),
-)
+SETTINGS: tuple[str, ...] = ("block_size", "seed", "dropout", "align_documents")
+SETTINGS += ("weight_decay", "beta1", "beta2", "momentum", "grad_clip")
+SCHEDULE: tuple[str, ...] = ("max_iters", "learning_rate", "min_lr", "decay_lr")
+SCHEDULE += ("lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters")
 RATES_COMPARED = 500  # steps, evenly spread
 ON_A_HOST = ("out_dir", "dataset", "device")  # paths and names that can differ between hosts
 
@@ -221,68 +207,49 @@ class Change:
     before: str
     now: str
     matters: bool = True  # for what is learned or compared; other changes are only printed
-    remedy: str = ""  # a setting that undoes it
 
     def __str__(self) -> str:
         return f"{self.name}: {self.before} before, {self.now} now"
 
 
-# ---- the run and the run before ------------------------------------------------------------------------------
-
-
 def changes_of_settings(
-    before: RunSettings, now: RunSettings, n_val_windows: tuple[int, int], rate_change: Change | None
+    before: RunSettings,
+    now: RunSettings,
+    n_val_windows: Sequence[int],
+    rate: Callable[[Any, int], float],
+    done: int,
 ) -> list[Change]:
     """How the settings of two runs differ, for what is learned and compared.
 
-    n_val_windows: what an evaluation reads of the val data, before and now. rate_change: of learning rates so far.
+    n_val_windows: what an evaluation reads of the val data, before and now. rate: the learning rate at a step. done:
+    steps so far. Schedules may differ in what comes later: with the same past, it is the same experiment.
     """
-    n_before, n_now = n_val_windows
-    found = compare(
-        of_experiment(before) | {EVAL_WINDOWS: n_before},
-        of_experiment(now) | {EVAL_WINDOWS: n_now},
-    )
-    if rate_change:
+    windows_before, windows_now = n_val_windows
+    found = compare(of_experiment(before, windows_before), of_experiment(now, windows_now))
+    n = min(done, RATES_COMPARED)
+    steps = [round(i * (done - 1) / max(1, n - 1)) for i in range(n)]
+    rates = [(rate(before, step), rate(now, step)) for step in steps]
+    apart = [abs(old - new) / max(old, new, 1e-30) for old, new in rates]
+    differs = max(apart, default=0.0) > 1e-9
+    if differs:
+        worst = apart.index(max(apart))
+        old, new = rates[worst]
         end = before.lr_decay_iters or before.max_iters
         has_other_end = end != (now.lr_decay_iters or now.max_iters)
-        remedy = f"--lr_decay_iters={end} keeps the schedule's end. " if has_other_end else ""
-        found.append(replace(rate_change, remedy=remedy))
+        remedy = f" (--lr_decay_iters={end} keeps the schedule's end)" if has_other_end else ""
+        found.append(Change(f"learning rate at step {steps[worst]:,}", f"{old:.6g}", f"{new:.6g}{remedy}"))
     schedule_before = {"schedule": {name: getattr(before, name) for name in SCHEDULE}}
     schedule_now = {"schedule": {name: getattr(now, name) for name in SCHEDULE}}
-    return found + compare(schedule_before, schedule_now, matters=rate_change is not None)
+    return found + compare(schedule_before, schedule_now, matters=differs)
 
 
-def of_experiment(config: RunSettings) -> Metadata:
+def of_experiment(config: RunSettings, n_val_windows: int) -> Metadata:
     """What the settings say about the experiment. A global batch in other micro-batches is the same one."""
     found: Metadata = {name: getattr(config, name) for name in SETTINGS}
     if config.optimizer != "muon":
         del found["momentum"]
     found["sequences per step"] = config.batch_size * config.gradient_accumulation_steps
-    return found
-
-
-def steps_to_compare(done: int) -> list[int]:
-    """At most RATES_COMPARED of the steps 0 to done - 1, evenly spread."""
-    n = min(done, RATES_COMPARED)
-    return [round(i * (done - 1) / max(1, n - 1)) for i in range(n)]
-
-
-def rate_change(steps: Sequence[int], before: Sequence[float], now: Sequence[float]) -> Change | None:
-    """Where two schedules differ most in the steps done so far; None if their learning rates are the same.
-
-    What comes later may differ: with the same past, it is the same experiment with another end.
-    """
-
-    def difference(i: int) -> float:
-        return abs(before[i] - now[i]) / max(before[i], now[i], 1e-30)
-
-    worst = max(range(len(steps)), key=difference, default=None)
-    if worst is None or difference(worst) <= 1e-9:
-        return None
-    return Change(f"learning rate at step {steps[worst]:,}", f"{before[worst]:.6g}", f"{now[worst]:.6g}")
-
-
-# ---- the ranks of a run --------------------------------------------------------------------------------------
+    return found | {EVAL_WINDOWS: n_val_windows}
 
 
 def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dist: DistContext) -> None:
@@ -301,32 +268,19 @@ def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dis
             )
 
 
-# ---- metadata ------------------------------------------------------------------------------------------------
-
-
 def compare(before: Any, now: Metadata, matters: bool = True) -> list[Change]:
     """What both know and what differs, in the order of `now`. before: a checkpoint's may be of any type."""
-    before = before if isinstance(before, dict) else {}
-    return [
-        Change(name, as_text(old), as_text(new), matters)
-        for name, value in now.items()
-        for old, new in differing(before.get(name), value)
-    ]
-
-
-def differing(before: Any, now: Any) -> Iterator[tuple[Any, Any]]:
-    """(before, now) if they differ; of several values by name, those that differ."""
-    if isinstance(now, dict) and isinstance(before, dict):
-        names = [name for name in now if any(differing(before.get(name), now[name]))]
-        if names:
-            yield {name: before[name] for name in names}, {name: now[name] for name in names}
-    elif isinstance(before, str | float | int) and now is not None and before != now:
-        yield before, now
+    found = []
+    for name, value in now.items():
+        old = before.get(name) if isinstance(before, dict) else None
+        if isinstance(value, dict):
+            found += [replace(change, name=f"{name}, {change.name}") for change in compare(old, value, matters)]
+        elif isinstance(old, str | float | int) and value is not None and old != value:
+            found.append(Change(name, as_text(old), as_text(value), matters))
+    return found
 
 
 def as_text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {as_text(entry)}" for name, entry in value.items())
     if type(value) is int:
         return f"{value:,}"
     text = str(value)[:200]  # of a checkpoint, from anywhere

@@ -1,7 +1,7 @@
 """When a run saves and stops besides what its step count says: signals, time, damaged token files.
 
 After the first signal a run finishes its step and saves; a second one ends it at once. Importing this imports no torch:
-train.py handles signals before that, which takes seconds.
+train.py sees to signals before that, which takes seconds.
 """
 
 from __future__ import annotations
@@ -42,27 +42,32 @@ class SignalHandler:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.has_work_to_save = False  # until then a signal ends the process at once
         self.installed_at: float | None = None  # about the instant of the script's start
+        self._numbers: list[int] = []
         self._heard_at = 0.0
 
     def install(self) -> None:
-        """From now on the signals are handled here, but for those that are ignored (nohup, jobs in the background)."""
+        """From now on the signals end this process at once, also in the middle of a call that takes minutes.
+
+        But for those that are ignored (nohup, jobs in the background).
+        """
         self.signal = None
-        self.has_work_to_save = False
         self.installed_at = time.perf_counter()
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+        self._numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+    def listen(self) -> None:
+        """From now on there is work to save: the signals are handled here, a second one ends the process."""
+        numbers, self._numbers = self._numbers, []
+        for number in numbers:
+            signal.signal(number, self._handle)
 
     def has_signal(self) -> bool:
         return self.signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if not self.has_work_to_save:
-            print_to_stderr(f"{name}: there is nothing to save")
-            os._exit(SIGNAL_STATUS + number)  # an exception could end up in the middle of some import
         if self.signal is None:
             self._heard_at = time.monotonic()
             self.signal = number
@@ -117,7 +122,8 @@ class StopController:
 
         has_work: whether something would be lost if a signal ended the process at once.
         """
-        signal_handler.has_work_to_save = has_work
+        if has_work:
+            signal_handler.listen()
         by_steps = self._save_interval > 0 and step % self._save_interval == 0
         if self.dist.world > 1:
             self._steps_since += 1

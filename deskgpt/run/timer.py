@@ -1,8 +1,7 @@
-"""Where a run's time goes: training steps, evaluation, saving, waiting for data."""
+"""Where a run's time goes: steps, evaluation, saving, waiting for data; and how many steps fit into max_minutes."""
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import time
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from deskgpt.compute.batching import Batching
-from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.compute.runner import Runner
-from deskgpt.compute.sharding import local
 from deskgpt.run.settings import RunSettings
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
@@ -34,17 +31,15 @@ class Window:
 class StepTimer:
     """Seconds of a run by what they were spent on: training steps, evaluation, saving, waiting for data.
 
-    The clock of the steps runs but for the blocks of `evaluation` and `saving`, also when these raise. It is read when
+    The clock of the steps runs but for the blocks of `spent_on`, also when these raise. It is read when
     the device has finished what is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.wait_s = 0.0  # of the training time, spent waiting for data
-        self.eval_s = 0.0
-        self.save_s = 0.0
-        self.last_eval_s = 0.0
-        self.last_save_s = 0.0
+        self.total_s = {"evaluation": 0.0, "saving": 0.0}
+        self.last_s = {"evaluation": 0.0, "saving": 0.0}
         self._train_s = 0.0  # until the clock was last started
         self._started_at: float | None = None  # None while the clock stands still
         self._window_began_s = 0.0  # training time and
@@ -81,31 +76,17 @@ class StepTimer:
         return window
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Times an evaluation while the clock of the steps stands still."""
-        began = self._stop()
-        try:
-            yield
-        finally:
-            self.last_eval_s = time.perf_counter() - began
-            self.eval_s += self.last_eval_s
-            self.start()
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Times what saving costs the loop while the clock of the steps stands still."""
-        began = self._stop()
-        try:
-            yield
-        finally:
-            self.last_save_s = time.perf_counter() - began
-            self.save_s += self.last_save_s
-            self.start()
-
-    def _stop(self) -> float:
+    def spent_on(self, what: str) -> Iterator[None]:
+        """Times evaluation or saving, while the clock of the steps stands still."""
         self._train_s = self.train_s()
         self._started_at = None
-        return time.perf_counter()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.last_s[what] = time.perf_counter() - began
+            self.total_s[what] += self.last_s[what]
+            self.start()
 
 
 # ---- max_minutes ---------------------------------------------------------------------------------------------
@@ -113,8 +94,7 @@ class StepTimer:
 EVAL_SHARE = 0.2  # of the time is spent on evaluation at most,
 LEAST_EVAL_BATCHES = 8  # but each split gives at least this many batches: fewer say nothing about their own noise
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
-TIMED = 7  # steps, at most ...
-TIMED_S = 3.0  # ... and about the seconds that this may take
+BACKWARD = 3.0  # times a forward pass, with it: a guess, until the first steps are done
 PLANS = 40  # how often the steps are planned anew, evenly spread over the run
 FEW_STEPS = 100  # with which hardly any model learns
 
@@ -150,7 +130,7 @@ class TimeBudget:
         self._planned_at = (state.first_step, 0.0)  # step, and training time
 
     def plan(self, batching: Batching, eval_windows: Sequence[int], batch: tuple[Tensor, Tensor]) -> None:
-        """The first plan, from timed steps. Leaves weights and optimizer as they were.
+        """The first plan, from timed forward passes.
 
         eval_windows: that an evaluation reads of each split. batch: a micro-batch. Where evaluations would take more
         than EVAL_SHARE of the time, they read less.
@@ -159,8 +139,8 @@ class TimeBudget:
             return
         config = self.config
         seconds = self._seconds_left()
-        step_s = self.dist.max(time_step(self.state, batch, batching.micro_steps))
         batch_s = self.dist.max(time_evaluation(self.state.runner, batch))
+        step_s = BACKWARD * batch_s * batching.micro_steps
         eval_batches = sum(batching.eval_batches(n) for n in eval_windows)
         n_evaluations = 2 + int(seconds / step_s) // config.eval_interval
         affordable = int(EVAL_SHARE * seconds / (n_evaluations * batch_s))
@@ -171,6 +151,7 @@ class TimeBudget:
         eval_s = eval_batches * batch_s
         self._set_steps(step_s, eval_s, n_missing=2, at_least=1)
         steps = config.max_iters - self.state.first_step
+        self._next_step = self.state.step + 2  # from then on by what steps took
         few = ", which is too few to learn much" if steps < min(FEW_STEPS, self._wanted_iters) else ""
         self.dist.print0(
             f"max_minutes={config.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms{few} "
@@ -185,7 +166,7 @@ class TimeBudget:
         train_s = timer.train_s()
         step_s = self.dist.max((train_s - self._planned_at[1]) / (step - self._planned_at[0]))
         self._planned_at = (step, train_s)
-        self._set_steps(step_s, self.dist.max(timer.last_eval_s + timer.last_save_s), n_missing=1)
+        self._set_steps(step_s, self.dist.max(sum(timer.last_s.values())), n_missing=1)
 
     def _set_steps(self, step_s: float, eval_s: float, n_missing: int, at_least: int = 0) -> None:
         """n_missing: evaluations besides those after each eval_interval steps: at the end, and at the start."""
@@ -204,42 +185,6 @@ class TimeBudget:
     def _seconds_left(self) -> float:
         left = 60 * self.config.max_minutes - (time.perf_counter() - self.started)
         return -self.dist.max(-max(left, 0.0))  # the least of all ranks
-
-
-def time_step(state: TrainState, batch: tuple[Tensor, Tensor], micro_steps: int) -> float:
-    """Median seconds of an optimizer step of `micro_steps` micro-batches. Leaves weights and optimizer as they were."""
-    runner = state.runner
-    optimizer = state.optimizer
-    optimizer_before = copy.deepcopy(state.optimizer_state.state())
-    scaler_before = runner.scaler.state_dict()
-    tensors = [local(x.detach()) for x in runner.model.parameters()]
-    values = [x.to("cpu", copy=True) for x in tensors]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    passes = []
-    updates = []
-    for _ in range(TIMED):
-        t0 = time.perf_counter()
-        runner.forward_backward(*batch, micro_steps)
-        hardware.synchronize(runner.device)
-        t1 = time.perf_counter()
-        runner.scaler.unscale_(optimizer)
-        norm = torch.linalg.vector_norm(runner.gradient_norms())
-        torch.nn.utils.clip_grads_with_norm_(runner.parameters, 1.0, norm)
-        step_if_finite(optimizer, runner.scaler, norm)
-        optimizer.zero_grad(set_to_none=True)
-        hardware.synchronize(runner.device)
-        passes.append(t1 - t0)
-        updates.append(time.perf_counter() - t1)
-        if state.dist.max(sum(passes)) > TIMED_S:  # all ranks go through the same steps
-            break
-    state.optimizer_state.load(optimizer_before, "the state before")
-    if scaler_before:
-        runner.scaler.load_state_dict(scaler_before)
-    for x, value in zip(tensors, values, strict=True):
-        x.copy_(value)
-    later_updates = updates[1:] or updates  # the first one makes the optimizer's state
-    return micro_steps * statistics.median(passes) + statistics.median(later_updates)
 
 
 def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:

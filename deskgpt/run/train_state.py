@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from deskgpt.checkpoint.ckpt_file import refuse_unreadable
 from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.checkpoint.store import Checkpoint, restore_weights
+from deskgpt.checkpoint.store import Checkpoint, content_of, restore_weights
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import saved_variant
 from deskgpt.compute.runner import Evaluation, Runner
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector
 from deskgpt.system.files import Fields, check_record, is_number
+from deskgpt.system.terminal import reason
+from model import GPT
 
 # Under "health" in a checkpoint.
 COUNTS: Fields = dict.fromkeys(("skipped_batches", "rewound_to", "rewinds_there", "steps_since_spike"), is_number)
@@ -29,7 +32,10 @@ class TrainState:
     """
 
     def __init__(self, config: Any, runner: Runner, optimizer: torch.optim.Optimizer, dist: DistContext) -> None:
-        """config: the script's settings, a dataclass; a checkpoint has them as they are when it is taken."""
+        """config: the script's settings, a dataclass; a checkpoint has them as they are when it is taken.
+
+        Raises ValueError where a checkpoint would lose something.
+        """
         self.config = config
         self.runner = runner
         self.optimizer = optimizer
@@ -50,6 +56,8 @@ class TrainState:
         self.rewinds_there = 0
         self._extra: dict[str, Any] = {}  # see register_state
         self._saved_extra: dict[str, Any] = {}
+        if not config.eval_only:
+            self._check_saves()
 
     def set_metadata(self, metadata: dict[str, Any], tokenizer: dict[str, Any], chat: str | None) -> None:
         """What a checkpoint says of data and code."""
@@ -80,10 +88,12 @@ class TrainState:
 
     def register_state(self, name: str, part: Any) -> None:
         """From now on checkpoints keep this too: an object with state_dict and load_state_dict, such as an average of
-        the weights. In a resumed run it gets its state back at once. Raises ValueError in a sharded run.
+        the weights. In a resumed run it gets its state back at once. Raises ValueError in a sharded run, and where a
+        file could not keep the state.
         """
         if self.runner.sharded:
             raise ValueError(f"{name}: checkpoints of sharded runs keep the model and the optimizer only")
+        refuse_unreadable(part.state_dict())
         self._extra[name] = part
         self._restore_extra(name)
 
@@ -105,6 +115,16 @@ class TrainState:
             facts=self.metadata | ({"doubts": runner.doubts} if runner.doubts else {}),
             parts={name: part.state_dict() for name, part in self._extra.items()} or None,
         )
+
+    def _check_saves(self) -> None:
+        """Raises ValueError, before the first step, where no run could go on from a checkpoint of this one."""
+        saved = self.checkpoint()
+        shapes = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in saved.model.items()}
+        try:
+            refuse_unreadable(content_of(saved))
+            GPT.without_storage(self.runner.model.config).load_state_dict(shapes, assign=True)
+        except (RuntimeError, ValueError) as e:
+            raise ValueError(f"no run could go on from checkpoints of this one, so it ends: {reason(e)}") from None
 
     def resume(self, saved: Checkpoint, source: str, trains: bool) -> None:
         """Goes on from a checkpoint, whose weights the model has. trains: whether the optimizer's state matters.
@@ -152,8 +172,7 @@ class TrainState:
         try:
             self._extra[name].load_state_dict(self._saved_extra[name])
         except Exception as e:  # whatever that class raises
-            reason = " ".join(str(e).split())[:200]
-            raise ValueError(f"{self.config.out_dir}: its {name} does not fit this run ({reason})") from None
+            raise ValueError(f"{self.config.out_dir}: its {name} does not fit this run ({reason(e)})") from None
 
     def _progress(self) -> dict[str, Any]:
         """Under "health" in a checkpoint, as plain values."""

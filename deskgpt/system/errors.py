@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import platform
 import re
@@ -99,9 +98,6 @@ def one_line_errors(
         message = message_for_user(e, if_out_of_memory)
         is_defect = message is None or bool(os.environ.get("DESKGPT_TRACEBACK"))
         line = of_this_rank(message or "")
-        with suppress(OSError, KeyError):  # torchrun prints it as the root cause; `record` of torch has tracebacks only
-            content = {"message": traceback.format_exc() if is_defect else line, "timestamp": int(time.time())}
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
         if is_to_be_printed(e, is_stopped):
             if is_defect:
                 raise

@@ -1,17 +1,24 @@
-"""Files that hold either their old content or the new one, never a part; and checksums to compare them by."""
+"""Files that hold either their old content or the new one, never a part; checksums; one process in a folder."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
+import platform
 import reprlib
 import secrets
 import shutil
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
 
 TEMPORARY = ".tmp"  # what a file's name ends with while it is written
 
@@ -161,3 +168,68 @@ def is_text(value: Any) -> bool:
 def is_local(dataset: Any) -> bool:
     """Whether a checkpoint's dataset names a folder of this machine. Windows logs in to the host of \\\\host\\share."""
     return isinstance(dataset, str) and not PureWindowsPath(dataset).drive.startswith("\\\\")
+
+
+# ---- one process in a folder ---------------------------------------------------------------------------------
+
+LOCK = ".lock"
+HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
+HOLDER_BYTES = 1 << 16  # of that file, at most
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
+
+
+@contextmanager
+def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Makes the folder if need be, and keeps other runs out of it during the block; leaves no file of its own.
+
+    wait_s: how long another run may take to leave it. Raises ValueError where one stays, OSError where it cannot be
+    written.
+    """
+    holder = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with if_free(folder, wait_s=wait_s, remedy="choose another --out_dir") as is_free:
+        if not is_free:
+            raise in_use(folder)
+        write_atomically(folder / HOLDER, json.dumps(holder).encode())
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the folder may have gone
+                (folder / HOLDER).unlink()
+
+
+@contextmanager
+def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "choose another folder") -> Iterator[bool]:
+    """Makes the folder if need be. Gives True and holds the folder's lock of this name, or False if another has it.
+
+    wait_s: how long another one may take to leave. Raises OSError, with the remedy, where the folder cannot be written.
+    """
+    # filelock's own fallback, a file, would outlive a crash.
+    lock = FileLock(folder / (LOCK + name), fallback_to_soft=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=wait_s, poll_interval=0.3)
+    except Timeout:
+        yield False
+        return
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            raise OSError(f"{folder} cannot be written: {e.strerror}; {remedy}") from None
+        print(f"note: the file system of {folder} has no locks: see to it that only one run is there", file=sys.stderr)
+    try:
+        yield True
+    finally:
+        with suppress(OSError):  # the folder may have gone; Windows removes no open file
+            (folder / (LOCK + name)).unlink(missing_ok=True)
+        lock.release()
+
+
+def in_use(folder: Path) -> ValueError:
+    """The refusal, which names the run that is in the folder."""
+    time.sleep(0.1)  # it may be writing its name just now
+    try:
+        holder = json.loads(read_small(folder / HOLDER, HOLDER_BYTES))
+        who = f"a run that started {holder['started']} (pid {holder['pid']} on host {holder['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = "another run"
+    return ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")

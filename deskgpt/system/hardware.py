@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from deskgpt.system import wheels
+from deskgpt.system.terminal import reason
 
 # ---- choosing a device ---------------------------------------------------------------------------------------
 
@@ -84,8 +84,10 @@ def unserved_gpu(device: torch.device) -> str | None:
     except torch.OutOfMemoryError:  # the run itself will say so
         return None
     except RuntimeError as e:
+        from deskgpt.system import wheels
+
         name = torch.cuda.get_device_name(device)
-        return f"torch {torch.__version__} cannot compute on {name} ({first_line(e)}): {wheels.remedy()}"
+        return f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {wheels.remedy()}"
     return None
 
 
@@ -96,6 +98,8 @@ def unused_gpu() -> str | None:
     """
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
+    from deskgpt.system import wheels
+
     gpu = wheels.nvidia_gpu()
     if gpu is None:
         return None
@@ -106,16 +110,10 @@ def unused_gpu() -> str | None:
         return f"torch {torch.__version__} is a build without CUDA and cannot use {gpu.name}: {wheels.remedy()}"
     try:
         torch.cuda.init()
-        reason = "no reason given"
+        why = "no reason given"
     except RuntimeError as e:  # such as a driver that is too old for this build
-        reason = first_line(e)
-    return (
-        f"torch {torch.__version__} for CUDA {torch.version.cuda} does not see {gpu.name} ({reason}): {wheels.remedy()}"
-    )
-
-
-def first_line(e: Exception) -> str:
-    return " ".join(str(e).split())[:200]
+        why = reason(e)
+    return f"torch {torch.__version__} for CUDA {torch.version.cuda} does not see {gpu.name} ({why}): {wheels.remedy()}"
 
 
 # ---- computing on it -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -160,6 +161,11 @@ def clock(seconds: float) -> str:
         return f"{seconds / DAY_S:,.1f} days"
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
+def reason(e: Exception) -> str:
+    """What an error of a library says, as a part of a line."""
+    return textwrap.shorten(str(e), 200, placeholder=" ...")
 
 
 def shortened(value: Any) -> str:
