@@ -1,34 +1,35 @@
 """Benchmarks of a trained model through lm_eval, the harness that published figures come from.
 
-    python bench/evaluate.py --out_dir=out --tasks=lambada_openai,hellaswag
-    python bench/evaluate.py --init_from=gpt2 --tasks=lambada_openai --device=cuda --save=gpt2-lambada
+The model is exported into a temporary folder, whose logits are compared with model.py's, and answers through lm_eval's
+own backend for Hugging Face's format.
 
-Needs the package lm_eval, which downloads the data of a task once. Prints a table; --save=NAME writes it to
-bench/results/DATE-NAME.md and .json, --md=FILE and --json=FILE write it elsewhere.
+    python bench/evaluate.py --out_dir=out --tasks=lambada_openai,hellaswag
+    python bench/evaluate.py --init_from=gpt2 --tasks=lambada_openai --device=cuda --md=gpt2.md
+
+Needs `pip install -e .[eval]`; lm_eval downloads the data of a task once. Prints a table; --md=FILE and --json=FILE
+write it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
+import os
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
-import numpy as np
 import torch
 
+import export
 from bench import output
-from bench.output import markdown_table
 from configurator import configure
 from deskgpt.checkpoint import folders
-from deskgpt.compute.inference import InferenceEngine
 from deskgpt.export.gpt2_weights import download_gpt2
 from deskgpt.run.log import git_commit, versions
 from deskgpt.sampling.trained import Trained, load
@@ -37,7 +38,13 @@ from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import write_atomically
 from deskgpt.system.settings import AtLeast1, FilePath, check_fields
 
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
 HERE = Path(__file__).resolve().parent
+# Resamplings for a standard error without a formula, such as perplexity's: exact to 1 / sqrt(2 * 1000) = 2%.
+BOOTSTRAP = 1000
+os.environ["DISABLE_MULTIPROC"] = "1"  # resample in this process: forks of a process with torch's threads may hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,68 +60,96 @@ class EvaluateConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the matmuls; the others are faster on most GPUs
     batch_size: AtLeast1 = 16  # rows at a time; lower this if memory runs out
-    use_cache: bool = True  # where text is generated: keep keys and values instead of computing them again
     # results, beside those on the terminal
-    save: str = ""  # a name: bench/results/DATE-NAME.md and .json
     md: FilePath = ""  # a file
     json: FilePath = ""  # a file
 
     def __post_init__(self) -> None:
         check_fields(self)
-        output.check_name(self.save or None)
 
 
 def main(c: EvaluateConfig) -> dict[str, Any]:
     """Evaluates as c says; prints, writes and returns the results."""
     # Some tasks import the package "evaluate", which in this folder would be this very file.
     sys.path = [folder for folder in sys.path if Path(folder).resolve() != HERE]
-    from bench import harness  # imports lm_eval, which takes seconds
+    import lm_eval  # which takes seconds
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import make_table
 
-    random.seed(0)  # lm_eval's own seeds
-    np.random.seed(harness.SEED)
-    torch.manual_seed(harness.SEED)
-    device = hardware.resolve_device(c.device)
-    hardware.forbid_spilling(device)
-    tasks = harness.load_tasks(c.tasks, c.num_fewshot)
-    trained = load(c.init_from, c.out_dir, device)
+    tasks, manager = find_tasks(c.tasks)
+    trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     about_model = describe_model(c, trained)  # at once: a run that goes on would soon replace the file
-    model = trained.model.eval().to(device)
-    backend = harness.Backend(model, trained.tokenizer, batch_size=c.batch_size)
-    prompt = torch.tensor([[backend.prefix_token_id]], device=device)
-    backend.replacing = InferenceEngine(model, prompt, c.dtype, cached=c.use_cache).replacing
-    t0 = time.perf_counter()
-    found = harness.evaluate_tasks(backend, tasks, c.limit)
-    result = {
+    tokenizer = trained.tokenizer
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = Path(tmp) / "model"
+        export.write_folder(trained, folder, "model", False)  # raises ValueError where it is not the same model
+        model = HFLM(
+            pretrained=str(folder),
+            trust_remote_code=True,
+            device=str(hardware.resolve_device(c.device)),
+            dtype=c.dtype,
+            batch_size=c.batch_size,
+            max_length=trained.model.config.block_size,
+            # What an empty context becomes. Characters have no end of text: the first of them stands for it.
+            prefix_token_id=0 if tokenizer.end_of_text is None else tokenizer.end_of_text,
+        )
+        found = lm_eval.simple_evaluate(
+            model,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=c.num_fewshot,
+            limit=c.limit or None,
+            bootstrap_iters=BOOTSTRAP,
+            log_samples=False,
+        )
+    names = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+    result = {name: found[name] for name in names if name in found} | {
         "date": time.strftime("%Y-%m-%d"),
         "command": output.command_line("evaluate.py"),
         "model": about_model,
-        "device": hardware.device_name(device),
-        "dtype": c.dtype,
-        "versions": versions() | {"lm_eval": metadata.version("lm_eval")},
+        "device": hardware.device_name(hardware.resolve_device(c.device)),
+        "versions": versions() | {"lm_eval": lm_eval.__version__},
         "git_commit": git_commit(),
-        "seconds": time.perf_counter() - t0,
-        "truncated": backend.n_truncated,
-        "results": harness.figures(found),
-        "tasks": {
-            name: {
-                "version": found["versions"].get(name),
-                "num_fewshot": found["n-shot"].get(name),
-                "items": found["n-samples"].get(name, {}).get("effective"),
-            }
-            for name in found["results"]
-        },
         "settings": asdict(c),
     }
-    text = as_markdown(result)
+    text = as_markdown(result, make_table(found))
     print(text, end="")
-    page = f"# Benchmarks: {c.save or about_model['source']}\n\n{text}"
-    if c.save:
-        output.save(c.save, page, result)
     if c.md:
-        write_atomically(Path(c.md), page.encode())
+        write_atomically(Path(c.md), f"# Benchmarks: {about_model['source']}\n\n{text}".encode())
     if c.json:
-        write_atomically(Path(c.json), json.dumps(result).encode())
+        write_atomically(Path(c.json), json.dumps(result, default=str).encode())
     return result
+
+
+def find_tasks(names: str) -> tuple[list[str], TaskManager]:
+    """Names of lm_eval's tasks, groups and tags, and paths of YAML files; and what loads them.
+
+    Raises ValueError where there is no such task, or its data cannot be had.
+    """
+    from lm_eval.tasks import TaskManager
+
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise ValueError(f"tasks={names} names no task; try --tasks=lambada_openai,hellaswag")
+    files = [name for name in wanted if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
+    manager = TaskManager(include_defaults=len(files) < len(wanted))  # to list its thousands takes half a minute
+    found: list[str] = []
+    for name in wanted:
+        matching = [name] if name in files else manager.match_tasks([name])
+        if not matching:
+            raise ValueError(f"tasks={names}: lm_eval has no task {name}; `lm_eval ls tasks` lists them")
+        found += matching
+    try:
+        manager.load(found)
+    except ModuleNotFoundError:
+        raise
+    except Exception as e:  # from datasets, the hub, the network or YAML
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise ValueError(
+            f"tasks={names}: a task cannot be loaded ({reason[:200]}); the data of lm_eval's own tasks are downloaded "
+            "once, from the Hugging Face hub: connect, or name a YAML file with local data"
+        ) from None
+    return found, manager
 
 
 def describe_model(c: EvaluateConfig, trained: Trained) -> dict[str, Any]:
@@ -140,40 +175,18 @@ def describe_model(c: EvaluateConfig, trained: Trained) -> dict[str, Any]:
     }
 
 
-def as_markdown(result: dict[str, Any]) -> str:
-    """The results as a page without its heading."""
-    rows = []
-    for task, values in result["results"].items():
-        about = result["tasks"][task]
-        cells = ["n/a" if about[name] is None else str(about[name]) for name in ("version", "num_fewshot", "items")]
-        for name, value in values.items():
-            if not name.endswith("_stderr"):
-                rows.append([task, *cells, name, number(value), number(values.get(f"{name}_stderr"))])
-    head = ["task", "version", "n-shot", "items", "metric", "value", "standard error"]
+def as_markdown(result: dict[str, Any], table: str) -> str:
+    """The results as a page without its heading. table: lm_eval's."""
     model = result["model"]
     at_step = "" if model["step"] is None else f" of step {model['step']:,}"
     lines = [
-        f"{output.about(result)}. Matmuls in {result['dtype']}.",
+        f"{output.about(result)}. Matmuls in {result['settings']['dtype']}.",
         f"{model['source']}: {model['file']}{at_step}, {model['parameters']:,} parameters, SHA-256 {model['sha256']}.",
     ]
-    if result["truncated"]:
-        lines.append(
-            f"Requests longer than the context of {model['model_args']['block_size']} tokens, which lost their "
-            f"beginning: {result['truncated']:,}."
-        )
     if result["settings"]["limit"]:
         lines.append("Only the first items of each task: not a figure to compare.")
     text = "\n".join(lines)
-    return f"{text}\n\n```sh\n{result['command']}\n```\n\n{markdown_table(head, rows, left_columns=5)}\n"
-
-
-def number(value: float | None) -> str:
-    """Four decimals of a share, four digits of anything larger."""
-    if value is None:
-        return "n/a"
-    if abs(value) < 10:
-        return f"{value:.4f}"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{text}\n\n```sh\n{result['command']}\n```\n\n{table.strip()}\n"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
     python bench/speed.py config/train_gpt2.py --grid batch_size                 # which micro-batch is fastest here
     python bench/speed.py config/train_gpt2.py --grid batch_size=4,8,16 --grid compile=True,False
-    python bench/speed.py config/train_gpt2.py --batch_size=2 --profile
 
 Settings are those of train.py. Each contestant is a real run on random tokens that is stopped after some steps; they
 take turns for --rounds rounds, in another order each round. Figures are from train.py's own log. The peers:
@@ -14,9 +13,9 @@ take turns for --rounds rounds, in another order each round. Figures are from tr
     checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
 
 --grid NAME=A,B,... tries each of these values, several --grid every combination; --grid batch_size halves and doubles
-it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks for. Then the last
-lines are the commands to take. Prints a table; --save NAME writes it with every step's time to
-bench/results/DATE-NAME.md and .json. --profile shows instead where the time of our steps goes, by operation.
+it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks for. Where all of
+them are the same training, the last line is the command to take. Prints a table; --save NAME writes it with every
+step's time to bench/results/DATE-NAME.md and .json.
 """
 
 from __future__ import annotations
@@ -33,6 +32,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 import train
 from bench import output, timing
 from bench.timing import ENDLESS, LEAST_STEPS, OURS, PYTHON, Contestant
@@ -46,10 +48,9 @@ SIZES = ("n_layer", "n_head", "n_embd", "dropout", "bias", "batch_size", "block_
 SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
 # What a grid cannot vary, because each run gets it from here.
 FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {"dataset", "out_dir", "gradient_accumulation_steps"}
-# Runs that differ only in these train the same model on the same tokens: only such runs compete.
+# Runs that differ only in these train the same model on the same tokens: only of such runs is one recommended.
 SAME_TRAINING = {"batch_size", "gradient_accumulation_steps", "compile", "dtype", "device", "attention"}
 CLEARLY_FASTER = 0.97  # of the time: what is less faster than this is worth no memory
-NOT_PROFILED = 3  # steps at the start of a profiled run
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------
@@ -133,56 +134,36 @@ def accumulation(c: train.TrainConfig, settings: dict[str, Any]) -> int:
     return tokens // (batch_size * block_size)
 
 
-def recommendations(runs: list[Contestant], given: list[str], c: train.TrainConfig) -> list[str]:
-    """For each model and kind of training: train.py's command with the least memory that is not clearly slower."""
-    groups: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-    for x, row in zip(runs, timing.table(runs), strict=True):
-        if not x.status:
-            kind = {name: value for name, value in x.settings.items() if name not in SAME_TRAINING}
-            groups.setdefault(str(kind), []).append((x.settings, row))
-    commands = []
-    for group in groups.values():
-        fastest = max(row["tokens_per_s"] for _, row in group)
-        close = [one for one in group if one[1]["tokens_per_s"] >= CLEARLY_FASTER * fastest]
-        settings, _ = min(close, key=lambda one: (one[1]["memory_gb"] or 0.0, -one[1]["tokens_per_s"]))
-        if not c.eval_tokens and "batch_size" in settings:  # an evaluation keeps its tokens
-            settings |= {"eval_iters": max(1, round(c.eval_iters * c.batch_size / settings["batch_size"]))}
-        kept = [word for word in given if word.removeprefix("--").partition("=")[0] not in settings]
-        flags = [f"--{name}={value}" for name, value in settings.items()]
-        commands.append(shlex.join(["python", "train.py", *kept, *flags]))
-    return commands
+def recommendation(runs: list[Contestant], given: list[str], c: train.TrainConfig) -> str:
+    """train.py's command with the least memory of those that are not clearly slower; "" if not all train the same."""
+    cells = zip(runs, timing.table(runs), strict=True)
+    measured = [(x.settings, row) for x, row in cells if x.settings and not x.status]  # a peer has no settings
+    if not measured or any(settings.keys() - SAME_TRAINING for settings, _ in measured):
+        return ""
+    fastest = max(row["tokens_per_s"] for _, row in measured)
+    close = [one for one in measured if one[1]["tokens_per_s"] >= CLEARLY_FASTER * fastest]
+    settings, _ = min(close, key=lambda one: (one[1]["memory_gb"] or 0.0, -one[1]["tokens_per_s"]))
+    if not c.eval_tokens and "batch_size" in settings:  # an evaluation keeps its tokens
+        settings |= {"eval_iters": max(1, round(c.eval_iters * c.batch_size / settings["batch_size"]))}
+    kept = [word for word in given if word.removeprefix("--").partition("=")[0] not in settings]
+    return shlex.join(["python", "train.py", *kept, *(f"--{name}={value}" for name, value in settings.items())])
 
 
 # ---- profile -------------------------------------------------------------------------------------------------
 
 
-def profiled(c: train.TrainConfig, folder: Path, steps: int) -> Any:
-    """Trains in this process on the tokens in folder; returns torch's profile of `steps` steps after the first three.
-
-    The log of the run is in folder/profiled.
-    """
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    device = hardware.resolve_device(c.device)
-    profiler = torch.profiler.profile(record_shapes=True)
-    done = 0
-
-    def after_step(*_: Any) -> None:
-        nonlocal done
-        done += 1
-        if done in (NOT_PROFILED, NOT_PROFILED + steps):
-            hardware.synchronize(device)
-            profiler.start() if done == NOT_PROFILED else profiler.stop()
-
+def profiled(c: train.TrainConfig, folder: Path, steps: int) -> torch.profiler.profile:
+    """Trains in this process on the tokens in folder; returns torch's profile of `steps` steps after the first four."""
     own: dict[str, Any] = {"dataset": str(folder), "out_dir": str(folder / "profiled"), "auto_batch": False}
-    own |= {"max_iters": NOT_PROFILED + steps, "max_minutes": 0.0, "log_interval": 1, "compile": c.compile is not False}
+    own |= {"max_iters": 4 + steps, "max_minutes": 0.0, "log_interval": 1, "compile": c.compile is not False}
     own |= {"eval_interval": 1_000_000, "eval_iters": 1, "eval_tokens": 0, "always_save_checkpoint": False}
-    hook = register_optimizer_step_post_hook(after_step)
-    try:
-        train.main(replace(c, **own))
-    finally:
-        hook.remove()
+    schedule = torch.profiler.schedule(wait=3, warmup=1, active=steps, repeat=1)
+    with torch.profiler.profile(record_shapes=True, schedule=schedule) as profiler:
+        hook = register_optimizer_step_post_hook(lambda *_: profiler.step())
+        try:
+            train.main(replace(c, **own))
+        finally:
+            hook.remove()
     return profiler
 
 
@@ -201,10 +182,9 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json")
-    parser.add_argument("--profile", action="store_true")
     a, given = parser.parse_known_args()
     output.check_name(a.save)
-    if a.rounds < 1 or a.steps < 0 or (0 < a.steps < LEAST_STEPS and not a.profile) or not 0 <= a.seconds < 1e6:
+    if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS or not 0 <= a.seconds < 1e6:
         raise ConfigError(
             f"--rounds {a.rounds} --steps {a.steps} --seconds {a.seconds:g}: at least one round, {LEAST_STEPS} steps "
             "and 0 seconds"
@@ -216,11 +196,6 @@ def main() -> None:
     a, given = read_arguments()
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     with timing.random_tokens(a.vocab_size or timing.vocab_size_for(c.dataset)) as folder:
-        if a.profile:
-            device = hardware.resolve_device(c.device)
-            averages = profiled(c, folder, a.steps or 5).key_averages()
-            print(averages.table(sort_by=f"self_{device.type}_time_total", row_limit=25))
-            return
         runs = cells_of(a.grid, c, given, folder) if a.grid else [timing.ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
         timing.in_turns(runs, a.rounds, a.steps, a.seconds)
@@ -231,10 +206,8 @@ def main() -> None:
     sizes = {name: getattr(c, name) for name in SIZES}
     text = f"{output.about(*starts)}. {timing.peaks_in_words(rows)}. {a.rounds} rounds.\n\n{sizes}\n\n"
     text += f"```sh\n{command}\n```\n\n{timing.as_markdown(rows)}\n"
-    if a.grid:
-        commands = recommendations(runs, given, c)
-        text += "\nTo take (the least memory of those that are not clearly slower):\n\n```sh\n"
-        text += "\n".join(commands) + "\n```\n"
+    if a.grid and (command_to_take := recommendation(runs, given, c)):
+        text += f"\nTo take (the least memory of those that are not clearly slower):\n\n```sh\n{command_to_take}\n```\n"
     print("\n" + text.replace("```sh\n", "").replace("```\n", ""), end="")
     if a.save:
         raw = [{"name": x.name, "rounds_ms": x.rounds_ms, "first_s": x.first_s} for x in runs]

@@ -32,8 +32,6 @@ PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush it
 LEAST_STEPS = 3  # in a round; the first step does not count
 
 ITER = re.compile(r"iter \d+: loss \S+, time ([\d.]+)ms")
-WARM_UP = re.compile(r"warm-up took ([\d.]+)s")
-DATA_WAIT = re.compile(r"data wait ([\d.]+)%")
 
 # Settings of a run with more steps than anyone waits for: it is stopped. nanoGPT's train.py knows these too.
 # compile=auto takes it for a long run.
@@ -44,11 +42,7 @@ OURS += ["--eval_only=False", "--dry_run=False", "--plan_for="]
 
 
 class Failed(ValueError):
-    """A run that ended before enough of its steps were timed; `reason` says why in a few words."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    """A run ended before enough of its steps were timed; the message says why in a few words."""
 
 
 @dataclass
@@ -64,7 +58,6 @@ class Contestant:
     rounds_ms: list[list[float]] = field(default_factory=list)  # by round, of each step but the first ones
     first_s: list[float] = field(default_factory=list)  # by round, of the first step and all compiling before it
     peak_bytes: list[int] = field(default_factory=list)  # by round: as our log has it, else of the whole process
-    data_waits: list[float] = field(default_factory=list)  # from our log lines: share of the time waited for data
 
 
 def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> Contestant:
@@ -129,7 +122,7 @@ def in_turns(runs: Sequence[Contestant], rounds: int, steps: int = 0, seconds: f
                 run(x, steps, seconds)
                 outcome = f"{statistics.median(x.rounds_ms[-1]):.4g} ms/step"
             except Failed as e:
-                x.status = outcome = e.reason
+                x.status = outcome = str(e)
             except KeyboardInterrupt:
                 print(f"interrupted in round {number + 1}", flush=True)
                 for other in runs:
@@ -149,13 +142,13 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
         x.command, cwd=x.cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     assert process.stdout is not None
-    lines = [""]
+    last = ""
     times_ms: list[float] = []
     enough = False
     process_bytes = None
     try:
         for line in process.stdout:
-            lines.append(line.rstrip())
+            last = line.strip() or last
             if found := ITER.search(line):
                 times_ms.append(float(found[1]))
                 by_clock = len(times_ms) >= LEAST_STEPS and sum(times_ms) >= seconds * 1e3
@@ -170,31 +163,26 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
         process.wait()
         process.stdout.close()
     if not enough:
-        raise failure(x.name, lines, process.returncode)
+        raise Failed(reason_of(last, process.returncode))
 
     first_kept = max(1, min(10, len(times_ms) // 5))  # the first steps still allocate memory
     x.rounds_ms.append(times_ms[first_kept:])
-    text = "\n".join(lines)
-    warm_up = WARM_UP.search(text)
-    x.first_s.append((float(warm_up[1]) if warm_up else 0.0) + times_ms[0] / 1e3)
-    x.data_waits += [float(percent) / 100 for percent in DATA_WAIT.findall(text)]
+    own_bytes = read_own_log(x)
+    x.first_s.append(x.start.get("warm_up_s", 0.0) + times_ms[0] / 1e3)
     # torch's allocator's peak on CUDA. A peer has no log: what its process takes is known on a CPU only.
-    peak = read_own_log(x) or (process_bytes if x.start.get("on_cpu") else None)
-    x.peak_bytes += [peak] if peak else []
+    peak_bytes = own_bytes or (process_bytes if x.start.get("on_cpu") else None)
+    x.peak_bytes += [peak_bytes] if peak_bytes else []
     return len(times_ms)
 
 
-def failure(name: str, lines: list[str], status: int) -> Failed:
-    """Why a run ended too early, from its lines and its exit status."""
-    killed = ", killed by the system" if status == -9 else ""  # SIGKILL, which Windows has not
-    last = [line for line in lines[-3:] if line]
-    steps = sum(bool(ITER.search(line)) for line in lines)
-    reason = f"failed: exit status {status}"
-    if last and not ITER.search(last[-1]):
-        reason = f"failed: {last[-1].removeprefix('error: ')}"
-    if killed or "out of memory" in " ".join(last).lower():
-        reason = f"out of memory{killed}"
-    return Failed(f"{name} ended after {steps} steps: {' / '.join(last) or reason}{killed}", reason)
+def reason_of(last: str, status: int) -> str:
+    """Why a run ended too early, from its last line and its exit status."""
+    if status == -9:  # SIGKILL, which Windows has not
+        return "out of memory, killed by the system"
+    if "out of memory" in last.lower():
+        return "out of memory"
+    says_why = last and not ITER.search(last)
+    return f"failed: {last.removeprefix('error: ') if says_why else f'exit status {status}'}"
 
 
 def read_own_log(x: Contestant) -> int | None:
@@ -255,12 +243,10 @@ def figures(x: Contestant, first: Contestant) -> dict[str, Any]:
         "tokens_per_s": tokens / ms * 1e3,
         "least": 1e3 / max(per_token),
         "most": 1e3 / min(per_token),
-        "tflops": flops / ms / 1e9,
         "mfu": flops / ms * 1e3 / start["peak_flops"],
         "peak": f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})",
         "first_s": min(x.first_s),  # of several rounds one with a warm compile cache
         "memory_gb": max(x.peak_bytes) / 1e9 if x.peak_bytes else None,
-        "data_wait": statistics.mean(x.data_waits) if x.data_waits else None,
         "ratio": statistics.median(ratios),
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
@@ -269,7 +255,7 @@ def figures(x: Contestant, first: Contestant) -> dict[str, Any]:
 
 def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
     head = ["", "dtype", "compiled", "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "first step"]
-    head += ["peak memory", "data wait", "time per token / first"]
+    head += ["peak memory", "time per token / first"]
     body = []
     for r in rows:
         if r["status"]:
@@ -280,7 +266,6 @@ def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
         cells += [f"{r['tokens_per_s']:,.0f} ({r['least']:,.0f} to {r['most']:,.0f})"]
         cells += [f"{r['mfu']:.1%}", f"{r['first_s']:.1f} s"]
         cells.append("n/a" if r["memory_gb"] is None else f"{r['memory_gb']:.2f} GB")
-        cells.append("n/a" if r["data_wait"] is None else f"{r['data_wait']:.1%}")
         body.append([*cells, f"{r['ratio']:.2f} ({r['ratio_least']:.2f} to {r['ratio_most']:.2f})"])
     return markdown_table(head, body, left_columns=3)
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from conftest import TINY, assert_one_line, events, flags, needs_bpe, tiny
 
-from bench import compare
 from bench.analysis.logs import read_run
+from bench.analysis.verdict import compare
 from data.bits_per_byte import BEGINNING, text_statistics
 from data.splits import Split
 from data.text.prepare import prepare
@@ -117,8 +117,9 @@ def test_run_without_a_tokenizer_says_so_and_goes_on(chars, tmp_path, capsys):
     [line] = [line for line in out.splitlines() if "bits per byte" in line]
     assert "not known" in line
     assert [e["val_bpb"] for e in events(tmp_path / "out", "eval")] == [None, None]
-    tables, _, _ = compare.compare([read_run(str(tmp_path / "out"))], [])
-    assert "bits per byte there" not in [label for table in tables for label, *_ in table.rows]
+    rows = compare([read_run(str(tmp_path / "out"))]).as_data()["rows"]["Learning"]
+    assert "lowest val loss" in rows
+    assert "bits per byte there" not in rows
 
 
 # ---- where it shows ------------------------------------------------------------------------------------------
@@ -151,9 +152,8 @@ def test_log_line_and_events_have_it_and_what_was_printed_is_refused_with_its_re
     with pytest.raises(ValueError, match="printed.txt") as refused:
         read_run(str(tmp_path / "printed.txt"))
     assert_one_line(refused.value, "out_dir", "log.jsonl")
-    tables, _, _ = compare.compare([read_run(str(tmp_path))], [])
-    shown = f"{min(e['val_bpb'] for e in logged):.4f}"
-    assert ["bits per byte there", shown] in [row[:2] for table in tables for row in table.rows]
+    rows = compare([read_run(str(tmp_path))]).as_data()["rows"]["Learning"]
+    assert rows["bits per byte there"] == [[min(e["val_bpb"] for e in logged)]]
 
 
 @pytest.mark.slow

@@ -41,9 +41,8 @@ from hypothesis.strategies import SearchStrategy
 from logs import TIMES, log, nanogpt
 
 import train
-from bench import compare, report
-from bench.analysis import page
-from bench.analysis.logs import GIVEN, read_run
+from bench.analysis import page, verdict
+from bench.analysis.logs import read_runs
 from configurator import build, configure
 from data.meta_files import write_meta
 from data.splits import Split
@@ -342,12 +341,11 @@ edits = st.lists(
 )
 one_log = st.tuples(st.integers(0, 5), edits, st.just([]) | damage)
 four_runs = st.tuples(*[st.tuples(st.just(2 + n), edits, st.just([])) for n in range(4)])
-given_words = st.builds("{}={}".format, names_of(TrainConfig) | st.sampled_from([*GIVEN, "gpu", "x", ""]), odd_texts)
 
 
 @fuzzed
-@given(written=st.lists(one_log, min_size=1, max_size=3) | four_runs, words=st.lists(given_words, max_size=2))
-def test_logs(folder, whole_logs, written, words):
+@given(written=st.lists(one_log, min_size=1, max_size=3) | four_runs)
+def test_logs(folder, whole_logs, written):
     paths = []
     for number, (base, edits, flips) in enumerate(written):
         text = re.sub(r', "crc": "\w+"', "", whole_logs[base].read_text())  # or a changed line is only damaged
@@ -357,16 +355,13 @@ def test_logs(folder, whole_logs, written, words):
         paths.append(path)
     with_page = zlib.crc32(repr(written).encode("utf-8", "replace")) % PAGES == 0
     with ends_as_documented():
-        given_to = compare.given_by_hand([str(path) for path in paths], words, []).values()
-        runs = [read_run(str(path), given=of_run) for path, of_run in zip(paths, given_to, strict=True)]
-        tables, lines, figures = compare.compare(runs, [3.5])
-        json.dumps(figures)
-        for table in tables:
-            compare.as_markdown(table)
-        headlines = [report.headline(run) for run in runs]
-        words = [line for run in runs for line in [*report.judgement(run), report.about(run)]]
-        charts: Any = None if with_page else {}
-        page.page("fuzz", runs, tables, lines, words, "", headlines, charts)
+        found = verdict.compare(read_runs([str(path) for path in paths]))
+        json.dumps(found.as_data())
+        found.tables()
+        for run in found.runs:
+            json.dumps([verdict.summary(run), verdict.figures(run), verdict.judgement(run)])
+        if with_page:
+            page.page(found)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------

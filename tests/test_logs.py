@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
-from logs import TIMES, log, nanogpt, rewrite
+from logs import TIMES, log, nanogpt
 
-from bench import compare
-from bench.analysis.logs import GIVEN, ITER, START, implied_parameters, loss_at, nanogpt_mfu, read_run, spent_until
+from bench.analysis.logs import loss_at, nanogpt_mfu, read_run, spent_until
+from bench.analysis.verdict import compare
 from deskgpt.run.log import read_events, with_checksum
-from train import TrainConfig
 
 REAL = ROOT.parent / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
 
 
 def test_evaluation_is_taken_out_of_nanogpts_times_and_mfu(tmp_path):
-    (tmp_path / "log.txt").write_text(nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0))
-    sizes = {"n_layer": "2", "n_embd": "100", "block_size": "50", "batch_size": "10"}
-    run = read_run(str(tmp_path / "log.txt"), given=sizes | {"gradient_accumulation_steps": "2"})
+    text = "number of parameters: 1.50M\ntokens per iteration will be: 1,000\n"
+    (tmp_path / "log.txt").write_text(text + nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0))
+    run = read_run(str(tmp_path / "log.txt"))
     assert run.tokens_per_step == 1000
     assert run.step_ms == [1000, 1010, 990, 1000, 1000, 1000, 1000]
     assert [e["eval_s"] for e in run.evals] == [None, 5.0, 5.0]  # 6 s less the median step
     assert nanogpt_mfu(run) == pytest.approx(0.2, rel=1e-3)  # printed last: 15.9%
-    # 0.2 of 312 TFLOP/s for a second, and 1000 tokens: 6 N + 12 x 2 x 100 x 50
+    # 0.2 of 312 TFLOP/s for a second, and 1000 tokens
     assert run.flops_per_token == pytest.approx(0.2 * 312e12 / 1000, rel=1e-3)
-    assert implied_parameters(run) == pytest.approx((6.24e10 - 120_000) / 6, rel=1e-3)
+    assert run.start["parameters"] == 1.5e6
     assert run.evals[1]["train_s"] == 40.0
-    of_eight = read_run(str(tmp_path / "log.txt"), given={"tokens_per_step": "1000", "world_size": "8"})
-    assert of_eight.flops_per_token == pytest.approx(8 * 0.2 * 312e12 / 1000, rel=1e-3)
-    assert nanogpt_mfu(of_eight) == nanogpt_mfu(run)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the log of a real nanoGPT run is not at hand")
-def test_a_real_log_tells_its_model_and_the_mfu_that_its_user_knows():
-    sizes = {"n_layer": "12", "n_embd": "384", "block_size": "1024", "batch_size": "16"}
-    run = read_run(str(REAL), given=sizes | {"gradient_accumulation_steps": "32"})
-    by_hand = 50304 * 384 + 12 * 12 * 384**2 + 25 * 384  # embedding, blocks, norms
-    assert implied_parameters(run) == pytest.approx(by_hand, rel=1e-3)
+def test_a_real_log_tells_the_mfu_that_its_user_knows():
+    run = read_run(str(REAL))
     assert run.notes == []
     assert nanogpt_mfu(run) == pytest.approx(0.129, abs=5e-4)
     assert run.evals[2]["eval_s"] == pytest.approx(15.2, abs=0.1)
@@ -76,7 +68,7 @@ def test_losses_that_are_not_numbers_are_noted(tmp_path):
     (tmp_path / "a.txt").write_text(lost)
     run = read_run(str(tmp_path / "a.txt"))
     assert "its loss is not a number at step 80" in run.notes
-    compare.compare([run], [])
+    compare([run])
 
 
 @pytest.fixture(scope="module")
@@ -88,35 +80,13 @@ def whole(tmp_path_factory) -> Path:
 def test_a_damaged_byte_changes_nothing_that_is_read_without_a_note(whole, share, byte):
     content = bytearray(whole.read_bytes())
     content[int(share * len(content))] = byte
-    damaged = whole.parent / "damaged" / "log.jsonl"
-    damaged.parent.mkdir(exist_ok=True)
+    damaged = whole.parent.parent / "damaged" / whole.parent.name / "log.jsonl"
+    damaged.parent.mkdir(parents=True, exist_ok=True)
     damaged.write_bytes(content)
-    undamaged = read_run(str(whole), "x")
-    after = read_run(str(damaged), "x")
+    undamaged = read_run(str(whole))
+    after = read_run(str(damaged))
     assert not undamaged.notes
     assert after == undamaged or after.notes
-
-
-odd_values = st.one_of(
-    st.none(), st.booleans(), st.integers(-(10**400), 10**400), st.floats(), st.text(max_size=2), st.lists(st.just(1))
-)
-NAMES = [*TrainConfig.__dataclass_fields__, *START, *ITER, "val_loss", "val_batches", "versions", "settings"]
-
-
-@given(name=st.sampled_from(NAMES), value=odd_values)
-def test_odd_values_of_an_unverified_log_end_no_comparison(whole, name, value):
-    def odd(event: dict[str, Any]) -> dict[str, Any]:
-        if name in TrainConfig.__dataclass_fields__:
-            return {"settings": event.get("settings", {}) | {name: value}}
-        return {name: value}
-
-    path = whole.parent / "odd"
-    path.mkdir(exist_ok=True)
-    (path / "log.jsonl").write_bytes(whole.read_bytes())
-    rewrite(str(path), odd, checksum=False)
-    run = read_run(str(path))
-    assert any("unverified" in note for note in run.notes)
-    json.dumps(compare.compare([run, read_run(str(whole))], [3.5])[2])
 
 
 def test_a_log_that_goes_on_after_a_restart_counts_each_step_once(tmp_path):
@@ -127,21 +97,6 @@ def test_a_log_that_goes_on_after_a_restart_counts_each_step_once(tmp_path):
     assert [e["iter"] for e in run.iters] == list(TIMES)
     assert [e["iter"] for e in run.evals] == [0, 40, 80]
     assert_one_line(*run.notes, "begins 2 times")
-
-
-def test_settings_that_nanogpt_echoes_are_known_with_its_defaults(tmp_path):
-    echo = "Overriding config with config/x.py:\n# a comment\nbatch_size = 16 # micro\nlearning_rate = 3e-4\n"
-    echo += "Overriding: n_layer = 3\nOverriding: dataset = fineweb\neval_iters = 5 * 2\nfree = words here\n"
-    echo += "n_head=6\nn_embd: int = 384\nbeta2 = 1 - 0.05\n"
-    (tmp_path / "log.txt").write_text(echo + "number of parameters: 1.50M\n" + nanogpt(TIMES, (0, 40, 80), 200.0))
-    run = read_run(str(tmp_path / "log.txt"))
-    s = run.settings
-    assert (s["batch_size"], s["learning_rate"], s["n_layer"], s["dataset"]) == (16, 3e-4, 3, "fineweb")
-    assert (s["n_head"], s["n_embd"], s["eval_iters"]) == (6, 384, 10)
-    assert (s["block_size"], s["lr_decay_iters"], s["activation"]) == (1024, 600000, "gelu")
-    assert "beta2" not in s
-    assert "device" not in s
-    assert run.start["parameters"] == 1.5e6
 
 
 @pytest.mark.parametrize("kind", ["start", "rewind"])
@@ -177,14 +132,3 @@ def test_a_loss_is_interpolated_only_between_evaluations(tmp_path):
     assert spent_until(run, "steps", 1.9) is None
     warm = read_run(log(tmp_path / "warm", {0: 4.0, 100: 3.0, 200: 2.0}, warm_up_s=5.0))  # which cost time, too
     assert loss_at(warm, "time", 15.0) == pytest.approx(3.0)
-
-
-def test_what_is_given_by_hand_counts_and_what_cannot_be_is_refused_in_one_line(tmp_path):
-    path = log(tmp_path / "a", {0: 4.0, 100: 3.0})
-    assert read_run(path, given={"batch_size": "8"}).tokens_per_step == 128
-    assert read_run(path, given={"gpu": "RTX 4070"}).start["peak_flops"] > 1e12
-    for name, value in (("batch_size", "three"), ("parameters", "-1"), ("batchsize", "3"), ("gpu", "RTX 9999")):
-        with pytest.raises(ValueError, match=value) as e:
-            read_run(path, given={name: value})
-        assert_one_line(e.value, value)
-    assert {"parameters", "tokens_per_step"} <= {*GIVEN}

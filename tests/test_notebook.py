@@ -26,32 +26,18 @@ def code_cells(book: Any) -> dict[str, Any]:
     return {cell.id: cell for cell in book.cells if cell.cell_type == "code"}
 
 
-# ---- the file --------------------------------------------------------------------------------------------------
-
-
-def test_file_is_valid_and_holds_no_results():
+def test_file_is_valid_holds_no_results_names_files_that_exist_and_never_installs_torch():
     book = notebook()
     nbformat.validate(book)
-    for cell in code_cells(book).values():
-        assert cell.outputs == []
-        assert cell.execution_count is None
     assert NOTEBOOK.stat().st_size < 20_000
-
-
-def test_files_that_it_names_exist():
-    words = "\n".join(cell.source for cell in notebook().cells)
-    named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", words))
+    cells = code_cells(book)
+    assert not any(cell.outputs or cell.execution_count for cell in cells.values())
+    named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", "\n".join(cell.source for cell in book.cells)))
     assert {"train.py", "sample.py", "docs/data.md"} <= named
-    for name in named:
-        assert (ROOT / name).is_file(), name
-
-
-def test_torch_is_never_installed():
-    packages = code_cells(notebook())["packages"].source
-    (names,) = re.findall(r"for name in \((.*?)\)", packages)
-    assert "torch" not in names
-    assert '"pip", "install", "--quiet", *missing' in packages
-    others = [cell.source for name, cell in code_cells(notebook()).items() if name != "packages"]
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    (packages,) = re.findall(r"for name in \((.*?)\)", cells["packages"].source)
+    assert "torch" not in packages
+    others = [cell.source for name, cell in cells.items() if name != "packages"]
     assert not [source for source in others if re.search(r"^\s*[%!]|\bpip\W+install\b.*\brun\(", source, re.M)]
 
 

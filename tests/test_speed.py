@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, assert_one_line, assert_refused, flags, tiny
+from conftest import TINY, assert_refused, flags, tiny
 
 from bench import output, speed, timing
 from bench.timing import Contestant
@@ -62,17 +62,8 @@ def test_signal_that_ends_a_benchmark_ends_the_run_that_it_times(tmp_path, scrip
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-@pytest.mark.slow
-def test_profile_shows_the_operations_of_our_steps(script):
-    done = script("bench/speed.py", *flags(**SMALL), "--vocab_size=65", "--profile", "--steps=2")
-    assert done.code == 0, done.err
-    [adamw] = [line for line in done.out.splitlines() if "Optimizer.step#AdamW.step" in line]
-    assert adamw.split()[-1] == "2"  # calls
-
-
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
+def test_what_is_wrong_is_one_line(script):
+    for option, named in (
         ("--peer=nanogpt:/nowhere", ["/nowhere", "nanoGPT"]),
         ("--peer=llamacpp", ["llamacpp", "nanogpt:PATH", "ours:", "checkout:PATH"]),
         ("--peer=nanogpt:. --norm=rms", ["nanogpt:.", "norm=rms", "leave out the peer"]),
@@ -83,10 +74,8 @@ def test_profile_shows_the_operations_of_our_steps(script):
         ("--grid=n_embd=15", ["n_embd=15", "n_head=2"]),
         ("--grid=max_iters=5", ["max_iters=5", "leave it out"]),
         ("--grid=compile=True --grid=compile=False", ["compile=False", "leave it out"]),
-    ],
-)
-def test_what_is_wrong_is_one_line(option, named, script):
-    assert_refused(script("bench/speed.py", *flags(**SMALL), *option.split()), *named)
+    ):
+        assert_refused(script("bench/speed.py", *flags(**SMALL), *option.split()), *named)
 
 
 def test_cells_are_the_product_and_keep_the_tokens_of_a_step(tmp_path):
@@ -100,7 +89,7 @@ def test_cells_are_the_product_and_keep_the_tokens_of_a_step(tmp_path):
 
 
 def test_figures_of_the_table_are_these():
-    ours = measured([[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], peak_bytes=[2 * 10**9, 10**9], data_waits=[0.0, 0.1])
+    ours = measured([[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], peak_bytes=[2 * 10**9, 10**9])
     peer = measured([[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]], "peer")
     peer.start = {"compiled": False}
     a, b = timing.table([ours, peer])
@@ -108,8 +97,8 @@ def test_figures_of_the_table_are_these():
     assert a["tokens_per_s"] == pytest.approx(62_500)
     assert (a["least"], a["most"]) == pytest.approx((1e6 / 21, 1e6 / 11))
     assert a["mfu"] == pytest.approx(0.375)  # 6e9 FLOPs in 16 ms
-    assert (a["first_s"], a["memory_gb"], a["data_wait"]) == (1.0, 2.0, pytest.approx(0.05))
-    assert (b["ms"], b["data_wait"], b["dtype"], b["compiled"]) == (42.5, None, "bfloat16", False)
+    assert (a["first_s"], a["memory_gb"]) == (1.0, 2.0)
+    assert (b["ms"], b["dtype"], b["compiled"]) == (42.5, "bfloat16", False)
     assert (b["ratio"], b["ratio_least"], b["ratio_most"]) == pytest.approx((2.5, 2.0, 3.0))
 
 
@@ -120,7 +109,10 @@ def test_least_memory_decides_between_runs_of_which_none_is_clearly_faster(tmp_p
         runs.append(measured([[ms]], peak_bytes=[gb * 10**9], settings=settings))
     c = tiny(tmp_path, tmp_path, batch_size=16, eval_iters=10)
     line = "python train.py --n_layer=3 --batch_size=8 --gradient_accumulation_steps=2 --eval_iters=20"
-    assert speed.recommendations(runs, ["--batch_size=16", "--n_layer=3"], c) == [line]
+    runs.append(measured([[1.0]], "nanoGPT"))  # a peer is none of them
+    assert speed.recommendation(runs, ["--batch_size=16", "--n_layer=3"], c) == line
+    runs[0].settings["n_layer"] = 3  # another model
+    assert speed.recommendation(runs, ["--batch_size=16"], c) == ""
 
 
 def test_run_that_fails_says_why_and_the_others_go_on(tmp_path, capsys):
@@ -137,10 +129,6 @@ def test_run_that_fails_says_why_and_the_others_go_on(tmp_path, capsys):
     assert [x.status for x in runs] == list(reasons.values())
     assert [len(x.rounds_ms) for x in runs] == [2, 0, 0, 0, 0]
     assert capsys.readouterr().out.count("no such file") == 2  # in the name and in the reason: it is not tried again
-    for x in runs[1:]:
-        with pytest.raises(timing.Failed) as e:
-            timing.run(x, 2)
-        assert_one_line(e.value, "ended after 0 steps")
 
 
 def test_a_round_by_the_clock_takes_at_least_three_steps(tmp_path):

@@ -6,7 +6,6 @@ such times; both are taken apart again here.
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 import statistics
@@ -18,26 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from configurator import read_settings
 from deskgpt.run.log import MOST_BYTES, event_of
 from deskgpt.system.files import read_small
-from deskgpt.system.peaks import card_named
 from train import TrainConfig
 
 NANOGPT_PEAK = 312e12  # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16
-# Defaults of nanoGPT's train.py that differ from ours, for settings that its log does not echo.
-NANOGPT_DEFAULTS: dict[str, Any] = {"lr_decay_iters": 600000, "min_lr": 6e-5, "activation": "gelu", "compile": True}
-# Settings that nanoGPT lacks or has other defaults for: where its log does not echo them, they are unknown.
-NOT_NANOGPTS = ("device", "dtype", "backend", "seed", "auto_batch", "eval_tokens", "dry_run", "plan_for")
-
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
-SIZES = ("batch_size", "gradient_accumulation_steps", "block_size")  # their product is the tokens of a step
-MODEL = ("n_layer", "n_embd", "block_size")  # attention's FLOPs per token are 12 times their product
-GIVEN = ("parameters", "bytes_per_token", "peak_flops", "tokens_per_step", "val_tokens", "world_size")  # facts by hand
+# Numbers of a log's events, and texts of its first one.
 ITER = ("loss", "time_ms", "mfu", "lr", "grad_norm", "tokens", "train_s", "data_wait", "peak_memory_bytes")
 NOT_OWN = {*ITER, "iter", "tokens_per_s", "mfu_measured", "clip_rate"}  # train.py's; other numbers get charts
 EVAL = ("train_loss", "val_loss", "val_se", "val_bpb", "tokens", "train_s", "eval_s", "eval_windows")
-START = ("flops_per_token", "train_tokens", "val_bytes", "val_text_bytes", "vocab_size", "warm_up_s", *GIVEN)
+START = ("parameters", "flops_per_token", "tokens_per_step", "world_size", "peak_flops", "warm_up_s")
+OF_DATA = ("train_tokens", "val_bytes", "val_text_bytes", "bytes_per_token", "vocab_size")
 TEXTS = ("tokenizer", "val_sha256", "val_text", "device", "dtype", "attention", "compiler", "git_commit", "peak_source")
 MOST_STEPS = 10**15
 LARGEST = 1e24  # a number that is larger, or nearer to 0 than 1 / LARGEST, is a mistake of the log
@@ -55,7 +46,6 @@ class Run:
     iters: list[dict[str, Any]] = field(default_factory=list)  # ITER by step, each step once; own: further numbers
     evals: list[dict[str, Any]] = field(default_factory=list)  # EVAL by step, eval_digest and val_batches
     end: dict[str, Any] = field(default_factory=dict)  # empty where the run was killed or is still running
-    flops_per_token: float | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of its figures should know
     samples: list[dict[str, Any]] = field(default_factory=list)  # in order: iter, texts
     save_s: float | None = None  # seconds that saving cost the loop
@@ -63,6 +53,10 @@ class Run:
     @property
     def tokens_per_step(self) -> int | None:
         return self.start.get("tokens_per_step")
+
+    @property
+    def flops_per_token(self) -> float | None:
+        return self.start.get("flops_per_token")
 
     @property
     def step_ms(self) -> list[float]:
@@ -94,12 +88,6 @@ def numbers(event: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: v if v is None or v >= 0 or name.endswith("loss") else None for name, v in found.items()}
 
 
-def product(run: Run, names: Iterable[str]) -> int:
-    """The product of some settings; 0 where one is not known, or not a size."""
-    values: list[Any] = [run.settings.get(name) for name in names]
-    return math.prod(values) if all(type(v) is int and 1 <= v <= LARGEST for v in values) else 0
-
-
 def can_be(name: str, value: Any) -> bool:
     """Whether a setting can have a value: a number where its default is one, otherwise any plain value."""
     is_number = type(DEFAULTS.get(name)) in (int, float)
@@ -109,23 +97,19 @@ def can_be(name: str, value: Any) -> bool:
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
-def read_run(path: str, name: str = "", given: Mapping[str, str] | None = None) -> Run:
+def read_run(path: str) -> Run:
     """The run in an out_dir, a log.jsonl or a text file of nanoGPT's, with what follows from its log filled in.
 
-    given: settings, GIVEN, tokenizer and gpu, by name, that the log does not say. Raises ValueError where there is no
-    run, or where these cannot be.
+    Raises ValueError where there is no run.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / "log.jsonl"
+    file = Path(path, "log.jsonl") if Path(path).is_dir() else Path(path)
     try:
         raw = read_small(file, MOST_BYTES)
     except OSError as e:
         raise ValueError(f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or what nanoGPT printed") from None
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell writes UTF-16
     text = ANSI.sub("", raw.decode(encoding, errors="replace"))
-
-    name = name or (file.resolve().parent.name if file.name == "log.jsonl" else file.stem)
+    name = file.resolve().parent.name if file.name == "log.jsonl" else file.stem
     run = Run(name.encode("utf-8", "replace").decode())  # Linux allows names that are not text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
         add_events(run, [line for line in text.splitlines() if line.strip()])
@@ -135,10 +119,21 @@ def read_run(path: str, name: str = "", given: Mapping[str, str] | None = None) 
         add_printed(run, text)
     if not run.iters and not run.evals:
         raise ValueError(f"{file} has no line of a training run (step N: train loss ..., iter N: loss ...)")
-    for key, value in (given or {}).items():
-        give(run, key, value)
     complete(run)
     return run
+
+
+def read_runs(paths: list[str]) -> list[Run]:
+    """As `read_run`; of several runs the names begin with A, B, C ..., so that no two are the same."""
+    runs = [read_run(path) for path in paths]
+    for letter, run in zip(letters(len(runs)), runs, strict=True):
+        run.name = f"{letter}: {run.name}" if len(runs) > 1 else run.name
+    return runs
+
+
+def letters(n: int) -> list[str]:
+    """Names of n runs: A, B, C ..."""
+    return [chr(ord("A") + i) if i < 26 else f"A{i}" for i in range(n)]
 
 
 def before(events: Events, step: int) -> Events:
@@ -183,7 +178,6 @@ def add_events(run: Run, lines: list[str]) -> None:
         [e | {"iter": i} for i, e in sorted(events.items())] for events in seen.values()
     )
     run.save_s = sum(e["save_s"] or 0.0 for e in saves) if saves else None
-    run.flops_per_token = run.start.get("flops_per_token")
     if not run.end:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")
     if len(lines) > n_read:
@@ -198,7 +192,7 @@ def begin_again(run: Run, event: dict[str, Any]) -> None:
     settings: dict[str, Any] = DEFAULTS | (given if isinstance(given, dict) else {})
     # In a run from before a setting existed, what is its default now was the only way.
     run.settings = {name: value for name, value in settings.items() if can_be(name, value)}
-    start = numbers(event, START) | {name: event[name] for name in TEXTS if isinstance(event.get(name), str)}
+    start = numbers(event, START + OF_DATA) | {name: event[name] for name in TEXTS if isinstance(event.get(name), str)}
     start |= {name: event[name] for name in ("compiled", "versions") if isinstance(event.get(name), bool | dict)}
     if "explicit_attention" in event:  # as written until 2026-11-24
         start["attention"] = "explicit" if event["explicit_attention"] else "flash"
@@ -214,15 +208,14 @@ STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}
 ITERATION = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?")
 DAMAGED = re.compile(r"\b(step|iter) \d+: (train )?loss")
 OURS = re.compile(r"\b(step|iter) \d+: .*, (eval time|tok/s) ")  # only train.py goes on like this
-ECHO = re.compile(r"(?:^|[\s|\]>])(?:Overriding: )?([a-z]\w*)(?:: \w+)? ?= ?([^=#]+)")
 PARAMETERS = re.compile(rf"number of parameters: {NUMBER}M")
+TOKENS = re.compile(r"tokens per iteration will be: ([\d,]{1,20})")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def add_printed(run: Run, text: str) -> None:
     """Fills a run from what nanoGPT printed, whatever other lines there are before, between and after its own."""
     seen: dict[re.Pattern[str], Events] = {STEP: {}, ITERATION: {}}
-    settings: dict[str, Any] = {}
     last = -1
     n_starts = 1
     n_damaged = 0
@@ -241,8 +234,8 @@ def add_printed(run: Run, text: str) -> None:
                 seen[ITERATION][step] = numbers({"loss": a, "time_ms": b, "mfu": percent[0] / 100}, ITER)
         elif found := PARAMETERS.search(line):
             run.start["parameters"] = number(float(found[1]) * 1e6)
-        elif (found := ECHO.search(line)) and found[1] in DEFAULTS:
-            settings[found[1]] = echoed(found[2].strip())
+        elif found := TOKENS.search(line):
+            run.start["tokens_per_step"] = int(found[1].replace(",", "") or 0)
         else:
             n_damaged += bool(DAMAGED.search(line))
     if n_starts > 1:
@@ -250,18 +243,7 @@ def add_printed(run: Run, text: str) -> None:
     if n_damaged:
         run.notes.append(f"{n_damaged} damaged lines of its log are left out")
     run.evals, run.iters = ([e | {"iter": i} for i, e in sorted(events.items())] for events in seen.values())
-    if settings:
-        ours = {name: value for name, value in DEFAULTS.items() if name not in NOT_NANOGPTS}
-        run.settings = {k: v for k, v in (ours | NANOGPT_DEFAULTS | settings).items() if v is not None}
     undo_evaluation(run)
-
-
-def echoed(text: str) -> Any:
-    """The value of a setting as a config file writes it, or nanoGPT echoes it; None if it cannot be read."""
-    try:
-        return math.prod(map(int, text.split("*"))) if "*" in text else ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return text if re.fullmatch(r"[\w./-]+", text) else None  # nanoGPT echoes strings without quotes
 
 
 def undo_evaluation(run: Run) -> None:
@@ -291,46 +273,16 @@ def undo_evaluation(run: Run) -> None:
 # ---- what a log leaves open ----------------------------------------------------------------------------------
 
 
-def give(run: Run, name: str, text: str) -> None:
-    """Sets what the log does not say: a setting of train.py, one of GIVEN, tokenizer or gpu. Raises ValueError."""
-    if name in DEFAULTS:
-        run.settings[name] = read_settings(TrainConfig, [f"--{name}={text}"])[name]
-        if name in SIZES:
-            run.start.pop("tokens_per_step", None)  # it follows from these
-    elif name in ("tokenizer", "gpu"):
-        run.start[name] = text
-    elif name not in GIVEN:
-        raise ValueError(f"{name}={text}: neither a setting of train.py (--help) nor one of {', '.join(GIVEN)}")
-    elif not re.fullmatch(r"[\d.]{1,20}(e\d{1,2})?", text) or not float(text):
-        raise ValueError(f"{name}={text}: must be a number above 0, such as 1.5e6")
-    else:
-        run.start[name] = float(text) if name == "bytes_per_token" else int(float(text))
-
-
 def complete(run: Run) -> None:
-    """Fills in what follows from the rest: tokens, seconds of training, FLOPs, bits per byte, the peak of a GPU."""
+    """Fills in what follows from the rest: tokens, seconds of training, FLOPs, bits per byte."""
     start = run.start
-    if product(run, SIZES):
-        start.setdefault("tokens_per_step", product(run, SIZES))
     lost = [e["iter"] for e in run.iters + run.evals if e.get("loss", e.get("val_loss")) is None]
     if lost:
         run.notes.append(f"its loss is not a number at step {lost[0]:,}")
-    if start.get("gpu"):
-        # As train.py and nanoGPT compute: float32 in TF32 where the card has it, bfloat16 unless it is emulated.
-        dtype = start.get("dtype") or run.settings.get("dtype")
-        card = card_named(start["gpu"])
-        peak = card and card.peak(dtype if dtype in ("float32", "float16") else card.fast_dtype())
-        if not peak:
-            raise ValueError(f"--device {start['gpu']}: no published peak is known of it; leave it out")
-        start["peak_flops"] = peak[0] * start.get("world_size", 1)
-        start["peak_source"] = f"{start['gpu']}, {peak[1]}"
     ms = median_ms(run)
     if run.flops_per_token is None and start.get("nanogpt_mfu") and ms and run.tokens_per_step:
-        # MFU x seconds x peak are the FLOPs of a step. nanoGPT's MFU is that of one GPU.
-        step_flops = start["nanogpt_mfu"] * ms / 1e3 * NANOGPT_PEAK * start.get("world_size", 1)
-        run.flops_per_token = step_flops / run.tokens_per_step
-    elif run.flops_per_token is None and start.get("parameters") and product(run, MODEL):
-        run.flops_per_token = 6 * start["parameters"] + 12 * product(run, MODEL)  # PaLM, appendix B
+        # MFU x seconds x peak are the FLOPs of a step of one GPU.
+        start["flops_per_token"] = start["nanogpt_mfu"] * ms / 1e3 * NANOGPT_PEAK / run.tokens_per_step
     bytes_per_token = start.get("bytes_per_token") or (1.0 if start.get("tokenizer") == "bytes" else None)
     for e in run.iters + run.evals:
         steps = e["iter"] + ("val_loss" not in e)  # an evaluation is before its step
@@ -371,14 +323,6 @@ def nanogpt_mfu(run: Run) -> float | None:
     rate = flops_per_s(run)
     ours = rate / NANOGPT_PEAK / run.start.get("world_size", 1) if rate else None
     return run.start.get("nanogpt_mfu", ours)
-
-
-def implied_parameters(run: Run) -> float | None:
-    """Parameters without position embeddings that nanoGPT's MFU, times and tokens imply; None if they contradict it."""
-    if run.flops_per_token is None or "nanogpt_mfu" not in run.start or not product(run, MODEL):
-        return None
-    parameters = (run.flops_per_token - 12 * product(run, MODEL)) / 6
-    return parameters if parameters > 0 else None
 
 
 def spent(run: Run, e: dict[str, Any], axis: str) -> float | None:

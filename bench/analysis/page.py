@@ -1,4 +1,4 @@
-"""One HTML page about training runs: what bench/report.py, bench/compare.py and bench/ask.py write.
+"""One HTML page about training runs: what bench/report.py and bench/compare.py write.
 
 The page holds all that it needs, plotly's JavaScript included, and makes no request to any network.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -17,14 +18,12 @@ import numpy as np
 
 from bench.analysis.logs import Run
 from bench.analysis.table import band_of
-from bench.analysis.verdict import COMMAND
+from bench.analysis.verdict import COMMAND, Comparison
 
-POINTS = 500  # most points of a curve; of more steps each point is the mean of several
+POINTS = 500  # of a curve; of more steps every nth is drawn
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
-# Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker). With more runs they repeat with the
-# next symbol.
+# Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 AXES = {"steps": "steps", "tokens": "tokens trained on", "minutes": "minutes of training", "FLOPs": "FLOPs"}
 CHARTS = {  # by a step's field: title and unit
     "time_ms": ("Time of a step", "ms"),
@@ -39,32 +38,6 @@ HEAD = """<meta charset="utf-8">
 
 
 @dataclass
-class Table:
-    title: str
-    columns: list[str]  # the first one is that of the rows' labels
-    rows: list[list[str]]
-    note: str = ""
-
-
-@dataclass
-class Figure:
-    """One of the figures that people see first."""
-
-    label: str
-    value: str
-    note: str = ""
-
-
-@dataclass
-class Headline:
-    """What the page says first: the verdict in a sentence, and the figures that it stands on."""
-
-    text: str
-    figures: list[Figure]
-    name: str = ""  # of the run
-
-
-@dataclass
 class Chart:
     title: str
     note: str
@@ -75,51 +48,26 @@ class Chart:
 
 
 def points(run: Run, events: list[dict[str, Any]], key: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(x by axis, y) of a field of run.iters or run.evals, each (n,): at most POINTS, means of equally many events."""
+    """(x by axis, y) of a field of run.iters or run.evals, each (n,): the first of all, and at most 2 POINTS."""
     known = [e for e in events if e.get(key) is not None]
-    if not known:
-        return dict.fromkeys(AXES, np.array([])), np.array([])
-    n = min(POINTS, len(known))
-    first = np.arange(n) * len(known) // n
-    sizes = np.diff([*first, len(known)])
-    y, steps, tokens, train_s = (  # float makes NaN of None
-        np.add.reduceat(np.array([e.get(name) for e in known], float), first) / sizes
-        for name in (key, "iter", "tokens", "train_s")
-    )
+    names = (key, "iter", "tokens", "train_s")
+    rows = [[e.get(name) for name in names] for e in known[:: max(1, len(known) // POINTS)]]
+    y, steps, tokens, train_s = np.array(rows, float).reshape(-1, len(names)).T  # float makes NaN of None
     flops = tokens * (run.flops_per_token or np.nan)
     return {"steps": steps, "tokens": tokens, "minutes": train_s / 60, "FLOPs": flops}, y
 
 
-def traces(
-    number: int,
-    name: str,
-    x: np.ndarray,
-    y: np.ndarray,
-    low: np.ndarray | None = None,
-    high: np.ndarray | None = None,
-    **style: Any,
-) -> list[dict[str, Any]]:
-    """A curve in the colour of a run as plotly's traces, beneath it its band where low and high are given."""
-    line = {
+def curve(number: int, name: str, x: np.ndarray, y: np.ndarray, **style: Any) -> dict[str, Any]:
+    """A curve in the colour of a run as plotly's trace."""
+    style["line"] = {"color": COLOURS[number % len(COLOURS)], "width": 2} | style.get("line", {})
+    return {
         "type": "scatter",
         "name": escape(name),
         "x": x,
         "y": y,
         "mode": "lines" if len(y) > 1 else "lines+markers",  # a line of one point is not seen
-        "line": {"width": 2},
         "hovertemplate": f"%{{y:.5g}} at %{{x:,.6g}}<extra>{escape(name)}</extra>",
     } | style
-    line["line"] = {"color": COLOURS[number % len(COLOURS)]} | line["line"]
-    if low is None or high is None:
-        return [line] if len(y) else []
-    band = {"type": "scatter", "x": np.concatenate([x, x[::-1]]), "y": np.concatenate([high, low[::-1]])}
-    band |= {"fill": "toself", "mode": "lines", "line": {"width": 0, "color": line["line"]["color"]}}
-    return [band | {"opacity": 0.3, "hoverinfo": "skip", "showlegend": False}, line]
-
-
-def symbol_of(number: int) -> str:
-    """plotly's name of the symbol of a run, which changes when all colours are used."""
-    return SYMBOLS[number // len(COLOURS) % len(SYMBOLS)]
 
 
 def layout(height: int, x_title: str, y_title: str) -> dict[str, Any]:
@@ -147,7 +95,7 @@ def step_chart(runs: list[Run], key: str, title: str, unit: str) -> Chart | None
     from plotly import graph_objects
 
     found = [points(run, run.iters, key) for run in runs]
-    data = [t for i, (x, y) in enumerate(found) for t in traces(i, runs[i].name, x["steps"], y, line={"width": 1.5})]
+    data = [curve(i, runs[i].name, x["steps"], y, line={"width": 1.5}) for i, (x, y) in enumerate(found) if len(y)]
     if not data:
         return None
     missing = ", ".join(run.name for run, (_, y) in zip(runs, found, strict=True) if not len(y))
@@ -157,7 +105,7 @@ def step_chart(runs: list[Run], key: str, title: str, unit: str) -> Chart | None
     top = 1.25 * float(np.quantile(every, 0.98))
     if key in ("time_ms", "grad_norm") and every.max() > top:  # so that a few slow steps do not flatten all others
         figure.update_yaxes(range=[0, top])
-        note += f"{(every > top).sum():,} of {len(every):,} points lie above; the greatest is {every.max():,.4g}."
+        note += f"The greatest is {every.max():,.4g}."
     return Chart(title, note, figure)
 
 
@@ -172,26 +120,28 @@ def loss_chart(runs: list[Run]) -> Chart | None:
     for number, run in enumerate(runs):
         of_run = f"{run.name}, " if len(runs) > 1 else ""
         errors = [e["val_se"] for e in run.val if e.get("val_se") is not None]
-        bars = {"error_y": {"array": 1.96 * np.array(errors), "thickness": 1}} if len(errors) == len(run.val) else {}
-        marked = {"mode": "lines+markers", "marker": {"size": 6, "symbol": symbol_of(number)}}
+        val_style: dict[str, Any] = {"mode": "lines+markers", "marker": {"size": 6}}
+        if len(errors) == len(run.val) <= POINTS:
+            val_style["error_y"] = {"array": 1.96 * np.array(errors), "thickness": 1}
         for what, events, key, style in (
             ("each step", run.iters, "loss", {"line": {"width": 1}, "opacity": 0.6}),
             ("train", run.evals, "train_loss", {"line": {"dash": "dash"}}),
-            ("val", run.evals, "val_loss", marked | (bars if len(run.val) <= POINTS else {})),
+            ("val", run.evals, "val_loss", val_style),
         ):
             x, y = points(run, events, key)
-            new = traces(number, of_run + what, x["steps"], y, **style)
-            data += new
-            x_of += [x] * len(new)
+            if len(y):
+                data.append(curve(number, of_run + what, x["steps"], y, **style))
+                x_of.append(x)
         band = band_of(run)
         if band and band not in bands:
             bands.append(band)
             steps = np.array(sorted(band.losses), float)
             low, high = np.array([band.limits(int(step)) for step in steps]).T
-            data.append(traces(-1, "", steps, low, low, high)[0])
-            steps = data[-1]["x"]
-            tokens = steps * (run.tokens_per_step or np.nan)
-            x_of.append(dict.fromkeys(AXES, steps * np.nan) | {"steps": steps, "tokens": tokens})
+            around = np.concatenate([steps, steps[::-1]])
+            style = {"fill": "toself", "line": {"width": 0}, "opacity": 0.3, "hoverinfo": "skip", "showlegend": False}
+            data.append(curve(-1, "", around, np.concatenate([high, low[::-1]]), **style))
+            tokens = around * (run.tokens_per_step or np.nan)
+            x_of.append(dict.fromkeys(AXES, around * np.nan) | {"steps": around, "tokens": tokens})
             note += f"The grey band is where the val loss of one more run is expected, after {band.n_runs} others. "
     if not data:
         return None
@@ -212,50 +162,45 @@ def loss_chart(runs: list[Run]) -> Chart | None:
 # ---- HTML ----------------------------------------------------------------------------------------------------
 
 
-def page(
-    title: str,
-    runs: list[Run],
-    tables: list[Table],
-    verdict: list[str],
-    samples: Sequence[str] = (),
-    about: str = "",
-    headlines: Sequence[Headline] = (),
-    charts: dict[str, Chart] | None = None,
-    refresh_s: int = 0,
-) -> str:
-    """The whole HTML. verdict: sentences, and commands that begin with COMMAND; charts: in place of those of the runs;
-    refresh_s: after which the page loads itself again, 0 for never. Raises ValueError where plotly is missing.
+def page(found: Comparison, samples: Sequence[str] = (), refresh_s: int = 0) -> str:
+    """The whole HTML. samples: texts; refresh_s: after which the page loads itself again, 0 for never.
+
+    Raises ValueError where plotly is missing.
     """
     js = plotly_js()
     from plotly.io import to_html
 
+    title = " and ".join(run.name for run in found.runs) if len(found.runs) < 4 else f"{len(found.runs)} runs"
     config = {"displaylogo": False, "responsive": True}
     drawn = ""
-    for key, chart in (make_charts(runs) if charts is None else charts).items():
+    for key, chart in make_charts(found.runs).items():
         plot = to_html(chart.figure, config=config, include_plotlyjs=False, full_html=False, div_id=key)
         note = f'<p class="note">{escape(chart.note)}</p>'
         drawn += f'<figure class="{key}"><h3>{escape(chart.title)}</h3>{plot}{note}</figure>\n'
-    lines = [*verdict, *(f"{run.name}: {note}." for run in runs for note in run.notes)]
-    words = "".join(
-        f"<pre>{escape(line.removeprefix(COMMAND))}</pre>" if line.startswith(COMMAND) else f"<p>{escape(line)}</p>"
-        for line in lines
+    figures = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>\n"
+        for label, value, note in found.figures
     )
+    lines = "".join(
+        f"<pre>{escape(line.removeprefix(COMMAND))}</pre>" if line.startswith(COMMAND) else f"<p>{escape(line)}</p>"
+        for line in [*found.lines, *found.notes()]
+    )
+    tables = "".join(f"<h2>{name}</h2>{table_html(*rows)}" for name, rows in found.tables().items())
     texts = "".join(f"<pre>{escape(text)}</pre>" for text in samples)
     settings = "".join(
         f"<details><summary>Settings of {escape(run.name)}</summary>"
-        f"{table_html(Table('', [], [[k, json.dumps(v, default=str)] for k, v in run.settings.items()]))}</details>"
-        for run in runs
+        f"{table_html([], *([name, json.dumps(value, default=str)] for name, value in run.settings.items()))}</details>"
+        for run in found.runs
     )
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     css = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    head = "".join(map(headline_html, headlines)) or f"<h1>{escape(title)}</h1>"
     return (
         f"<!doctype html>\n<html lang=en>\n<head>\n{HEAD}{refresh}\n<title>{escape(title)}</title>\n"
-        f"<style>\n{css}</style>\n<script>{js}</script>\n</head>\n<body>\n<main>\n{head}\n{words}\n"
+        f"<style>\n{css}</style>\n<script>{js}</script>\n</head>\n<body>\n<main>\n"
+        f"<p class=note>{escape(title)}</p><h1>{escape(found.headline)}</h1><dl>{figures}</dl>\n{lines}\n"
         f"<section>{drawn or '<p>There are no steps and no evaluations yet.</p>'}</section>\n"
-        f"{''.join(map(table_html, tables))}\n"
-        f"{'<h2>Samples</h2>' if texts else ''}{texts}\n{settings}\n"
-        f"<p class=note>{escape(about)}</p>\n</main>\n</body>\n</html>\n"
+        f"{tables}\n{'<h2>Samples</h2>' if texts else ''}{texts}\n{settings}\n"
+        f"<p class=note>{escape(about(found.runs))}</p>\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -269,21 +214,24 @@ def plotly_js() -> str:
     return get_plotlyjs()
 
 
-def headline_html(headline: Headline) -> str:
-    name = f'<p class="note">{escape(headline.name)}</p>' if headline.name else ""
-    figures = "".join(
-        f"<div><dt>{escape(f.label)}</dt><dd>{escape(f.value)}</dd><dd class=note>{escape(f.note)}</dd></div>\n"
-        for f in headline.figures
-    )
-    return f"<header>{name}<h1>{escape(headline.text)}</h1><dl>{figures}</dl></header>"
+def about(runs: list[Run]) -> str:
+    """The machine, versions and commit of a run, and the date of the page."""
+    facts = [f"page of {time.strftime('%Y-%m-%d %H:%M')}"]
+    for start in [run.start for run in runs][:1]:
+        facts += (
+            [f"{start.get('world_size', 1)} x {start['device']}, {start.get('dtype')}"] if "device" in start else []
+        )
+        facts += [f"compiled by {start.get('compiler')}"] if start.get("compiled") else []
+        facts += [f"{name} {version}" for name, version in start.get("versions", {}).items()]
+        facts += [f"commit {start['git_commit']}"] if "git_commit" in start else []
+    return "; ".join(facts)
 
 
-def table_html(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    rows = "".join(
+def table_html(head: list[str], *rows: list[str]) -> str:
+    """head: headings, of which there may be none; the first cell of a row is its label."""
+    heads = "".join(f"<th>{escape(text)}</th>" for text in head)
+    body = "".join(
         f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
-        for label, *cells in table.rows
+        for label, *cells in rows
     )
-    title = f"<h2>{escape(table.title)}</h2>" if table.title else ""
-    note = f"<p class=note>{escape(table.note)}</p>" if table.note else ""
-    return f"{title}<div class=table><table><thead>{head}</thead><tbody>\n{rows}</tbody></table></div>{note}\n"
+    return f"<div class=table><table><thead>{heads}</thead><tbody>\n{body}</tbody></table></div>\n"

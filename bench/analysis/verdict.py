@@ -1,4 +1,4 @@
-"""The headline: who leads. The verdict: what may be called the cause, or the runs that would settle it.
+"""What runs say: their tables, the headline, the cause of a difference or its absence, and the run that settles it.
 
 A line that begins with COMMAND is a command to copy.
 """
@@ -6,24 +6,141 @@ A line that begins with COMMAND is a command to copy.
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass, field
+from typing import Any
 
-from bench.analysis.logs import DEFAULTS
-from bench.analysis.table import SILENT, Arm, Lead, Row, factors, short
+from bench.analysis import logs, table
+from bench.analysis.logs import DEFAULTS, Run
+from bench.analysis.table import Arm, Lead, Row, factors, short
+from deskgpt.system.terminal import clock
 
 COMMAND = "$ "
-# A cause can be named only where all of these are known. They follow from others: what ran, or the default.
-FOLLOW = {"backend", "compile", "min_lr", "lr_decay_iters"}
-NEEDED = {*DEFAULTS, "compiled"} - SILENT - FOLLOW
+FOLLOW = {"backend", "compile", "min_lr", "lr_decay_iters"}  # settings that what ran or another one tells
 # Settings that do not change how long a step takes.
 NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
 NO_SPEED |= {"warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr", "zero_init"}
 EVALUATE = f"{COMMAND}python train.py --init_from=resume --eval_only=True --eval_tokens=... --dataset=... --out_dir=..."
 
 
+@dataclass
+class Comparison:
+    """What there is to say about one run, or several side by side."""
+
+    runs: list[Run]
+    arms: list[Arm]
+    headline: str
+    lines: list[str]  # the verdict
+    rows: dict[str, list[Row]] = field(default_factory=dict)  # by table
+    reasons: list[str] = field(default_factory=list)  # why losses cannot be compared
+    figures: list[tuple[str, str, str]] = field(default_factory=list)  # of one run: label, value, note
+
+    def notes(self) -> list[str]:
+        """What a reader of the tables should know."""
+        sources = {run.start["peak_source"]: run.name for run in self.runs[::-1] if "peak_source" in run.start}
+        peaks = [f"The peak of {name} is {source}." for source, name in sources.items()]
+        return peaks + [f"{run.name}: {note}." for run in self.runs for note in run.notes]
+
+    def tables(self) -> dict[str, list[list[str]]]:
+        """By title the cells of each row, the headings first; of one run there are labels and values only."""
+        head = ["", *(arm.name for arm in self.arms), "leads"]
+        n = 2 if len(self.runs) == 1 else len(head)
+        return {name: [head[:n], *(row.cells()[:n] for row in rows)] for name, rows in self.rows.items() if rows}
+
+    def as_data(self) -> dict[str, Any]:
+        """The same for programs: figures by table, row, arm and run."""
+        rows = {name: {r.label: r.of_runs for r in rows} for name, rows in self.rows.items()}
+        leads = {r.label: r.lead.text for rows in self.rows.values() for r in rows if r.lead.text}
+        arms = {arm.label: [run.name for run in arm.runs] for arm in self.arms}
+        said = {"headline": self.headline, "verdict": self.lines, "not_comparable": self.reasons}
+        return said | {"arms": arms, "rows": rows, "leads": leads}
+
+
+def compare(runs: list[Run]) -> Comparison:
+    """Compares runs; of a single one it says what it learned."""
+    arms = table.arms_of(runs)
+    if len(runs) == 1:
+        rows = {"Speed": table.speed_rows(arms), "Learning": table.learning_rows(arms, "val loss", [])}
+        return Comparison(runs, arms, summary(runs[0]), judgement(runs[0]), rows, figures=figures(runs[0]))
+    unit, reasons = table.comparable(runs)
+    rows = {"What changed": table.change_rows(arms), "Speed": table.speed_rows(arms)}
+    rows["Learning"] = table.learning_rows(arms, unit, reasons)
+    speed = next((row.lead for row in rows["Speed"] if row.label == "tokens/s"), Lead())
+    loss = next((row for row in rows["Learning"] if " at equal " in row.label), None)
+    lines = verdict(arms, speed, loss, reasons)
+    if unit == "bits per byte":
+        lines.append("Bits per byte depend on the context too: a longer one lowers them by itself.")
+    return Comparison(runs, arms, headline(arms, speed, loss, reasons), lines, rows, reasons)
+
+
+# ---- one run -------------------------------------------------------------------------------------------------
+
+
+def summary(run: Run) -> str:
+    """The run in a sentence."""
+    if not run.val:
+        return "The log has no evaluation yet"
+    first, best = run.evals[0], run.best
+    if best is first or first["val_loss"] is None:
+        return f"The val loss is {best['val_loss']:.2f} at step {best['iter']:,}, and was never lower"
+    return f"The val loss fell from {first['val_loss']:.2f} to {best['val_loss']:.2f} in {best['iter']:,} steps"
+
+
+def figures(run: Run) -> list[tuple[str, str, str]]:
+    """(label, value, note) of what people look at first."""
+    rate, share = logs.tokens_per_s(run), logs.mfu(run)
+    loss, note = "n/a", "no evaluation in the log"
+    if run.val:
+        best = run.best
+        loss, note = f"{best['val_loss']:.4f}", f"at step {best['iter']:,}"
+        if best["val_se"]:
+            loss += f" ± {1.96 * best['val_se']:.4f}"
+            note += f" (95% of the text, n={best['eval_windows']:,.0f} windows)" if best["eval_windows"] else ""
+    return [
+        ("lowest val loss", loss, note),
+        ("speed", f"{rate:,.0f} tokens/s" if rate else "n/a", ""),
+        ("MFU", f"{share:.1%}" if share else "n/a", f"of the peak, {run.start.get('peak_source')}"),
+    ]
+
+
+def judgement(run: Run) -> list[str]:
+    """Where it is, if it has not ended, and what its val losses say, whatever its data: as usual, overfit, falling."""
+    lines = []
+    goal = run.settings.get("max_iters")
+    if not run.end and run.iters and type(goal) is int:
+        done = int(run.iters[-1]["iter"]) + 1
+        left_s = max(0, goal - done) * (logs.median_ms(run) or 0.0) / 1e3
+        lines.append(f"Step {done:,} of {goal:,}; {clock(left_s)} of training left, if it still runs.")
+    if not run.val:
+        return lines
+    band = table.band_of(run)
+    said = band.verdict({e["iter"]: e["val_loss"] for e in run.val}) if band else ""
+    if said:
+        lines.append(f"Beside other runs with these settings: {said}.")
+    if not band:
+        lines.append("No band of usual losses is known for these settings; bench/ask.py --band makes one of a config.")
+    turned = table.overfit(run)
+    if turned:
+        lines.append(
+            f"The model overfits: the val loss has risen by {turned[1]:.4f} since step {turned[0]:,} while the train "
+            "loss fell. More data, --dropout or a smaller model may help."
+        )
+    last = run.val[-1]
+    earlier = [e["val_loss"] for e in run.val if last["iter"] * 0.7 <= e["iter"] <= last["iter"] * 0.9]
+    if earlier and last["val_se"] and earlier[-1] - last["val_loss"] > 1.96 * last["val_se"]:
+        fell = earlier[-1] - last["val_loss"]
+        lines.append(f"The val loss was still falling at the end, by {fell:.4f} in the last steps: train longer.")
+    if last["train_loss"] is not None:
+        lines.append(f"At the end the val loss is {last['val_loss'] - last['train_loss']:.4f} above the train loss.")
+    return lines
+
+
+# ---- several runs --------------------------------------------------------------------------------------------
+
+
 def headline(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) -> str:
     """Who learns more and who is faster, as far as the noise allows to tell. speed, loss: as `verdict` takes them."""
     if len(arms) == 1:
-        return f"{arms[0].label} are {arms[0].name}" if len(arms[0].runs) > 1 else ""
+        return f"{arms[0].name}: the same settings."
     if reasons:
         learned = f"The losses are not comparable: {reasons[0]}."
     elif loss is None or not loss.lead.text:
@@ -53,33 +170,35 @@ def verdict(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) 
         return []
     lines = []
     if reasons:
-        lines = [f"To compare losses, evaluate the models alike: {'; '.join(reasons)}.", EVALUATE]
-    missing = [(arm.label.partition("+")[0], sorted(NEEDED - arm.causes.keys())) for arm in arms]
-    missing = [(letter, names) for letter, names in missing if names]
+        lines = ["To compare losses, evaluate the models alike:", EVALUATE]
+    unknown = [arm.label for arm in arms if not arm.runs[0].settings]
+    if unknown:
+        return [*lines, f"No cause can be named: the log of {' and '.join(unknown)} does not say its settings."]
     changes = factors(arms)
-    if missing:
-        known = [f"{len(names)} settings of {x} ({', '.join(names[:3])}, ...)" for x, names in missing]
-        example = f"--set {missing[0][0]}.{missing[0][1][0]}=..."
-        return [*lines, f"No cause can be named: {' and '.join(known)} are not known. Give them with {example}"]
     if not changes:
         return [*lines, "Nothing that is known changed."]
+    is_open = loss is not None and not loss.lead.is_same
     if len(changes) > 1:
         named = ", ".join(how(change, arms) for change in changes[:5]) + (", ..." if len(changes) > 5 else "")
-        return [*lines, f"No cause can be named: {len(changes)} things changed at once ({named}).", *settling(arms)]
-    only = f"Only {how(changes[0], arms)} differs"
+        return [
+            *lines,
+            f"No cause can be named: {len(changes)} things changed at once ({named}).",
+            *settling(arms, is_open),
+        ]
+    only = f"Only {how(changes[0], arms)} differs: "
     repeated = all(len(arm.runs) > 1 for arm in arms)
-    speed_changes = not {*changes[0]} <= NO_SPEED
-    lines += effect(f"{only}: ", "speed", speed, repeated and speed_changes)
-    if speed.winner is not None and not speed_changes:
-        lines.append("That cannot change the speed: the machines differed.")
-    lines += effect(f"{only}: ", "loss", loss.lead if loss and not reasons else Lead(), repeated)
-    open_loss = loss is not None and not loss.lead.is_same
-    return lines if repeated or not open_loss else [*lines, *settling(arms)]
+    if not {*changes[0]} <= NO_SPEED:
+        lines += effect(only, "speed", speed, repeated)
+    elif speed.winner is not None:
+        lines.append(f"{only}that cannot change the speed; the machines differed, or other work ran.")
+    if loss and not reasons:
+        lines += effect(only, "loss", loss.lead, repeated)
+    return [*lines, *settling(arms, is_open and not repeated)]
 
 
 def effect(only: str, name: str, lead: Lead, repeated: bool) -> list[str]:
     """What the only change did to speed or loss. It is called the cause only where every arm has repeats."""
-    if not lead.text or lead.text == "not comparable":
+    if not lead.text:
         return []
     if lead.is_same:
         return [f"{only}{lead.text}."]
@@ -100,22 +219,23 @@ def how(change: list[str], arms: list[Arm]) -> str:
     return " with ".join(f"{name} {short(old.get(name))} -> {short(new.get(name))}" for name in change)
 
 
-def settling(arms: list[Arm]) -> list[str]:
-    """The command of bench/ask.py that asks about the changes, three at most, each alone and all together."""
-    changes = factors(arms[:2])
-    settings = {k: v for k, v in arms[0].runs[0].settings.items() if k in DEFAULTS}
-    for name in FOLLOW - arms[0].causes.keys():
-        settings.pop(name, None)
+def settling(arms: list[Arm], is_open: bool) -> list[str]:
+    """The command of bench/ask.py that asks about the changes, three at most, each alone and all together.
+
+    Empty where the losses leave no question open.
+    """
     alone = []
-    for change in changes:
+    for change in factors(arms[:2]) if is_open else []:
         values = {"compile" if name == "compiled" else name: arms[1].causes[name] for name in change}
         if values.keys() <= DEFAULTS.keys() - {"device", "max_iters"}:
             alone.append(" ".join(f"--{name}={value}" for name, value in values.items()))
     if not alone:
         return []
     words = ["python", "bench/ask.py"]
+    settings = arms[0].runs[0].settings
+    left_out = {"out_dir", "init_from", "seed", *(FOLLOW - arms[0].causes.keys())}
     for name, default in DEFAULTS.items():
-        if name in settings and settings[name] != default and name not in ("out_dir", "init_from", "seed"):
+        if name not in left_out and settings.get(name, default) != default:
             words.append(f"--{name}={settings[name]}")
     for letter, text in zip("bcd", alone, strict=False):
         words += [f"--{letter}", text]
