@@ -76,10 +76,6 @@ class Batching:
             "eval_tokens": self.eval_tokens or self.eval_windows * self.block_size,
         }
 
-    def changed(self, settings: Mapping[str, Any]) -> dict[str, int]:
-        """The settings that become others with this split."""
-        return {} if self.batch_size == settings["batch_size"] else self.settings()
-
     def flags(self) -> str:
         """What a user types for this split."""
         named = self.settings()
@@ -98,8 +94,7 @@ class Batching:
     def eval_rows(self, n: int) -> Iterator[I64]:
         """This rank's rows of an evaluation of n windows, a batch at a time. Rows from n on are padding.
 
-        All ranks have equally many batches, some of them perhaps of padding only: where weights are sharded, a rank
-        that had finished would leave the others waiting for its part.
+        All ranks have equally many batches: where weights are sharded, each needs the others.
         """
         for first in range(0, n, self.world * self.batch_size):
             yield first + self.rank * self.batch_size + np.arange(self.batch_size)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,19 +46,17 @@ class DistContext:
         return x
 
     def max(self, x: float) -> float:
-        """The largest x of all ranks."""
+        """The largest x of all ranks, which wait for each other, but not for their GPUs."""
         tensor = torch.tensor(x, dtype=torch.float64)
         if dist.is_initialized():
-            tensor = tensor.to(self.device)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)  # on the CPU, by gloo
         return tensor.item()
 
     def agree(self, wish: int) -> int:
-        """The largest wish of all ranks, which wait for each other, but not for their GPUs."""
-        if not dist.is_initialized():
-            return wish
-        tensor = torch.tensor(wish)  # on the CPU, so that gloo reduces it
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        """The largest wish of all ranks, of up to 63 bits."""
+        tensor = torch.tensor(wish)
+        if dist.is_initialized():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor)
 
     def all(self, yes: bool) -> bool:
@@ -81,8 +79,7 @@ class DistContext:
 
 # ---- how the process was started -----------------------------------------------------------------------------
 
-# What other launchers tell each of their processes: how many there are, and SLURM also which one it is. In a batch
-# script or a shell of SLURM, where one process is right, SLURM_NTASKS can be several, but SLURM_PROCID is 0.
+# What other launchers tell each of their processes: how many there are, and SLURM also which one it is.
 LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "SLURM_PROCID": "srun",
@@ -96,8 +93,7 @@ WAIT_S = 10.0  # how long ranks may wait for each other without a word
 MOST_OPEN_FILES = 1 << 16
 
 
-@dataclass(frozen=True)
-class DistEnv:
+class DistEnv(NamedTuple):
     """Where among the ranks a process is."""
 
     rank: int = 0
@@ -108,10 +104,8 @@ class DistEnv:
 
 
 def dist_env(environ: Mapping[str, str]) -> DistEnv:
-    """Where torchrun has placed this process. A variable that is set to nothing counts as not set.
-
-    Raises ValueError where another launcher started several processes, each of which would train the whole run into one
-    folder, or where variables are left over from something else.
+    """Where torchrun has placed this process. Raises ValueError where another launcher started several processes, each
+    of which would train the whole run, or where variables are left over from something else.
     """
     found = {name: value for name, value in environ.items() if value}
     if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
@@ -152,10 +146,7 @@ def number_in(environ: Mapping[str, str], name: str, default: str = "") -> int:
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files: gloo connects every rank with every other one.
-
-    Linux gives a process 1,024, macOS 256.
-    """
+    """Raises this process's limit of open files, 1,024 on Linux: gloo connects every rank with every other one."""
     if sys.platform == "win32":
         return
     import resource
@@ -180,8 +171,8 @@ def waiting_text(env: DistEnv) -> str:
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
     """This process on its device, connected to the other ranks where torchrun started several.
 
-    device_name: auto, cpu, cuda, cuda:N or mps; backend: auto, nccl or gloo; timeout_s: the longest that ranks wait for
-    each other. Raises ValueError where these do not fit this machine, OSError where the ranks do not meet.
+    timeout_s: the longest that ranks wait for each other. Raises ValueError where device or backend do not fit this
+    machine, OSError where the ranks do not meet.
     """
     env = dist_env(os.environ)
     device = hardware.resolve_device(device_name, env.local_rank, env.local_world)

@@ -96,11 +96,10 @@ def write(
     replacing: Callable[[], AbstractContextManager[None]] = nullcontext,
     watch: Callable[[Tensor], None] | None = None,
 ) -> Iterator[list[str]]:
-    """Continues prompts (B, T), one for each sample, until all samples have ended; yields what each can show by now.
+    """Continues prompts (B, T), one for each sample, until all have ended; yields what each can show after each token.
 
-    That is a list after each token, and at the end one of what was held back. replacing: InferenceEngine.replacing, in
-    use while a token is computed and not in between, when the caller may compute something else. watch: as
-    GPT.generate takes it.
+    replacing: InferenceEngine.replacing, in use while a token is computed and not in between. watch: as GPT.generate
+    takes it.
     """
     tokens = model.generate(
         prompts,

@@ -1,8 +1,8 @@
 """How a model runs on this machine: the fastest right variant, found by timing, and a micro-batch that fits.
 
-On a CPU the dtype of the matmuls, the kind of attention and whether to compile are chosen by timing the run's own model
-on its own first micro-batch. The choice is remembered (system/cache.py), so that the same run starts alike the next
-time. Whether a variant is right is checked at every start (runner.py, kernels/verify.py).
+On a CPU the dtype of the matmuls, the kind of attention and whether to compile are timed on the run's own model and
+first micro-batch. The choice is remembered (system/cache.py), so that the same run starts alike the next time. Whether
+a variant is right is checked at every start (runner.py, kernels/verify.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,11 +34,10 @@ CODE = (Path(__file__).resolve().parents[2] / "model.py", Path(__file__))  # wit
 CACHE = "variants"  # of the choices that are remembered
 
 PROBE_S = 0.3  # about what a timed pass takes: as many sequences of the micro-batch as fit into it
-LONG_S = 10.0  # if one pass of each variant takes longer, it is timed once
-TURNS_S = 1.0  # that variants take turns, at least twice, at most MOST_ROUNDS times
+TURNS_S = 1.0  # that variants take turns
 MOST_ROUNDS = 50
 HOPELESS = 4.0  # times the fastest on one sequence: bfloat16 takes 30 where no instruction multiplies it
-CLEARLY_FASTER = 0.97  # of the time of what comes first: a plainer variant, or a smaller micro-batch
+CLEARLY_FASTER = 0.97  # of the time of a plainer variant, which comes first
 
 # On a CPU, compiling the blocks and the loss takes about this time with an empty cache, for any number of layers, and
 # saves this share of a step (docs/decisions.md). They decide whether to try; the time of a compiled step decides.
@@ -46,8 +45,7 @@ COMPILE_S = 30.0
 SAVED = 0.25
 SAVED_WITH_KERNELS = 0.1
 
-BATCH_IS_SEARCHED_ON = ("cuda",)  # devices on which auto_batch looks for a faster micro-batch
-SPARE = 0.1  # of the memory stays free with a micro-batch that the user has not chosen: the run's needs may grow
+SPLITS_ANEW_ON = ("cuda",)  # devices on which auto_batch chooses the micro-batch
 
 OUTCOMES = ("fits", "left out", "out of memory")  # of a trial, from the best to the one that decides for all ranks
 
@@ -68,8 +66,7 @@ class EarlierVariant:
             return cls()
         if isinstance(saved.get("explicit"), bool):  # as written until 2026-11-24
             saved = saved | {"attention": "explicit" if saved["explicit"] else "flash"}
-        known: dict[str, tuple[Any, ...]] = {"dtype": tuple(hardware.DTYPES), "compiled": (False, True)}
-        known["attention"] = replacements.KINDS
+        known: dict[str, Any] = {"dtype": hardware.DTYPES, "compiled": (False, True), "attention": replacements.KINDS}
         kept: dict[str, Any] = {name: saved.get(name) for name, values in known.items() if saved.get(name) in values}
         return cls(**kept, batch_size=batch_size)
 
@@ -80,42 +77,21 @@ def saved_variant(runner: Runner) -> dict[str, Any]:
     return {"dtype": v.dtype, "compiled": v.compiled, "attention": v.attention, "device": runner.device.type}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a run wants of its variant: settings of train.py, the variant before a resume, and how long it will be."""
+class VariantSettings(Protocol):
+    """The settings that this file reads, by train.py's names."""
 
-    dtype: str = "auto"
-    attention: str = "auto"
-    compile: str | bool = "auto"
-    auto_batch: str | bool = "auto"
-    activation_checkpoint: str = "none"
-    dp_shard: int = 1
-    reshard_after_forward: bool = True
-    sync_each_batch: bool = True
-    earlier: EarlierVariant = EarlierVariant()
-    trains: bool = True  # False: evaluates only
-    steps: int = 0
-    seconds: float | None = None  # None: no limit
+    dtype: Any
+    attention: Any
+    compile: Any
+    auto_batch: Any
+    activation_checkpoint: Any
+    sync_each_batch: bool
+    eval_only: bool
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], earlier: EarlierVariant, steps: int, seconds: float | None) -> Options:
-        """From settings of train.py. steps, seconds: how long the run may last."""
-        own = {name: settings[name] for name in cls.__dataclass_fields__ if name in settings}
-        return cls(**own, earlier=earlier, trains=not settings["eval_only"], steps=steps, seconds=seconds)
 
-    def compiled(self, device: torch.device) -> bool | None:
-        """Whether to compile; None if that depends on whether it pays."""
-        if isinstance(self.compile, bool):
-            return self.compile
-        if device.type == "cpu" and self.trains:
-            return self.earlier.compiled
-        return device.type == "cuda"
-
-    def may_split_anew(self, device: torch.device) -> bool:
-        """Whether the run may take another micro-batch than the given one, at least where that does not fit."""
-        if isinstance(self.auto_batch, bool):
-            return self.auto_batch
-        return device.type in BATCH_IS_SEARCHED_ON
+def may_split_anew(config: VariantSettings, device: torch.device) -> bool:
+    """Whether the run may take another micro-batch than the given one, at least where that does not fit."""
+    return device.type in SPLITS_ANEW_ON if config.auto_batch == "auto" else bool(config.auto_batch)
 
 
 @dataclass
@@ -123,14 +99,19 @@ class Tuner:
     """What variants are tried on: a model, with the first micro-batches of its run. All ranks try the same ones."""
 
     model: GPT
+    config: VariantSettings
     batching: Batching  # becomes one whose micro-batches fit
-    wanted: Options
     ranks: DistContext
     batch_of: Callable[[int], Batch]  # the first micro-batch of a number of sequences
     # The batching to go on with where memory runs out; raises ValueError where there is none.
     smaller: Callable[[Batching, Variant, float], Batching]
+    # A larger micro-batch of the same training that is predicted to fit, or the same one.
+    larger: Callable[[Batching, Variant], Batching] = lambda batching, variant: batching
     # How many times the memory a micro-batch surely takes, 0 if that is not known.
     times_memory: Callable[[Batching, Variant], float] = lambda batching, variant: 0.0
+    earlier: EarlierVariant = EarlierVariant()
+    steps: int = 0  # how long the run may last
+    seconds: float = math.inf
     # Names of replacements that are wrong here, by dtype.
     refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
@@ -141,14 +122,22 @@ class Tuner:
     @property
     def timed(self) -> bool:
         """Whether variants are timed. Ranks that share weights wait for each other, so their clocks show nothing."""
-        return not sharding.is_sharded(self.model) and self.wanted.trains
+        return not sharding.is_sharded(self.model) and not self.config.eval_only
+
+    def compiles(self) -> bool | None:
+        """Whether to compile; None if that depends on whether it pays."""
+        if isinstance(self.config.compile, bool):
+            return self.config.compile
+        if self.device.type == "cpu" and not self.config.eval_only:
+            return self.earlier.compiled
+        return self.device.type == "cuda"
 
     def micro_batch(self) -> Batch:
         return self.batch_of(self.batching.batch_size)
 
-    def variant(self, dtype: str, attention: str, compiled: bool = False) -> Variant:
+    def variant(self, dtype: str, attention: str) -> Variant:
         refused = self.refused["float32"] | self.refused[dtype]
-        return Variant(dtype, compiled, attention, self.wanted.activation_checkpoint, tuple(sorted(refused)))
+        return Variant(dtype, False, attention, self.config.activation_checkpoint, tuple(sorted(refused)))
 
 
 def choose_implementation(s: Tuner) -> tuple[Runner, Batching]:
@@ -161,21 +150,20 @@ def choose_implementation(s: Tuner) -> tuple[Runner, Batching]:
         kinds = kinds_of_attention(s)
         dtypes = dtypes_to_try(s)
         check_replacements(s, kinds, dtypes)
-        variants = {v: v for v in (s.variant(dtype, kind) for dtype in dtypes for kind in kinds)}
-        variant = fastest(s, list(variants))
-        if s.timed and may_double(s):
-            search_batch(s, variant)
-
-        wanted = s.wanted.compiled(s.device)
-        runner = try_variant(s, compiled(s, variant)) if wanted else None
+        variant = fastest(s, [s.variant(dtype, kind) for dtype in dtypes for kind in kinds])
+        compiles = s.compiles()
+        print_price(s, variant)
+        if may_enlarge(s):
+            enlarge(s, replace(variant, compiled=bool(compiles)))
+        runner = try_variant(s, compiled(s, variant)) if compiles else None
         runner = runner or try_variant(s, variant)
         if runner is None and sharding.is_sharded(s.model):
             s.model = sharding.float32_copy(s.model)
         runner = runner or try_variant(s, s.variant("float32", variant.attention))
         assert runner is not None  # leave_out raises ValueError for float32
-        if wanted is None and s.timed and s.wanted.steps > 0:
+        if compiles is None and s.timed and s.steps > 0:
             runner = compiled_where_it_pays(s, runner)
-    if s.wanted.trains:
+    if not s.config.eval_only:
         runner.flops_per_token = count_flops(s.model, *s.batch_of(1))
     runner.last = None
     hardware.forget_peak(s.device)  # what was tried and compared may have taken more than the run does
@@ -186,10 +174,9 @@ def choose_implementation(s: Tuner) -> tuple[Runner, Batching]:
 
 
 def dtypes_to_try(s: Tuner) -> list[str]:
-    earlier = s.wanted.earlier
     if sharding.is_sharded(s.model):
-        return [dtype_of_shards(s.wanted.dtype, earlier, s.ranks)]
-    dtype = s.wanted.dtype if s.wanted.dtype != "auto" else earlier.dtype
+        return [dtype_of_shards(s.config.dtype, s.earlier, s.ranks)]
+    dtype = s.config.dtype if s.config.dtype != "auto" else s.earlier.dtype
     if dtype is None and s.timed and s.device.type == "cpu":
         return ["float32", "bfloat16"]
     return [dtype or peaks.fast_dtype(s.device)]
@@ -207,28 +194,21 @@ def dtype_of_shards(wanted: str, earlier: EarlierVariant, ranks: DistContext) ->
 def kinds_of_attention(s: Tuner) -> list[str]:
     """The kinds of attention to time: one where the settings, or the run before, name it.
 
-    Raises ValueError where the settings name one that is not possible.
+    The explicit one is taken only when asked. Raises ValueError where the settings ask for C++ kernels that are none.
     """
-    asked = s.wanted.attention
-    wanted = asked if asked != "auto" else s.wanted.earlier.attention
-    measured = s.timed and s.device.type == "cpu"
-    may_be_explicit = replacements.may_be_explicit(s.device.type, s.batching.block_size, s.model.config.dropout)
-    if asked == "explicit" and not may_be_explicit:
-        raise ValueError(
-            f"attention=explicit is not possible with device={s.device.type}, block_size={s.batching.block_size}, "
-            f"dropout={s.model.config.dropout:g}: it needs a CPU, 2 to {replacements.LONGEST_EXPLICIT:,} tokens and no "
-            "dropout; try --attention=flash"
-        )
-    if wanted != "kernels" and (wanted or not measured):
-        return [wanted or "flash"]
-    if s.device.type == "cpu" and cpu_kernels.may_exist() and has_cpu_kernels(s):
+    asked = s.config.attention
+    wanted = asked if asked != "auto" else s.earlier.attention
+    on_cpu = s.device.type == "cpu"
+    if wanted in ("flash", "explicit"):
+        return [wanted]
+    if on_cpu and (wanted or s.timed) and cpu_kernels.may_exist() and has_cpu_kernels(s):
         return [wanted] if wanted else ["flash", "kernels"]
     if asked == "kernels":
         raise ValueError(
             f"attention=kernels is not possible with device={s.device.type}: it needs Linux, a processor with AVX2 or "
             "AVX-512 and a C++ compiler; try --attention=flash"
         )
-    return ["flash", "explicit"] if measured and may_be_explicit else ["flash"]
+    return ["flash"]
 
 
 def has_cpu_kernels(s: Tuner) -> bool:
@@ -254,9 +234,7 @@ def check_replacements(s: Tuner, kinds: list[str], dtypes: list[str], compiled: 
     """
     if not s.ranks.all(verify.weights_are_finite(s.model)):
         return  # nothing can be compared; run/health.py will explain why the run ends
-    candidates: dict[str, list[Callable[..., Any]]] = {"attention": []}
-    if "explicit" in kinds:  # which is flash attention in evaluation
-        candidates["attention"].append(replacements.flash_attention)
+    candidates: dict[str, list[Callable[..., Any]]] = {}
     for kind in kinds:
         for name, some in replacements.candidates_for(s.device.type, kind, compiled).items():
             known = candidates.setdefault(name, [])
@@ -270,25 +248,59 @@ def check_replacements(s: Tuner, kinds: list[str], dtypes: list[str], compiled: 
             for of_rank in s.ranks.gather(runner.check_replacements(candidates, *s.micro_batch())):
                 found |= of_rank
         s.refused[dtype] |= set(found)
-        for name in sorted(found):
-            (some,) = [some for some in candidates.values() if name in [c.__name__ for c in some]]
-            right = [c for c in some if c.__name__ not in found]
-            if name == "kernel_attention" and s.wanted.attention == "kernels":
-                raise ValueError(f"attention=kernels: {found[name]}; leave --attention out")
-            line = f"{found[name]}: using {replacements.describe(right[0] if right else None)}"
-            s.ranks.print0(line if right else f"{line}, which may be slower and take more memory")
+        if "kernel_attention" in found and s.config.attention == "kernels":
+            raise ValueError(f"attention=kernels: {found['kernel_attention']}; leave --attention out")
+        for some in candidates.values():
+            wrong = [c for c in some if c.__name__ in found]
+            right = [c for c in some if c not in wrong]
+            if wrong:
+                too = "".join(f", {replacements.describe(c)} too" for c in wrong[1:])
+                instead = replacements.describe(right[0] if right else None)
+                s.ranks.print0(f"{found[wrong[0].__name__]}{too}: using {instead}")
+
+
+def print_price(s: Tuner, variant: Variant) -> None:
+    """Prints how much longer a pass takes without the replacements that are wrong here."""
+    if not variant.refused or not s.timed:
+        return
+    runners = [Runner(s.model, variant), Runner(s.model, replace(variant, refused=()))]
+    try:
+        without_s, with_s = in_turns(s, runners, s.batch_of(1))
+    except (RuntimeError, TypeError, ValueError):  # a wrong one may also fail
+        return
+    without = " and ".join(name.replace("kernel_", "C++ ").replace("_", " ") for name in variant.refused)
+    s.ranks.print0(f"without {without}, a sequence takes {without_s / with_s:.2f} times as long")
+
+
+def may_enlarge(s: Tuner) -> bool:
+    """Whether a larger micro-batch may be taken.
+
+    A run that resumes on this kind of device keeps its own, unless the command names another one. Masks of dropout
+    belong to a micro-batch, so with dropout the size changes only for a user who asks for it.
+    """
+    is_kept = s.earlier.dtype is not None and s.earlier.batch_size in (None, s.batching.batch_size)
+    if is_kept or not s.timed or s.device.type not in SPLITS_ANEW_ON:
+        return False
+    return s.config.auto_batch is True or (s.config.auto_batch == "auto" and not s.model.config.dropout)
+
+
+def enlarge(s: Tuner, variant: Variant) -> None:
+    larger = s.larger(s.batching, variant)
+    if larger != s.batching:
+        s.batching = larger
+        s.ranks.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
 
 
 def compiled(s: Tuner, variant: Variant) -> Variant:
     """The variant, compiled, with the replacements that are right then."""
     check_replacements(s, [variant.attention], [variant.dtype], compiled=True)
-    return s.variant(variant.dtype, variant.attention, compiled=True)
+    return replace(s.variant(variant.dtype, variant.attention), compiled=True)
 
 
 # ---- timing --------------------------------------------------------------------------------------------------
 
 
-def clearly_fastest(times: Mapping[Any, float]) -> Any:
+def clearly_fastest(times: Mapping[Variant, float]) -> Variant:
     """The first of these choices, or a later one whose time is clearly shorter: the first costs less otherwise."""
     best, *others = times
     for other in others:
@@ -297,27 +309,24 @@ def clearly_fastest(times: Mapping[Any, float]) -> Any:
     return best
 
 
-def choose(s: Tuner, what: str, choices: list[Any], measure: Callable[[], dict[Any, float]]) -> Any:
+def choose(
+    s: Tuner, what: str, choices: list[Variant], measure: Callable[[], dict[Variant, float]], compiler: str | None = ""
+) -> Variant:
     """The clearly fastest choice, on which all ranks agree; remembered for this model, batch, machine and code."""
     names = [str(choice) for choice in choices]
     split = (tuple(s.batch_of(1)[0].shape), s.batching.micro_steps > 1, s.ranks.distributed)
-    compiler = (
-        compiling.compiler_name(s.device) if any(getattr(choice, "compiled", False) for choice in choices) else None
-    )
-    made_of = repr((s.model.config, split, compiler, s.wanted.activation_checkpoint, names)).encode()
+    made_of = repr((s.model.config, split, compiler, s.config.activation_checkpoint, names)).encode()
     digest = hashlib.sha256(made_of + digest_of_code(CODE) + cpu_kernels.SOURCE.read_bytes()).hexdigest()[:16]
     key = f"{hardware.device_name(s.device)}, torch {torch.__version__}: {digest}, {what}"
-    known = cache.read(CACHE).get(key)
-    place = float(names.index(known)) if known in names else -1.0
-    is_same = s.ranks.max(place) == -s.ranks.max(-place)  # on all ranks
-    if is_same and place >= 0:
+    known, *of_others = s.ranks.gather(cache.read(CACHE).get(key))
+    if known in names and all(other == known for other in of_others):
         s.ranks.print0(f"{what}: {known} (measured before: {cache.path_of(CACHE)})")
-        return choices[int(place)]
+        return choices[names.index(known)]
     with not_silent("still timing", s.ranks.print0):
         times = measure()
     best = choices[int(s.ranks.max(float(choices.index(clearly_fastest(times)))))]  # ranks may have other times
     cache.keep(CACHE, key, str(best))
-    in_ms = [f"{x}: {t * 1e3:.3g} ms" if t < math.inf else f"{x}: no room" for x, t in times.items()]
+    in_ms = [f"{x}: {t * 1e3:.3g} ms" for x, t in times.items()]
     s.ranks.print0(f"{what}: {best} ({', '.join(in_ms)})")
     return best
 
@@ -336,10 +345,7 @@ def seconds(s: Tuner, runner: Runner, batch: Batch) -> float:
 def in_turns(s: Tuner, runners: list[Runner], batch: Batch) -> list[float]:
     """Seconds of a pass of each: the best of several, which take turns. The shorter a pass, the more turns."""
     best = [seconds(s, runner, batch) for runner in runners]
-    first_s = sum(best)
-    if first_s > LONG_S:
-        return best
-    for _ in range(max(2, min(MOST_ROUNDS, int(TURNS_S / first_s)))):
+    for _ in range(min(MOST_ROUNDS, 1 + int(TURNS_S / sum(best)))):
         for i, runner in enumerate(runners):
             best[i] = min(best[i], seconds(s, runner, batch))
     return best
@@ -357,74 +363,9 @@ def fastest(s: Tuner, variants: list[Variant]) -> Variant:
         row_s = {v: min(seconds(s, runner, one), seconds(s, runner, one)) for v, runner in runners.items()}
         hopeful = [v for v in variants if row_s[v] <= HOPELESS * min(row_s.values())]
         rows = max(1, min(s.batching.batch_size, int(PROBE_S / max(row_s[v] for v in hopeful))))
-        try:
-            times = in_turns(s, [runners[v] for v in hopeful], s.batch_of(rows))
-        except (RuntimeError, MemoryError) as e:
-            if not is_out_of_memory(e) or rows == 1:
-                raise
-            times = [row_s[v] for v in hopeful]  # which micro-batch fits is found later
-        return dict(zip(hopeful, times, strict=True))
+        return dict(zip(hopeful, in_turns(s, [runners[v] for v in hopeful], s.batch_of(rows)), strict=True))
 
     return choose(s, "fastest here", variants, measure)
-
-
-# ---- the fastest micro-batch ---------------------------------------------------------------------------------
-
-
-def may_double(s: Tuner) -> bool:
-    """Whether to look for a faster micro-batch.
-
-    A run that resumes on this kind of device keeps its own, unless the command names another one. Random numbers belong
-    to a micro-batch, so with dropout another size draws other masks: that is done only for a user who asks for it.
-    """
-    wanted = s.wanted
-    is_kept = wanted.earlier.dtype is not None and wanted.earlier.batch_size in (None, s.batching.batch_size)
-    if is_kept or s.device.type not in BATCH_IS_SEARCHED_ON or not wanted.may_split_anew(s.device):
-        return False
-    if wanted.auto_batch is True:
-        return True
-    return not s.ranks.max(float(Runner(s.model, s.variant("float32", "flash")).draws_random_numbers(s.batch_of(1))))
-
-
-def search_batch(s: Tuner, variant: Variant) -> None:
-    """Doubles the micro-batch, at the same tokens per step, while that makes a token clearly cheaper and fits.
-
-    variant is not compiled, though the run may be: each size would have to be compiled anew. A compiled pass keeps as
-    much for the backward pass or less. Should it not fit, try_variant halves the batch.
-    """
-    given = s.batching
-    factors = [2**n for n in range(given.micro_steps.bit_length()) if given.micro_steps % 2**n == 0]
-    if len(factors) == 1:
-        return
-
-    def measure() -> dict[int, float]:
-        runner = Runner(s.model, variant)
-        times: dict[int, float] = {}
-        for size in sizes:
-            s.batching = given.with_batch_size(size)
-            spare = SPARE * (hardware.usable_memory_bytes(s.device) or 0) if times else 0.0
-            sequence_s = math.inf
-            try:
-                unused = torch.empty(int(spare), dtype=torch.uint8, device=s.device)
-                training_pass(s, runner, s.micro_batch())  # with room for all that a step holds
-                del unused
-                sequence_s = in_turns(s, [runner], s.micro_batch())[0] / size
-            except (RuntimeError, MemoryError) as e:
-                if not is_out_of_memory(e):
-                    raise
-            runner.drop_gradients()
-            times[size] = s.ranks.max(sequence_s)
-            if times[size] == math.inf or clearly_fastest(times) != size:
-                break
-        hardware.release_memory(s.device)  # what the largest took is not this run's peak
-        return times
-
-    sizes = [given.batch_size * factor for factor in factors]
-    usable_gib = (hardware.usable_memory_bytes(s.device) or 0) >> 30
-    best = choose(s, f"auto_batch: fastest batch_size in {usable_gib} GiB, time of a sequence", sizes, measure)
-    s.batching = given.with_batch_size(best)
-    steps = s.batching.accumulation
-    s.ranks.print0(f"auto_batch: batch_size={best} and gradient_accumulation_steps={steps}, the same training")
 
 
 # ---- one variant ---------------------------------------------------------------------------------------------
@@ -437,9 +378,7 @@ def try_variant(s: Tuner, variant: Variant) -> Runner | None:
     leave_out.
     """
     while True:
-        runner = None
-        problem = ""
-        outcome = "out of memory"
+        runner, outcome, problem = None, "out of memory", ""
         times = s.ranks.max(s.times_memory(s.batching, variant))
         if times <= 1:
             doing = "compiling" if variant.compiled else "trying the first micro-batch"
@@ -459,10 +398,11 @@ def try_variant(s: Tuner, variant: Variant) -> Runner | None:
 def try_once(s: Tuner, variant: Variant) -> tuple[Runner | None, str, str]:
     """(the Runner, one of OUTCOMES, what is wrong) after a pass of training, compared, and one of evaluation."""
     try:
-        runner = Runner(s.model, variant, s.ranks.distributed, s.wanted.sync_each_batch)
+        runner = Runner(s.model, variant, s.ranks.distributed, s.config.sync_each_batch)
         batch = s.micro_batch()
-        if s.wanted.trains:
+        if not s.config.eval_only:
             training_pass(s, runner, batch)
+            runner.check_recompute(*batch)
             if not is_reference(variant, s.device):
                 s.ranks.print0(f"checking {variant} against float32")
                 runner.check_pass(*batch, s.batching.micro_steps)
@@ -496,13 +436,13 @@ def training_pass(s: Tuner, runner: Runner, batch: Batch) -> None:
 
 def leave_out(s: Tuner, variant: Variant, problem: str) -> None:
     """Prints why a variant is left out. Raises ValueError if the user has asked for it, or it is the plainest."""
-    if variant.compiled and s.wanted.compile is True:
+    if variant.compiled and s.config.compile is True:
         raise ValueError(f"compile=True: {problem}; or try --compile=auto, or --compile=False")
     if variant.compiled:
         s.ranks.print0(f"compile=auto: NOT compiled, so steps are slower and may take more memory: {problem}")
     elif variant.dtype == "float32":  # TF32 on CUDA, float32 on MPS
         raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
-    elif s.wanted.dtype != "auto":
+    elif s.config.dtype != "auto":
         raise ValueError(f"dtype={variant.dtype}: {problem}; try --dtype=auto, or --dtype=float32")
     else:
         s.ranks.print0(f"{problem}; going on in float32")
@@ -510,19 +450,17 @@ def leave_out(s: Tuner, variant: Variant, problem: str) -> None:
 
 def compiled_where_it_pays(s: Tuner, eager: Runner) -> Runner:
     """eager, or the same compiled where the rest of the run is long enough to win that time back and it is faster."""
-    batch = s.micro_batch()
     with not_silent("still timing a micro-batch", s.ranks.print0):
-        eager_s = min(seconds(s, eager, batch), seconds(s, eager, batch))
-    limit_s = math.inf if s.wanted.seconds is None else s.wanted.seconds
+        eager_s = min(seconds(s, eager, s.micro_batch()) for _ in range(2))
     share = SAVED_WITH_KERNELS if eager.variant.attention == "kernels" else SAVED
-    saved_s = share * min(limit_s, eager_s * s.batching.micro_steps * s.wanted.steps)
+    saved_s = share * min(s.seconds, eager_s * s.batching.micro_steps * s.steps)
     pays = s.ranks.all(saved_s > COMPILE_S)
     times = f"takes about {clock(COMPILE_S)} and saves about {clock(saved_s)} of this run"
     s.ranks.print0(f"compile=auto: {'' if pays else 'not '}compiling, which {times}")
     if not pays:
         return eager
-    runner = None
     variants = [eager.variant, compiled(s, eager.variant)]
+    runner = None
 
     def measure() -> dict[Variant, float]:
         nonlocal runner
@@ -530,6 +468,6 @@ def compiled_where_it_pays(s: Tuner, eager: Runner) -> Runner:
         runners = [eager] if runner is None else [eager, runner]
         return dict(zip(variants, in_turns(s, runners, s.micro_batch()), strict=False))
 
-    if choose(s, "compile=auto", variants, measure) == variants[0]:
+    if choose(s, "compile=auto", variants, measure, compiling.compiler_name(s.device)) == variants[0]:
         return eager
     return runner or try_variant(s, variants[1]) or eager

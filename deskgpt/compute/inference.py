@@ -51,8 +51,7 @@ class InferenceEngine:
     ) -> None:
         """prompt: real tokens (B, T). dtype: of the matmuls. refused: replacements that are known to be wrong.
 
-        Raises ValueError where a compiled model was asked for, and compiling fails or computes something else, and
-        where the device itself does.
+        Raises ValueError where the device, or a compiled model that was asked for, computes something else.
         """
         self.model = model
         self.device = next(model.parameters()).device

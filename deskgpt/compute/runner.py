@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import logging
 import math
@@ -26,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.distributed import DistContext
-from deskgpt.kernels import recompute, replacements, verify
+from deskgpt.kernels import replacements, verify
 from deskgpt.kernels.overridable import Replacements, replacing
 from deskgpt.kernels.verify import Mismatch, full_float32
 from deskgpt.system import hardware
@@ -37,8 +38,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets (B, T) int64
 
 REFERENCES = ("cpu", "cuda")  # devices whose float32 is the reference; for others, such as MPS, a CPU's is
 
-# A whole pass is compared on about this number of tokens, in at least two sequences, which a kernel could mix up. More
-# would show no more, and float32 takes memory that the run itself does not need.
+# A whole pass is compared on about this number of tokens, in at least two sequences, which a kernel could mix up.
 COMPARED_TOKENS = 1024
 COMPARED_SEQUENCES = 2
 WALKED_TOKENS = 2048  # on which the functions of model.py are compared one by one, in whole sequences
@@ -63,9 +63,8 @@ class Variant:
     def attention_in_use(self, device_type: str) -> str:
         """What computes attention: flash, explicit, kernels, or reference for model.py itself."""
         in_use = self.replacements(device_type).get("attention")
-        return (
-            "reference" if in_use is None else in_use.__name__.removesuffix("_attention").replace("kernel", "kernels")
-        )
+        names = {"flash_attention": "flash", "explicit_attention": "explicit", "kernel_attention": "kernels"}
+        return names[in_use.__name__] if in_use else "reference"
 
     def __str__(self) -> str:
         words = [self.dtype]
@@ -103,6 +102,7 @@ class Runner:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=variant.dtype == "float16")
         self.ddp: DDP | None = None
         self.last: Batch | None = None  # that was trained
+        self._tokens = 0  # that were trained since take_tokens
         self.sharded = sharding.is_sharded(model)
         self.sync_each_batch = sync_each_batch  # of sharded ones; DDP always sends gradients once per step
         self.flops_per_token = model.estimate_flops()  # choose_implementation counts them
@@ -140,7 +140,8 @@ class Runner:
         """
         if self.sharded:
             return
-        # Which parameters get a gradient may depend on the text, as with experts, so each pass looks.
+        # Which parameters get a gradient may depend on the text, as with experts. Without this look at the graph, once
+        # per step, a run would end at the first step in which one of them has none.
         options: dict[str, Any] = {"find_unused_parameters": True}
         is_new = "forward_sync_buffers" in inspect.signature(DDP).parameters  # its name from torch 2.13 on
         has_state = len(self.model.state_dict()) > len(dict(self.model.named_parameters(remove_duplicate=False)))
@@ -156,8 +157,8 @@ class Runner:
     def leave_ranks(self) -> None:
         """Ends the averaging, before DistContext.close ends the process group.
 
-        Otherwise DDP would be the last to hold the group, which is then freed under Python's lock. There it waits for a
-        thread of gloo that may want the lock to free a tensor: the process would hang (pytorch issue 56297).
+        DDP must not be the last to hold the group: freed under Python's lock, it waits for a thread of gloo that may
+        want that lock, and the process hangs (pytorch issue 56297).
         """
         self.ddp = None
 
@@ -165,9 +166,9 @@ class Runner:
 
     @contextmanager
     def micro_batch(self, last: bool = True) -> Iterator[None]:
-        """Within the block, a micro-batch goes forward and backward. The last one of a step exchanges gradients.
+        """Within the block, a micro-batch goes forward and backward; ranks exchange gradients after the last of a step.
 
-        So does each micro-batch of a sharded model with sync_each_batch; without it, ranks keep whole gradients.
+        With sync_each_batch, ranks that share weights do so after each.
         """
         if self.sharded:
             self.model.set_requires_gradient_sync(last or self.sync_each_batch)  # type: ignore[operator]
@@ -179,8 +180,7 @@ class Runner:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What a micro-batch adds to the loss of a step, to go backward from; and its parts by name, without gradients.
 
-        The parts are "loss" and what else GPT.forward returns. Each is divided by micro_steps or, for data with a loss
-        mask, multiplied by weight (data/loader.py).
+        Each is divided by micro_steps or, for data with a loss mask, multiplied by weight (data/loader.py).
         """
         self.last = (x, y)
         with self.amp:
@@ -191,12 +191,20 @@ class Runner:
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of a loss of `forward` to those there."""
         self.scaler.scale(loss).backward()
+        if self.last is not None:
+            self._tokens += self.last[0].numel()
+
+    def take_tokens(self) -> int:
+        """How many tokens this rank has trained on since the last call: a changed loop may leave some out."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens
 
     def forward_backward(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> Tensor:
         """Both passes of a micro-batch, to try them: buffers stay. Returns its loss, divided by micro_steps."""
         with verify.undisturbed(self.model), self.micro_batch():
             loss, parts = self.forward(x, y, micro_steps)
             self.backward(loss)
+        self.take_tokens()  # which are not of the run
         return parts["loss"]
 
     # ---- gradients ---------------------------------------------------------------------------------------
@@ -212,7 +220,8 @@ class Runner:
         norms = torch.stack([nothing if p.grad is None else next(found) for p in self.parameters])
         if self.sharded:
             squares = norms.double().square()
-            dist.all_reduce(squares, group=sharding.shard_group(self.parameters[0]))
+            sharded: Any = self.parameters[0]
+            dist.all_reduce(squares, group=sharded.device_mesh.get_group("dp_shard"))
             norms = squares.sqrt().float()
         return norms
 
@@ -243,8 +252,8 @@ class Runner:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: DistContext) -> Evaluation:
         """The mean loss over the batches of all ranks: inputs, targets and the number of rows that count.
 
-        With a loss mask, that number is the targets that are learned, in rows, and the mean is over these targets.
-        The standard error comes from the spread of the batches' means. Fewer than eight tell too little of it.
+        With a loss mask, that number is the targets that are learned, in rows. The standard error comes from the
+        spread of the batches' means. Fewer than eight tell too little of it.
         """
         losses = []
         counts = []
@@ -268,15 +277,13 @@ class Runner:
     # ---- comparing with model.py -------------------------------------------------------------------------
 
     def check_replacements(self, candidates: verify.Candidates, idx: Tensor, targets: Tensor) -> dict[str, str]:
-        """As verify.wrong_replacements, in the variant's dtype, on some of these sequences.
-
-        They are whole, unless memory runs out: then on half of them, or on the first half of one.
-        """
+        """As verify.wrong_replacements, in the variant's dtype, on whole sequences; fewer where memory runs out."""
         B, T = idx.shape
         B = max(1, min(B, WALKED_TOKENS // T))
         while True:
             try:
-                with verify.nothing_is_zero(self.model), sharding.in_float32(self.model) as model:
+                with verify.nothing_is_zero(self.model):
+                    model = sharding.float32_copy(self.model)
                     dtype = self.variant.dtype
                     return verify.wrong_replacements(model, candidates, idx[:B, :T], targets[:B, :T], dtype)
             except (RuntimeError, MemoryError) as e:
@@ -287,24 +294,28 @@ class Runner:
     def check_pass(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> None:
         """Compares loss and gradients on the first sequences of a micro-batch with those of eager float32.
 
-        The sequences repeat, so that the variant is tried in the shape that it runs in while float32 takes few of them.
-        Raises Mismatch where they differ, and ValueError where those of float32 are not finite. Leaves no gradients.
+        The variant gets them repeated, in the shape that it runs in. Leaves no gradients. Raises Mismatch where they
+        differ, and ValueError where those of float32 are not finite.
         """
         n = compared_rows(*x.shape)
         few = (x[:n], y[:n])
         repeated = (x[:n].repeat(len(x) // n, 1), y[:n].repeat(len(y) // n, 1))
         with verify.nothing_is_zero(self.model):
             loss, found, _ = self.measured(repeated, micro_steps)
-            with sharding.in_float32(self.model) as model:
-                if self.device.type not in REFERENCES:
-                    model = copy.deepcopy(model).cpu()
-                reference = Runner(model, Variant(checkpoint=self.variant.checkpoint, refused=self.variant.refused))
-                if model.lm_head.weight.device != self.device:
-                    reference.replacements = {}  # these were compared on the other device only
-                with full_float32():
-                    expected_loss, expected, is_random = reference.measured(few, 1, self.variant.compiled)
+            model = sharding.float32_copy(self.model)
+            if self.device.type not in REFERENCES:
+                model = copy.deepcopy(model).cpu()
+            reference = Runner(model, Variant(checkpoint=self.variant.checkpoint, refused=self.variant.refused))
+            if model.lm_head.weight.device != self.device:
+                reference.replacements = {}  # these were compared on the other device only
+            with full_float32():
+                expected_loss, expected, is_random = reference.measured(few, 1, self.variant.compiled)
         if self.sharded:
-            loss, expected_loss = sharding.means(loss, expected_loss, device=self.device)
+            del model, reference
+            gc.collect()  # modules of the copy refer to each other
+            losses = torch.tensor([loss, expected_loss], dtype=torch.float64, device=self.device)
+            dist.all_reduce(losses)
+            loss, expected_loss = (losses / dist.get_world_size()).tolist()
         if not math.isfinite(expected_loss) or not all(verify.whole(g).isfinite().all() for g in expected):
             raise ValueError(
                 f"eager float32 gives a loss of {expected_loss} or gradients that are not finite on the first "
@@ -316,23 +327,36 @@ class Runner:
             str(self.variant), precision, self.names, (loss, found), (expected_loss, expected), is_random
         )
 
+    def check_recompute(self, x: Tensor, y: Tensor) -> None:
+        """Raises ValueError where activations that are computed again give other gradients, as a global may do."""
+        if self.variant.checkpoint == "none":
+            return
+        passes = []
+        for which in (self.variant.checkpoint, "none"):
+            eager = Runner(self.model, replace(self.variant, compiled=False, checkpoint=which))
+            passes.append(eager.measured((x[:1, :128], y[:1, :128]), 1, real_dropout=True)[:2])
+        found, expected = passes
+        what = f"activation_checkpoint={self.variant.checkpoint}"
+        try:
+            verify.compare_passes(what, "float32", self.names, found, expected)
+        except Mismatch as e:
+            raise ValueError(f"{e}: blocks compute something else the second time; leave it out") from None
+
     def measured(self, batch: Batch, micro_steps: int, real_dropout: bool = False) -> tuple[float, list[Tensor], bool]:
         """Loss and gradients of a pass, which leaves none, and whether it has drawn random numbers.
 
-        Dropout becomes a factor, unless real_dropout, or the pass is compiled and would have to be compiled anew.
+        Dropout becomes a factor, unless real_dropout, or the pass is compiled and would have to be compiled anew. Each
+        rank computes alone.
         """
-        ddp, self.ddp = self.ddp, None  # each rank alone
-        scale = self.scaler.state_dict()
-        if scale:  # the usual scale may overflow at first; a smaller one loses gradients of a part of the step
-            self.scaler.load_state_dict(scale | {"scale": 1024.0 * micro_steps})
+        ddp, self.ddp = self.ddp, None
         as_factor = not self.variant.compiled and not real_dropout
-        replacements = self.replacements
-        if as_factor and self.variant.checkpoint != "none" and self.model.config.dropout:
-            # The second pass of a block would not see the factor.
-            self.replacements = {name: r for name, r in replacements.items() if name != "Block.forward"}
+        in_use = self.replacements
+        if as_factor and self.model.config.dropout:  # the second pass of a checkpointed block would not see the factor
+            self.replacements = {name: r for name, r in in_use.items() if name != "Block.forward"}
+        # float16's usual scale may overflow at first, and without one gradients of a part of the step are lost.
+        scale = 1024.0 * micro_steps if self.scaler.is_enabled() else 1.0
         try:
             with (
-                torch.autograd.set_multithreading_enabled(not as_factor),  # checkpointed blocks drop in the backward
                 verify.undisturbed(self.model),
                 self.micro_batch(),
                 verify.DropoutAsFactor() if as_factor else nullcontext(),
@@ -340,47 +364,37 @@ class Runner:
                 before = verify.random_state(self.device)
                 total, parts = self.forward(*batch, micro_steps)
                 is_random = verify.random_state(self.device) != before
-                self.backward(total)
-            factor = micro_steps / (self.scaler.get_scale() if scale else 1.0)
-            return (
-                parts["loss"].item() * micro_steps,
-                [torch.zeros_like(p) if p.grad is None else p.grad.float() * factor for p in self.parameters],
-                is_random,
-            )
+                (total * scale).backward()
+            factor = micro_steps / scale
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.float() * factor for p in self.parameters]
+            return parts["loss"].item() * micro_steps, gradients, is_random
         finally:
-            self.replacements = replacements
-            self.drop_gradients()
+            self.replacements = in_use
             self.ddp = ddp
-            if scale:
-                self.scaler.load_state_dict(scale)
-
-    def draws_random_numbers(self, batch: Batch) -> bool:
-        """Whether a training pass does, as dropout does: another variant or batch size would draw other ones."""
-        x, y = batch
-        return self.measured((x[:1, :128], y[:1, :128]), 1, real_dropout=True)[2]
+            self.drop_gradients()
 
     def verify_again(self, step: int, ranks: DistContext, must: bool = False) -> list[str]:
         """Compares with model.py once more, on the micro-batch that was trained last; returns lines to warn with.
 
-        Where something differs now, the run computes it as model.py does from here on. All ranks must call this. must:
-        at the end of a run; otherwise skips a turn that would take more than SHARE_OF_TIME of the time since the last.
+        Where something differs now, the run computes it as model.py does from here on. All ranks must call this. It
+        skips its turn where it would cost more than SHARE_OF_TIME of the time since the last one, unless it must.
         """
         if self.last is None:  # it was compared just now
             return []
-        x, y = (ids.roll(step % len(ids), 0) for ids in self.last)  # others come first than the last time
+        x, y = (ids.roll(step % len(ids), 0) for ids in self.last)  # so that other sequences come first than before
         t0 = time.perf_counter()
         is_first = self.compared_s is None
         is_due = must or self.compared_s is None or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
         if not ranks.all(is_due and verify.weights_are_finite(self.model)):
             return []
-        lines = []
+        lines: list[str] = []
         exact = Runner(self.model, replace(self.variant, dtype="float32", compiled=False))
         in_use = {name: [r] for name, r in self.variant.replacements(self.device.type).items()}
         problems: dict[str, str] = {}
         for of_rank in ranks.gather(exact.check_replacements(in_use, x, y)):
             problems |= of_rank
         if problems:
-            lines = [problems[name] for name in sorted(problems)]
+            lines += [problems[name] for name in sorted(problems)]
             self.use(replace(self.variant, refused=tuple(sorted({*self.variant.refused, *problems}))))
         while not is_reference(self.variant, self.device):
             problem = ""
@@ -438,7 +452,11 @@ def with_recompute(
     in_use: dict[str, Callable[..., Any]], checkpoint: str, dropout: float
 ) -> dict[str, Callable[..., Any]]:
     """What replaces functions of model.py, with blocks that compute activations again."""
-    return in_use if checkpoint == "none" else in_use | {"Block.forward": recompute.block_form(checkpoint, dropout)}
+    if checkpoint == "none":
+        return in_use
+    from deskgpt.kernels.recompute import block_form
+
+    return in_use | {"Block.forward": block_form(checkpoint, dropout)}
 
 
 def compiled(replacement: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -483,7 +501,7 @@ def count_flops(model: GPT, x: Tensor, y: Tensor) -> int:
     if sharding.is_sharded(model):
         return estimate
     with verify.undisturbed(model), replacing({}), FlopCounterMode(display=False) as counter:
-        total = total_of(parts_of(model(x[:1], y[:1])))
-        torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        total_of(parts_of(model(x[:1], y[:1]))).backward()
+    model.zero_grad(set_to_none=True)
     counted = round(counter.get_total_flops() / x.size(1))
     return estimate if abs(counted - estimate) <= 0.01 * estimate else counted

@@ -8,10 +8,7 @@ their gradients are summed in float32; the root's unit is always in float32. Eac
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from deskgpt.kernels.verify import whole as whole
 from model import GPT, rotary_table
 
 if TYPE_CHECKING:
@@ -84,8 +82,7 @@ def make_mesh(device_type: str, dp_shard: int, world: int, timeout_s: float = 60
 def shard(model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, dtype: str = "float32") -> None:
     """Shards the model in place: its parameters become DTensors, with each rank's rows.
 
-    dtype: float32, or bfloat16 for a model that computes under autocast in it. Autocast rounds what matmuls read to
-    bfloat16 anyway; of a block, the gains and biases of norms are then rounded too.
+    dtype: in which the weights of blocks are gathered, float32, or bfloat16 under its autocast.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -153,7 +150,7 @@ def sharded_copy(
 def empty_copy(
     model: GPT, mesh: DeviceMesh, reshard_after_forward: bool, device: torch.device, dtype: str = "float32"
 ) -> GPT:
-    """The same as sharded_copy, but the weights are zeros, and no buffer is filled except the rotary table."""
+    """As sharded_copy, but the weights are zeros, and of buffers only the rotary table is filled."""
     copy = GPT.without_storage(model.config)
     shard(copy, mesh, reshard_after_forward, dtype)
     shared = names_of_shared(copy)
@@ -170,20 +167,10 @@ def empty_copy(
     return copy
 
 
-@contextmanager
-def in_float32(model: GPT) -> Iterator[GPT]:
-    """Within the block: a copy of a sharded model whose weights are gathered in float32; of others, the model itself.
-
-    Variants are checked against it. A rank's own rows are there twice meanwhile.
-    """
-    try:
-        yield float32_copy(model) if is_sharded(model) else model
-    finally:
-        gc.collect()  # modules of the copy refer to each other
-
-
 def float32_copy(model: GPT) -> GPT:
-    """A copy of a sharded model whose weights are gathered in float32."""
+    """A copy of a sharded model whose weights are gathered in float32, to check variants against; else itself."""
+    if not is_sharded(model):
+        return model
     copy = empty_copy(model, _mesh_of[model], True, local(next(model.parameters())).device)
     copy.train(model.training)
     of_copy = (*copy.parameters(), *copy.buffers())
@@ -198,11 +185,6 @@ def names_of_shared(model: GPT) -> list[list[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     return [found for found in names.values() if len(found) > 1]
-
-
-def has_other_buffers(model: GPT) -> bool:
-    """Whether the model has buffers besides the rotary table, as a changed model.py may have them."""
-    return any(name != "transformer.rotary" for name, _ in model.named_buffers())
 
 
 def is_sharded(model: GPT) -> bool:
@@ -228,23 +210,6 @@ def local(x: Any) -> Tensor:
     """This rank's rows of a sharded tensor, in the same memory; any other tensor itself."""
     with torch.no_grad():
         return x.to_local() if is_dtensor(x) else x
-
-
-def whole(x: Any) -> Tensor:
-    """A sharded tensor, gathered from its ranks, all of which must call this; any other tensor itself."""
-    return x.full_tensor() if is_dtensor(x) else x
-
-
-def means(*values: float, device: torch.device) -> list[float]:
-    """The mean of each value over all ranks, which must all call this."""
-    sums = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    return (sums / dist.get_world_size()).tolist()
-
-
-def shard_group(x: Any) -> dist.ProcessGroup:
-    """The ranks that share the sharded tensor x."""
-    return x.device_mesh.get_group("dp_shard")
 
 
 def sharded_as(like: Any, rows: Tensor) -> Any:

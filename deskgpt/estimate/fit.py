@@ -15,6 +15,7 @@ from deskgpt.system.terminal import BYTES, COUNTS, with_unit
 from model import GPT, GPTConfig
 
 SURELY = 0.7  # of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%
+ENOUGH_TOKENS = 1 << 14  # of a micro-batch that auto_batch enlarges; assumed, no card has measured it
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 
 
@@ -28,10 +29,12 @@ def refuse_beyond_memory(
     """
     model = GPT.without_storage(config)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    try:
-        to_train = weights if make is None else training_bytes(config, make)
-    except RuntimeError:  # this model cannot be rehearsed
-        to_train = weights
+    to_train = weights
+    if make is not None:
+        try:
+            to_train = training_bytes(config, make)
+        except ValueError:  # AdamW's, for a model that cannot be rehearsed
+            to_train = 4 * weights
     places = {torch.device("cpu"): float(builds * weights)}
     places[device] = max(to_train / shards, places.get(device, 0.0))
     for place, needed in places.items():
@@ -111,6 +114,28 @@ def smaller_batch(
             f"{same.flags()}, which is the same training, or --auto_batch=True"
         )
     return same
+
+
+def larger_batch(
+    config: GPTConfig, make: MakeOptimizer, device: torch.device, batching: Batching, form: Variant
+) -> Batching:
+    """The same training in a larger micro-batch: doubled up to ENOUGH_TOKENS while it is predicted to fit.
+
+    By all memory of the device and not what is free just now: the same run takes the same micro-batch each time.
+    """
+    usable = USABLE * hardware.memory_bytes(device)
+    best = batching
+    while best.micro_steps % 2 == 0 and 2 * best.batch_size * best.block_size <= ENOUGH_TOKENS:
+        larger = best.with_batch_size(2 * best.batch_size)
+        step = Step(config, larger.batch_size, form, device.type, larger.micro_steps > 1, make)
+        try:
+            fits = sum(memory(step).values()) <= usable
+        except ValueError:  # this model cannot be rehearsed
+            fits = False
+        if not fits:
+            break
+        best = larger
+    return best
 
 
 def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:

@@ -14,6 +14,7 @@ come on top: leave a tenth free.
 from __future__ import annotations
 
 import functools
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,11 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -165,7 +162,7 @@ def rehearsal(step: Step) -> dict[str, int]:
 
 
 def training_bytes(config: GPTConfig, make: MakeOptimizer) -> int:
-    """Bytes of weights, gradients and what the optimizer keeps."""
+    """Bytes of weights, gradients and what the optimizer keeps. Raises ValueError where that cannot be rehearsed."""
     with fake_tensors("cpu"), Live("cpu") as live:
         model = GPT(config)
         add_gradients(model)
@@ -187,22 +184,19 @@ def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[in
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = [p.grad for p in trained]  # kept, since Muon drops them in its step
     before = live.bytes
-    optimizer = after_a_step(make(model), live) if make else None
-    if optimizer is None:
-        optimizer = after_a_step(torch.optim.AdamW(trained, fused=True), live)
+    for make_one in (make, lambda model: torch.optim.AdamW(trained, fused=True)):
+        if make_one is None:
+            continue
+        live.peak = 0
+        optimizer = make_one(model)
+        try:
+            optimizer.step()
+            break
+        except Exception:  # of no common class: fake tensors stop it
+            del optimizer
     state = live.bytes - before
     del optimizer, gradients  # until here both have to be alive
     return state, live.peak
-
-
-def after_a_step(optimizer: torch.optim.Optimizer, live: Live) -> torch.optim.Optimizer | None:
-    """The optimizer once it has made a step, whose peak is live's; None if fake tensors stop it."""
-    live.peak = 0
-    try:
-        optimizer.step()
-    except Exception:  # of no common class
-        return None
-    return optimizer
 
 
 # ---- counting ------------------------------------------------------------------------------------------------
@@ -304,13 +298,14 @@ class FusedRmsNorm(torch.autograd.Function):
 def fake_tensors(device_type: str, compiled: bool = False) -> Iterator[None]:
     """New tensors are fake ones on the CPU; for "cuda", functions keep what they keep there. See AsOnCuda.
 
-    Raises ValueError where a pass needs their numbers.
+    Raises ValueError where something needs their numbers.
     """
     try:
         with FakeTensorMode(), AsOnCuda(compiled) if device_type == "cuda" else nullcontext():
             yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+    except RuntimeError as e:
+        why = textwrap.shorten(str(e), 100, placeholder=" ...")
         raise ValueError(
-            f"the model cannot be rehearsed, because what it does depends on numbers that a rehearsal lacks ({e}): a "
-            "dry run and --auto_batch are not for it"
+            f"the model cannot be rehearsed, because it needs numbers that a rehearsal lacks ({why}): a dry run and "
+            "--auto_batch are not for it"
         ) from None

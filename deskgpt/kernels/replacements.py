@@ -36,8 +36,6 @@ def replacements_for(
     attention: one of KINDS. compiled: whether torch.compile comes over it. refused: names of those that are wrong here;
     the next best takes their place, or the function itself.
     """
-    if "flash_attention" in refused:
-        refused = {*refused, "explicit_attention"}  # it is the same in evaluation
     options = candidates_for(device_type, attention, compiled)
     right = {name: [r for r in some if r.__name__ not in refused] for name, some in options.items()}
     return {name: some[0] for name, some in right.items() if some}
@@ -68,7 +66,11 @@ def describe(replacement: Callable[..., Any] | None) -> str:
 
 
 def as_compared(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss in three chunks or more, since it would leave a few tokens to the reference; others as they are."""
+    """The loss in three chunks or more, since it would leave a few tokens to the reference, and explicit attention as
+    in evaluation; others as they are.
+    """
+    if replacement is explicit_attention:
+        return flash_attention
     if replacement not in (chunked_loss, kernel_loss):
         return replacement
 
@@ -80,9 +82,6 @@ def as_compared(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---- attention -----------------------------------------------------------------------------------------------
-
-# Explicit attention keeps B·H·T·T weights for the backward pass. Longer contexts do not try it.
-LONGEST_EXPLICIT = 1024
 
 
 def flash_attention(reference: Reference, q: Tensor, k: Tensor, v: Tensor, *positions_and_dropout: Any) -> Tensor:
@@ -99,13 +98,8 @@ def flash_attention(reference: Reference, q: Tensor, k: Tensor, v: Tensor, *posi
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
-def may_be_explicit(device_type: str, T: int, dropout: float) -> bool:
-    """Whether explicit attention is an option in training on contexts of T tokens."""
-    return device_type == "cpu" and 1 < T <= LONGEST_EXPLICIT and not dropout
-
-
 def explicit_attention(reference: Reference, q: Tensor, k: Tensor, v: Tensor, *positions_and_dropout: Any) -> Tensor:
-    """With gradients, the matmuls of model.py, which bfloat16 with AMX prefers; without, flash_attention."""
+    """With gradients, the matmuls of model.py, which keep B·H·T·T weights; without, flash_attention."""
     if not torch.is_grad_enabled():
         return flash_attention(reference, q, k, v, *positions_and_dropout)
     return reference(q, k, v, *positions_and_dropout)

@@ -292,12 +292,14 @@ def compare_call(
     with DropoutAsFactor():
         with full_float32():
             before = state_of(reference, args)
-            expected, is_random = results(function, [widened(a) for a in inputs])
+            expected, is_random, reads_more = results(function, [widened(a) for a in inputs])
             keeps_more = state_of(reference, args) != before
         for candidate in left:
             problem = problem_with(candidate, function, inputs, expected, dtype)
             if is_random:
                 problem = f"{name} of model.py draws random numbers, and {describe(candidate)} may draw others"
+            elif reads_more:
+                problem = f"{name} of model.py has a parameter that {describe(candidate)} would not train"
             elif keeps_more:
                 problem = f"{name} of model.py changes more than its result, which {describe(candidate)} would not"
             if problem is not None:
@@ -312,7 +314,7 @@ def problem_with(
     what = f"{describe(candidate)} in {dtype}"
     limit = TOLERANCE[dtype].gradient
     try:
-        found, _ = results(functools.partial(replacements.as_compared(candidate), reference), inputs)
+        found, _, _ = results(functools.partial(replacements.as_compared(candidate), reference), inputs)
     except Exception as e:
         if is_out_of_memory(e):
             raise
@@ -349,10 +351,10 @@ def scaled(x: Any, rms: float | None) -> Any:
 
 
 @torch.enable_grad()
-def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Tensor], bool]:
+def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Tensor], bool, bool]:
     """What the function returns, and its gradients by the tensors and by the parameters of the modules among args.
 
-    Also whether it draws random numbers; if so, it draws the same ones each time.
+    Also whether it draws random numbers, the same ones each time, and whether it has parameters that are not in args.
     """
     args = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
     sources = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
@@ -368,4 +370,20 @@ def results(function: Callable[..., Any], args: list[Any]) -> tuple[list[Tensor]
     draw = torch.Generator().manual_seed(0)
     upstream = [torch.randn(x.shape, generator=draw).to(x) for x in outputs]
     gradients = torch.autograd.grad(outputs, sources, upstream, allow_unused=True)
-    return [x.detach() for x in outputs] + [g for g in gradients if g is not None], is_random
+    found = [x.detach() for x in outputs] + [g for g in gradients if g is not None]
+    return found, is_random, bool(leaves_of(outputs) - set(sources))
+
+
+def leaves_of(outputs: list[Tensor]) -> set[Tensor]:
+    """The tensors that a backward pass from the outputs gives gradients."""
+    nodes = {x.grad_fn for x in outputs}
+    todo = list(nodes)
+    leaves = set()
+    while todo:
+        node: Any = todo.pop()
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        new = {following for following, _ in getattr(node, "next_functions", ())} - nodes
+        nodes |= new
+        todo += new
+    return leaves

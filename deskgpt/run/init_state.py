@@ -18,9 +18,15 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.implementation import EarlierVariant, Options, Tuner, choose_implementation, dtype_of_shards
+from deskgpt.compute.implementation import (
+    EarlierVariant,
+    Tuner,
+    choose_implementation,
+    dtype_of_shards,
+    may_split_anew,
+)
 from deskgpt.compute.runner import Runner
-from deskgpt.estimate.fit import refuse_beyond_memory, smaller_batch, times_memory
+from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, smaller_batch, times_memory
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.run.log import RunLog, git_commit, start_wandb, versions
 from deskgpt.run.settings import (
@@ -75,7 +81,8 @@ class InitState:
         if shards == 1:
             return self._build(config.block_size).to(dist.device)
         each_reads = self.checkpoint is not None and config.block_size == self.model_config.block_size
-        each_reads = each_reads and not sharding.has_other_buffers(GPT.without_storage(self.model_config))
+        buffers = [name for name, _ in GPT.without_storage(self.model_config).named_buffers()]
+        each_reads = each_reads and not {*buffers} - {"transformer.rotary"}
         builds = dist.is_first and not each_reads
         with nullcontext() if builds else torch.device("meta"):
             built = self._build(config.block_size, reads=builds)
@@ -229,18 +236,26 @@ def choose_runner(
     first_batch: the first micro-batch of a number of sequences. Raises ValueError where no such variant is allowed.
     """
     split = Batching.of(asdict(config), dist.rank, dist.world)  # type: ignore[call-overload]
-    seconds = 60 * config.max_minutes if config.max_minutes and not config.eval_only else None
-    steps = 0 if config.eval_only else config.max_iters - init.step
-    options = Options.of(asdict(config), init.earlier_variant(dist), steps, seconds)  # type: ignore[call-overload]
-    smaller = functools.partial(
-        smaller_batch, model.config, make_optimizer, dist.device, options.may_split_anew(dist.device)
-    )
-    shards = sharding.shards_of(config.dp_shard, dist.world)
     trained_with = None if config.eval_only else make_optimizer
-    times = functools.partial(times_memory, model.config, trained_with, dist.device, shards)
-    runner, fitting = choose_implementation(Tuner(model, split, options, dist, first_batch, smaller, times))
-    for name, value in fitting.changed(asdict(config)).items():  # type: ignore[call-overload]
-        setattr(config, name, value)
+    of_model = (model.config, make_optimizer, dist.device)
+    shards = sharding.shards_of(config.dp_shard, dist.world)
+    tuner = Tuner(
+        model,
+        config,
+        split,
+        dist,
+        first_batch,
+        smaller=functools.partial(smaller_batch, *of_model, may_split_anew(config, dist.device)),
+        larger=functools.partial(larger_batch, *of_model),
+        times_memory=functools.partial(times_memory, model.config, trained_with, dist.device, shards),
+        earlier=init.earlier_variant(dist),
+        steps=0 if config.eval_only else config.max_iters - init.step,
+        seconds=60 * config.max_minutes or math.inf,
+    )
+    runner, fitting = choose_implementation(tuner)
+    if fitting.batch_size != config.batch_size:
+        for name, value in fitting.settings().items():
+            setattr(config, name, value)
     if dist.distributed and not config.eval_only:
         runner.distribute(*first_batch(config.batch_size))
     return runner

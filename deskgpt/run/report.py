@@ -144,7 +144,7 @@ class Report:
         numbers: by name, floats or 0-d tensors; tensors are averaged over ranks. For loss and grad_norm the log has
         what `add_step` got.
         """
-        self.timer.step_done()
+        self.timer.step_done(self.state.runner.take_tokens() * self.dist.world)
         if not self.is_due() or self._last is None:
             return
         window = self.timer.end_window()
@@ -152,7 +152,7 @@ class Report:
         loss = self._last.loss
         grad_norm = self._last.grad_norm
         own = {name: self._mean(value) for name, value in numbers.items() if name not in ("loss", "grad_norm")}
-        tokens_per_s = self.batching.tokens_per_step / window.step_s
+        tokens_per_s = window.tokens_per_s
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         mfu_measured = tokens_per_s * self.flops_per_token / self.measured_flops
         has_two_peaks = math.isfinite(self.measured_flops) and self.measured_flops != self.peak_flops

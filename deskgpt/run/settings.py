@@ -16,6 +16,7 @@ from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA
 from deskgpt.compute.distributed import DistContext, dist_env
+from deskgpt.compute.implementation import VariantSettings
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import is_local
@@ -23,7 +24,7 @@ from deskgpt.system.terminal import shortened
 from model import GPTConfig, ModelSettings
 
 
-class RunSettings(Protocol):
+class RunSettings(VariantSettings, Protocol):
     """The settings that deskgpt/run reads, by train.py's names."""
 
     # input and output
@@ -32,7 +33,6 @@ class RunSettings(Protocol):
     eval_interval: int
     eval_iters: int
     eval_tokens: int
-    eval_only: bool
     dry_run: bool
     log_interval: int
     # saving and stopping
@@ -63,7 +63,6 @@ class RunSettings(Protocol):
     # machine
     seed: int
     dropout: float
-    dtype: Any
     dp_shard: int
     world: int
     sample_interval: int

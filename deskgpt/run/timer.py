@@ -25,6 +25,7 @@ class Window:
     """The steps between two log lines."""
 
     step_s: float  # mean time of a step
+    tokens_per_s: float
     data_wait: float  # share of the time that was spent waiting for data
 
 
@@ -45,6 +46,7 @@ class StepTimer:
         self._window_began_s = 0.0  # training time and
         self._window_wait_s = 0.0  # wait for data at the start of the window
         self._window_steps = 0
+        self._window_tokens = 0
 
     def start(self) -> None:
         hardware.synchronize(self.device)
@@ -57,8 +59,9 @@ class StepTimer:
         hardware.synchronize(self.device)
         return self._train_s + time.perf_counter() - self._started_at
 
-    def step_done(self) -> None:
+    def step_done(self, tokens: int) -> None:
         self._window_steps += 1
+        self._window_tokens += tokens
 
     def add_wait(self, seconds: float) -> None:
         """For data."""
@@ -69,10 +72,10 @@ class StepTimer:
         now_s = self.train_s()
         window_s = now_s - self._window_began_s
         wait_s = self.wait_s - self._window_wait_s
-        window = Window(window_s / self._window_steps, wait_s / window_s)
+        window = Window(window_s / self._window_steps, self._window_tokens / window_s, wait_s / window_s)
         self._window_began_s = now_s
         self._window_wait_s = self.wait_s
-        self._window_steps = 0
+        self._window_steps = self._window_tokens = 0
         return window
 
     @contextmanager
