@@ -35,21 +35,6 @@ def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path,
             assert flags == ("off -mno-align-stringops" if needed else "off")
 
 
-def test_without_a_compiler_or_a_private_part_of_torch_something_else_is_done(tmp_path, monkeypatch):
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'g++ (Debian 12.2.0-14) 12.2.0'; echo 'Copyright'")
-    compiler.chmod(0o755)
-    for path, name in ((compiler, "g++ (Debian 12.2.0-14) 12.2.0"), (tmp_path / "none", None), (tmp_path, None)):
-        with inductor_config.patch({"cpp.cxx": (None, str(path))}):
-            assert compiling.compiler_name(CPU) == name
-    for module in (
-        "torch._inductor.cpp_builder",
-        "torch.testing._internal.distributed.fake_pg",
-    ):
-        monkeypatch.setitem(sys.modules, module, None)  # importing it fails
-    assert compiling.cpp_compiler() is None
-
-
 GRAPH_IS_RIGHT = """
 import torch
 import torch._inductor.config as inductor

@@ -19,14 +19,12 @@ import torch.nn.functional as F
 from conftest import ROOT
 from filelock import FileLock
 from hypothesis import given, settings
-from test_implementation import a_model, assert_one_line, chosen, times_of, tuner_of
+from test_implementation import a_model, assert_one_line, chosen, tuner_of
 from torch import Tensor
 
 import model as definition
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.kernels import cpu_kernels, replacements
-from deskgpt.kernels.overridable import replacing
-from deskgpt.system import hardware
 
 pytestmark = pytest.mark.skipif(
     not cpu_kernels.may_exist(), reason="the kernels are for Linux on a processor with AVX2 or AVX-512"
@@ -93,23 +91,23 @@ def heads_of(B: int, T: int, H: int, D: int, dtype: torch.dtype, seed: int = 0) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T", [2, 63, 64, 65, 300, 1100])  # 1100: three chunks of keys
-@pytest.mark.parametrize("D", [7, 16, 64, 80, 192])
-def test_attention_and_its_gradients_are_those_of_the_definition(T, D, dtype):
+def test_attention_and_its_gradients_are_those_of_the_definition(dtype):
     if dtype not in cpu_kernels.dtypes():
         pytest.skip("oneDNN does not multiply this type here")
-    q, k, v, g = heads_of(2, T, 2, D, dtype)
-    ours = attention_errors(q, k, v, g, kernel)
-    flash = attention_errors(q, k, v, g, by_flash)
-    assert max(ours) <= GRAD_LIMIT[dtype]
-    assert max(ours) <= 2 * max(flash) + 1e-6  # as near as torch's
+    for T, D in ((2, 64), (63, 7), (64, 16), (65, 80), (300, 192), (1100, 64)):  # 1100: three chunks of keys
+        q, k, v, g = heads_of(2, T, 2, D, dtype)
+        ours = attention_errors(q, k, v, g, kernel)
+        flash = attention_errors(q, k, v, g, by_flash)
+        assert max(ours) <= GRAD_LIMIT[dtype], (T, D)
+        assert max(ours) <= 2 * max(flash) + 1e-6, (T, D)  # as near as torch's
 
 
 @given(
-    st.integers(1, 3), st.integers(8, 400), st.integers(1, 5), st.integers(1, 100), st.sampled_from([1, 2, 3, 16]),
+    st.integers(1, 3), st.integers(8, 600), st.integers(1, 5), st.integers(1, 100), st.sampled_from([1, 2, 3, 16]),
     st.booleans(), st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
+@pytest.mark.slow
 def test_random_shapes_threads_and_layouts_give_the_definition(B, T, H, D, threads, is_bf16, seed):
     dtype = torch.bfloat16 if is_bf16 and torch.bfloat16 in cpu_kernels.dtypes() else torch.float32
     q, k, v, g = heads_of(B, T, H, D, dtype, seed)
@@ -126,36 +124,14 @@ def test_random_shapes_threads_and_layouts_give_the_definition(B, T, H, D, threa
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("T", "H", "threads"), [(2000, 1, 4), (513, 3, 16), (1025, 2, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_few_long_heads_give_what_whole_heads_give(T, H, threads, dtype):
-    if dtype not in cpu_kernels.dtypes():
-        pytest.skip("oneDNN does not multiply this type here")
-    q, k, v, g = heads_of(1, T, H, 32, dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert max(attention_errors(q, k, v, g, kernel)) <= GRAD_LIMIT[dtype]
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_results_are_the_same_to_the_last_bit_each_time():
     q, k, v, g = heads_of(3, 200, 3, 32, torch.float32)
     o, lse = torch.ops.deskgpt.causal_attention(q, k, v)
     first = torch.ops.deskgpt.causal_attention_backward(g, q, k, v, o, lse)
-    for _ in range(20):
+    for _ in range(5):
         assert torch.equal(kernel(q, k, v), o)
         again = torch.ops.deskgpt.causal_attention_backward(g, q, k, v, o, lse)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_later_tokens_leave_earlier_results_alone():
-    q, k, v, _ = heads_of(1, 100, 2, 32, torch.float32)
-    before = kernel(q, k, v)
-    for x in (q, k, v):
-        x[:, :, 70:] = 1e4
-    assert torch.equal(kernel(q, k, v)[:, :, :70], before[:, :, :70])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -176,23 +152,23 @@ def test_what_is_not_finite_stays_visible(bad):
     assert logits[[0, 1, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["gelu", *cpu_kernels.ACTIVATIONS])
-@pytest.mark.parametrize("n", [1, 31, 1000, 100_003])
-def test_activations_and_their_slopes_are_those_of_the_definition(n, name, dtype):
-    x = (torch.linspace(-12, 12, n) if n > 1 else torch.ones(1)).to(dtype).requires_grad_()
-    exact = x.detach().double().requires_grad_()
-    g = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
-    y = torch.ops.deskgpt.activation(x, name)
-    expected = definition.activation(exact, name)
-    limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
-    assert distance(y, expected) <= limit
-    found = torch.autograd.grad(y, x, g)[0]
-    assert distance(found, torch.autograd.grad(expected, exact, g.double())[0]) <= limit
+def test_activations_and_their_slopes_are_those_of_the_definition(name, dtype):
+    limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float64: 1e-3}[dtype]
+    for n in (1, 31, 100_003):
+        x = (torch.linspace(-6, 6, n) if n > 1 else torch.ones(1)).to(dtype).requires_grad_()
+        exact = x.detach().double().requires_grad_()
+        g = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+        y = torch.ops.deskgpt.activation(x, name)
+        expected = definition.activation(exact, name)
+        assert distance(y, expected) <= limit
+        found = torch.autograd.grad(y, x, g)[0]
+        assert distance(found, torch.autograd.grad(expected, exact, g.double())[0]) <= limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("V", [1, 33, 1000, 50_257])
+@pytest.mark.parametrize("V", [1, 33, 50_257])
 def test_loss_by_kernel_is_the_definition_with_ignored_targets_and_chunks(V, dtype):
     if dtype not in cpu_kernels.dtypes():
         pytest.skip("oneDNN does not multiply this type here")
@@ -221,30 +197,18 @@ def test_target_beyond_the_vocabulary_is_an_error_and_reads_nothing_else():
 # ---- in training -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "compile"),
-    [("none", False), ("selective", False), pytest.param("none", True, marks=pytest.mark.slow)],
-)
-def test_model_with_kernels_has_the_gradients_of_the_eager_one(checkpoint, compile):
+@pytest.mark.parametrize("checkpoint", ["none", "selective"])
+def test_model_with_kernels_has_the_gradients_of_the_eager_one(checkpoint):
     model = a_model()
     x, y = tuner_of(model, None).batch_of(2)
     expected: list[Any] = []
     found: list[Any] = []
-    for variant, into in ((Variant(), expected), (Variant("float32", compile, "kernels", checkpoint), found)):
+    for variant, into in ((Variant(), expected), (Variant("float32", False, "kernels", checkpoint), found)):
         runner = Runner(model, variant)
         into.append(runner.forward_backward(x, y))
         into += [p.grad for p in runner.parameters]
         runner.drop_gradients()
     assert all(distance(a, b) <= 1e-4 for a, b in zip(found, expected, strict=True))
-
-
-def test_kernels_are_taken_where_they_are_the_fastest_and_remembered(monkeypatch):
-    asked = times_of(monkeypatch, 1.0, 0.5)
-    printed: list[str] = []
-    for _ in range(2):
-        assert chosen(printed, dtype="float32", compile=False).variant == Variant(attention="kernels")
-    assert asked == [[Variant(), Variant(attention="kernels")]]
-    assert any("float32, C++ kernels" in line for line in printed)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
@@ -275,29 +239,6 @@ def test_wrong_attention_is_left_out_alone_flash_attention_stays_and_the_name_sa
     assert_one_line(str(e.value), "C++ attention", "leave --attention out")
 
 
-def test_attention_with_one_head_of_keys_is_compared_and_trains(monkeypatch):
-    """Multi-query attention, by broadcasting."""
-    reference = definition.attention
-
-    def one_head(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
-        return reference(q, k[:, :1], v[:, :1], *more)
-
-    monkeypatch.setattr(definition, "attention", one_head)
-    runner = chosen([], dtype="float32", compile=False, attention="kernels")
-    x, y = tuner_of(runner.model, None).batch_of(2)
-    with replacing({}):
-        expected = runner.model(x, y)[1]
-    assert distance(runner.forward_backward(x, y), expected) <= 1e-5
-
-
-def test_model_whose_activation_is_changed_trains_with_its_own(monkeypatch):
-    monkeypatch.setattr(definition, "activation", lambda x, name: x * x.sigmoid())
-    runner = chosen([], dtype="float32", compile=False, attention="kernels")
-    x, y = tuner_of(runner.model, None).batch_of(2)
-    expected = Runner(runner.model, Variant(refused=("kernel_activation",))).forward_backward(x, y)
-    assert distance(runner.forward_backward(x, y), expected) <= 1e-5
-
-
 # ---- compiling and loading ---------------------------------------------------------------------------------------
 
 LOAD = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
@@ -317,28 +258,28 @@ def load_elsewhere(cache: Path, **env: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_compiler_that_is_killed_leaves_nothing_that_is_loaded(tmp_path):
+def test_library_of_others_is_compiled_again_by_one_of_several_processes_though_one_is_killed(tmp_path, monkeypatch):
+    """What lies in the cache has one of our functions, and belongs to another build."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = cpu_kernels.path()
+    (tmp_path / "other.c").write_text("int attention_forward;")
+    subprocess.run(["cc", "-shared", tmp_path / "other.c", "-o", library], check=True)
+    old = library.with_name("cpu_kernels-0123456789abcdef.so")
+    old.touch()
+    os.utime(old, (0, 0))
     first = load_elsewhere(tmp_path)
-    folder = tmp_path / "deskgpt"
-    while first.poll() is None and not list(folder.glob("*.lock")):
+    while first.poll() is None and not list(library.parent.glob("*.tmp")):
         time.sleep(0.05)
-    time.sleep(1)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    out, err = load_elsewhere(tmp_path).communicate()
-    assert "float32" in out, err
-    assert len(list(folder.glob("*.so"))) == 1
-
-
-@pytest.mark.slow
-def test_two_processes_that_compile_at_once_share_one_library(tmp_path):
     for process in [load_elsewhere(tmp_path) for _ in range(2)]:
         out, err = process.communicate()
         assert "float32" in out, err
-    assert len(list((tmp_path / "deskgpt").glob("*.so"))) == 1
+    assert list(library.parent.glob("*.so")) == [library]
+    assert cpu_kernels.is_intact(library)
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/c++", "false", "ccache-that-is-none g++", str(ROOT)])
+@pytest.mark.parametrize("compiler", ["false", "ccache-that-is-none g++"])
 def test_machine_without_a_compiler_goes_on_with_one_line(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -357,13 +298,9 @@ def test_clang_is_not_called(monkeypatch):
 
 
 def test_library_is_named_after_all_that_it_is_made_of(monkeypatch):
-    monkeypatch.setattr(hardware, "processor", lambda: ("one", ["AVX512-BF16"]))
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     usual = cpu_kernels.path()
     for target, name, value in [
         (torch, "__version__", "9.9"),
-        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),
-        (hardware, "processor", lambda: ("another, without its bfloat16", [])),
         (cpu_kernels, "FLAGS", ("-O1",)),
         (cpu_kernels, "compiler_version", lambda: "g++ of another day"),
     ]:
@@ -396,20 +333,6 @@ def test_library_that_is_not_as_it_was_compiled_is_not_loaded(damage, library, t
     else:
         library.chmod(0o777)
     assert not cpu_kernels.is_intact(library)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("symbols", ["", "int attention_forward;"])
-def test_library_without_our_functions_is_compiled_again_and_old_ones_are_deleted(symbols, library, tmp_path):
-    (tmp_path / "other.c").write_text(symbols)
-    subprocess.run(["cc", "-shared", tmp_path / "other.c", "-o", library], check=True)
-    old = library.with_name("cpu_kernels-0123456789abcdef.so")
-    old.touch()
-    os.utime(old, (0, 0))
-    out, err = load_elsewhere(tmp_path).communicate()
-    assert "float32" in out, err
-    assert cpu_kernels.is_intact(library)
-    assert not old.exists()
 
 
 def test_folder_that_others_may_write_is_closed_and_another_users_is_refused(tmp_path, monkeypatch):
@@ -460,18 +383,6 @@ def test_empty_batches_give_empty_results(shape):
     assert torch.autograd.grad(o.sum(), q)[0].shape == shape
     assert torch.ops.deskgpt.activation(torch.randn(0, 3), "relu2").shape == (0, 3)
     assert cpu_kernels.softmax_(torch.randn(0, 3), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
-@pytest.mark.parametrize("name", cpu_kernels.ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_activation_takes_any_type(name, dtype):
-    x = torch.linspace(-6, 6, 1001).to(dtype).requires_grad_()
-    y = torch.ops.deskgpt.activation(x, name)
-    exact = x.detach().double().requires_grad_()
-    expected = definition.activation(exact, name)
-    assert distance(y, expected) <= 1e-3
-    found = torch.autograd.grad(y.sum(), x)[0]
-    assert distance(found, torch.autograd.grad(expected.sum(), exact)[0]) <= 1e-3
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every second row", "float16"])

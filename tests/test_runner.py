@@ -59,11 +59,11 @@ def assert_same_passes(compiled: Runner, plain: Runner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"activation": "gelu"}, MODERN_SETTINGS])
+@pytest.mark.parametrize("settings", [pytest.param({"activation": "gelu"}, marks=pytest.mark.nightly), MODERN_SETTINGS])
 def test_compiled_blocks_give_the_losses_and_gradients_of_the_eager_model(settings, monkeypatch):
     monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 1000)  # so that they are chunked
-    compiled = make(bfloat16=True, compiled=True, **settings)
-    assert_same_passes(compiled, make(bfloat16=True, **settings))
+    compiled = make(bfloat16=True, compiled=True, n_layer=1, **settings)
+    assert_same_passes(compiled, make(bfloat16=True, n_layer=1, **settings))
 
 
 @pytest.mark.slow
@@ -125,14 +125,6 @@ def test_experts_of_which_some_get_no_gradient_train_on_two_ranks(tmp_path):
 
     first, second = on_ranks(work, 2, tmp_path)
     assert first == second
-
-
-def test_model_in_float64_trains():
-    runner = make()
-    runner.model.double()
-    loss, gradients = taken(runner, 1)
-    assert all(g.dtype == torch.float64 for g in gradients)
-    assert loss == pytest.approx(taken(make(), 1)[0], rel=1e-5)
 
 
 def test_evaluation_of_a_compiled_model_on_a_cpu_is_that_of_the_eager_one():
