@@ -106,28 +106,11 @@ def with_windows(path: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("of_b", "compares"),
-    [
-        ({"eval_windows": 10, "eval_digest": "abc"}, True),
-        ({"eval_windows": 10, "eval_digest": "abd"}, False),
-        ({}, False),  # not known of one side
-    ],
-)
-def test_losses_are_compared_on_the_same_windows_only(tmp_path, of_b, compares):
-    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5})
-    b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 1.5}, n_layer=3)
-    with_windows(a, eval_windows=10, eval_digest="abc")
-    rows, text, data = compared(a, with_windows(b, **of_b))
-    assert ("not comparable" in rows["val loss at equal steps (200)"][2]) != compares
-    assert bool(data["not_comparable"]) != compares
-    assert ("not comparable" in data["headline"]) != compares
-    assert ("--eval_only=True" in text) != compares
-    assert CAUSE not in text
-
-
-@pytest.mark.parametrize(
     ("changed", "named"),
     [
+        ({"eval_digest": "abc"}, []),
+        ({"eval_digest": "abd"}, ["windows", "A 10 windows with digest abc", "B 10 windows with digest abd"]),
+        ({"eval_digest": None}, ["windows", "A 10 windows", "B eval_tokens=80"]),  # not known of one side
         ({"val_sha256": "bad"}, ["data", "A f00", "B bad"]),
         ({"tokenizer": "gpt2"}, ["tokenizers", "A char", "B gpt2"]),
         ({"eval_tokens": 800}, ["windows", "A eval_tokens=80, block_size=8", "B eval_tokens=800"]),
@@ -136,14 +119,20 @@ def test_losses_are_compared_on_the_same_windows_only(tmp_path, of_b, compares):
         ({"start": 10.8}, ["step 0", "A 4.00", "B 10.80"]),
     ],
 )
-def test_losses_of_different_evaluations_are_not_ranked(tmp_path, changed, named):
+def test_losses_are_ranked_only_where_the_evaluations_are_the_same(tmp_path, changed, named):
     unknown: dict[str, Any] = {"val_sha256": None} if "start" in changed else {}
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, **unknown)
     b = log(tmp_path / "b", {0: changed.pop("start", 4.0), 100: 3.0, 200: 1.5}, **changed | unknown)
-    rows, _, data = compared(a, b)
-    assert all(cells[2] == "not comparable" for label, cells in rows.items() if label.startswith("val loss at equal"))
+    if "eval_digest" in changed:
+        with_windows(a, eval_windows=10, eval_digest="abc")
+        with_windows(b, eval_windows=10, eval_digest=changed["eval_digest"])
+    rows, text, data = compared(a, b)
+    leads = [cells[2] for label, cells in rows.items() if label.startswith("val loss at equal")]
+    assert [lead == "not comparable" for lead in leads] == [bool(named)] * 4
+    assert bool(data["not_comparable"]) == ("--eval_only=True" in text) == bool(named)
     for part in named:
         assert part in data["headline"]
+    assert CAUSE not in text
 
 
 @pytest.mark.parametrize(
@@ -197,6 +186,7 @@ def test_losses_of_single_runs_are_not_ranked_without_a_measure_of_the_seeds(tmp
 def test_cause_of_repeated_runs_is_named_with_its_interval_and_n(tmp_path):
     a = [log(tmp_path / f"a{i}", {0: 4.0, 100: 3.0, 200: 2.5 + i / 100}, seed=i) for i in range(3)]
     b = [log(tmp_path / f"b{i}", {0: 4.0, 100: 3.0, 200: 2.3 + i / 100}, seed=i, n_layer=3) for i in range(3)]
+    assert compared(*a)[2]["headline"] == "All runs have the same settings (A+B+C: repeats, seeds 0, 1, 2)."
     rows, text, data = compared(*a, *b)
     lead = "D+E+F lower than A+B+C by 0.2000 ± 0.0227 (n=3 and 3)"  # 2.776 x sqrt(2/3) x 0.01
     assert rows["val loss at equal steps (200)"][2] == lead
@@ -264,7 +254,7 @@ def test_two_splits_of_one_step_are_the_same(tmp_path, chars):
             [f"{NO_CAUSE}: 2 things", "batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1", "learning_rate"],
         ),
         ({"n_embd": 32, "n_head": 4}, ["Only n_embd 16 -> 32 with n_head 2 -> 4 differs", "may be the cause", OPEN]),
-        ({"learning_rate": 3e-3}, ["cannot change the speed", "machines differed"]),
+        ({"learning_rate": 3e-3}, ["cannot change the speed", "machines differed"]),  # and is not its cause
         ({}, ["Nothing that is known changed"]),
     ],
 )

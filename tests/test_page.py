@@ -58,7 +58,7 @@ def real(chars, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def html(real) -> str:
     runs = [read_run(str(real)), made_up(EVIL)]
-    arm = Arm(EVIL, runs)
+    arm = Arm([EVIL], runs)
     wide = [Row(EVIL, [[10**6 * i for i in range(9)]] * 9, str)]
     figures = [(EVIL, "1", EVIL)]
     return page.page(

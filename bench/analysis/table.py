@@ -42,9 +42,14 @@ AMOUNT: dict[str, Text] = {
 class Arm:
     """Runs of the same settings: one, or several with different seeds."""
 
-    label: str
+    letters: list[str]
     runs: list[Run]
     causes: dict[str, Any] = field(default_factory=dict)  # settings and facts that may be a cause
+
+    @property
+    def label(self) -> str:
+        few = len(self.letters) <= 4
+        return "+".join(self.letters) if few else f"{self.letters[0]}+{len(self.letters) - 1} more"
 
     @property
     def name(self) -> str:
@@ -113,10 +118,10 @@ def arms_of(runs: list[Run]) -> list[Arm]:
             seeds = [r.settings.get("seed") for r in (run, *arm.runs)]
             if arm.causes == causes and None not in seeds and seeds[0] not in seeds[1:]:
                 arm.runs.append(run)
-                arm.label += f"+{letter}"
+                arm.letters.append(letter)
                 break
         else:
-            arms.append(Arm(letter, [run], causes))
+            arms.append(Arm([letter], [run], causes))
     return arms
 
 

@@ -87,7 +87,12 @@ def summary(run: Run) -> str:
 
 def figures(run: Run) -> list[tuple[str, str, str]]:
     """(label, value, note) of what people look at first."""
-    rate, share = logs.tokens_per_s(run), logs.mfu(run)
+    rate = logs.tokens_per_s(run)
+    mfu = ("n/a", "")
+    if share := logs.mfu(run):
+        mfu = (f"{share:.1%}", f"of the peak, {run.start.get('peak_source')}")
+    elif share := logs.nanogpt_mfu(run):
+        mfu = (f"{share:.1%}", "as nanoGPT prints it, of 312 TFLOP/s")
     loss, note = "n/a", "no evaluation in the log"
     if run.val:
         best = run.best
@@ -98,7 +103,7 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
     return [
         ("lowest val loss", loss, note),
         ("speed", f"{rate:,.0f} tokens/s" if rate else "n/a", ""),
-        ("MFU", f"{share:.1%}" if share else "n/a", f"of the peak, {run.start.get('peak_source')}"),
+        ("MFU", *mfu),
     ]
 
 
@@ -140,7 +145,7 @@ def judgement(run: Run) -> list[str]:
 def headline(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) -> str:
     """Who learns more and who is faster, as far as the noise allows to tell. speed, loss: as `verdict` takes them."""
     if len(arms) == 1:
-        return f"{arms[0].name}: the same settings."
+        return f"All runs have the same settings ({arms[0].name})."
     if reasons:
         learned = f"The losses are not comparable: {reasons[0]}."
     elif loss is None or not loss.lead.text:
