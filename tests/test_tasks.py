@@ -247,6 +247,7 @@ def test_constraints_name_an_exact_version_of_every_requirement():
     wanted = [*lines("requirements.txt"), *lines("requirements-dev.txt")]
     names = [re.match(r"[\w-]+", line) for line in wanted]
     assert {name[0] for name in names if name} == exact.keys()
+    assert f",<{wheels.TOO_NEW} " in next(line for line in wanted if line.startswith("torch>"))
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")

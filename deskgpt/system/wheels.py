@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 
 INDEX = "https://download.pytorch.org/whl"
+TOO_NEW = "2.16"  # as in requirements.txt
 NVIDIA_SMI_TIMEOUT_S = 10.0  # it takes seconds if no process keeps the driver loaded
 
 
@@ -95,7 +96,7 @@ def remedy() -> str:
     wheel, why = wheel_for(nvidia_gpu())
     if wheel is CPU:
         return why
-    return f"{sys.executable} -m pip install --force-reinstall torch --index-url {INDEX}/{wheel.name}"
+    return f'{sys.executable} -m pip install --force-reinstall "torch<{TOO_NEW}" --index-url {INDEX}/{wheel.name}'
 
 
 if __name__ == "__main__":
