@@ -2,12 +2,14 @@
 
     python export.py --out_dir=out-shakespeare-char --to=my-model
     python export.py --out_dir=out/ckpt_best.pt --to=my-model --push_to_hub=my-model
-    python export.py --out_dir=out-shakespeare-bpe --to=my-model.gguf --ollama
+    python export.py --out_dir=out-shakespeare-char --to=my-model.gguf --ollama
+    python export.py --out_dir=out/ckpt-00001000 --to=ckpt.pt
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
 (the model card), SHA256SUMS, and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with
 transformers or llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with model.py's on
-text. If they differ, as after a change of model.py, nothing is exported.
+text. If they differ, as after a change of model.py, nothing is exported. A name that ends in .pt makes one file of a
+sharded run's checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from configurator import configure
 from data.chat import template
 from data.meta_files import read_record
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
+from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.generation import GenerationConfig
 from deskgpt.export import gguf_format, hub, hugging_face
@@ -53,7 +56,7 @@ CARD_SETTINGS = (
 class ExportConfig:
     init_from: FilePath = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
     out_dir: FilePath = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
-    to: FilePath = ""  # the new folder; or a file whose name ends in .gguf
+    to: FilePath = ""  # the new folder; or a file whose name ends in .gguf, or in .pt: the checkpoint as one file
     ollama: bool = False  # beside a .gguf: a Modelfile, from which `ollama create` makes a model
     push_to_hub: str = ""  # a repository of the Hugging Face hub to upload to, OWNER/NAME or NAME; a new one is private
 
@@ -61,6 +64,8 @@ class ExportConfig:
         check_fields(self)
         if not self.to:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
+        if self.is_checkpoint and self.push_to_hub:
+            raise ValueError(f"push_to_hub={self.push_to_hub} is not for checkpoints; try --to=my-model")
         if self.ollama and not self.is_gguf:
             raise ValueError(f"ollama=True is for a GGUF file, and to={self.to} is a folder; try --to={self.to}.gguf")
 
@@ -68,11 +73,20 @@ class ExportConfig:
     def is_gguf(self) -> bool:
         return self.to.lower().endswith(".gguf")
 
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.to.endswith(".pt")
+
 
 def main(c: ExportConfig) -> None:
     """Writes c.to and uploads it as c says. Raises ValueError and OSError; then nothing is left."""
     to = Path(c.to)
     check_unused(to)
+    if c.is_checkpoint:
+        saved = store.load(c.out_dir if c.init_from == "resume" else c.init_from, print)
+        store.write_file(saved, to)
+        print(f"{to}: step {saved.iter_num}, {len(saved.model)} weights and the optimizer's state")
+        return
     repository = hub.full_name(c.push_to_hub) if c.push_to_hub else ""
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     name = repository or to.resolve().name

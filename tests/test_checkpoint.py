@@ -47,14 +47,6 @@ def test_checkpoints_come_back_as_they_were_saved(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
 
 
-def test_best_checkpoint_outlives_later_ones(tmp_path):
-    for step, best_step in ((1, 1), (2, 1), (3, 3)):
-        store.save(state(step), tmp_path, best=step == best_step)
-        assert store.load(tmp_path).iter_num == step
-        assert store.load(tmp_path / "ckpt_best.pt").iter_num == best_step
-    assert not (tmp_path / "ckpt.pt").samefile(tmp_path / "ckpt_best.pt")
-
-
 def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_path):
     names = ("optimizer", "model_args", "iter_num", "config")
     saved: dict[str, Any] = {name: value for name, value in vars(state()).items() if name in names}
@@ -256,15 +248,6 @@ def test_numbers_of_numpy_are_read(tmp_path):
     assert store.load(tmp_path).best_val_loss == 1.5
 
 
-def test_weights_without_an_optimizer_are_read(tmp_path):
-    """As `torch.save({"model": ..., "model_args": ...})` makes them, to be sampled and finetuned from."""
-    names = ("model", "model_args")
-    torch.save({name: value for name, value in vars(state()).items() if name in names}, tmp_path / "ckpt.pt")
-    loaded = store.load(tmp_path)
-    assert loaded.optimizer is None
-    GPT.from_state(GPTConfig(**CONFIG.as_args()), store.weights_of(loaded), "out")
-
-
 def test_blocks_that_are_applied_twice_and_factored_embeddings_are_read_back(tmp_path):
     """model_args do not tell the weights of a changed model.py."""
     saved = state()
@@ -308,13 +291,6 @@ def gpt2_folder(folder: Path, **changes: Any) -> str:
         {k: v.t().contiguous() if k.endswith(conv1d) else v for k, v in weights.items()}, folder / "model.safetensors"
     )
     return str(folder)
-
-
-def test_gpt2_folder_as_the_hub_has_it_loads(tmp_path):
-    args, weights = load_gpt2(gpt2_folder(tmp_path))
-    model = GPT.from_state(GPTConfig(**args), weights, "gpt2")
-    assert model.config == CONFIG
-    assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_incomplete_gpt2_folders_and_relatives_that_compute_otherwise_are_refused(tmp_path):

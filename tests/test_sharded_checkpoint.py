@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +33,6 @@ from tiny_models import MODERN_SETTINGS
 import train
 from configurator import build
 from deskgpt.checkpoint import folders, store
-from deskgpt.checkpoint.__main__ import convert
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
@@ -137,7 +135,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistCo
     loaded = store.load(out_dir, ranks=ranks)
     assert_equal(gathered(store.content_of(store.whole(loaded))), expected)  # folder to whole
     if ranks.is_first:
-        convert(str(out_dir), str(out_dir / "one.pt"))
+        store.write_file(store.load(out_dir), out_dir / "one.pt")
     dist.barrier()
     for source in (out_dir, out_dir / "one.pt"):  # folder to sharded, file to sharded
         other, other_optimizer = trained(kind, steps=1, mesh=mesh)
@@ -188,22 +186,15 @@ def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_
         assert [name.split("-")[0] for name in files] == ["checkpoint.json", "manifest.json", "shard", "shard"]
 
 
-def test_conversion_keeps_every_number(folder, tmp_path, script):
+def test_one_file_of_a_folder_keeps_every_number(folder, tmp_path, script):
     one = tmp_path / "one.pt"
-    convert(str(folder), str(one))
+    for expected_code in (0, 1):  # a file that exists is left alone
+        done = script("export.py", f"--out_dir={folder}", f"--to={one}")
+        assert done.code == expected_code, done.err
+    assert_one_line(done.err, one)
     loaded = store.load(one)
     assert_equal(gathered(store.content_of(loaded)), gathered(store.content_of(store.whole(store.load(folder)))))
     assert loaded.model["lm_head.weight"].data_ptr() == loaded.model["transformer.wte.weight"].data_ptr()
-    for source, target, at_fault in (
-        (folder, one, one),
-        (tmp_path / "nothing", tmp_path / "x.pt", tmp_path / "nothing"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(str(at_fault))) as e:
-            convert(str(source), str(target))
-        assert_one_line(e.value)
-    done = script("deskgpt/checkpoint/__main__.py", "convert", folder)
-    assert done.code == 1
-    assert_one_line(done.err, "error: usage: ", "SOURCE TARGET")
 
 
 # ---- damage and strangers' files -----------------------------------------------------------------------------
@@ -372,7 +363,8 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
     sampling = flags(device="cpu", max_new_tokens=20, num_samples=1)
     done = script("sample.py", f"--out_dir={tmp_path / 'whole'}", *sampling)
     assert done.code == 0, done.err
-    convert(str(tmp_path / "whole"), str(tmp_path / "one.pt"))
+    done = script("export.py", f"--out_dir={tmp_path / 'whole'}", f"--to={tmp_path / 'one.pt'}")
+    assert done.code == 0, done.err
     again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
     assert again.out == done.out
     new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "whole", "max_iters": 1}

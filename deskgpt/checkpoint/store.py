@@ -108,7 +108,7 @@ def save(
     try:
         if keep > 1 and path.exists():
             give_number(path)
-        ckpt_file.write(content_of(checkpoint) | {"format": FORMAT}, out_dir / BEST if best else path)
+        write_file(checkpoint, out_dir / BEST if best else path)
         sync_folder(out_dir)
         if best:
             copy(out_dir / BEST, path)
@@ -118,6 +118,11 @@ def save(
         raise OSError(
             f"cannot write {path}: {e.strerror or e}; free some disk space or choose another --out_dir{before}"
         ) from None
+
+
+def write_file(checkpoint: Checkpoint, path: Path) -> None:
+    """Writes a checkpoint as one file, which nanoGPT reads. Raises ValueError or OSError."""
+    ckpt_file.write(content_of(whole(checkpoint)) | {"format": FORMAT}, path)
 
 
 def magnitude(value: Any) -> float:
