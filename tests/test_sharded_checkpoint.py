@@ -233,18 +233,14 @@ def with_manifest(path: Path) -> Path:
     return path
 
 
-STRANGE: dict[str, Any] = {
-    "iter_num": [-1, 2**63, True, 1.5, None, "1"],
-    "best_val_loss": [math.nan, "1", None],
-    "model_args": [{"n_layer": 10**9}, None, 3],
+STRANGE: dict[str, Any] = {  # see WRONG in test_checkpoint.py for more
+    "iter_num": [2**63, None],
+    "best_val_loss": [math.nan],
     "optimizer": [
         None,
-        [],
         {"names": 3},
         *({"names": ["x"], "scalars": {"x": {"step": {"tensor": odd}}}} for odd in ("y", 2**70)),
     ],
-    "config": [3],
-    "tokenizer": ["bytes"],
 }
 
 
@@ -363,8 +359,7 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
     sampling = flags(device="cpu", max_new_tokens=20, num_samples=1)
     done = script("sample.py", f"--out_dir={tmp_path / 'whole'}", *sampling)
     assert done.code == 0, done.err
-    done = script("export.py", f"--out_dir={tmp_path / 'whole'}", f"--to={tmp_path / 'one.pt'}")
-    assert done.code == 0, done.err
+    assert script("export.py", f"--out_dir={tmp_path / 'whole'}", f"--to={tmp_path / 'one.pt'}").code == 0
     again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
     assert again.out == done.out
     new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "whole", "max_iters": 1}
