@@ -291,8 +291,8 @@ def cross_entropy_of_chunk(
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> None:
     """Adds a @ b to total or, is_first, writes it there: zeros to add to would cost a pass over the head's gradient.
 
-    On CUDA, a matmul of 16 bits sums into a float32 total itself (meta: as there). torch takes a float32 total there
-    since github.com/pytorch/pytorch/pull/167931.
+    On CUDA, a matmul of 16 bits sums into a float32 total itself (meta: as there, which older torch cannot rehearse).
+    torch takes a float32 total there since github.com/pytorch/pytorch/pull/167931.
     """
     if is_first and total.device.type == "cpu":
         if a.dtype == total.dtype:
@@ -304,7 +304,7 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> 
         total.zero_()
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
-    elif total.device.type in ("cuda", "meta") and not torch.version.hip:
+    elif total.device.type in ("cuda", "meta") and not torch.version.hip and torch.__version__ >= (2, 13):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
