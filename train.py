@@ -372,11 +372,8 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 
 if __name__ == "__main__":
-    if_out_of_memory = (
-        "with --auto_batch=False, halve --batch_size and double --gradient_accumulation_steps, the same training; or "
-        "take a smaller model"
-    )
-    with one_line_errors(if_out_of_memory, signal_handler.has_signal, output_lasts=True):
+    remedy = "halve --batch_size and double --gradient_accumulation_steps (the same training), or take a smaller model"
+    with one_line_errors(f"with --auto_batch=False, {remedy}", signal_handler.has_signal, output_lasts=True):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings):
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))

@@ -11,7 +11,7 @@ import sys
 import threading
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, contents, flags
+from conftest import ROOT, assert_one_line, contents
 
 from deskgpt.system import files
 from deskgpt.system.files import only_run_in
@@ -92,19 +92,3 @@ print(entered)
     assert [process.returncode for process in processes] == [0] * 4
     assert sum(map(int, entered)) > 10
     assert not list((tmp_path / "out").iterdir())
-
-
-# ---- as a user meets them ------------------------------------------------------------------------------------
-
-
-def test_run_is_refused_while_another_is_in_its_folder_and_trains_afterwards(chars, tmp_path, script):
-    out_dir = tmp_path / "out"
-    command = ["train.py", *flags(**TINY, dataset=chars, out_dir=out_dir)]
-    with only_run_in(out_dir):
-        before = contents(out_dir)
-        done = script(*command)
-        assert done.code == 1
-        assert_one_line(done.err, f"out_dir={out_dir} is in use by a run that started ", os.getpid())
-        assert contents(out_dir) == before
-    assert script(*command).code == 0
-    assert sorted(contents(out_dir)) == ["ckpt.pt", "ckpt_best.pt", "log.jsonl"]

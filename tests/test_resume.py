@@ -281,12 +281,6 @@ def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path):
     main(c)
 
 
-def test_facts_that_are_missing_or_damaged_are_not_compared(half, out):
-    damaged: dict[Any, Any] = {"train data": [1], "val data": {"tokens": None}, 3: 4, "code": {"a": 1}, "versions": 3}
-    store.save(replace(store.load(out), facts=damaged), out, best=False)
-    main(second_half(half, out, max_iters=4))
-
-
 def test_other_code_and_form_are_only_said(half, out, capsys):
     saved = store.load(out)
     earlier = {"code": "0123456789ab", "versions": saved.facts["versions"] | {"torch": "1.0"}}  # type: ignore[index]
