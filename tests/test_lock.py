@@ -92,3 +92,12 @@ print(entered)
     assert [process.returncode for process in processes] == [0] * 4
     assert sum(map(int, entered)) > 10
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_train_py_is_refused_while_another_run_is_in_its_folder(chars, tmp_path, script):
+    with only_run_in(tmp_path):
+        before = contents(tmp_path)
+        done = script("train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path))
+        assert done.code == 1
+        assert_one_line(done.err, f"out_dir={tmp_path} is in use by a run that started ", os.getpid())
+        assert contents(tmp_path) == before
