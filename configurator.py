@@ -173,8 +173,7 @@ def refuse_bare_annotations(tree: ast.Module, path: str) -> None:
 def similar_file(path: Path) -> str:
     """A hint at the config file in the same folder whose name is most like this one; empty if none is like it."""
     folder = path if path.is_dir() else path.parent
-    stems = [p.stem for p in folder.glob("*.py")]
-    similar = difflib.get_close_matches(path.stem, stems, n=1)
+    similar = difflib.get_close_matches(path.stem, [p.stem for p in folder.glob("*.py")], n=1)
     if not similar:
         return ""
     return f"; did you mean {(folder / similar[0]).as_posix()}.py?"
@@ -207,8 +206,11 @@ def help_text(cls: type) -> str:
     """
     settings = settings_of(cls)
     width = max(60, shutil.get_terminal_size((120, 24)).columns - 1)
-    script = sys.modules[cls.__module__]
-    lines = [inspect.getdoc(script) or "", "", "settings, each as --name=value or in a config file:"]
+    lines = [
+        inspect.getdoc(sys.modules[cls.__module__]) or "",
+        "",
+        "settings, each as --name=value or in a config file:",
+    ]
     heading = ""
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         for group, name, comment in settings_in_source(base):

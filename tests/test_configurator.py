@@ -155,6 +155,7 @@ FAULTY_ARGUMENTS: dict[str, list[str]] = {
     "": ["empty"],
     "-count=3": ["-count=3", "--key=value"],
     "nowhere.py": ["nowhere.py"],
+    "config": ["config", "is no file"],
 }
 
 

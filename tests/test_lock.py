@@ -11,7 +11,7 @@ import sys
 import threading
 
 import pytest
-from conftest import ROOT, assert_one_line, contents
+from conftest import ROOT, TINY, assert_one_line, contents, flags
 
 from deskgpt.system import files
 from deskgpt.system.files import only_run_in
