@@ -177,7 +177,7 @@ WRONG: list[tuple[str, Any, str]] = [  # what a checkpoint holds instead, and wh
     ("iter_num", "x", "iter_num"),
     ("config", [], "config"),
     ("optimizer", {}, "optimizer"),
-    ("model", {}, "n_layer=2"),
+    ("model", {}, "these weights are not a GPT of"),
     ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(2)}, "these weights are not a GPT of"),
     ("model_args", {"n_head": 3, "n_embd": 16}, "n_head=3"),
     ("model_args", {"vocab_size": -1}, "vocab_size=-1"),
@@ -189,9 +189,10 @@ WRONG: list[tuple[str, Any, str]] = [  # what a checkpoint holds instead, and wh
 def test_checkpoint_with_wrong_content(run, assert_fails):
     whole = torch.load(run / "ckpt.pt")
     del whole["format"]  # or its checksum would be missed
-    for name, value, named in WRONG:
-        torch.save(whole | {name: value}, run / "ckpt.pt")
-        assert_fails([str(run), named], "--init_from=resume", f"--out_dir={run / 'ckpt.pt'}")
+    for i, (name, value, named) in enumerate(WRONG):
+        path = run / f"{i}.pt"
+        torch.save(whole | {name: value}, path)
+        assert_fails([str(path), named], "--init_from=resume", f"--out_dir={path}")
 
 
 def test_model_larger_than_the_memory(chars, run, assert_fails):

@@ -50,6 +50,7 @@ def nanogpt_run(folder: Path) -> None:
         np.random.default_rng(0).integers(0, 4, 400).astype(np.uint16).tofile(folder / f"{split}.bin")
 
 
+@pytest.mark.slow
 def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
     folder = tmp_path / "nanogpt"
     nanogpt_run(folder)

@@ -35,8 +35,11 @@ FAST = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "linear", "dtype":
 MUCH = {"dropout": 0.3, "dtype": "bfloat16", "gradient_accumulation_steps": 3}
 # A run's settings, and what each of its halves has instead and may change without changing a bit.
 RUNS: list[Any] = [
+    ({"dropout": 0.3}, {}, {}),
     pytest.param({"dtype": "float16"}, {}, {}, marks=pytest.mark.slow),
-    (MUCH, {"activation_checkpoint": "selective"}, {"activation_checkpoint": "full"}),
+    pytest.param(
+        MUCH, {"activation_checkpoint": "selective"}, {"activation_checkpoint": "full"}, marks=pytest.mark.slow
+    ),
     pytest.param(FAST, {}, {}, marks=pytest.mark.slow),
 ]
 
