@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -379,4 +380,14 @@ def resume_command(config: RunSettings, state: TrainState, world: int, *more: st
 def command(*words: str | Path) -> str:
     """A line to type in this system's shell."""
     texts = [str(word) for word in words]
-    return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)
+    return subprocess.list2cmdline(texts) if sys.platform == "win32" else " ".join(map(quoted, texts))
+
+
+def quoted(word: str) -> str:
+    """A word for a POSIX shell. What the terminal would not show as it is becomes bytes, which bash and zsh read."""
+    encoding = sys.stdout.encoding or "utf-8"
+    if word.isprintable() and word.encode(encoding, "replace").decode(encoding) == word:
+        return shlex.quote(word)
+    plain = string.ascii_letters + string.digits + "-_./=:,+@%"
+    escaped = [chr(byte) if chr(byte) in plain else f"\\x{byte:02x}" for byte in os.fsencode(word)]
+    return f"$'{''.join(escaped)}'"
