@@ -101,11 +101,9 @@ def test_run_that_each_signal_has_stopped_goes_on_bit_for_bit(chars, whole, tmp_
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-@pytest.mark.parametrize("step", [15, 30])
-def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(
-    step, chars, whole, tmp_path, listening, monkeypatch
-):
+def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(chars, whole, tmp_path, listening, monkeypatch):
     """Its result can be the best: then the resumed run saves it before its first step."""
+    step = 15
     eval_batches = train.eval_batches
     batches = itertools.count(1)
 
