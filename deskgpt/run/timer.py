@@ -154,7 +154,7 @@ class TimeBudget:
         eval_s = eval_batches * batch_s
         self._set_steps(step_s, eval_s, n_missing=2, at_least=1)
         steps = config.max_iters - self.state.first_step
-        self._next_step = self.state.step + 2  # from then on by what steps took
+        self._next_step = self.state.step + 1  # from then on by what steps took
         few = ", which is too few to learn much" if steps < min(FEW_STEPS, self._wanted_iters) else ""
         self.dist.print0(
             f"max_minutes={config.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms{few} "
