@@ -31,7 +31,6 @@ class RunSettings(VariantSettings, Protocol):
     out_dir: str
     init_from: str
     eval_interval: int
-    eval_iters: int
     eval_tokens: int
     dry_run: bool
     log_interval: int
@@ -49,13 +48,11 @@ class RunSettings(VariantSettings, Protocol):
     block_size: int
     batch_size: int
     gradient_accumulation_steps: int
-    align_documents: bool
     # optimizer and schedule
     optimizer: Any  # adamw or muon
     max_iters: int
     max_minutes: float
     grad_clip: float
-    momentum: float
     decay_lr: bool
     warmup_iters: int
     lr_decay_iters: int
