@@ -178,7 +178,9 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(world, dp_shard, chars,
     c = tiny(chars, tmp_path, dist_timeout_s=8.0, **OF_TWO | own)
     assert trained_by_two(c, (Report, "step"), 7, sleep_in_next_backward, [ROOT] * world) == [1] * world
     lines = capfd.readouterr().err
-    assert re.search(r"^error: rank 0 on \S+: lost the other ranks \(Timed out waiting 8000ms", lines, re.M), lines
+    assert re.search(
+        r"^error: rank 0 on \S+: lost the other ranks \((Timed out|Application timeout).*hangs", lines, re.M
+    )
     assert store.load(tmp_path).iter_num == 6
 
 

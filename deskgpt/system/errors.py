@@ -35,8 +35,8 @@ OUT_OF_MEMORY = (
 )
 
 # Recognise gloo's errors by the source file in their text, others by class.
-LOST_RANK = "gloo/transport"
-TIMED_OUT = "Timed out"
+LOST_RANK = ("gloo/transport", "Application timeout caused pair closure")
+TIMED_OUT = re.compile("Timed out|Application timeout")
 LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 # If all ranks have the same error, the first rank of each host prints it. The others wait for torchrun's end, which
@@ -119,7 +119,7 @@ def is_to_be_printed(e: Exception, is_stopped: Callable[[], bool]) -> bool:
     """Whether this rank prints its error; not if torchrun ends it, because the first rank of the host has ended."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return True
-    if TIMED_OUT in str(e):  # many ranks wait for one that hangs: it is the one that prints nothing
+    if TIMED_OUT.search(str(e)):  # many ranks wait for one that hangs: it is the one that prints nothing
         return True
     latest = time.monotonic() + FIRST_SPEAKS_S
     while time.monotonic() < latest and not is_stopped():
@@ -134,10 +134,12 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
-    if isinstance(e, RuntimeError) and (LOST_RANK in str(e) or type(e).__name__ in LOST_RANK_ERRORS):
+    if isinstance(e, RuntimeError) and (
+        any(words in str(e) for words in LOST_RANK) or type(e).__name__ in LOST_RANK_ERRORS
+    ):
         sentence = str(e).splitlines()[0].partition(". ")[0]
         reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
-        found = "the one that prints nothing hangs" if TIMED_OUT in reason else "the one that ended first says why"
+        found = "the one that prints nothing hangs" if TIMED_OUT.search(reason) else "the one that ended first says why"
         return f"lost the other ranks ({reason}); {found}; start the same command again, with --init_from=auto"
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
