@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from conftest import ROOT
@@ -39,8 +40,14 @@ def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
         ask.read_arguments([f"@{tmp_path / 'missing.txt'}"])
 
 
-def test_page_of_answers_is_what_the_stored_runs_say():
+def test_pages_say_what_the_stored_runs_say():
     assert answers.rendered(ANSWERS) == ANSWERS
+    cells = [line.split("|")[2:] for line in ANSWERS.splitlines() if line.startswith("| `--momentum=")]
+    assert f"exclude 0 in {sum('**' in cell for row in cells for cell in row)} of 12 cells" in ANSWERS
+    decisions = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").replace("\n", " ")
+    cited = re.findall(r"[+-]\d\.\d{3} \([^)]* to [^)]*\)", decisions)
+    assert cited
+    assert all(f"**{interval}**" in ANSWERS for interval in cited)
     cell = next(line for line in ANSWERS.splitlines() if line.startswith("| `--momentum=0.9` |"))
     stored = next(x for x in answers.STORED["recipes"] if x["arm"] == "--momentum=0.9")
     mean = sum(stored["values"]) / len(stored["values"]) - sum(stored["base"]) / len(stored["base"])
