@@ -181,7 +181,7 @@ def test_two_questions_at_once_on_a_new_ledger_share_their_runs(asking, chars, t
         error = process.communicate()[1].decode()
         assert process.returncode == 3, error
     runs = asking.with_ledger(tmp_path / "new").runs()
-    assert len({run["key"] for run in runs}) == len(runs) == 6  # two of each of three arms
+    assert len({run["key"] for run in runs}) == len(runs) == 9  # three of each of three arms
 
 
 def test_other_seeds_are_another_question_and_more_budget_is_not(asking):
