@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from data.bits_per_byte import TextStatistics, text_statistics
-from data.meta_files import read_record
-from data.splits import Split
-from data.token_files import assumptions, check_vocabulary, listed_sha256, read_meta, token_files
-from data.tokenizer import from_meta_offline, padded_vocab_size
-from data.verify import Verification
+from data.meta_files import CHECKSUM, read_record
+from data.splits import SCANNED, Split
+from data.token_files import (
+    MappedFile,
+    assumptions,
+    check_vocabulary,
+    listed_sha256,
+    listed_with_masks,
+    read_meta,
+    token_files,
+)
+from data.tokenizer import Lengths, Tokenizer, from_meta_offline, padded_vocab_size
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
+from deskgpt.system.files import file_sha256
 
 SPLITS = ("train", "val")
+AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
+BEGINNING = 1 << 16  # bytes of text that a split is identified by
 
 
 class Dataset:
@@ -130,3 +145,127 @@ class Dataset:
             "val_sha256": self.metadata["val data"]["fingerprint"],
             **(self.text.as_metadata() if self.text else {}),
         }
+
+
+# ---- checksums -----------------------------------------------------------------------------------------------
+
+
+class Verification:
+    """Verifies the files of splits that meta.json lists, masks included.
+
+    Raises ValueError if one is not what it says, OSError. Of a large data set, `check` raises that later. `state`
+    says in a few words for the log what is verified.
+    """
+
+    def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
+        meta = read_record(folder)
+        self._checksums = {name: entry["sha256"] for name, entry in listed_with_masks(meta).items()}
+        files = [file for split in splits for file in split.files() if file.path.name in self._checksums]
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._verify, args=[files], name="checksums", daemon=True)
+        self._thread.start()
+        if not self._checksums:
+            self.state = "no checksums (meta.json lists no files)" if meta else "no checksums (no meta.json)"
+        elif sum(file.opened.st_size for file in files) <= AT_ONCE:
+            self._thread.join()
+            self.check()
+            self.state = "checksums verified"
+        else:
+            self.state = "checksums are verified while it trains"
+        if self._checksums and CHECKSUM not in meta:
+            self.state += "; meta.json is of an older version and has no checksum itself"
+
+    def check(self) -> None:
+        """Raises ValueError if a file has turned out not to have its checksum, or OSError. Cheap: for each step."""
+        if self._fault is not None:
+            raise self._fault
+
+    def close(self, print0: Callable[[str], None]) -> None:
+        """Prints if something is left to verify, which is then given up. Raises as check."""
+        self.check()
+        if self._thread.is_alive():
+            print0("note: the run ended before the checksums of all its data were verified")
+
+    def _verify(self, files: list[MappedFile]) -> None:
+        try:
+            for file in files:
+                checksum = file_sha256(file.path)
+                if checksum != self._checksums[file.path.name] and not file.was_replaced():
+                    raise ValueError(
+                        f"{file.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
+                        "prepare the data again"
+                    )
+        except Exception as e:  # raised by `check`
+            self._fault = e
+
+
+# ---- the text behind the tokens ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextStatistics:
+    """About the text of a split and of its evaluated windows. Special tokens are not text: they have no bytes."""
+
+    targets: int  # tokens that an evaluation predicts
+    evaluated_bytes: int  # of the text of these tokens
+    beginning: str  # SHA-256 of the split's first 64 KiB of text, 16 hex digits: the same with any tokenizer
+    all_bytes: int | None  # of the whole split's text; None for a split that would take long to read
+
+    def as_metadata(self) -> dict[str, Any]:
+        """What a run's log keeps of them."""
+        return {
+            "bytes_per_token": self.evaluated_bytes / self.targets,
+            "val_bytes": self.evaluated_bytes,
+            "val_text": self.beginning,
+            "val_text_bytes": self.all_bytes,
+        }
+
+    def bits_per_byte(self, loss: float) -> float:
+        """A mean loss of the targets (nats per token) in bits per byte of their text (The Pile, arXiv:2101.00027, 3.1).
+
+        Tokenizers cut the same text into tokens of different lengths; bits per byte compare between them. The nats of
+        end_of_text count, though it has no bytes: where documents end is a part of what a model has to predict.
+        """
+        return loss * (self.targets / self.evaluated_bytes) / math.log(2)
+
+
+def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> TextStatistics:
+    """The statistics of a split whose evaluation reads n windows.
+
+    They follow from the windows alone, not from micro-batches or ranks. Raises ValueError if the tokenizer lacks one
+    of the tokens, or no text is evaluated, and as Split if files cannot be read.
+    """
+    lengths = tokenizer.token_bytes()
+    targets = 0
+    evaluated_bytes = 0
+    for _, y in split.eval_chunks(n):
+        learned = y[y >= 0]
+        targets += len(learned)
+        evaluated_bytes += total_bytes(learned, lengths)
+    if not evaluated_bytes:
+        raise ValueError("the evaluated tokens hold no text")
+    all_bytes = None
+    if split.tokens <= SCANNED:
+        all_bytes = sum(total_bytes(ids, lengths) for shard in split.shards for _, ids in shard.chunks())
+    beginning = hashlib.sha256(text_beginning(split, tokenizer, lengths)).hexdigest()[:16]
+    return TextStatistics(targets, evaluated_bytes, beginning, all_bytes)
+
+
+def total_bytes(ids: npt.NDArray[Any], lengths: Lengths) -> int:
+    """Bytes of text of these tokens. Raises ValueError if one is past the tokenizer's vocabulary."""
+    if len(ids) and ids.max() >= len(lengths):  # the model's vocabulary may be padded
+        raise ValueError(f"the data holds token {ids.max()}, which its tokenizer does not have")
+    return int(lengths[ids].sum())
+
+
+def text_beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> bytes:
+    """The first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
+    text = b""
+    for shard in split.shards:
+        for first in range(0, len(shard), BEGINNING):  # no token of the text is shorter than a byte
+            ids = shard.read(first, BEGINNING)
+            if total_bytes(ids, lengths):
+                text += tokenizer.decode_bytes(ids[lengths[ids] > 0].tolist())
+            if len(text) >= BEGINNING:
+                return text[:BEGINNING]
+    return text

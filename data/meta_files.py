@@ -33,6 +33,7 @@ META: Fields = {
     "end_of_text": lambda value: value is None or is_number(value),
     "source": is_text,
     "text_column": is_text,
+    "txt_rows": is_text,
     "vocab_bytes": is_number,
     "shard_tokens": is_number,
     "val_tokens": is_number,

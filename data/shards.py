@@ -8,7 +8,6 @@ source where it ends, so that any of them can be made again, byte for byte, with
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from deskgpt.system.files import file_sha256, replacing
 
 ROWS_AT_ONCE = 64  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
 
-Entry = dict[str, Any]  # of a shard in meta.json: tokens, documents, sha256, end and, for the last one, last
+Entry = dict[str, Any]  # of a shard in meta.json: tokens, sha256, end and, for the last one, last
 
 
 class Position(NamedTuple):
@@ -46,7 +45,6 @@ class TokenStream:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, threads: int, position: Position) -> None:
         self.position = position  # of the next token
-        self.documents = 0  # begun so far
         self._ids = np.zeros(0, np.uint16)  # the tokens left of the row at hand
         self._rows = encoded_rows(source, tokenizer, threads, position)
 
@@ -62,7 +60,6 @@ class TokenStream:
         taken = self._ids[:at_most]
         self._ids = self._ids[at_most:]
         file, row_number, used = self.position
-        self.documents += used == 0
         more = len(self._ids) > 0
         self.position = Position(file, row_number, used + len(taken)) if more else Position(file, row_number + 1, 0)
         return taken
@@ -91,7 +88,6 @@ def encoded_rows(
 
 
 def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[tuple[Row, Ids]]:
-    """Rows with their token ids; empty documents have none."""
     return [(row, encoded_document(tokenizer, row.text)) for row in rows]
 
 
@@ -181,8 +177,6 @@ def write_shard(path: Path, size: int, stream: TokenStream, sha256: str | None) 
     Writes nothing and returns None if no tokens are left. sha256 is the checksum that the file must get, None if it
     may be any. Raises ValueError if it gets another, OSError if the disk is full.
     """
-    t0 = time.perf_counter()
-    documents_before = stream.documents
     changed = ValueError(f"{path} would come out unlike before: its source has changed; prepare into another --out")
     ids = stream.take(size)
     if not len(ids):
@@ -210,7 +204,5 @@ def write_shard(path: Path, size: int, stream: TokenStream, sha256: str | None) 
             f"cannot write {path}: {e.strerror or e}; finished shards are kept: free some disk space and run the same "
             "command again"
         ) from None
-    documents = stream.documents - documents_before
-    tokens_per_s = tokens / (time.perf_counter() - t0)
-    print(f"{path.name}: {tokens:,} tokens, {documents:,} documents, {tokens_per_s:,.0f} tokens/s", flush=True)
-    return {"tokens": tokens, "documents": documents, "sha256": checksum, "end": stream.position}
+    print(f"{path.name}: {tokens:,} tokens", flush=True)
+    return {"tokens": tokens, "sha256": checksum, "end": stream.position}

@@ -98,8 +98,8 @@ def checked(path: Path, number: int, text: str) -> str:
     """A text that begins in this line of the file. Raises ValueError for what is not UTF-8, and for NUL characters."""
     if bad := NOT_TEXT.search(text):
         line = number + text.count("\n", 0, bad.start())
-        reason = "is not UTF-8 text" if bad[0] != "\0" else "holds NUL characters (is it UTF-16, or not text at all?)"
-        raise ValueError(f"{path}, line {line}, {reason}; convert it to UTF-8 first, e.g. with iconv")
+        reason = "NUL characters (is it UTF-16, or not text at all?)" if bad[0] == "\0" else "this is not UTF-8 text"
+        raise ValueError(f"{path}, line {line}: {reason}; convert it to UTF-8 first, e.g. with iconv")
     return text
 
 

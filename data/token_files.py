@@ -12,22 +12,20 @@ it is not learned as a target. Either all shards of a split have one or none has
 from __future__ import annotations
 
 import codecs
-import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
-from data.meta_files import read_nanogpt, read_record, to_json
-from data.tokenizer import Ids, Tokenizer, padded_vocab_size
-from deskgpt.system.files import file_sha256, if_free, replacing, sha256, write_atomically
+from data.meta_files import read_nanogpt, read_record
+from data.tokenizer import Ids, padded_vocab_size
+from deskgpt.system.files import sha256, write_atomically
 
 MAGIC = 20240520
 VERSION = 1
@@ -37,6 +35,8 @@ MASK_SUFFIX = ".mask"
 CHUNK = 1 << 20  # tokens that are read at once from a file that is read whole
 MANY_FILES = 100  # a process may open 1,024 on most Linux systems, 256 on macOS, unless it asks for more
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+
+LEAST_OF_GPT2 = 1 << 15  # the largest id of a thousand tokens of text; vocabularies of characters or 32,000 stay below
 
 # What other files begin with that people have beside token files.
 FOREIGN = {
@@ -173,26 +173,20 @@ class MappedFile:
         for first in range(0, len(self), CHUNK):
             yield first, self.read(first, CHUNK)
 
+    def was_replaced(self) -> bool:
+        """Whether another file is at its path now, or none."""
+        try:
+            return not os.path.samestat(self.path.stat(), self.opened)
+        except OSError:
+            return True
+
     def was_written(self) -> bool:
         """Whether somebody has written into the file since it was opened, or since this was last asked."""
         before = self._written
-        with suppress(OSError):  # it was deleted
+        if not self.was_replaced():
             now = self.path.stat()
-            if os.path.samestat(now, self.opened):  # no other file has replaced it
-                self._written = (now.st_size, now.st_mtime_ns)
+            self._written = (now.st_size, now.st_mtime_ns)
         return self._written != before
-
-    def sha256(self, cancelled: Callable[[], bool] = lambda: False) -> str | None:
-        """The SHA-256 of the whole file, header included; None if cancelled, or if another file has replaced it."""
-        digest = hashlib.sha256()
-        with open(self.path, "rb") as file:
-            if not os.path.samestat(os.fstat(file.fileno()), self.opened):
-                return None
-            while content := file.read(TOKEN_BYTES * CHUNK):
-                if cancelled():
-                    return None
-                digest.update(content)
-        return digest.hexdigest()
 
 
 class Shard(MappedFile):
@@ -323,87 +317,6 @@ def listed_sha256(folder: Path, split: str) -> str | None:
     return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
 
 
-# ---- a whole data set ----------------------------------------------------------------------------------------
-
-
-class Masks(NamedTuple):
-    """What write_dataset writes beside the tokens of chat data."""
-
-    counts: dict[str, npt.NDArray[np.uint8]]  # the mask of each split
-    packed: int  # tokens of a window: documents are cut at these windows' ends only
-    chat: str  # the name of the template
-
-
-def write_dataset(
-    folder: Path,
-    splits: dict[str, Ids],
-    tokenizer: Tokenizer,
-    source: str,
-    masks: Masks | None = None,
-    end_of_text: int | None = None,
-) -> dict[str, Any]:
-    """Writes {"train": ids, "val": ids} as bare token files with their meta.json, which it returns.
-
-    end_of_text: the token that documents in ids begin with, if they have one. All files are written before the first
-    one gets its name, and val.bin gets its name last: wherever this stops, the folder holds the old data, the new, or
-    no val.bin. Raises ValueError if another prepare.py is at work there, OSError if the disk is full.
-    """
-    contents = {f"{split}.bin": ids.astype("<u2").tobytes() for split, ids in splits.items()}
-    files = {name: {"tokens": len(c) // TOKEN_BYTES, "sha256": sha256(c)} for name, c in contents.items()}
-    meta = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": source, "files": files}
-    if end_of_text is not None:
-        meta["end_of_text"] = end_of_text
-    if masks is not None:
-        of_masks = {f"{split}{MASK_SUFFIX}": counts.tobytes() for split, counts in masks.counts.items()}
-        contents |= of_masks
-        meta |= {"end_of_text": tokenizer.end_of_text, "packed": masks.packed, "chat": masks.chat}
-        meta["masks"] = {name: {"tokens": len(c), "sha256": sha256(c)} for name, c in of_masks.items()}
-    contents["meta.json"] = to_json(meta)
-    with locked(folder):
-        try:
-            with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
-                for name, content in sorted(contents.items(), reverse=True):
-                    file = stack.enter_context(replacing(folder / name))
-                    file.write(content)
-                    file.flush()
-                for name in ("val.bin", *(f"{split}{MASK_SUFFIX}" for split in splits)):
-                    (folder / name).unlink(missing_ok=True)
-        except OSError as e:
-            raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
-    return meta
-
-
-def is_prepared(folder: Path, source: str) -> bool:
-    """Whether folder holds what was prepared from `source`, unharmed: every file has the checksum of meta.json."""
-    try:
-        meta = read_record(folder)
-    except (OSError, ValueError):
-        return False
-    return meta.get("source") == source and not damaged(folder, listed_with_masks(meta))
-
-
-def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
-    """Names of the files that are missing or whose checksum differs from their entry in meta.json."""
-    names = []
-    for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
-        try:
-            unharmed = file_sha256(folder / name) == entry["sha256"]
-        except OSError:
-            unharmed = False
-        if not unharmed:
-            names.append(name)
-    return names
-
-
-@contextmanager
-def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
-    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError if one stays there."""
-    with if_free(folder, name, wait_s) as is_free:
-        if not is_free:
-            raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
-        yield
-
-
 # ---- the description -----------------------------------------------------------------------------------------
 
 
@@ -416,8 +329,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     meta = read_record(folder) or read_nanogpt(folder)
     if not meta:
-        is_gpt2 = largest_id(folder) >= 256  # any text in English has such tokens, " the" among them
-        meta = GPT2 if is_gpt2 else {"tokenizer": {}, "vocab_size": GPT2["vocab_size"], "end_of_text": None}
+        is_gpt2 = largest_id(folder) >= LEAST_OF_GPT2
+        meta = GPT2 if is_gpt2 else {"tokenizer": {}, "vocab_size": 50304}  # as many rows as GPT-2's take
     return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
 
 
@@ -442,18 +355,13 @@ def assumptions(folder: Path) -> list[str]:
                 f"{split} is read from {names}; not read: {', '.join(path.name for path in files.ignored[:3])}"
             )
     if not any(os.path.lexists(folder / name) for name in ("meta.json", "meta.pkl")):
-        ids = f"the ids begin with 0 to {largest_id(folder)}"
-        found.append(f"{folder} has no meta.json or meta.pkl: GPT-2's vocabulary of 50,257 is assumed; {ids}")
+        largest = largest_id(folder)
+        whose = "taken for GPT-2's" if largest >= LEAST_OF_GPT2 else "not GPT-2's, so their text is not known"
+        found.append(
+            f"{folder} has no meta.json or meta.pkl: its ids, 0 to {largest:,} at the beginning, are {whose}; a "
+            "vocabulary of GPT-2's size is assumed"
+        )
     return found
-
-
-def named_tokenizer(name: str) -> dict[str, Any]:
-    """The description of the tokenizer of this name, or of that of the prepared folder with this path.
-
-    Raises ValueError if the folder's meta.json is damaged.
-    """
-    folder = Path(name)
-    return read_meta(folder)["tokenizer"] if (folder / "meta.json").is_file() else {"name": name}
 
 
 def check_vocabulary(

@@ -1,11 +1,11 @@
 """Our tokenizers as Hugging Face's tokenizer.json and tokenizer_config.json, which AutoTokenizer reads.
 
-The files are written as plain JSON, without the tokenizers package. tokenizer_config.json has one key of our own,
-"deskgpt": the description from which `from_meta` makes our tokenizer again.
+tokenizer_config.json has one key of our own, "deskgpt": the description from which `from_meta` makes our tokenizer.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from data.tokenizer import CHAR_OF_BYTE, END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer, gpt2_vocabulary
@@ -16,20 +16,19 @@ NO_SUCH_TOKEN = "<unknown>"  # longer than any character, so that it is in no vo
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """What tokenizer.json says. Raises ValueError for a tokenizer that the format cannot hold."""
+    meta = tokenizer.meta()
+    bytes_ = {CHAR_OF_BYTE[byte]: byte for byte in range(256)}
     if isinstance(tokenizer, CharTokenizer):
         return of_chars(tokenizer)
     if isinstance(tokenizer, BytesTokenizer):
-        vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(255)}
-        return of_bytes(vocab | {END_OF_TEXT: 255}, [], splits=False)
-    meta = tokenizer.meta()
+        del bytes_[CHAR_OF_BYTE[255]]
+        return of_bytes(bytes_ | {END_OF_TEXT: 255}, [], splits=False)
     if meta["name"] == "gpt2":
-        ids, lines = gpt2_vocabulary()
-        return of_bytes(ids, [line.split(" ") for line in lines])
+        return of_bytes(*gpt2_vocabulary())
     if "merges" in meta:
-        merges = [line.split(" ") for line in meta["merges"].split("\n") if line]
-        vocab = {CHAR_OF_BYTE[byte]: byte for byte in range(256)}
-        vocab |= {left + right: 256 + i for i, (left, right) in enumerate(merges)}
-        return of_bytes(vocab | {END_OF_TEXT: tokenizer.end_of_text}, merges)
+        merges = meta["merges"].split("\n") if meta["merges"] else []
+        made = {merge.replace(" ", ""): 256 + i for i, merge in enumerate(merges)}
+        return of_bytes(bytes_ | made | {END_OF_TEXT: 256 + len(made)}, merges)
     raise ValueError(f"Hugging Face's tokenizer.json cannot hold the tokenizer {meta['name']!r}")
 
 
@@ -55,44 +54,22 @@ def tokenizer_config_json(tokenizer: Tokenizer, block_size: int, chat_template: 
 
 def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
     """One token per character. An unknown character is an error, as it is here, and nothing takes its place."""
-    return {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {char: i for i, char in enumerate(tokenizer.chars)},
-            "unk_token": NO_SUCH_TOKEN,
-        },
-    }
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {char: i for i, char in enumerate(tokenizer.chars)}
+    made = Tokenizer(models.WordLevel(vocab, unk_token=NO_SUCH_TOKEN))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return json.loads(made.to_str())
 
 
-def of_bytes(vocab: dict[str, Any], merges: list[Any], splits: bool = True) -> dict[str, Any]:
+def of_bytes(vocab: dict[str, int], merges: list[str], splits: bool = True) -> dict[str, Any]:
     """A byte-pair encoding as tokenizer.json. splits: first by GPT-2's pattern, which tokens do not cross."""
-    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": splits}
-    end = {
-        "id": vocab.get(END_OF_TEXT),
-        "content": END_OF_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    return {
-        "version": "1.0",
-        "added_tokens": [end] if END_OF_TEXT in vocab else [],
-        "normalizer": None,
-        "pre_tokenizer": by_bytes,
-        "post_processor": None,
-        "decoder": by_bytes,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-    }
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = [(left, right) for left, right in map(str.split, merges)]
+    made = Tokenizer(models.BPE(vocab, pairs))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=splits)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return json.loads(made.to_str())

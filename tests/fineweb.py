@@ -52,10 +52,6 @@ def tokens(folder: Path) -> np.ndarray:
     return np.concatenate([read_tokens(p) for p in paths])
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.glob("[!.]*"))}
-
-
 Script = Callable[..., Finished]
 SMALL = ("--tokenizer=bytes", "--shard_tokens=250_000", "--val_tokens=50_000")
 

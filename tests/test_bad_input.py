@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, contents, files_of_at_most, flags
 
-from data.token_files import write_dataset, write_tokens
+from data.prepared import write_dataset
+from data.token_files import write_tokens
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute import implementation

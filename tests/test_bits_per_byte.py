@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from conftest import TINY, assert_one_line, events, flags, needs_bpe, tiny
 
 from bench.analysis.logs import read_run
 from bench.analysis.verdict import compare
-from data.bits_per_byte import BEGINNING, text_statistics
+from data.dataset import BEGINNING, text_statistics
 from data.splits import Split
 from data.text.prepare import prepare
 from data.token_files import write_tokens
@@ -103,23 +102,6 @@ def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
         from_meta_offline({"name": "gpt2"})
     assert len(list(tmp_path.iterdir())) == len(list(cache.iterdir()))
-
-
-def test_run_without_a_tokenizer_says_so_and_goes_on(chars, tmp_path, capsys):
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in ("train.bin", "val.bin"):
-        (data / name).write_bytes((chars / name).read_bytes())
-    vocab_size = json.loads((chars / "meta.json").read_text())["vocab_size"]
-    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
-    main(tiny(data, tmp_path / "out", max_iters=3))
-    out = capsys.readouterr().out
-    [line] = [line for line in out.splitlines() if "bits per byte" in line]
-    assert "not known" in line
-    assert [e["val_bpb"] for e in events(tmp_path / "out", "eval")] == [None, None]
-    rows = compare([read_run(str(tmp_path / "out"))]).as_data()["rows"]["Learning"]
-    assert "lowest val loss" in rows
-    assert "bits per byte there" not in rows
 
 
 # ---- where it shows ------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from data.chat.prepare import pack, prepare, read_dialogues
 from data.chat.talk import Dialogue, talk
-from data.chat.template import JINJA, Message, Template
+from data.chat.template import Message, Template
 from data.loader import Loader, eval_batches, first_micro_batch
 from data.meta_files import read_record
 from data.splits import Split
@@ -80,51 +80,33 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return BytesTokenizer() if request.param == "bytes" else named("gpt2")
 
 
-@given(dialogue=messages)
-def test_contents_cannot_forge_a_turn_and_only_the_assistants_words_and_ends_are_learned(tokenizer, dialogue):
-    ids, counts = Template(tokenizer).encode(dialogue)
+@given(dialogue=messages, answer=texts)
+def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_what_they_continue(
+    tokenizer, dialogue, answer
+):
+    template = Template(tokenizer)
+    prompt = template.prompt(dialogue)
+    dialogue = [*dialogue, Message("assistant", answer)]
+    ids, counts = template.encode(dialogue)
+    assert np.array_equal(ids[: len(prompt)], prompt)
+    assert counts[len(prompt) :].all()
     ends = np.flatnonzero(ids == tokenizer.end_of_text)
     assert len(ends) == 1 + len(dialogue)
     assert ends[0] == 0
     for message, first, last in zip(dialogue, ends[:-1] + 1, ends[1:], strict=True):
-        header = f"{message.role.capitalize()}:\n"
-        assert tokenizer.decode_bytes(ids[first:last].tolist()).decode() == header + message.content
+        text = f"{message.role.capitalize()}:\n{message.content}"
+        assert tokenizer.decode_bytes(ids[first:last].tolist()).decode() == text
         learned = ids[first : last + 1][counts[first : last + 1] == 1].tolist()
         if message.role == "assistant":
             assert learned.pop() == tokenizer.end_of_text
-            assert tokenizer.decode_bytes(learned).decode() == message.content
-        else:
-            assert learned == []
-
-
-@given(dialogue=messages, answer=texts)
-def test_an_answer_continues_in_talking_what_it_continues_in_training(tokenizer, dialogue, answer):
-    template = Template(tokenizer)
-    prompt = template.prompt(dialogue)
-    whole = template.encode([*dialogue, Message("assistant", answer)])
-    assert np.array_equal(whole.ids[: len(prompt)], prompt)
-    assert whole.counts[len(prompt) :].all()
-
-
-@given(dialogue=messages, wants_prompt=st.booleans())
-def test_jinja_template_renders_the_same_text(dialogue, wants_prompt):
-    jinja2 = pytest.importorskip("jinja2")
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(JINJA)  # as transformers does
-    rendered = template.render(
-        messages=[message._asdict() for message in dialogue], eos_token="\xff", add_generation_prompt=wants_prompt
-    )
-    ours = Template(BytesTokenizer())
-    ids = ours.prompt(dialogue) if wants_prompt else ours.encode(dialogue).ids
-    if not any("\xff" in message.content for message in dialogue):
-        expected = b"".join(b"\xff" if char == "\xff" else char.encode() for char in rendered)
-        assert ids.astype(np.uint8).tobytes() == expected
+        assert tokenizer.decode_bytes(learned).decode() == message.content * (message.role == "assistant")
 
 
 def test_tokenizer_without_an_end_of_text_is_refused(script, tmp_path):
     with pytest.raises(ValueError, match="char"):
         Template(CharTokenizer("abc"))
     done = script("data/chat/prepare.py", write(tmp_path / "d.jsonl", [HELLO] * 2), "--tokenizer=char")
-    fails(done, "--tokenizer=char", "--like")
+    fails(done, "--tokenizer=char", "--tokenizer=bpe")
 
 
 # ---- packing -------------------------------------------------------------------------------------------------
@@ -178,7 +160,9 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def test_prepared_once_and_again_where_a_mask_is_damaged(tmp_path, script):
+def test_dialogues_that_ship_and_ones_own_are_prepared_once_and_again_where_a_mask_is_damaged(tmp_path, script):
+    done = script("data/chat/prepare.py", "--out", tmp_path / "shipped", "--tokenizer=bytes", "--block_size=256")
+    assert (done.code, done.err) == (0, "")
     source = write(tmp_path / "d.jsonl", varied(40))
     command = ("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", f"--block_size={T}")
     done = script(*command)
@@ -229,12 +213,6 @@ def test_message_of_weight_0_is_not_learned_and_half_a_surrogate_is_replaced(tmp
     assert dialogue[2] == Message("assistant", "No \ufffd", learned=False)
     ids, counts = Template(BytesTokenizer()).encode(dialogue)
     assert bytes(ids[counts == 1].astype(np.uint8).tolist()) == b"Hi.\xff"
-
-
-def test_dialogues_ship_with_the_script(tmp_path, script):
-    done = script("data/chat/prepare.py", "--out", tmp_path / "c", "--tokenizer=bytes", "--block_size=256")
-    assert (done.code, done.err) == (0, "")
-    assert "longer" not in done.out
 
 
 NO_DIALOGUE = [
@@ -356,9 +334,7 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
     split = Split(masked(tmp_path / "m", {"val": [5, 6, 7, 3 * T, 6 * T + 1]}), "val", T, 256)
     runner = small()
     expected = by_hand(runner, *split.eval_batch(np.arange(3), 3)).item()
-    batches = [*eval_batches(split, Batching(1, eval_windows=99), CPU)]
-    assert runner.evaluate(batches, DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
-    for world in (2, 4):  # ranks with padding only
+    for world in (1, 2, 4):  # of four, some ranks have padding only
         batchings = [Batching(1, world, eval_windows=99, rank=rank, world=world) for rank in range(world)]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
@@ -401,88 +377,39 @@ def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
     template = Template(BytesTokenizer())
     dialogue = Dialogue(template, 160, "Be kind.")
     for n in range(9):
-        before = dialogue.turns
+        before = [*dialogue.messages]
         dialogue.ask(f"question {n}")
         prompt = bytes(dialogue.prompt().astype(np.uint8).tolist())
         assert len(prompt) <= 120  # a quarter is left for the answer
         assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
-        forgotten = before[: len(before) + 1 - len(dialogue.turns)]
-        if forgotten:  # the last of them would not have fitted
-            longer = [*forgotten[-1], *(message for turn in dialogue.turns for message in turn)]
+        forgotten = len(before) + 1 - len(dialogue.messages)
+        if forgotten:  # the last turn of them would not have fitted
+            assert forgotten % 2 == 0
+            longer = [*before[forgotten - 2 : forgotten], *dialogue.messages]
             assert len(template.prompt([*dialogue.system, *longer])) > 120
         dialogue.answered(f"answer {n}")
-    assert 2 <= len(dialogue.turns) < 9
+    assert 4 <= len(dialogue.messages) < 18
     with pytest.raises(ValueError, match="room for 120"):
         dialogue.ask("x" * 200)
-    assert dialogue.turns[-1][0].content == "question 8"
+    assert dialogue.messages[-2].content == "question 8"
     with pytest.raises(ValueError, match="system's message takes 221 tokens"):
         Dialogue(template, 160, "x" * 200)
 
 
-def said(roles: str) -> list[dict[str, str]]:
-    names = {"s": "system", "u": "user", "a": "assistant"}
-    return [{"role": names[role], "content": f"{n}{role}"} for n, role in enumerate(roles)]
+def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypatch, capsys):
+    def answer(prompt: Any, n: int) -> Iterator[str]:  # an echo
+        said = bytes(prompt.astype(np.uint8)).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
+        if said == "Ctrl+C":
+            raise KeyboardInterrupt
+        yield from (f"{n}: ", said)
 
-
-def test_dialogue_of_another_program_is_the_one_that_was_talked():
-    template = Template(BytesTokenizer())
-    for length in (1000, 80):
-        talked = Dialogue(template, length, "0s")
-        for n in range(1, 12, 2):
-            talked.ask(f"{n}u")
-            sent = Dialogue.of(template, length, said("s" + "ua" * (n // 2) + "u"))
-            assert (sent.system, sent.turns) == (talked.system, talked.turns)
-            talked.answered(f"{n + 1}a")
-    assert (
-        Dialogue.of(template, 1000, said("uuaau")).prompt().tolist()
-        == template.prompt([Message(m["role"], m["content"]) for m in said("uuaau")]).tolist()
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        (None, "None"),
-        ("hi", "'hi'"),
-        ([], "user's"),
-        (said("s"), "user's"),
-        (said("au"), "user's"),
-        (said("ua"), "user's"),
-        (said("usu"), "system's"),
-        (said("ssu"), "system's"),
-        ([{"role": "user"}], "message 1"),
-        ([{"role": "tool", "content": "x"}], "'tool'"),
-        ([{"role": "user", "content": "x" * 200}], "room for 120"),
-        ([{"role": "system", "content": "x" * 200}, *said("u")], "system's message"),
-    ],
-)
-def test_what_is_no_dialogue_is_refused_in_one_line(value, named):
-    with pytest.raises(ValueError, match=r".") as e:
-        Dialogue.of(Template(BytesTokenizer()), 160, value)
-    assert_one_line(e.value, named)
-
-
-@pytest.fixture
-def talked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[bytes], list[str]]:
-    """Talks with an echo, given what comes from a pipe; returns what is printed, by lines."""
-
-    def run(typed: bytes) -> list[str]:
-        def answer(prompt: Any, n: int) -> Iterator[str]:
-            said = bytes(prompt.astype(np.uint8)).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
-            if said == "Ctrl+C":
-                raise KeyboardInterrupt
-            yield from (f"{n}: ", said)
-
+    def talked(typed: bytes) -> list[str]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
         talk(Dialogue(Template(BytesTokenizer()), 80), answer)
         out, err = capsys.readouterr()
         return (out + err).splitlines()
 
-    return run
-
-
-def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(talked):
     *answers, error = talked(b"hi\n\n  \n" + b"x" * 100 + b"\nyou")
     assert answers == ["0: hi", "1: you"]
     assert_one_line(error, "error: ", 60)

@@ -21,7 +21,6 @@ import json
 import operator
 import os
 import re
-import shutil
 import signal
 import sys
 import zlib
@@ -44,11 +43,12 @@ import train
 from bench.analysis import page, verdict
 from bench.analysis.logs import read_runs
 from configurator import build, configure
+from data.dataset import Verification
 from data.meta_files import write_meta
+from data.prepared import write_dataset
 from data.splits import Split
-from data.token_files import read_meta, write_dataset, write_tokens
+from data.token_files import read_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
-from data.verify import Verification
 from deskgpt.checkpoint import store
 from deskgpt.compute import implementation
 from deskgpt.compute.batching import Batching
@@ -368,24 +368,11 @@ def test_logs(folder, whole_logs, written):
 
 BLOCK = 8
 TEXT = "So shaken as we are, so wan with care, find we a time for frighted peace to pant: ünïcödé 🧀"
-
-
 CHARS = CharTokenizer.of(TEXT)
 
 
-def use_data(folder: Path, name: str, content: bytes) -> None:
-    """What training from scratch and sampling do with a data folder that has this file."""
-    shutil.rmtree(folder / "data", ignore_errors=True)
-    folder = folder / "data"
-    folder.mkdir()
-    for split in ("train", "val"):
-        write_tokens(folder / f"{split}.bin", CHARS.encode(TEXT))
-    (folder / name).write_bytes(content)
-    with ends_as_documented():
-        read_data(folder)
-
-
 def read_data(folder: Path) -> None:
+    """What training from scratch and sampling do with a data folder."""
     meta = read_meta(folder)
     vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
     if meta["tokenizer"]:
@@ -440,7 +427,11 @@ changes = st.lists(st.tuples(share, odd_json), max_size=2)
 @given(content=st.builds(with_changes, st.sampled_from([PLAIN, OWN]), changes) | odd_json)
 def test_meta_json(folder, content):
     """Without a checksum, as in older folders: a stranger would make the right one."""
-    use_data(folder, "meta.json", json.dumps(content).encode())
+    for split in ("train", "val"):
+        write_tokens(folder / "data" / f"{split}.bin", CHARS.encode(TEXT))
+    (folder / "data" / "meta.json").write_text(json.dumps(content))
+    with ends_as_documented():
+        read_data(folder / "data")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import time
 from hashlib import sha256
 
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from data.dataset import Verification
 from data.loader import AHEAD, Loader
 from data.meta_files import write_meta
 from data.splits import Split
 from data.token_files import write_tokens
-from data.verify import Verification
 from deskgpt.compute.batching import Batching
 
 try:
@@ -65,24 +66,27 @@ def test_what_goes_wrong_ahead_is_raised_when_its_turn_comes(split):
     loader.close()
 
 
-def test_waiting_is_counted_and_batches_made_ahead_are_not_waited_for(split):
+def test_batches_are_made_ahead_and_waiting_for_one_is_counted(split):
+    made: list[int] = []
+    go_on = threading.Event()
+
     class Slow:
         masks = ()
 
         def train_batch(self, step, rows, global_batch):
-            time.sleep(0.05)
+            go_on.wait()
+            made.append(step)
             return split.train_batch(step, rows, global_batch)
 
     waits: list[float] = []
     loader = Loader(Slow(), Batching(2), CPU, waited=waits.append)  # type: ignore[arg-type]
+    threading.Timer(0.5, go_on.set).start()
     [*loader.step()]
-    assert sum(waits) > 0.02
-    waits.clear()
-    time.sleep(0.05 * (AHEAD + 2))
-    for _ in range(AHEAD):
-        [*loader.step()]
-    assert sum(waits) < 0.04
-    assert len(waits) == AHEAD  # each micro-batch is counted once
+    assert len(waits) == 1
+    assert waits[0] > 0.05
+    while len(made) < 1 + AHEAD:  # nobody asks for them yet
+        time.sleep(0.001)
+    assert sorted(made) == list(range(1 + AHEAD))
     loader.close()
 
 

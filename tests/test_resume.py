@@ -20,8 +20,8 @@ from conftest import ROOT, TINY, assert_equal, assert_one_line, contents, events
 from tiny_models import MODERN_SETTINGS
 from torch.optim.swa_utils import AveragedModel
 
+from data.prepared import write_dataset
 from data.splits import FINGERPRINTED
-from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.run.log import git_commit

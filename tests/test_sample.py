@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from data.token_files import write_dataset
+from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute.generation import GenerationConfig, Sample, write

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
-import json
 import lzma
 import os
 import pickle
@@ -15,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import token_files
+from data.prepared import is_prepared, locked, write_dataset
 from data.token_files import (
     HEADER_BYTES,
     MAGIC,
     Shard,
     assumptions,
     check_vocabulary,
-    is_prepared,
     llmc_header,
-    locked,
     read_meta,
     read_tokens,
-    write_dataset,
     write_tokens,
 )
 from data.tokenizer import BytesTokenizer, CharTokenizer
@@ -50,8 +46,6 @@ def test_tokens_and_any_piece_of_them_are_read_as_they_were_written(tmp_path_fac
     assert len(shard) == len(ids)
     assert shard.read(first, n).tolist() == ids[first : first + n]
     assert np.concatenate([piece for _, piece in shard.chunks()]).tolist() == ids
-    assert shard.sha256() == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert shard.sha256(cancelled=lambda: True) is None
 
 
 def headed(tokens: int, at: int = 0, value: int = MAGIC) -> bytes:
@@ -115,7 +109,7 @@ def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_re
     shard = Shard(path)
     assert replaced.read(0, 100).tolist() == list(range(100))
     assert not replaced.was_written()
-    assert replaced.sha256() is None  # the file at its path is another one
+    assert [replaced.was_replaced(), shard.was_replaced()] == [True, False]
 
     with open(path, "r+b") as file:
         file.write(b"\x05")
@@ -137,25 +131,19 @@ def dataset(folder: Path, train: list[int], val: list[int]) -> Path:
     return folder
 
 
-def test_prepared_data_is_recognised_and_damage_noticed(tmp_path):
+def test_prepared_data_is_recognised_damage_noticed_and_two_do_not_write_at_once(tmp_path):
     dataset(tmp_path, [1, 2, 3], [4, 5])
     assert is_prepared(tmp_path, "test")
     assert not is_prepared(tmp_path, "other source")
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    assert meta["vocab_size"] == 256
-    assert meta["files"]["train.bin"]["tokens"] == 3
-    (tmp_path / "val.bin").write_bytes(b"\x04\x00\x06\x00")
-    assert not is_prepared(tmp_path, "test")
-    (tmp_path / "val.bin").unlink()
-    assert not is_prepared(tmp_path, "test")
-
-
-def test_two_at_once_do_not_write_into_one_folder(tmp_path):
-    dataset(tmp_path, [1, 2, 3], [4, 5])
     with locked(tmp_path), pytest.raises(ValueError, match="wait") as e:
         dataset(tmp_path, [7, 8, 9], [7, 7])
     assert_one_line(str(e.value), tmp_path)
     assert is_prepared(tmp_path, "test")
+    for harmed in (b"\x04\x00\x06\x00", b""):
+        (tmp_path / "val.bin").write_bytes(harmed)
+        assert not is_prepared(tmp_path, "test")
+    (tmp_path / "val.bin").unlink()
+    assert not is_prepared(tmp_path, "test")
     dataset(tmp_path, [7, 8, 9], [7, 7])
     assert read_tokens(tmp_path / "train.bin").tolist() == [7, 8, 9]
     assert {path.name for path in tmp_path.iterdir()} <= {"train.bin", "val.bin", "meta.json"}
@@ -203,8 +191,10 @@ def test_missing_data_names_the_script_that_makes_it(tmp_path):
 
 def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2_if_the_ids_can_be(tmp_path):
     assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
-    write_tokens(tmp_path / "val.bin", np.arange(65, dtype=np.uint16))
-    assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 50257, "end_of_text": None}
+    for vocab_size in (65, 32_000):  # characters, Llama 2
+        write_tokens(tmp_path / "val.bin", np.arange(vocab_size, dtype=np.uint16))
+        assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 50304, "end_of_text": None}
+    check_vocabulary(tmp_path, read_meta(tmp_path), 50304, {"name": "gpt2"})  # of a run that took it for GPT-2's
     chars = ["b", "a"]
     nanogpt = {"vocab_size": 2, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt))

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_refused, flags, needs_bpe
-from fineweb import contents, fails
+from conftest import TINY, assert_refused, contents, flags, needs_bpe
+from fineweb import fails
 from hypothesis import given
 from hypothesis import strategies as st
 

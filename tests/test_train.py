@@ -32,8 +32,8 @@ from torch._dynamo.utils import counters
 
 import train
 from data.loader import eval_batches
+from data.prepared import write_dataset
 from data.splits import Split
-from data.token_files import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
@@ -172,7 +172,7 @@ def test_file_found_damaged_while_it_trains_ends_the_run(chars, tmp_path, monkey
     ids = np.fromfile(data / "val.bin", "<u2")
     ids[[0, 1]] = 1, 2
     ids.tofile(data / "val.bin")
-    monkeypatch.setattr("data.verify.AT_ONCE", 0)
+    monkeypatch.setattr("data.dataset.AT_ONCE", 0)
     with pytest.raises(ValueError, match="checksum") as e:
         main(tiny(data, tmp_path / "out", max_iters=100_000, eval_interval=100_000))
     assert_one_line(e.value, "val.bin", "meta.json")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import assert_one_line
 
-import data.verify
+import data.dataset
+from data.dataset import Verification
 from data.meta_files import write_meta
+from data.prepared import write_dataset
 from data.splits import Split
-from data.token_files import Shard, assumptions, write_dataset, write_tokens
+from data.token_files import assumptions, write_tokens
 from data.tokenizer import BytesTokenizer
-from data.verify import Verification
 
 
 def dataset(folder: Path) -> Path:
@@ -43,7 +44,7 @@ def verified(folder: Path) -> str:
 @pytest.mark.parametrize("at_once", [True, False], ids=["before the run", "while it trains"])
 def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
     dataset(tmp_path)
-    monkeypatch.setattr(data.verify, "AT_ONCE", 1 << 30 if at_once else 0)
+    monkeypatch.setattr(data.dataset, "AT_ONCE", 1 << 30 if at_once else 0)
     assert verified(tmp_path) == ("checksums verified" if at_once else "checksums are verified while it trains")
     ids = np.fromfile(tmp_path / "val.bin", "<u2")
     ids[3] ^= 1
@@ -72,17 +73,13 @@ def test_folders_without_a_list_and_files_outside_of_it_are_said(tmp_path):
     assert verified(tmp_path) == "no checksums (no meta.json)"
 
 
-def test_closing_stops_a_verification_that_has_not_ended(tmp_path, monkeypatch):
+def test_verification_that_has_not_ended_is_given_up_at_the_end_of_a_run(tmp_path, monkeypatch):
     dataset(tmp_path)
-    monkeypatch.setattr(data.verify, "AT_ONCE", 0)
-
-    def slow(shard, cancelled):
-        while not cancelled():
-            time.sleep(0.01)
-
-    monkeypatch.setattr(Shard, "sha256", slow)
+    go_on = threading.Event()
+    monkeypatch.setattr(data.dataset, "AT_ONCE", 0)
+    monkeypatch.setattr(data.dataset, "file_sha256", lambda path: go_on.wait() and "")
     verification = Verification(tmp_path, splits_of(tmp_path))
-    verification.check()
     said: list[str] = []
     verification.close(said.append)
+    go_on.set()
     assert_one_line(*said, "before the checksums")

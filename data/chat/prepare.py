@@ -24,7 +24,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -32,12 +32,12 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
+from data.prepared import document_tokenizer, is_prepared, write_dataset
 from data.text.prepare import DATA, add_folder
 from data.text_files import expanded, read_text
-from data.token_files import Masks, is_prepared, named_tokenizer, write_dataset
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import sha256
+from deskgpt.system.files import file_sha256, sha256
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
@@ -57,7 +57,7 @@ def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
     """What the command line asks for: with --like, both are those of a checkpoint. Raises ValueError."""
     block_size = BLOCK_SIZE if args.block_size is None else args.block_size
     if not args.like:
-        return from_meta(named_tokenizer(args.tokenizer or TOKENIZER)), block_size
+        return document_tokenizer(args.tokenizer or TOKENIZER), block_size
     from deskgpt.checkpoint import store  # imports torch, which takes seconds
 
     saved = store.load(args.like)
@@ -87,35 +87,28 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
         raise ValueError(f"{paths[0]} holds only one dialogue; at least two are needed, one of them for val")
 
     cut = len(dialogues) - max(1, len(dialogues) // VAL_PART)
-    splits = {"train": dialogues[:cut], "val": dialogues[cut:]}
-    packed = {split: packed_tokens(of_split, block_size, template.end_of_text) for split, of_split in splits.items()}
-    ids = {split: encoded.ids for split, encoded in packed.items()}
-    counts = {split: encoded.counts for split, encoded in packed.items()}
-    write_dataset(folder, ids, tokenizer, source, Masks(counts, block_size, NAME))
-
+    ids = {}
+    counts = {}
     print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, windows of {block_size:,} tokens")
-    for split, of_split in splits.items():
-        print(f"{split}.bin has {describe_split(of_split, packed[split], block_size)}")
+    for split, part in (("train", dialogues[:cut]), ("val", dialogues[cut:])):
+        ids[split], counts[split] = packed_tokens(part, block_size, template.end_of_text)
+        n = len(ids[split])
+        filled = sum(len(dialogue.ids) for dialogue in part) / n
+        learned = counts[split].mean()
+        shares = f"{learned:.1%} of the tokens are learned, {1 - filled:.1%} are padding"
+        print(f"{split}.bin has {len(part):,} dialogues in {n // block_size:,} windows: {shares}")
     n_long = sum(len(dialogue.ids) > block_size for dialogue in dialogues)
     if n_long:
         print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
+    about = {"end_of_text": template.end_of_text, "packed": block_size, "chat": NAME}
+    write_dataset(folder, ids, tokenizer, source, counts, **about)
 
 
 def source_of(paths: list[Path], tokenizer: Tokenizer, block_size: int) -> str:
     """The description in meta.json by which the same data is recognised. Raises OSError."""
-    checksums = [sha256(read_text(path).encode("utf-8", "surrogatepass")) for path in paths]
+    made_by = [*map(file_sha256, paths), tokenizer.meta(), tokenizer.end_of_text]
     names = ", ".join(path.name for path in paths[:NAMED_FILES])
-    made_by = [*checksums, tokenizer.meta(), tokenizer.end_of_text]
     return f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
-
-
-def describe_split(dialogues: list[Encoded], packed: Encoded, block_size: int) -> str:
-    tokens = len(packed.ids)
-    padding = tokens - sum(len(dialogue.ids) for dialogue in dialogues)
-    return (
-        f"{len(dialogues):,} dialogues in {tokens // block_size:,} windows: {packed.counts.mean():.1%} of the tokens "
-        f"are learned, {padding / tokens:.1%} are padding"
-    )
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -161,13 +154,8 @@ def dialogues_of_array(path: Path, text: str) -> list[tuple[str, Any]]:
 # ---- packing -------------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
-    starts: list[int]  # the place of each dialogue's first token
-    windows: int
-
-
-def pack(lengths: list[int], block_size: int) -> Layout:
-    """Places for dialogues of these numbers of tokens in windows of block_size tokens.
+def pack(lengths: list[int], block_size: int) -> tuple[list[int], int]:
+    """(the place of each first token, windows) for dialogues of these numbers of tokens.
 
     Best fit, the longest first: each goes where it leaves the least room, and into a new window where it fits nowhere.
     One that is longer than a window takes several in a row; the last of them is filled as others are.
@@ -186,7 +174,7 @@ def pack(lengths: list[int], block_size: int) -> Layout:
             windows += room // block_size
         if room > n:
             bisect.insort(rooms, (room - n, starts[i] + n))
-    return Layout(starts, windows)
+    return starts, windows
 
 
 def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -> Encoded:
@@ -194,11 +182,11 @@ def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -
 
     The last token is a target only: that of the last window's last input.
     """
-    layout = pack([len(dialogue.ids) for dialogue in dialogues], block_size)
-    n = layout.windows * block_size + 1
+    starts, windows = pack([len(dialogue.ids) for dialogue in dialogues], block_size)
+    n = windows * block_size + 1
     ids = np.full(n, end_of_text, np.uint16)
     counts = np.zeros(n, np.uint8)
-    for dialogue, start in zip(dialogues, layout.starts, strict=True):
+    for dialogue, start in zip(dialogues, starts, strict=True):
         end = start + len(dialogue.ids)
         ids[start:end] = dialogue.ids
         counts[start:end] = dialogue.counts

@@ -26,7 +26,7 @@ class Dialogue:
         self.template = template
         self.most_tokens = block_size - max(1, block_size // LEAST_ROOM)  # of a prompt
         self.system = [Message("system", system)] if system else []
-        self.turns: list[list[Message]] = []  # each what the user said and, but for the last one, the answer
+        self.messages: list[Message] = []  # the user's and the assistant's
         if len(self.prompt()) > self.most_tokens:
             raise ValueError(
                 f"the system's message takes {len(self.prompt()):,} tokens with its header, and {self.most_tokens:,} "
@@ -48,37 +48,34 @@ class Dialogue:
         if not messages or messages[0].role != "user" or messages[-1].role != "user":
             raise ValueError("the first message after the system's and the last one must be the user's")
         dialogue = cls(template, block_size, system)
-        for message in messages[:-1]:
-            if message.role == "user":
-                dialogue.turns.append([])
-            dialogue.turns[-1].append(message)
+        dialogue.messages = messages[:-1]
         dialogue.ask(messages[-1].content)
         return dialogue
 
     def ask(self, text: str) -> None:
         """The user says something. Raises ValueError, and forgets it, where it does not fit by itself."""
-        turn = [Message("user", text)]
-        alone = len(self.template.prompt(self.system + turn))
+        said = Message("user", text)
+        alone = len(self.template.prompt([*self.system, said]))
         if alone > self.most_tokens:
             raise ValueError(
                 f"this takes {alone:,} tokens, and the model's context has room for {self.most_tokens:,}; say less"
             )
         room = self.most_tokens - alone
-        n_kept = 0
-        for earlier in reversed(self.turns):
-            room -= len(self.template.encode(earlier).ids) - 1  # without the token that begins a dialogue
+        kept = len(self.messages)
+        for n in reversed(range(kept)):
+            room -= len(self.template.encode([self.messages[n]]).ids) - 1  # without the token that begins a dialogue
             if room < 0:
                 break
-            n_kept += 1
-        self.turns = [*self.turns[len(self.turns) - n_kept :], turn]
+            if self.messages[n].role == "user":  # a turn begins
+                kept = n
+        self.messages = [*self.messages[kept:], said]
 
     def answered(self, text: str) -> None:
-        self.turns[-1].append(Message("assistant", text))
+        self.messages.append(Message("assistant", text))
 
     def prompt(self) -> Ids:
         """What the next answer continues (n,)."""
-        messages = [message for turn in self.turns for message in turn]
-        return self.template.prompt(self.system + messages)
+        return self.template.prompt(self.system + self.messages)
 
 
 def talk(dialogue: Dialogue, answer: Answer) -> None:

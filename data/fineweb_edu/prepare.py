@@ -20,7 +20,6 @@ import argparse
 import copy
 import math
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,12 +28,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.documents import Source, first_line, local_source
+from data.documents import Source, first_line, format_of, local_source
 from data.meta_files import CHECKSUM, read_record, write_meta
+from data.prepared import damaged, document_tokenizer, locked
 from data.shards import Entry, is_complete, plan, write_shards
 from data.text.prepare import add_folder
-from data.token_files import damaged, locked, named_tokenizer
-from data.tokenizer import Tokenizer, from_meta, short_name
+from data.tokenizer import Tokenizer, short_name
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 
 REPO = "HuggingFaceFW/fineweb-edu"
@@ -88,9 +87,7 @@ def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
             path.unlink()
     records = earlier_records(folder)
     source = local_source(args.source, args.text_column) if args.source else None
-    tokenizer = from_meta(named_tokenizer(args.tokenizer))
-    if tokenizer.end_of_text is None:
-        raise ValueError(f"--tokenizer {args.tokenizer}: it has no token that documents could begin with; use another")
+    tokenizer = document_tokenizer(args.tokenizer)
     identity = identity_of(args, source, tokenizer, records)
     for record in records.values():
         check_identity(folder, record, identity)
@@ -131,7 +128,9 @@ def identity_of(
         size = sum(os.path.getsize(file) for file in source.files)
         estimate = size // (1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN)
         val_tokens = max(1, min(args.shard_tokens, estimate // 10))
+    is_text = source is not None and any(format_of(file) == "text" for file in source.files)
     return {
+        **({"txt_rows": "documents"} if is_text else {}),  # in older versions, pieces of documents
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
@@ -173,7 +172,7 @@ def merge(folder: Path, parts: int, tokens: float) -> None:
         if made is None or (made and not is_complete(folder, shards_of(records[part.record], part, tokens), made)):
             missing.append(f"{part.number}/{parts}")
         for name, entry in (made or {}).items():
-            entries[name] = {key: entry[key] for key in ("tokens", "documents", "sha256")}
+            entries[name] = without(entry, "end", "last")
     settings, *of_others = (without(record, "files", CHECKSUM) for record in records.values())
     for other in of_others:
         check_identity(folder, other, settings)
@@ -189,19 +188,14 @@ def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def finish(folder: Path, meta: dict[str, Any]) -> None:
-    """Prints what folder holds. Raises ValueError, and deletes what was made, if the source left none for train."""
-    entries: dict[str, Entry] = meta["files"]
-    if not any(name.startswith("train") for name in entries):
-        tokens = sum(entry["tokens"] for entry in entries.values())
-        for name in [*entries, "meta.json"]:
-            (folder / name).unlink()
-        shutil.rmtree(folder / "parts", ignore_errors=True)
-        remedy = f"try --val_tokens={tokens // 10}" if tokens >= 10 else "is --text_column right?"
-        raise ValueError(f"{meta['source']} has {tokens:,} tokens, and all of them went into val; {remedy}")
-    for split in ("train", "val"):
-        made = [entry for name, entry in entries.items() if name.startswith(split)]
-        tokens, documents = (sum(entry[key] for entry in made) for key in ("tokens", "documents"))
-        print(f"{split}: {tokens:,} tokens, {documents:,} documents, shards: {len(made)}")
+    """Prints what folder holds. Raises ValueError if the source left no tokens for train."""
+    tokens = {"train": 0, "val": 0}
+    for name, entry in meta["files"].items():
+        tokens[name.partition("_")[0]] += entry["tokens"]
+    if not tokens["train"]:
+        remedy = f"try another --out with --val_tokens={tokens['val'] // 10 or 1}, or another --text_column"
+        raise ValueError(f"{meta['source']} has {tokens['val']:,} tokens, and all of them went into val; {remedy}")
+    print(f"{tokens['train']:,} train and {tokens['val']:,} val tokens in {len(meta['files'])} shards")
     print(f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}")
 
 

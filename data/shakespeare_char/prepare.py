@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.meta_files import read_record
+from data.prepared import is_prepared
 from data.text.prepare import add_folder, prepare
 from data.text_files import read_text
-from data.token_files import is_prepared
 from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import sha256, write_atomically
 

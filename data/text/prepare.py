@@ -4,13 +4,15 @@
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096   # a vocabulary of its own
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
-Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files may be UTF-8 or UTF-16, also packed as .gz. If
-lines with nothing but <|endoftext|> separate documents, each document begins with that token.
+Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files may be UTF-8, or UTF-16 and UTF-32 with a
+mark, also packed (gzip, bzip2, xz, zstd). If lines with nothing but <|endoftext|> separate documents, each document
+begins with that token.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -20,9 +22,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data import bpe
+from data.prepared import is_prepared, named_tokenizer, write_dataset
 from data.text_files import SEPARATOR, documents_in, expanded, next_document, read_text
-from data.token_files import is_prepared, named_tokenizer, write_dataset
-from data.tokenizer import END_OF_TEXT, CharTokenizer, Ids, Tokenizer, from_meta, pieces, short_name
+from data.tokenizer import END_OF_TEXT, CharTokenizer, Tokenizer, encoded_document, from_meta, pieces, short_name
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.files import sha256
 
@@ -78,27 +80,13 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
         print(f"note: {within:,} times {END_OF_TEXT} is not alone on its line, and is spelt out as text")
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
-        splits[split] = encode(part, tokenizer, end_of_text, f"tokenizing {split}")
+        texts = pieces(part) if end_of_text is None else documents_in(part)
+        encode = tokenizer.encode if end_of_text is None else functools.partial(encoded_document, tokenizer)
+        splits[split] = np.concatenate([encode(t) for t in tqdm(texts, f"tokenizing {split}", disable=None)])
     write_dataset(folder, splits, tokenizer, source, end_of_text=end_of_text)
     print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
         print(f"{split}.bin has {len(ids):,} tokens")
-
-
-def encode(text: str, tokenizer: Tokenizer, end_of_text: int | None, label: str) -> Ids:
-    """The token ids (n,) of a long text, with a progress bar on a terminal.
-
-    end_of_text: the token that each document begins with; None to encode the text as one, as it is.
-    """
-    encoded = []
-    with tqdm(total=len(text), desc=label, unit="char", unit_scale=True, disable=None) as bar:
-        for document in [text] if end_of_text is None else documents_in(text):
-            if end_of_text is not None:
-                encoded.append(np.array([end_of_text], np.uint16))
-            for piece in pieces(document):
-                encoded.append(tokenizer.encode(piece))
-                bar.update(len(piece))
-    return np.concatenate(encoded)
 
 
 def folder(name: str) -> Path:

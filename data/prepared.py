@@ -1,0 +1,103 @@
+"""What the scripts that prepare data share: a folder of token files written whole, and recognised when it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from data.meta_files import read_record, to_json
+from data.token_files import MASK_SUFFIX, listed_with_masks, read_meta
+from data.tokenizer import Ids, Tokenizer, from_meta
+from deskgpt.system.files import file_sha256, if_free, replacing, sha256
+
+
+def write_dataset(
+    folder: Path,
+    splits: dict[str, Ids],
+    tokenizer: Tokenizer,
+    source: str,
+    masks: dict[str, npt.NDArray[np.uint8]] | None = None,
+    **about: Any,
+) -> dict[str, Any]:
+    """Writes {"train": ids, "val": ids} as bare token files with their meta.json, which it returns.
+
+    masks: of each split. about: what else meta.json says, such as end_of_text. All files are written before the first
+    one gets its name, and val.bin gets its name last: wherever this stops, the folder holds the old data, the new, or
+    no val.bin. Raises ValueError if another prepare.py is at work there, OSError if the disk is full.
+    """
+    meta = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": source, **about}
+    contents = {}
+    for key, suffix, dtype, arrays in (("files", ".bin", "<u2", splits), ("masks", MASK_SUFFIX, "u1", masks or {})):
+        for split, array in arrays.items():
+            content = array.astype(dtype).tobytes()
+            contents[f"{split}{suffix}"] = content
+            entry = {"tokens": len(array), "sha256": sha256(content)}
+            meta[key] = meta.get(key, {}) | {f"{split}{suffix}": entry}
+    contents["meta.json"] = to_json(meta)
+    with locked(folder):
+        try:
+            with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
+                for name, content in sorted(contents.items(), reverse=True):
+                    file = stack.enter_context(replacing(folder / name))
+                    file.write(content)
+                    file.flush()
+                for name in ("val.bin", *(f"{split}{MASK_SUFFIX}" for split in splits)):
+                    (folder / name).unlink(missing_ok=True)
+        except OSError as e:
+            raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
+    return meta
+
+
+def is_prepared(folder: Path, source: str) -> bool:
+    """Whether folder holds what was prepared from `source`, unharmed: every file has the checksum of meta.json."""
+    try:
+        meta = read_record(folder)
+    except (OSError, ValueError):
+        return False
+    return meta.get("source") == source and not damaged(folder, listed_with_masks(meta))
+
+
+def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
+    """Names of the files that are missing or whose checksum differs from their entry in meta.json."""
+    names = []
+    for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
+        path = folder / name
+        if not path.is_file() or file_sha256(path) != entry["sha256"]:
+            names.append(name)
+    return names
+
+
+@contextmanager
+def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
+    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError if one stays there."""
+    with if_free(folder, name, wait_s) as is_free:
+        if not is_free:
+            raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
+        yield
+
+
+def named_tokenizer(name: str) -> dict[str, Any]:
+    """The description of the tokenizer of this name, or of that of the prepared folder with this path.
+
+    Raises ValueError if the folder's meta.json is damaged.
+    """
+    folder = Path(name)
+    return read_meta(folder)["tokenizer"] if (folder / "meta.json").is_file() else {"name": name}
+
+
+def document_tokenizer(name: str) -> Tokenizer:
+    """As named_tokenizer, the tokenizer itself. Raises ValueError if it has no token that documents begin with."""
+    described = named_tokenizer(name)
+    tokenizer = None if described in ({"name": "char"}, {"name": "bpe"}) else from_meta(described)
+    if tokenizer is None or tokenizer.end_of_text is None:
+        raise ValueError(
+            f"--tokenizer={name}: it has no token between documents, or is made of a text by data/text/prepare.py; "
+            "give bytes, gpt2, or the path of a folder that was prepared with --tokenizer=bpe"
+        )
+    return tokenizer
