@@ -92,7 +92,6 @@ def test_loss_curve_begins_at_the_start_and_has_each_axis():
 def test_one_slow_step_does_not_set_the_axis_of_all_others():
     chart = page.make_charts([made_up("x", 400)])["time_ms"]
     assert chart.figure.layout.yaxis.range == (0, 12.5)
-    assert chart.note == "The greatest is 5,000."
 
 
 def test_number_that_the_loop_hands_to_report_step_has_a_chart(real, tmp_path):
@@ -116,12 +115,10 @@ def test_runs_with_little_in_their_logs_have_a_page():
 # ---- the scripts ---------------------------------------------------------------------------------------------
 
 
-def test_report_of_a_run_has_its_figures_its_judgement_and_samples(real, script):
-    done = script("bench/report.py", real, "--samples", "1", "--max_new_tokens", "5")
+def test_report_of_a_run_has_its_figures_and_its_judgement(real, script):
+    done = script("bench/report.py", real, "--samples", "0")
     assert (done.code, done.err, done.out.strip()) == (0, "", str(real / "report.html"))
     text = (real / "report.html").read_text()
-    assert len(re.findall("<pre>", text)) == 1
-    assert "no samples" not in text
     best = min(e["val_loss"] for e in read_run(str(real)).evals)
     assert re.search(
         rf"<dt>lowest val loss</dt><dd>{best:.4f} ± [\d.]+</dd><dd class=note>at step \d+ \(95%.*n=32", text
@@ -148,7 +145,12 @@ def test_report_tells_where_the_validation_loss_turned_up_and_where_it_still_fal
 
 
 @pytest.mark.slow
-def test_report_shows_what_the_run_wrote_as_it_trained(tmp_path, script):
+def test_report_has_samples_and_what_the_run_wrote_as_it_trained(real, tmp_path, script):
+    html = tmp_path / "samples.html"
+    done = script("bench/report.py", real, "--samples", "1", "--max_new_tokens", "5", "--html", html)
+    assert done.code == 0, done.err
+    assert html.read_text().count("<pre>") == 1
+    assert "no samples" not in html.read_text()
     events = [{"event": "sample", "iter": i, "texts": [f"text {i} {EVIL}", "second"]} for i in (0, 100)]
     path = Path(log(tmp_path / "a", {0: 4.0, 100: 3.0}))
     lines = (path / "log.jsonl").read_text().splitlines()

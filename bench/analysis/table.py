@@ -21,8 +21,8 @@ from deskgpt.system.terminal import clock, in_gib, in_tera
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "log_interval", "auto_batch"}
 SILENT |= {"dry_run", "plan_for", "always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name"}
 SILENT |= {"seed", "dataset", "init_from", "sample_interval", "attention"}  # which attention ran is a fact
-FACTS = ("device", "world_size", "dtype", "attention", "compiled", "compiler", "versions", "git_commit")
-DATA_FACTS = ("tokenizer", "vocab_size", "train_tokens", "val_sha256")  # on the same text they are one change
+FACTS = ["device", "world_size", "dtype", "attention", "compiled", "compiler", "versions", "git_commit", "tokenizer"]
+FACTS += ["vocab_size", "train_tokens", "val_sha256"]  # which follow from the tokenizer where the text is the same
 
 # Variance of the logarithm of a run's speed on one machine: two single runs cannot tell a ratio below 1.05 from 1.
 SPEED_NOISE = (math.log(1.05) ** 2 / (2 * 1.96**2), 10_000)
@@ -129,7 +129,7 @@ def causes_of(run: Run) -> dict[str, Any]:
     """What the run's training and speed may depend on, without values that follow from others."""
     settings = run.settings
     known = {name: value for name, value in settings.items() if name not in SILENT and value != "auto"}
-    known |= {name: run.start.get(name) for name in (*FACTS, *DATA_FACTS) if run.start.get(name) is not None}
+    known |= {name: run.start.get(name) for name in FACTS if run.start.get(name) is not None}
     if settings.get("init_from") not in (None, "scratch", "resume"):
         known["init_from"] = settings["init_from"]
     # What ran counts; the setting stands in for it where the log does not say.
@@ -156,15 +156,16 @@ def factors(arms: list[Arm]) -> list[list[str]]:
     """
     names = [name for name in differing([arm.causes for arm in arms]) if all(name in arm.causes for arm in arms)]
     heads = {arm.causes.get("n_embd", 0) / (arm.causes.get("n_head") or 1) for arm in arms}
+    if "tokenizer" in names and same_whole_text([run for arm in arms for run in arm.runs]):
+        names = [name for name in names if name not in ("vocab_size", "train_tokens", "val_sha256")]
     changes = []
-    for group, is_one in (
+    for pair, is_one in (
         (["batch_size", "gradient_accumulation_steps"], len({arm.runs[0].tokens_per_step for arm in arms}) == 1),
         (["n_embd", "n_head"], len(heads) == 1),
-        ([name for name in DATA_FACTS if name in names], same_whole_text([run for arm in arms for run in arm.runs])),
     ):
-        if group and is_one and set(group) <= set(names):
-            changes.append(group)
-            names = [name for name in names if name not in group]
+        if is_one and set(pair) <= set(names):
+            changes.append(pair)
+            names = [name for name in names if name not in pair]
     return changes + [[name] for name in names]
 
 
