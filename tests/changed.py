@@ -1,6 +1,6 @@
 """Trains, resumes, samples and exports the checkout in the current folder, in one process; see test_hacks.py.
 
-python changed.py DATASET NUMBERS(json) IS_MODEL_CHANGED SETTING...
+python changed.py DATASET CACHE NUMBERS(json) IS_MODEL_CHANGED SETTING...
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import re
 import runpy
 import shutil
@@ -45,7 +46,8 @@ def close(found: list[float], expected: list[float], rel: float) -> bool:
     return all(abs(a - b) <= rel * abs(b) for a, b in zip(found, expected, strict=True))
 
 
-dataset, numbers, is_model_changed, *settings = sys.argv[1:]
+dataset, cache, numbers, is_model_changed, *settings = sys.argv[1:]
+os.environ["XDG_CACHE_HOME"] = cache  # which has the C++ kernels; importing conftest has made another
 if Path("data/digits").exists():
     runpy.run_path("data/digits/prepare.py", run_name="__main__")
 losses = trained("whole", "--keep_checkpoints=9")

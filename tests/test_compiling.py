@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from conftest import assert_one_line, flags, shell, tiny
+from conftest import assert_one_line, shell
 
-from deskgpt.checkpoint import store
 from deskgpt.compute import compiling
-from train import main
 
 CPU = torch.device("cpu")
 
@@ -81,19 +78,3 @@ def test_folder_in_place_of_a_compiler_is_named_before_anything_is_compiled(tmp_
     with pytest.raises(RuntimeError) as e:
         compiling.set_up_inductor()
     assert_one_line(compiling.why_not_compiled(e.value), f"CXX='{tmp_path}'", "C++")
-
-
-@pytest.mark.slow
-def test_missing_compiler_is_named_and_the_run_goes_on(chars, tmp_path):
-    """An earlier run was compiled, so this one tries to."""
-    main(tiny(chars, tmp_path / "out", max_iters=3, compile="auto"))
-    saved = store.load(tmp_path / "out")
-    store.save(replace(saved, form=(saved.form or {}) | {"compiled": True}), tmp_path / "out", best=False)
-    compiler = tmp_path / "no-compiler"
-    env = os.environ | {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    settings = flags(out_dir=tmp_path / "out", init_from="resume", max_iters=6)
-    done = shell("python", "train.py", *settings, env=env)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("compile=auto: NOT compiled")]
-    assert_one_line(line, f"CXX='{compiler}'", "there is no C++ compiler")
-    assert "step 6: train loss" in done.stdout

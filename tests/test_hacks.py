@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -56,5 +57,5 @@ def test_hack_trains_resumes_samples_and_is_exported_or_refused(name, python, ch
     numbers = json.dumps(NUMBERS.get(name, []))
     changed = str("b/model.py" in HACKS[name])
     script = str(ROOT / "tests" / "changed.py")
-    done = here.run(script, str(chars), numbers, changed, *SETTINGS.get(name, []))
+    done = here.run(script, str(chars), os.environ["XDG_CACHE_HOME"], numbers, changed, *SETTINGS.get(name, []))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -699,6 +699,15 @@ def test_flops_are_nanogpts_for_a_gpt_and_counted_for_a_changed_model():
     assert shared.estimate_flops() < 0.8 * model.estimate_flops()
 
 
+def test_tokens_per_second_are_those_that_a_changed_loop_trains_on(chars, tmp_path, monkeypatch):
+    """As with a context that grows."""
+    forward = Runner.forward
+    monkeypatch.setattr(Runner, "forward", lambda self, x, y, *more: forward(self, x[:, :4], y[:, :4], *more))
+    main(tiny(chars, tmp_path, max_iters=3))
+    for e in events(tmp_path, "iter"):
+        assert e["tokens_per_s"] * e["time_ms"] / 1e3 == pytest.approx(4 * 4)
+
+
 def test_replacements_get_arguments_by_name_and_one_that_does_not_know_an_argument_is_left_out(monkeypatch):
     q, at = torch.randn(1, 2, 8, 4), torch.arange(8)
     with replacing({"attention": replacements.flash_attention}):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deskgpt.compute import compiling, sharding
+from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, is_reference
@@ -419,7 +419,9 @@ def try_once(s: Tuner, variant: Variant) -> tuple[Runner | None, str, str]:
             return None, "out of memory", ""
         if not variant.compiled or isinstance(e, ValueError):
             raise
-        return None, "left out", compiling.why_not_compiled(e)
+        from deskgpt.compute.compiling import why_not_compiled
+
+        return None, "left out", why_not_compiled(e)
     finally:
         for p in s.model.parameters():
             p.grad = None
@@ -468,6 +470,8 @@ def compiled_where_it_pays(s: Tuner, eager: Runner) -> Runner:
         runners = [eager] if runner is None else [eager, runner]
         return dict(zip(variants, in_turns(s, runners, s.micro_batch()), strict=False))
 
-    if choose(s, "compile=auto", variants, measure, compiling.compiler_name(s.device)) == variants[0]:
+    from deskgpt.compute.compiling import compiler_name
+
+    if choose(s, "compile=auto", variants, measure, compiler_name(s.device)) == variants[0]:
         return eager
     return runner or try_variant(s, variants[1]) or eager

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
-from deskgpt.compute import compiling, sharding
+from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.kernels import replacements, verify
 from deskgpt.kernels.overridable import Replacements, replacing
@@ -125,7 +125,9 @@ class Runner:
             # Selective checkpoints warn of operations in place. A block has none.
             logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             if self.device.type == "cpu":
-                compiling.set_up_inductor()
+                from deskgpt.compute.compiling import set_up_inductor
+
+                set_up_inductor()
                 eager = replace(variant, compiled=False)
                 self.evaluation = eager.replacements(self.device.type)
             for name in ("Block.forward", "GPT.loss"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deskgpt.checkpoint import store
-from deskgpt.compute import compiling, sharding
+from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Evaluation
 from deskgpt.run.diagnosis import clip_rate, lowest, overfit, without_improvement
@@ -89,7 +89,11 @@ class Report:
         device = self.dist.device
         variant = state.runner.variant
         model = state.runner.model
-        compiler = compiling.compiler_name(device) if variant.compiled else None
+        compiler = None
+        if variant.compiled:
+            from deskgpt.compute.compiling import compiler_name
+
+            compiler = compiler_name(device)
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
         name = hardware.device_name(device)
         self.warm_up_s = warm_up_s
