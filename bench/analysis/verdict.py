@@ -19,6 +19,7 @@ FOLLOW = {"backend", "compile", "min_lr", "lr_decay_iters"}  # settings that wha
 # Settings that do not change how long a step takes.
 NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
 NO_SPEED |= {"warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr", "zero_init"}
+DRIFT = "A machine's speed drifts: bench/speed.py times settings in turns."
 EVALUATE = f"{COMMAND}python train.py --init_from=resume --eval_only=True --eval_tokens=... --dataset=... --out_dir=..."
 
 
@@ -192,28 +193,26 @@ def verdict(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) 
         ]
     only = f"Only {how(changes[0], arms)} differs: "
     repeated = all(len(arm.runs) > 1 for arm in arms)
-    if not {*changes[0]} <= NO_SPEED:
-        lines += effect(only, "speed", speed, repeated)
-    elif speed.winner is not None:
+    if speed.winner is not None and {*changes[0]} <= NO_SPEED:
         lines.append(f"{only}that cannot change the speed; the machines differed, or other work ran.")
-    if loss and not reasons:
-        lines += effect(only, "loss", loss.lead, repeated)
+    elif speed.winner is not None:
+        lines.append(f"{only}it may be the cause of the difference in speed ({speed.text}). {DRIFT}")
+    if loss and loss.lead.text and not reasons:
+        lines.append(only + effect(loss.lead, repeated))
     return [*lines, *settling(arms, is_open and not repeated)]
 
 
-def effect(only: str, name: str, lead: Lead, repeated: bool) -> list[str]:
-    """What the only change did to speed or loss. It is called the cause only where every arm has repeats."""
-    if not lead.text:
-        return []
+def effect(lead: Lead, repeated: bool) -> str:
+    """What the only change did to the loss. It is called the cause only where every arm has repeats."""
     if lead.is_same:
-        return [f"{only}{lead.text}."]
+        return f"{lead.text}."
     if lead.winner is not None and repeated:
-        return [f"{only}it is the cause of the difference in {name} ({lead.text})."]
+        return f"it is the cause of the difference in loss ({lead.text})."
     if lead.winner is not None:
-        return [f"{only}it may be the cause of the difference in {name} ({lead.text}). Two seeds of each settle it."]
+        return f"it may be the cause of the difference in loss ({lead.text}). Two seeds of each settle it."
     if lead.is_open:
-        return [f"{only}whether it changes the {name} is not known ({lead.text}). Two seeds of each settle it."]
-    return [f"{only}no effect on the {name} shows beyond the noise ({lead.text})."]
+        return f"whether it changes the loss is not known ({lead.text}). Two seeds of each settle it."
+    return f"no effect on the loss shows beyond the noise ({lead.text})."
 
 
 def how(change: list[str], arms: list[Arm]) -> str:
