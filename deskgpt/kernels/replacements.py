@@ -304,7 +304,7 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> 
         total.zero_()
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
-    elif total.device.type in ("cuda", "meta") and not torch.version.hip and torch.__version__ >= (2, 13):
+    elif total.device.type in ("cuda", "meta") and not torch.version.hip and torch.__version__ >= "2.13":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
