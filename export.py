@@ -75,7 +75,7 @@ class ExportConfig:
 
     @property
     def is_checkpoint(self) -> bool:
-        return self.to.endswith(".pt")
+        return self.to.lower().endswith(".pt")
 
 
 def main(c: ExportConfig) -> None:
