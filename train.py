@@ -336,20 +336,9 @@ def dry_run(config: TrainConfig, model_config: GPTConfig, dist: DistContext) -> 
     from deskgpt.estimate import plan
 
     world = config.world or dist.world
-    planned = plan.Planned(
-        config=replace(model_config, block_size=config.block_size),
-        batching=Batching.of(asdict(config), 0, world),
-        max_iters=config.max_iters,
-        make_optimizer=functools.partial(build_optimizer, config),
-        dtype=config.dtype,
-        attention=config.attention,
-        compiled=config.compile is not False,
-        activation_checkpoint=config.activation_checkpoint,
-        dp_shard=config.dp_shard,
-        reshard_after_forward=config.reshard_after_forward,
-        sync_each_batch=config.sync_each_batch,
-        eval_interval=config.eval_interval,
-    )
+    of_model = replace(model_config, block_size=config.block_size)
+    batching = Batching.of(asdict(config), 0, world)
+    planned = plan.Planned(config, of_model, batching, functools.partial(build_optimizer, config))
     plan.dry_run(planned, config.plan_for, dist)
 
 

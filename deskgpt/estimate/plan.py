@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import psutil
 import torch
 
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.implementation import VariantSettings
 from deskgpt.compute.runner import Variant
 from deskgpt.compute.sharding import describe_shards, shards_of
 from deskgpt.estimate.fit import USABLE, largest_batch
@@ -36,39 +38,42 @@ LONGEST_TIMED = 2e12  # FLOPs of a micro-batch that is timed: some seconds on a 
 TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
 
 
+class PlanSettings(VariantSettings, Protocol):
+    """The settings that this file reads, by train.py's names."""
+
+    max_iters: int
+    eval_interval: int
+    dp_shard: int
+    reshard_after_forward: bool
+
+
 @dataclass(frozen=True)
 class Planned:
     """The run that a plan is for."""
 
+    settings: PlanSettings
     config: GPTConfig
     batching: Batching  # of one rank of all
-    max_iters: int
     make_optimizer: MakeOptimizer
-    dtype: str = "auto"
-    attention: str = "auto"
-    compiled: bool = True
-    activation_checkpoint: str = "none"
-    dp_shard: int = 1
-    reshard_after_forward: bool = True
-    sync_each_batch: bool = True
-    eval_interval: int = 1 << 62  # steps between evaluations
 
     def flops_per_step(self) -> int:
         """Forward and backward, over all ranks."""
         return GPT.without_storage(self.config).estimate_flops() * self.batching.tokens_per_step
 
     def step(self, device_type: str, dtype: str) -> Step:
-        attention = "explicit" if self.attention == "explicit" else "flash"
+        c = self.settings
+        attention = "explicit" if c.attention == "explicit" else "flash"
+        compiled = c.compile is not False and device_type == "cuda"
         return Step(
             self.config,
             self.batching.batch_size,
-            Variant(dtype, self.compiled and device_type == "cuda", attention, self.activation_checkpoint),
+            Variant(dtype, compiled, attention, c.activation_checkpoint),
             device_type,
             accumulates=self.batching.micro_steps > 1,
             make_optimizer=self.make_optimizer,
-            shards=shards_of(self.dp_shard, self.batching.world),
-            gathers_all=not self.reshard_after_forward,
-            keeps_gradients=not self.sync_each_batch and self.batching.micro_steps > 1,
+            shards=shards_of(c.dp_shard, self.batching.world),
+            gathers_all=not c.reshard_after_forward,
+            keeps_gradients=not c.sync_each_batch and self.batching.micro_steps > 1,
         )
 
 
@@ -81,13 +86,13 @@ def dry_run(run: Planned, plan_for: str, dist: DistContext) -> None:
     print_size(run, dist)
     if plan_for:
         card = peaks.find_card(plan_for)
-        dtype = card.fast_dtype() if run.dtype == "auto" else run.dtype
+        dtype = card.fast_dtype() if run.settings.dtype == "auto" else run.settings.dtype
         total_bytes = card.memory_gb[0] * 2**30  # a maker's GB of memory is a GiB; AMD's cards count as CUDA's
         fits = print_memory(run, run.step("cuda", dtype), card.name, total_bytes, total_bytes, dist)
         print_time(run, fits, card.peak(dtype), card, dist)
         return
     device = dist.device
-    dtype = peaks.fast_dtype(device) if run.dtype == "auto" else run.dtype
+    dtype = peaks.fast_dtype(device) if run.settings.dtype == "auto" else run.settings.dtype
     free_bytes = hardware.usable_memory_bytes(device)
     name = hardware.device_name(device)
     fits = print_memory(run, run.step(device.type, dtype), name, free_bytes, hardware.memory_bytes(device), dist)
@@ -113,7 +118,7 @@ def print_size(run: Planned, dist: DistContext) -> None:
     )
     dist.print0(f"FLOPs per step, forward and backward: {run.flops_per_step():.3e}")
     if split.world > 1:
-        shards = describe_shards(run.dp_shard, split.world)
+        shards = describe_shards(run.settings.dp_shard, split.world)
         dist.print0(f"{split.world:,} ranks{shards}; micro-batches of each rank and step: {split.micro_steps}")
 
 
@@ -151,14 +156,14 @@ def print_measured_time(run: Planned, dtype: str, dist: DistContext) -> None:
             loss = model(x, x)[1]
         loss.backward()
         times.append(time.perf_counter() - t0)
-    step_s = min(times) * split.micro_steps * TIME_WITH_CHECKPOINTS[run.activation_checkpoint]
-    n_evaluations = run.max_iters // run.eval_interval + 1
+    step_s = min(times) * split.micro_steps * TIME_WITH_CHECKPOINTS[run.settings.activation_checkpoint]
+    n_evaluations = run.settings.max_iters // run.settings.eval_interval + 1
     batches = 2 * -(-split.eval_windows // split.batch_size)  # of both splits; forward is a third of a pass
-    total_s = step_s * run.max_iters + n_evaluations * batches * min(times) / 3
+    total_s = step_s * run.settings.max_iters + n_evaluations * batches * min(times) / 3
     dist.print0(
         f"a micro-batch takes {min(times):.3g}s here (timed, {dtype}, not compiled, without our kernels): "
-        f"{step_s:.3g}s per step, {clock(total_s)} for {run.max_iters:,} steps of "
-        f"{split.tokens_per_step * run.max_iters:.3g} tokens and {n_evaluations:,} evaluations"
+        f"{step_s:.3g}s per step, {clock(total_s)} for {run.settings.max_iters:,} steps of "
+        f"{split.tokens_per_step * run.settings.max_iters:.3g} tokens and {n_evaluations:,} evaluations"
     )
 
 
@@ -175,12 +180,12 @@ def print_time(
     flops, source = peak
     is_geforce = card is not None and card.flops["float16"] <= 2.2 * card.flops["float32"]
     low, high, basis = OF_GEFORCE if is_geforce else OF_OTHERS
-    again = TIME_WITH_CHECKPOINTS[run.activation_checkpoint]
+    again = TIME_WITH_CHECKPOINTS[run.settings.activation_checkpoint]
     fastest_s, slowest_s = (run.flops_per_step() * again / (mfu * flops * run.batching.world) for mfu in (high, low))
     sending = ", and without what ranks send each other" if run.batching.world > 1 else ""
     dist.print0(
         f"at {low:.0%} to {high:.0%} ({basis}) of {run.batching.world} x {flops / 1e12:.2f} TFLOP/s ({source}): "
-        f"{fastest_s:.3g} to {slowest_s:.3g}s per step, {clock(fastest_s * run.max_iters)} to "
-        f"{clock(slowest_s * run.max_iters)} for {run.max_iters:,} steps of "
-        f"{run.batching.tokens_per_step * run.max_iters:.3g} tokens, without evaluation{sending}"
+        f"{fastest_s:.3g} to {slowest_s:.3g}s per step, {clock(fastest_s * run.settings.max_iters)} to "
+        f"{clock(slowest_s * run.settings.max_iters)} for {run.settings.max_iters:,} steps of "
+        f"{run.batching.tokens_per_step * run.settings.max_iters:.3g} tokens, without evaluation{sending}"
     )
