@@ -107,3 +107,5 @@ def test_price_falls_with_the_effect_and_with_what_is_known_of_the_noise() -> No
     ratios = [high / low for low, high in (sure.price(noise, noise.sd) for noise in (few, more))]
     assert ratios[1] < ratios[0]
     assert sure.price(more, 1e-6 * more.sd)[1] > sure.MOST
+    for n in (60, sure.MOST):  # renewed while the question is open
+        assert sure.price(sure.noise_of(*draw.normal(size=(2, n))), 0.3)[0] > n

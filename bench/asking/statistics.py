@@ -255,6 +255,8 @@ def price(noise: Noise, effect: float, alpha: float = ALPHA) -> tuple[int, int]:
     rest has the noise that they leave possible.
     """
     for runs in (48, 200, MOST):
+        if runs < len(noise.gaps):
+            continue
         ends, counts = np.unique(decided_after(noise, effect, alpha, runs), return_counts=True)
         share = np.cumsum(counts) / SIMULATED
         low = int(ends[np.abs(share - EARLY).argmin()])
