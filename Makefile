@@ -9,6 +9,7 @@
 #   make test-nightly           emulated machines, soak, several hosts, notebook, lm_eval, browsers
 #   make check                  lint and types
 #   make qualify                checks and measures this card; ARGS="--stages=0-3" a part of it (docs/figures.md)
+#   make check-cards            compiles our configs' kernels for cards that are not here (Linux; docs/figures.md)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +18,7 @@ TEXT ?=
 TO ?=
 ARGS ?=
 
-.PHONY: help train test test-all test-nightly check qualify
+.PHONY: help train test test-all test-nightly check qualify check-cards
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -25,5 +26,5 @@ help:
 train:
 	@$(PYTHON) tasks.py train --venv "$(VENV)" --out "$(OUT)" --text "$(TEXT)" --to "$(TO)" -- $(ARGS)
 
-test test-all test-nightly check qualify:
+test test-all test-nightly check qualify check-cards:
 	@$(PYTHON) tasks.py $@ --venv "$(VENV)" -- $(ARGS)

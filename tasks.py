@@ -5,7 +5,7 @@
     python tasks.py train --to novel.gguf      the same, and a file for llama.cpp and Ollama (--to my-model: a folder)
     python tasks.py train -- --n_embd=256      with other settings of train.py
     python tasks.py test                       the quick tests; with `-- -k word` those with this word in their name
-    python tasks.py test-all, test-nightly, check, qualify        as `make` lists them
+    python tasks.py test-all, test-nightly, check, qualify, check-cards        as `make` lists them
 
 All tasks first make a virtual environment, .venv, and install what they need into it. This file uses only the standard
 library.
@@ -39,6 +39,7 @@ TASKS = {  # commands of the environment's Python, and whether what follows `--`
     "test-nightly": ([[*PYTEST, "nightly"]], True),
     "check": ([["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]], False),
     "qualify": ([["bench/qualify.py"]], True),
+    "check-cards": ([["bench/check_cards.py"]], True),
 }
 
 

@@ -312,6 +312,16 @@ static at::Tensor& addmm_dtype(const at::Tensor& sum, const at::Tensor& a, const
   return out;
 }
 
+// Of float16 read as float32, which the CPU has not.
+static at::Tensor log_softmax(const at::Tensor& t, int64_t dim, bool half_to_float) {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto out = at::empty_like(t, half_to_float ? at::kFloat : t.scalar_type());
+  auto result = on_cpu(out);
+  at::_log_softmax_out(result, half_to_float ? on_cpu(t).to(at::kFloat) : on_cpu(t), dim, false);
+  return out;
+}
+
 static void record_stream(at::Tensor&, Stream) {}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -327,5 +337,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("set_.source_Storage", set_storage);
   m.impl("addmm.dtype_out", addmm_dtype);
+  m.impl("_log_softmax", log_softmax);
   m.impl("record_stream", record_stream);
 }

@@ -6,14 +6,15 @@
 For torch's CPU build, on Linux, with a C++ compiler. The device is "cuda": its memory is the host's and its kernels are
 the CPU's (bench/pretend_card.cpp), so the numbers are right and every choice by device, dtype rule of autocast, loss
 scale, copy, memory limit (torch.OutOfMemoryError as on the card) and peak is the card's. What it cannot show: speed,
-the card's own kernels, asynchronous execution, several cards. Code is not compiled: each torch.compile fails, and a run
-goes on uncompiled as on a card without a compiler.
+the card's own kernels, asynchronous execution, several cards. torch.compile traces the code and runs the graphs as they
+are: what inductor generates is check_cards.py's.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -36,14 +37,17 @@ class Card(NamedTuple):
     sms: int
     gib: int
     shared_memory: int  # bytes that a block may have
+    gb_per_s: float  # of its memory, published
 
 
 CARDS = {
-    "T4": Card("Tesla T4", (7, 5), 40, 15, 65536),
-    "RTX 3060": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 12, 101376),
-    "RTX 4070": Card("NVIDIA GeForce RTX 4070", (8, 9), 46, 12, 101376),
-    "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 32, 101376),
-    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 80, 232448),
+    "T4": Card("Tesla T4", (7, 5), 40, 15, 65536, 320),
+    "A100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80, 166912, 2039),
+    "RTX 3060": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 12, 101376, 360),
+    "RTX 4070": Card("NVIDIA GeForce RTX 4070", (8, 9), 46, 12, 101376, 504),
+    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 80, 232448, 3350),
+    "B200": Card("NVIDIA B200", (10, 0), 148, 180, 232448, 8000),
+    "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 32, 101376, 1792),
 }
 # Loads the card into each Python that starts, before it imports torch.
 SITECUSTOMIZE = """
@@ -58,8 +62,11 @@ module.pretend()
 # ---- in the process of the script ----------------------------------------------------------------------------
 
 
-def pretend() -> None:
-    """Makes torch see the card that the environment names. Call it before torch is imported."""
+def pretend(backend: str = "aot_eager_decomp_partition") -> None:
+    """Makes torch see the card that the environment names. Call it before torch is imported.
+
+    backend: torch.compile's. The default traces, and splits the passes as inductor does, but generates no code.
+    """
     if CARD not in os.environ:
         return
     assert "torch" not in sys.modules
@@ -78,12 +85,13 @@ def pretend() -> None:
     for name, value in {**device_of(card), **streams()}.items():
         setattr(torch.cuda, name, value)
     set_internals(torch)
+    torch.compile = functools.partial(torch.compile, backend=backend)
 
 
 def device_of(card: Card) -> dict[str, Any]:
     """Functions of torch.cuda about the device."""
     major, minor = card.capability
-    threads = {(7, 5): 1024, (9, 0): 2048}.get(card.capability, 1536)
+    threads = {(7, 5): 1024, (8, 0): 2048, (9, 0): 2048, (10, 0): 2048}.get(card.capability, 1536)
     properties = SimpleNamespace(
         name=card.name,
         major=major,
@@ -183,38 +191,37 @@ def streams() -> dict[str, Any]:
     """Streams and events of torch.cuda: all work is done when it is queued."""
     import torch
 
-    class Event(Within):
+    class Queue(Within):  # a stream, or an event
+        device = torch.device("cuda", 0)
+        cuda_stream = stream_id = device_index = 0
+
         def query(self) -> bool:
             return True
 
         def elapsed_time(self, end: Any) -> float:
             return 0.0
 
-        def record(self, stream: Any = None) -> None:
+        def record(self, *args: Any) -> None:
             pass
 
-        synchronize = wait = record
+        synchronize = wait = wait_stream = wait_event = record
 
-    class Stream(Event):
-        device = torch.device("cuda", 0)
-        cuda_stream = stream_id = device_index = 0
-
-        def record_event(self, event: Any = None) -> Event:
-            return event or Event()
-
-        wait_stream = wait_event = Event.record
+        def record_event(self, event: Any = None) -> Any:
+            return event or Queue()
 
     return {
-        "Event": Event,
-        "Stream": Stream,
+        "Event": Queue,
+        "Stream": Queue,
         "stream": Within,
-        "current_stream": lambda device=None: Stream(),
-        "default_stream": lambda device=None: Stream(),
+        "current_stream": lambda device=None: Queue(),
+        "default_stream": lambda device=None: Queue(),
     }
 
 
-def set_internals(torch: ModuleType) -> None:
+def set_internals(torch: Any) -> None:
     """What torch's own Python code asks its C++ about, which the CPU build lacks."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     missing = ("_cuda_getDevice", "_cuda_getCurrentRawStream", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice")
     for name in missing:
         setattr(torch._C, name, lambda *args: 0)
@@ -225,6 +232,10 @@ def set_internals(torch: ModuleType) -> None:
     torch.backends.cuda.is_built = lambda: True
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = lambda tensor, stream: None
+    graphs = ModuleType("torch._inductor.cudagraph_trees")  # of which compiling wants only this here
+    vars(graphs).update(reset_cudagraph_trees=lambda: None, mark_step_begin=lambda: None)
+    sys.modules[graphs.__name__] = graphs
+    setattr(FakeTensorMode, "avoid_device_init", property(lambda mode: True))  # noqa: B010 (its type is a method's)
     copy_of = torch.Tensor.__deepcopy__
 
     def deepcopy(t: Any, memo: dict[int, Any]) -> Any:

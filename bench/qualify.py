@@ -1,10 +1,8 @@
-"""Checks and measures a card, in at most 30 minutes, and writes a page about it.
+"""Checks and measures a card, in at most 27 minutes, and writes a page about it.
 
     python bench/qualify.py                        # or: make qualify; all stages that are not there yet
     python bench/qualify.py --stages=0-3           # of these, the ones that are not there yet
     python bench/qualify.py --stages=7 --again     # measures a stage again
-    python bench/qualify.py --nanogpt=../nanoGPT   # with an unmodified checkout of nanoGPT for stage 10
-    python bench/qualify.py --save                 # also writes bench/results/DATE-qualify-CARD.md and .json
 
 Needs no data and no network. docs/figures.md says what it is for. After each stage the results so far are
 written to out-qualify/ as .json and .md; a later call for the same device, torch and commit continues from them. A
@@ -39,11 +37,11 @@ from deskgpt.system.errors import ConfigError, one_line_errors
 
 class Stage(NamedTuple):
     heading: str
-    limit_s: float  # after which it should end; together at most 30 minutes
+    limit_s: float  # after which it should end; together at most 27 minutes
     measure: Callable[[stages.Session], tuple[str, dict[str, Any]]]
 
 
-# Numbers stay: earlier results and commands name them. There is no stage 9.
+# Numbers stay: earlier results and commands name them. bench/speed.py --profile shows where a step's time goes.
 STAGES = {
     0: Stage("Facts", 20, stages.facts),
     1: Stage("Roofs", 60, stages.roofs),
@@ -51,10 +49,8 @@ STAGES = {
     3: Stage("Tests on the card", 300, stages.tests),
     4: Stage("Micro-batches: memory and speed", 400, stages.batches),
     5: Stage("Ways to run a step", 300, stages.ways),
-    6: Stage("Where a step's time goes", 90, stages.breakdown),
     7: Stage("Whole steps of four configs", 240, stages.steps),
     8: Stage("Sampling", 60, stages.sampling),
-    10: Stage("nanoGPT beside it", 180, stages.nanogpt),
 }
 
 
@@ -66,14 +62,13 @@ class Results:
         self.out_dir = out_dir
         self.about = about
         self.is_toy = is_toy
-        self.name = file_name(f"{about['device']}-torch-{about['versions']['torch']}-{about['git_commit']}")
-        self.commands: list[str] = []
+        name = f"{about['device']}-torch-{about['versions']['torch']}-{about['git_commit']}"
+        self.name = re.sub(r"[^\w.+]+", "-", name.lower()).strip("-")
         self.entries: dict[int, dict[str, Any]] = {}  # by stage: seconds, text and figures, or error
         path = out_dir / f"{self.name}.json"
         if path.exists():
             try:
                 earlier = json.loads(path.read_text(encoding="utf-8"))
-                self.commands = earlier["commands"]
                 self.entries = {int(number): entry for number, entry in earlier["stages"].items()}
             except (ValueError, KeyError, AttributeError):
                 raise ValueError(f"{path} is damaged: remove it, and the stages are measured again") from None
@@ -82,7 +77,6 @@ class Results:
         parts = [f"# {self.about['device']}", output.about(self.about)]
         if self.is_toy:
             parts.append("**Toy sizes: without a card, these figures only show that the code runs.**")
-        parts.append("\n".join(["```sh", *self.commands, "```"]))
         for number, stage in STAGES.items():
             if number in self.entries:
                 parts += [f"## {number}. {stage.heading}", section(self.entries[number])]
@@ -96,13 +90,9 @@ class Results:
             parts.append(f"To train:\n\n```sh\n{line} --gradient_accumulation_steps={steps}\n```")
         return "\n\n".join(parts) + "\n"
 
-    def write(self, folder: Path, name: str) -> None:
-        found = {"about": self.about, "commands": self.commands, "stages": self.entries}
-        output.write_results(folder, name, self.as_markdown(), found)
-
-
-def file_name(text: str) -> str:
-    return re.sub(r"[^\w.+]+", "-", text.lower()).strip("-")
+    def write(self) -> None:
+        found = {"about": self.about, "stages": self.entries}
+        output.write_results(self.out_dir, self.name, self.as_markdown(), found)
 
 
 def section(entry: dict[str, Any]) -> str:
@@ -165,7 +155,6 @@ def numbers_of(text: str) -> list[int]:
 
 
 def read_arguments() -> argparse.Namespace:
-    """The arguments. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -173,14 +162,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--stages", default=f"0-{max(STAGES)}", help="such as 0-3,7 (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="measure again what is there already")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
-    parser.add_argument("--nanogpt", metavar="PATH", type=Path, help="an unmodified checkout of nanoGPT")
     parser.add_argument("--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)")
-    parser.add_argument("--save", metavar="NAME", nargs="?", const="", help="NAME is qualify-CARD if not given")
-    a = parser.parse_args()
-    output.check_name(a.save or None)
-    if a.nanogpt is not None and not (a.nanogpt / "train.py").is_file():
-        raise ConfigError(f"--nanogpt={a.nanogpt} holds no train.py; name a checkout of nanoGPT")
-    return a
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -196,14 +179,13 @@ def main() -> None:
         "compiler": compiling.compiler_name(device),
         "git_commit": git_commit(),
     }
-    results = Results(Path(a.out_dir), about, is_toy=device.type != "cuda")
-    results.commands = list(dict.fromkeys([*results.commands, output.command_line("qualify.py")]))
+    results = Results(Path(a.out_dir), about, stages.Session(device, Path()).is_toy)
     there = [n for n in asked if n in results.entries and not a.again]
     if there:
         outcomes = ", ".join(f"{n} {outcome(results.entries[n])}" for n in there)
         print(f"measured already: stages {outcomes}; --again measures them again")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        s = stages.Session(device, Path(tmp), a.nanogpt)
+        s = stages.Session(device, Path(tmp))
         s.results = {n: entry["figures"] for n, entry in results.entries.items() if "figures" in entry}
         for number in asked:
             if number in there:
@@ -211,16 +193,13 @@ def main() -> None:
             print(f"\n## {number}. {STAGES[number].heading}\n", flush=True)
             results.entries[number] = entry = measure(s, STAGES[number])
             s.results[number] = entry.get("figures", {})
-            results.write(results.out_dir, results.name)
+            results.write()
             print(section(entry), flush=True)
             if not still_computes(device):
                 print("\nthe device no longer computes; the same command continues with the stages that are left")
                 break
 
     print(f"\nthe page: {results.out_dir / results.name}.md")
-    if a.save is not None:
-        name = a.save or file_name(f"qualify-{about['device'].partition(' (')[0]}")
-        results.write(output.RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}")
     found = [outcome(results.entries[n]) if n in results.entries else "failed" for n in asked]
     if "failed" in found:
         raise SystemExit(1)

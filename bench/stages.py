@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
 
 import train
-from bench import speed, timing
+from bench import timing
 from bench.output import markdown_table
 from bench.timing import ROOT, Contestant
 from configurator import build, read_settings
@@ -29,12 +29,14 @@ from deskgpt.compute import compiling
 from deskgpt.compute.inference import InferenceEngine
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.estimate.memory import Step, memory
+from deskgpt.kernels import verify
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import in_tera
+from deskgpt.system.wheels import answer
 from model import GPT, MODERN_CHOICES, GPTConfig
 
-# GPT-2 124M, the model of stages 1 and 4 to 10, and the toy that stands for it on a CPU.
+# GPT-2 124M, the model of stages 1 and 4 to 8, and the toy that stands for it on a CPU.
 CARD_MODEL = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
 TOY_MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64}
 CARD_SEQUENCES = 512  # of a step: 524,288 tokens, as config/train_fineweb_125m.py has it
@@ -43,8 +45,6 @@ TESTS = "tests/test_gpu.py"
 BATCH_SIZES = (4, 8, 16, 32, 64, 128)
 TOY_BATCH_SIZES = (2, 4, 8)
 MARGIN = 1.3  # of the longest case so far: with less time left, no other begins
-# What rounding explains of a parameter's gradient, relative to it, or to 1% of all gradients if that is larger.
-TOLERANCE = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 1e-1}  # float32 without TF32, which would hide defects
 T = TypeVar("T")
 
 
@@ -54,25 +54,24 @@ class Session:
 
     device: torch.device
     folder: Path  # for what is needed while it runs; removed at the end
-    nanogpt: Path | None = None  # an unmodified checkout of nanoGPT
     results: dict[int, dict[str, Any]] = field(default_factory=dict)  # figures by stage, from earlier calls too
     deadline: float = 0.0  # time.perf_counter() at which the stage that runs should end
 
     @property
     def is_toy(self) -> bool:
-        return self.device.type != "cuda"
+        """Without a card, or with one that bench/pretend_card.py pretends, a CPU computes."""
+        return self.device.type != "cuda" or "DESKGPT_PRETEND_CARD" in os.environ
 
     @property
     def vocab_size(self) -> int:
-        return 512 if self.is_toy else 50257
+        return 512 if self.is_toy else 50304
 
     @property
     def model_settings(self) -> dict[str, Any]:
         return TOY_MODEL if self.is_toy else CARD_MODEL
 
     def config(self, **more: Any) -> GPTConfig:
-        vocab_size = math.ceil(self.vocab_size / 64) * 64
-        return GPTConfig(**({"vocab_size": vocab_size} | self.model_settings | more))
+        return GPTConfig(**({"vocab_size": self.vocab_size} | self.model_settings | more))
 
     def best_batch(self) -> int:
         """The micro-batch that stage 4 has found. Raises ValueError where it has found none."""
@@ -117,18 +116,9 @@ class Session:
         return f"{timing.as_markdown(rows)}\n\n{timing.peaks_in_words(rows)}.", found
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
     """The median seconds of a call, of several that are queued one after the other."""
-    call()  # chooses a kernel, and loads it
-    times = []
-    for _ in range(7):
-        hardware.synchronize(device)
-        t0 = time.perf_counter()
-        for _ in range(4):
-            call()
-        hardware.synchronize(device)
-        times.append((time.perf_counter() - t0) / 4)
-    return statistics.median(times)
+    return Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.2).median
 
 
 # ---- 0: facts ------------------------------------------------------------------------------------------------
@@ -144,7 +134,8 @@ def facts(s: Session) -> tuple[str, dict[str, Any]]:
         found["free memory"] = f"{torch.cuda.mem_get_info(s.device)[0] / 2**30:.5g} GiB"
         found["compute capability"] = f"{properties.major}.{properties.minor}"
         found["SMs"] = properties.multi_processor_count
-        found |= nvidia_smi(f"GPU-{properties.uuid}")
+        query = ("--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
+        found["driver, highest clock, power"] = answer("nvidia-smi", f"--id=GPU-{properties.uuid}", *query).strip()
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
     found |= {"cuDNN": torch.backends.cudnn.version(), "compiler": compiling.compiler_name(s.device)}
     found |= versions() | {"commit": git_commit()}
@@ -156,17 +147,6 @@ def facts(s: Session) -> tuple[str, dict[str, Any]]:
         found[f"attention in {name}"] = SDPBackend(torch._fused_sdp_choice(same, same, same, is_causal=True)).name
     rows = [[name, "n/a" if value is None else str(value)] for name, value in found.items()]
     return markdown_table(["fact", "value"], rows, left_columns=2), found
-
-
-def nvidia_smi(card: str) -> dict[str, str | None]:
-    """What only the driver knows; nothing if there is no nvidia-smi."""
-    names = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit")
-    command = ["nvidia-smi", f"--id={card}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(names, done.stdout.strip().split(", "), strict=False))
 
 
 # ---- 1: roofs ------------------------------------------------------------------------------------------------
@@ -189,20 +169,19 @@ def roofs(s: Session) -> tuple[str, dict[str, Any]]:
             cases[name] = (6 * tokens * n_in * n_out, both_passes(F.linear, x, weight))
         qkv = torch.randn(3, B, c.n_head, c.block_size, c.n_embd // c.n_head, **options).unbind()
         q, k, v = (t.requires_grad_() for t in qkv)
+        attention_flops = 12 * c.n_embd * c.block_size * tokens  # counted as MFU does: as if it were not causal
         for kernel in kernels:
-            cases[f"attention, {kernel.lower()}"] = (
-                12 * c.n_embd * c.block_size * tokens,  # counted as MFU does: as if it were not causal
-                both_passes(attention_by(getattr(SDPBackend, kernel)), q, k, v),
-            )
+            attention = functools.partial(attention_by, getattr(SDPBackend, kernel))
+            cases[f"attention, {kernel.lower()}"] = (attention_flops, both_passes(attention, q, k, v))
         for name, (flops, call) in cases.items():
             try:
-                rates.setdefault(name, {})[way] = flops / seconds_of(call, s.device)
+                rates.setdefault(name, {})[way] = flops / seconds_of(call)
             except RuntimeError:  # no such kernel for this card and dtype, or too little memory
                 rates.setdefault(name, {})[way] = None
         hardware.release_memory(s.device)
     source = torch.zeros(1 << (24 if s.is_toy else 29), dtype=torch.uint8, device=s.device)
     target = torch.empty_like(source)
-    copied = 2 * source.numel() / seconds_of(lambda: target.copy_(source), s.device)
+    copied = 2 * source.numel() / seconds_of(lambda: target.copy_(source))
     rows = [[name, *(in_tera(of_way[way]) for way in hardware.DTYPES)] for name, of_way in rates.items()]
     text = f"TFLOP/s at {tokens} tokens, forward and backward; medians. float32 is TF32 where the card has it.\n\n"
     text += markdown_table(["layer", *hardware.DTYPES], rows, left_columns=1)
@@ -218,12 +197,9 @@ def both_passes(forward: Callable[..., Tensor], *operands: Tensor) -> Callable[[
     return call
 
 
-def attention_by(backend: SDPBackend) -> Callable[..., Tensor]:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (B, H, T, D) each
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return attention
+def attention_by(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (B, H, T, D) each
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 # ---- 2: parity -----------------------------------------------------------------------------------------------
@@ -236,51 +212,34 @@ def parity(s: Session) -> tuple[str, dict[str, Any]]:
     modern = {name: getattr(recipe, name) for name in MODERN_CHOICES}
     models = {"GPT-2": s.config(**size), "modern": s.config(**(size | modern))}
     compiled = (False,) if s.is_toy else (False, True)  # compiling takes most of the time, so it comes last
-    cases = [(name, way, is_compiled) for is_compiled in compiled for way in TOLERANCE for name in models]
-    rows: list[list[str]] = []
-    failed = []
-    for name, way, is_compiled in s.while_there_is_time(cases):
-        case = f"{name}, {way}, {'compiled' if is_compiled else 'not compiled'}"
+    cases = [(name, Variant(way, c)) for c in compiled for way in hardware.DTYPES for name in models]
+    verdicts: dict[str, str] = {}
+    for name, variant in s.while_there_is_time(cases):
         try:
-            worst, off, loss_off = compare(models[name], way, is_compiled, s.device)
-            verdict = "right" if off <= TOLERANCE[way] and loss_off <= TOLERANCE[way] else "WRONG"
-            rows.append([case, verdict, worst, f"{loss_off:.2g}", f"{off:.2g}", f"{TOLERANCE[way]:g}"])
+            compare(models[name], variant, s.device)
+            verdict = "right"
         except Exception as e:  # the other cases may be right
-            rows.append([case, " ".join(f"{type(e).__name__}: {e}".split())[:300], "", "", "", ""])
-        failed += [] if rows[-1][1] == "right" else [f"{case}: {rows[-1][1]}"]
+            verdict = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        verdicts[f"{name}, {variant}"] = verdict
         hardware.release_memory(s.device)
-    head = ["case", "verdict", "worst parameter", "loss off by", "gradient off by", "allowed"]
-    unfinished = [", ".join(map(str, case)) for case in cases[len(rows) :]]
-    return markdown_table(head, rows, left_columns=3), {"rows": rows, "failed": failed, "unfinished": unfinished}
+    failed = [f"{case}: {verdict}" for case, verdict in verdicts.items() if verdict != "right"]
+    unfinished = [f"{name}, {variant}" for name, variant in cases[len(verdicts) :]]
+    text = markdown_table(["case", "verdict"], [*verdicts.items()], left_columns=2)
+    return text, {"verdicts": verdicts, "failed": failed, "unfinished": unfinished}
 
 
-def compare(config: GPTConfig, way: str, compiled: bool, device: torch.device) -> tuple[str, float, float]:
-    """(the worst parameter, the relative error of its gradient, that of the loss)."""
+def compare(config: GPTConfig, variant: Variant, device: torch.device) -> None:
+    """Raises Mismatch where a pass of this variant on the device is not what float32 on the CPU computes."""
     torch.manual_seed(0)
     model = GPT(config)
-    with torch.no_grad():
-        for p in model.parameters():  # a matrix of zeros would hide the gradients of everything before it
-            p.add_(torch.randn_like(p) * 0.01)
     ids = torch.randint(0, config.vocab_size, (4, config.block_size + 1))
-    x = ids[:, :-1].contiguous()
-    y = ids[:, 1:].contiguous()
-    results = []
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    for place, variant in ((torch.device("cpu"), Variant()), (device, Variant(way, compiled))):
-        runner = Runner(model.to(place), variant)
-        loss = runner.forward_backward(x.to(place), y.to(place)).item()
-        scale = runner.scaler.get_scale() if runner.scaler.is_enabled() else 1.0
-        results.append((loss, [g.cpu().float() / scale for g in runner.gradients()]))
-        runner.drop_gradients()
-    torch.set_float32_matmul_precision(before)
-    (expected_loss, expected), (found_loss, found) = results
-    least = 0.01 * torch.stack([g.norm() for g in expected]).norm().item()
-    errors = {}
-    for name, a, b in zip(runner.names, found, expected, strict=True):
-        errors[name] = (a - b).norm().item() / max(b.norm().item(), least)
-    worst = max(errors, key=lambda name: errors[name])
-    return worst, errors[worst], abs(found_loss / expected_loss - 1)
+    batch = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    with verify.nothing_is_zero(model), verify.full_float32():  # without TF32, which would hide defects
+        loss, expected, _ = Runner(model, Variant()).measured(batch, 1)
+        runner = Runner(model.to(device), variant)
+        found_loss, found, _ = runner.measured((batch[0].to(device), batch[1].to(device)), 1)
+    found = [g.cpu() for g in found]
+    verify.compare_passes(str(variant), variant.dtype, runner.names, (found_loss, found), (loss, expected))
 
 
 # ---- 3: tests ------------------------------------------------------------------------------------------------
@@ -288,24 +247,21 @@ def compare(config: GPTConfig, way: str, compiled: bool, device: torch.device) -
 
 def tests(s: Session) -> tuple[str, dict[str, Any]]:
     """The tests of tests/test_gpu.py, in a process of their own. On a CPU those that compile are left out."""
-    report = s.folder / "tests.xml"
-    command = [sys.executable, "-m", "pytest", TESTS, f"--junitxml={report}", "-rfEs", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", TESTS, "-n", "0", "-rfEs", "--tb=short"]
     if s.is_toy:
         command += ["-k", "not compiled and not True"]  # True: a test's parameter `compiled`
     env = os.environ | {"DESKGPT_TEST_DEVICE": str(s.device)}
     try:
-        done = subprocess.run(command, cwd=ROOT, env=env, timeout=max(1.0, s.deadline - time.perf_counter()))
+        limit_s = max(1.0, s.deadline - time.perf_counter())
+        done = subprocess.run(command, cwd=ROOT, env=env, timeout=limit_s, stdout=subprocess.PIPE, text=True)
     except subprocess.TimeoutExpired:
         return f"`{TESTS}` took too long.", {"unfinished": [f"all of them: pytest {TESTS}"]}
-    if not report.exists():
+    if done.returncode > 1:
         raise ValueError(f"pytest {TESTS} ended with status {done.returncode}; is requirements-dev.txt installed?")
-    outcomes = {}
-    for case in ET.parse(report).iter("testcase"):
-        bad = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-        outcomes[case.attrib["name"]] = bad[0] if bad else "passed"
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes.values()).items())
-    failed = [name for name, outcome in outcomes.items() if outcome in ("failure", "error")]
-    return f"`{TESTS}`: {counts}.", {"outcomes": outcomes, "failed": failed}
+    outcomes = re.findall(r"^(FAILED|ERROR|SKIPPED) (.+)", done.stdout, re.M)
+    lines = [f"{outcome} {test}" for outcome, test in outcomes]
+    failed = [line for line in lines if not line.startswith("SKIPPED")]
+    return "\n\n".join([f"`{TESTS}`: {done.stdout.strip().splitlines()[-1]}", *lines]), {"failed": failed}
 
 
 # ---- 4 to 7: runs of train.py ----------------------------------------------------------------------------------
@@ -344,13 +300,6 @@ def ways(s: Session) -> tuple[str, dict[str, Any]]:
     return s.time(runs)
 
 
-def breakdown(s: Session) -> tuple[str, dict[str, Any]]:
-    """The longest kernels (on a CPU: operators) of one step of train.py."""
-    c = build(train.TrainConfig, read_settings(train.TrainConfig, s.given(s.best_batch(), 4)))
-    averages = speed.profiled(c, s.tokens(s.vocab_size), 1).key_averages()
-    return f"```\n{averages.table(sort_by=f'self_{s.device.type}_time_total', row_limit=30)}\n```", {}
-
-
 def steps(s: Session) -> tuple[str, dict[str, Any]]:
     """Whole steps of four configs, the large ones at the best micro-batch."""
     runs = []
@@ -387,19 +336,3 @@ def sampling(s: Session) -> tuple[str, dict[str, Any]]:
         rows.append([str(texts), f"{statistics.median(times[4:]):.3f}", f"{max(times[4:]):.1f}"])
     hardware.release_memory(s.device)
     return f"ms per token in {dtype}.\n\n{markdown_table(['texts', 'median', 'longest'], rows)}", {"rows": rows}
-
-
-# ---- 10: nanoGPT ---------------------------------------------------------------------------------------------
-
-
-def nanogpt(s: Session) -> tuple[str, dict[str, Any]]:
-    """train.py and an unmodified nanoGPT in turns, on the same work."""
-    if s.nanogpt is None:
-        return "Skipped: no checkout was named, with --nanogpt=PATH.", {}
-    given = s.given(s.best_batch(), 2 if s.is_toy else 8)
-    c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
-    folder = s.tokens(s.vocab_size)
-    runs = [timing.ours("deskGPT", given, folder), speed.peer_of(f"nanogpt:{s.nanogpt}", c, given, folder)]
-    timing.in_turns(runs, 2, 0, 0.0 if s.is_toy else 15.0)
-    rows = timing.table(runs)
-    return timing.as_markdown(rows), {"rows": rows, "failed": [f"{x.name}: {x.status}" for x in runs if x.status]}

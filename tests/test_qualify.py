@@ -12,24 +12,19 @@ from conftest import assert_one_line
 from bench import qualify, stages
 from deskgpt.system.errors import ConfigError
 
-NANOGPT = """
-for i in range(1000):
-    print(f"iter {i}: loss 4.2000, time {500 if i == 0 else 20 + i % 2}.00ms, mfu -100.00%")
-"""
-
 
 def test_stages_are_named_as_numbers_and_ranges():
     assert qualify.numbers_of("0-3,7") == [0, 1, 2, 3, 7]
-    assert qualify.numbers_of("10,2-2,6-10") == [2, 6, 7, 8, 10]
-    for wrong in ("11", "9", "3-2", "8-11", "", "a", "1-", "-1", "1,,2"):
+    assert qualify.numbers_of("8,2-2,5-7") == [2, 5, 7, 8]
+    for wrong in ("11", "6", "3-2", "8-10", "", "a", "1-", "-1", "1,,2"):
         with pytest.raises(ConfigError) as refused:
             qualify.numbers_of(wrong)
         assert_one_line(refused.value, f"--stages={wrong}")
 
 
-def test_all_stages_end_within_30_minutes_and_the_calls_in_parts_within_ten():
-    assert sum(stage.limit_s for stage in qualify.STAGES.values()) <= 30 * 60
-    for call in ("0-3", "4", "5", "6-10"):
+def test_all_stages_end_within_27_minutes_and_the_calls_in_parts_within_ten():
+    assert sum(stage.limit_s for stage in qualify.STAGES.values()) <= 27 * 60
+    for call in ("0-3", "4", "5", "7-8"):
         assert sum(qualify.STAGES[number].limit_s for number in qualify.numbers_of(call)) <= 600
 
 
@@ -66,18 +61,16 @@ def test_quick_stages_at_toy_sizes_are_right_and_a_later_call_continues(tmp_path
         assert done.code == 0, done.out
     found, page = results(tmp_path)
     assert list(found) == ["0", "1", "2", "8"]
-    assert [row[1] for row in found["2"]["figures"]["rows"]] == ["right"] * 6
+    assert list(found["2"]["figures"]["verdicts"].values()) == ["right"] * 6
     assert "Toy sizes" in page
-    assert "Not measured: stages 3, 4, 5, 6, 7, 10." in page
+    assert "Not measured: stages 3, 4, 5, 7." in page
 
 
 @pytest.mark.nightly
 def test_all_stages_at_toy_sizes(tmp_path, script):
-    (tmp_path / "train.py").write_text(NANOGPT)
-    ours = ["bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path / 'out'}", f"--nanogpt={tmp_path}"]
-    done = script(*ours)
+    done = script("bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}")
     assert done.code == 0, done.out + done.err
-    found, page = results(tmp_path / "out")
+    found, page = results(tmp_path)
     assert [row["name"] for row in found["7"]["figures"]["rows"]] == list(stages.CONFIGS)
-    assert found["3"]["figures"]["outcomes"]
-    assert "| nanoGPT |" in page
+    assert " passed" in found["3"]["text"]
+    assert "Failed" not in page

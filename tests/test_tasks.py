@@ -261,7 +261,7 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
         "tasks.py test-all --venv v -- --a=1 --b",
     ]
     listed = subprocess.run(["make"], cwd=machine.folder, capture_output=True, text=True).stdout
-    assert {f"make {name}" for name in ("train", "test", "check", "qualify")} <= {
+    assert {f"make {name}" for name in ("train", "test", "check", "qualify", "check-cards")} <= {
         " ".join(line.split()[:2]) for line in listed.splitlines()
     }
     assert machine.calls() == []

@@ -156,6 +156,7 @@ class InferenceEngine:
         """Compiles what generation calls, for these rows of prompts. Raises ValueError where that fails or differs."""
         self.print0("compiling, which takes a while")
         replacements.register_operators()
+        compiling.quieten()
         self.model.transformer.compile(dynamic=True)
         text = torch.cat((prompts, prompts[:, :1]), 1)[:, : self.model.config.block_size]
         try:

@@ -10,7 +10,6 @@ import copy
 import functools
 import gc
 import inspect
-import logging
 import math
 import os
 import time
@@ -122,8 +121,7 @@ class Runner:
         self.evaluation: Replacements = self.replacements
         if variant.compiled:
             replacements.register_operators()
-            # Selective checkpoints warn of operations in place. A block has none.
-            logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+            compiling.quieten()
             if self.device.type == "cpu":
                 from deskgpt.compute.compiling import set_up_inductor
 

@@ -6,9 +6,10 @@ follows model.py wherever it goes. `device_type="cuda"` gives CUDA's figures on 
 there (attention, dropout, RMS norm, what autocast runs in float32) is replaced by CUDA's. A compiled step counts as
 one that is not compiled, but for the softmax of the loss: what torch.compile chooses to compute again may save more.
 
-Checked against real runs on a CPU: the counting, within 1%. Not checked until a card has measured it: the sums for
-CUDA. Workspaces of cuBLAS and of attention's backward pass are not counted; the CUDA context and the allocator's gaps
-come on top: leave a tenth free.
+Checked against real runs on a CPU: the counting, within 1%. The sums for CUDA: against what inductor's own code
+allocates on fake tensors of a card (bench/check_cards.py), 5% too high for GPT-2; no card has measured them. Workspaces
+of cuBLAS and of attention's backward pass are not counted; the CUDA context and the allocator's gaps come on top: leave
+a tenth free.
 """
 
 from __future__ import annotations

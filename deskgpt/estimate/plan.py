@@ -105,6 +105,12 @@ def dry_run(run: Planned, plan_for: str, dist: DistContext) -> None:
         dist.print0('on a card that you do not have here: --plan_for="RTX 4070"')
 
 
+def usual_mfu(card: peaks.Card | None) -> tuple[float, float, str]:
+    """The range of shares of the peak that runs reach, and what it rests on."""
+    is_geforce = card is not None and card.flops["float16"] <= 2.2 * card.flops["float32"]
+    return OF_GEFORCE if is_geforce else OF_OTHERS
+
+
 def print_size(run: Planned, dist: DistContext) -> None:
     model = GPT.without_storage(run.config)
     positions = sum(p.numel() for p in model.parameters()) - model.num_params()
@@ -178,8 +184,7 @@ def print_time(
         dist.print0("time: n/a, because no peak in this dtype is known")
         return
     flops, source = peak
-    is_geforce = card is not None and card.flops["float16"] <= 2.2 * card.flops["float32"]
-    low, high, basis = OF_GEFORCE if is_geforce else OF_OTHERS
+    low, high, basis = usual_mfu(card)
     again = TIME_WITH_CHECKPOINTS[run.settings.activation_checkpoint]
     fastest_s, slowest_s = (run.flops_per_step() * again / (mfu * flops * run.batching.world) for mfu in (high, low))
     sending = ", and without what ranks send each other" if run.batching.world > 1 else ""
