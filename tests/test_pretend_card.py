@@ -13,7 +13,7 @@ from conftest import assert_equal, events, flags, shell
 
 from bench import check_cards, pretend_card
 from deskgpt.checkpoint import store
-from deskgpt.compute import compiling
+from deskgpt.system import hardware
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
 
@@ -93,7 +93,7 @@ def test_qualify_passes_all_stages_at_toy_sizes(on_card, tmp_path):
 def test_card_too_old_for_triton_does_not_compile(monkeypatch):
     for capability, compiles in {(6, 1): False, (7, 5): True}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert compiling.has_triton_code(torch.device("cuda")) is compiles
+        assert hardware.has_triton_code(torch.device("cuda")) is compiles
 
 
 @pytest.mark.nightly

@@ -42,11 +42,6 @@ def set_up_inductor() -> None:
     work_around_gcc()
 
 
-def has_triton_code(device: torch.device) -> bool:
-    """Whether Triton has code for this GPU. On an older card each start would trace the model in vain."""
-    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (7, 0)
-
-
 def quieten() -> None:
     """Silences warnings of torch.compile that ask for nothing: of operations in place, of which a block has none, with
     selective checkpoints, and on a card of fewer than 68 SMs that matmuls are not autotuned."""

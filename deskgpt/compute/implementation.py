@@ -130,7 +130,7 @@ class Tuner:
             return self.config.compile
         if self.device.type == "cpu" and not self.config.eval_only:
             return self.earlier.compiled
-        return self.device.type == "cuda" and compiling.has_triton_code(self.device)
+        return self.device.type == "cuda" and hardware.has_triton_code(self.device)
 
     def micro_batch(self) -> Batch:
         return self.batch_of(self.batching.batch_size)

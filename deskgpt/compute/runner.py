@@ -120,12 +120,12 @@ class Runner:
         self.replacements = with_recompute(variant.replacements(self.device.type), variant.checkpoint, config.dropout)
         self.evaluation: Replacements = self.replacements
         if variant.compiled:
+            from deskgpt.compute import compiling
+
             replacements.register_operators()
             compiling.quieten()
             if self.device.type == "cpu":
-                from deskgpt.compute.compiling import set_up_inductor
-
-                set_up_inductor()
+                compiling.set_up_inductor()
                 eager = replace(variant, compiled=False)
                 self.evaluation = eager.replacements(self.device.type)
             for name in ("Block.forward", "GPT.loss"):

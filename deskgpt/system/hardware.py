@@ -116,6 +116,11 @@ def unused_gpu() -> str | None:
     return f"torch {torch.__version__} for CUDA {torch.version.cuda} does not see {gpu.name} ({why}): {wheels.remedy()}"
 
 
+def has_triton_code(device: torch.device) -> bool:
+    """Whether Triton has code for this GPU. On an older card each start would trace the model in vain."""
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (7, 0)
+
+
 # ---- computing on it -----------------------------------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
