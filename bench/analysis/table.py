@@ -24,8 +24,7 @@ SILENT |= {"seed", "dataset", "init_from", "sample_interval", "attention"}  # wh
 FACTS = ["device", "world_size", "dtype", "attention", "compiled", "compiler", "versions", "git_commit", "tokenizer"]
 FACTS += ["vocab_size", "train_tokens", "val_sha256"]  # which follow from the tokenizer where the text is the same
 
-# Variance of the logarithm of a run's speed on one machine: two single runs cannot tell a ratio below 1.05 from 1.
-SPEED_NOISE = (math.log(1.05) ** 2 / (2 * 1.96**2), 10_000)
+SAME_SPEED = 1.05  # below this ratio no run is called faster: a machine's speed changes from run to run
 WHOLE = 0.95  # the share of a text that an evaluation reads, from which on tokenizers are compared on it
 OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has about twice the tokens of the other
 Text = Callable[[Any], str]  # how a figure is written
@@ -197,16 +196,19 @@ def short(value: Any) -> str:
 # ---- who leads -----------------------------------------------------------------------------------------------
 
 
-def leader(
-    arms: list[Arm],
-    values: list[list[float]],
-    noise: tuple[float, int] | None,
-    words: Callable[[Arm, Arm, float, float | None], str],
-) -> Lead:
+def speed_lead(arms: list[Arm], rates: list[list[float]]) -> Lead:
+    """How many times as fast the fastest arm was. That says nothing about the cause: a machine's speed drifts."""
+    means = [statistics.fmean(of_arm) for of_arm in rates]
+    best, *others = sorted(range(len(arms)), key=lambda i: -means[i])
+    parts = [f"{arms[best].label}, {means[best] / means[i]:.2f} x {arms[i].label}" for i in others]
+    return Lead(joined(parts), best if means[best] > SAME_SPEED * means[others[0]] else None)
+
+
+def loss_lead(arms: list[Arm], values: list[list[float]], noise: tuple[float, int] | None, step: float | None) -> Lead:
     """Which arm has the lowest mean, and how sure that is of each other arm; the intervals hold together (Bonferroni).
 
     noise: the variance between runs and its degrees of freedom, for arms of a single run; None where it is not known.
-    words: of the best arm, another one, their difference and half its interval.
+    step: at which all were evaluated, None where they are compared at another amount.
     """
     means = [statistics.fmean(of_arm) for of_arm in values]
     best, *others = sorted(range(len(arms)), key=lambda i: means[i])
@@ -218,25 +220,20 @@ def leader(
         if half is None and noise:
             half = t_quantile(noise[1], error) * math.sqrt(noise[0] * (1 / len(values[best]) + 1 / len(values[i])))
         halves.append((gap, half))
-        parts.append(words(arms[best], arms[i], gap, half))
+        parts.append(loss_words(arms[best], arms[i], gap, half, step))
     return Lead(
-        "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else ""),
+        joined(parts),
         best if all(half is not None and gap > half for gap, half in halves) else None,
         is_open=any(half is None for _, half in halves),
         is_same=all(round(gap, 4) == 0 for gap, _ in halves),
     )
 
 
-def speed_words(best: Arm, other: Arm, gap: float, half: float | None) -> str:
-    """gap, half: logarithms of a ratio."""
-    ratio, noise = (math.exp(min(log or 0.0, 700)) for log in (gap, half))  # exp(710) overflows
-    if ratio > noise:
-        return f"{best.label}, {ratio:.2f} x {other.label} (noise a factor of {noise:.2f})"
-    return f"{best.label} and {other.label} not distinguishable ({ratio:.2f} x, noise a factor of {noise:.2f})"
+def joined(parts: list[str]) -> str:
+    return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def loss_words(best: Arm, other: Arm, gap: float, half: float | None, *, step: float | None) -> str:
-    """step: at which both were evaluated, None where they are compared at another amount."""
+def loss_words(best: Arm, other: Arm, gap: float, half: float | None, step: float | None) -> str:
     said = f"{best.label} lower than {other.label} by {gap:.4f}"
     if round(gap, 4) == 0:
         said = f"{best.label} and {other.label} the same, 0.0000 apart"
@@ -381,8 +378,7 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
     rows = [row_of(label, arms, figure, text) for label, figure, text in SPEED]
     speed = rows[1]
     if len(arms) > 1 and speed.is_whole:
-        slowness = [[-math.log(rate) for rate in of_arm] for of_arm in speed.of_runs]
-        speed.lead = leader(arms, slowness, SPEED_NOISE, speed_words)
+        speed.lead = speed_lead(arms, speed.of_runs)
     return known(rows)
 
 
@@ -424,8 +420,8 @@ def equal_row(arms: list[Arm], axis: str, amount: float, unit: str, reasons: lis
         losses = [loss for [loss] in row.of_runs]
         row.lead = Lead(f"the same training, {max(losses) - min(losses):.4f} apart by rounding", is_same=True)
     elif row.is_whole:
-        words = functools.partial(loss_words, step=amount if axis == "steps" else None)
-        row.lead = leader(arms, row.of_runs, seed_noise(arms, row.of_runs, unit), words)
+        noise = seed_noise(arms, row.of_runs, unit)
+        row.lead = loss_lead(arms, row.of_runs, noise, amount if axis == "steps" else None)
     return row
 
 

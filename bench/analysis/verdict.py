@@ -162,8 +162,8 @@ def headline(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str])
     if not speed.text:
         return learned
     if speed.winner is None:
-        return f"{learned} The speeds do not differ by more than the noise."
-    return f"{learned} {arms[speed.winner].label} is faster."
+        return f"{learned} The speeds were the same within 5%."
+    return f"{learned} {arms[speed.winner].label} was faster."
 
 
 def verdict(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) -> list[str]:
