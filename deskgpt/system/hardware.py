@@ -31,17 +31,12 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     """
     if name == "auto":
         name = fastest_device_type(local_rank)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name!r} is not a device; try --device=auto, cpu, cuda, cuda:0 or mps") from None
-    if device.type == "cuda":
-        return resolve_cuda_device(device, local_rank, local_ranks)
-    if device.type == "mps" and not torch.backends.mps.is_available():
+    if not re.fullmatch(r"cpu|cuda(:\d+)?|mps", name):
+        raise ValueError(f"device={name!r} is not one of auto, cpu, cuda, cuda:N, mps; try --device=auto")
+    if name == "mps" and not torch.backends.mps.is_available():
         raise ValueError("device=mps: torch sees no Apple GPU here; try --device=auto")
-    if device.type not in ("cpu", "mps"):
-        raise ValueError(f"device={name} is not supported; try --device=auto, cpu, cuda, cuda:0 or mps")
-    return device
+    device = torch.device(name)
+    return resolve_cuda_device(device, local_rank, local_ranks) if device.type == "cuda" else device
 
 
 def fastest_device_type(local_rank: int = 0) -> str:
@@ -167,8 +162,7 @@ def memory_bytes(device: torch.device) -> int:
 
 def reachable_memory_bytes(device: torch.device) -> int:
     """Of a GPU's memory: what is free, and what torch's allocator holds in this process already."""
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return free_bytes + torch.cuda.memory_reserved(device)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def usable_memory_bytes(device: torch.device) -> int:
@@ -179,8 +173,7 @@ def usable_memory_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return min([memory_bytes(device), *(limit for limit, _ in memory_groups())])
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
+    cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * memory_bytes(device)
     return min(reachable_memory_bytes(device), int(cap_bytes))
 
 
@@ -235,8 +228,7 @@ def forbid_spilling(device: torch.device) -> None:
     """
     if device.type != "cuda" or not (sys.platform == "win32" or "microsoft" in platform.release().lower()):
         return
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    fraction = SHARE_WITHOUT_SPILLING * reachable_memory_bytes(device) / total_bytes
+    fraction = SHARE_WITHOUT_SPILLING * reachable_memory_bytes(device) / memory_bytes(device)
     if fraction < torch.cuda.get_per_process_memory_fraction(device):
         torch.cuda.set_per_process_memory_fraction(fraction, device)
 
