@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    TINY,
     assert_equal,
     assert_one_line,
     contents,
     events,
-    flags,
     shell,
     tiny,
     trajectory,
@@ -28,7 +26,6 @@ from conftest import (
     weights,
 )
 from gloo import run
-from torch._dynamo.utils import counters
 
 import train
 from data.loader import eval_batches
@@ -36,7 +33,6 @@ from data.prepared import write_dataset
 from data.splits import Split
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
-from deskgpt.compute import compiling
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
@@ -326,28 +322,6 @@ def test_importing_the_scripts_does_nothing():
     code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
     done = shell("python", "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# ---- learning ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_compiled_run_takes_the_same_steps(chars, tmp_path, script):
-    graphs = counters["stats"]["unique_graphs"]
-    for on in (False, True):
-        settings = TINY | {"compile": on, "n_layer": 1, "gradient_accumulation_steps": 2}
-        done = script("train.py", *flags(**settings, dataset=chars, out_dir=tmp_path / str(on)))
-        assert done.code == 0
-    if "there is no C++ compiler" in done.out:
-        pytest.skip("no C++ compiler here")
-    start = events(tmp_path / "True", "start")[0]
-    assert start["compiled"], done.out
-    assert re.search(rf"^device: .*{re.escape(start['device'])}, float32.*, compiled by ", done.out, re.M)
-    assert start["compiler"] == compiling.compiler_name(torch.device("cpu"))
-    assert counters["stats"]["unique_graphs"] - graphs == 2  # a block and the loss
-    plain, compiled = (trajectory(tmp_path / str(c))["iter"] for c in (False, True))
-    for step in plain:
-        assert compiled[step]["loss"] == pytest.approx(plain[step]["loss"], rel=1e-5)
 
 
 # ---- data ---------------------------------------------------------------------------------------------------
