@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_one_line, events, flags, needs_bpe, tiny
+from conftest import TINY, events, flags, needs_bpe
 
 from bench.analysis.logs import read_run
 from bench.analysis.verdict import compare
@@ -20,7 +20,6 @@ from data.splits import Split
 from data.text.prepare import prepare
 from data.token_files import write_tokens
 from data.tokenizer import GPT2_FILES, BytesTokenizer, CharTokenizer, Tokenizer, from_meta, from_meta_offline
-from train import main
 
 MULTI_BYTE = "Ünïcödé, 🧀 and plain text.\n日本語の文章。\n"  # of one to four bytes a character
 
@@ -107,55 +106,29 @@ def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
 # ---- where it shows ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def prepared_alike(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same text, multi-byte characters included, as characters and as bytes; and another text."""
-    folder = tmp_path_factory.mktemp("alike")
-    mixed = "".join(text[i : i + 2000] + MULTI_BYTE for i in range(0, 100_000, 2000))
-    for name, of_it in (("char", mixed), ("bytes", mixed), ("other", mixed[::-1])):
-        prepare(of_it, folder / name, "bytes" if name == "other" else name, "test text")
-    return {path.name: path for path in folder.iterdir()}
-
-
-def test_log_line_and_events_have_it_and_what_was_printed_is_refused_with_its_remedy(prepared_alike, tmp_path, script):
-    settings = TINY | {"eval_iters": 9, "dataset": prepared_alike["bytes"], "out_dir": tmp_path}
-    done = script("train.py", *flags(**settings))
-    assert done.code == 0, done.err
-    pattern = r"^step \d+: train loss \S+, val loss (\S+), eval time \S+s, standard error \S+, bits per byte (\S+)$"
-    printed = re.findall(pattern, done.out, re.M)
-    logged = events(tmp_path, "eval")
-    assert printed == [(f"{e['val_loss']:.4f}", f"{e['val_bpb']:.4f}") for e in logged]
-    assert [e["val_bpb"] for e in logged] == pytest.approx([e["val_loss"] / math.log(2) for e in logged], rel=1e-12)
-    [start] = events(tmp_path, "start")
-    assert (start["bytes_per_token"], start["val_bytes"]) == (1.0, 9 * 4 * 16)
-    assert start["val_text_bytes"] == start["val_tokens"]
-
-    (tmp_path / "printed.txt").write_text(done.out)
-    with pytest.raises(ValueError, match="printed.txt") as refused:
-        read_run(str(tmp_path / "printed.txt"))
-    assert_one_line(refused.value, "out_dir", "log.jsonl")
-    rows = compare([read_run(str(tmp_path))]).as_data()["rows"]["Learning"]
-    assert rows["bits per byte there"] == [[min(e["val_bpb"] for e in logged)]]
-
-
 @pytest.mark.slow
-def test_figure_is_the_same_at_any_micro_batch_in_a_resumed_run_and_in_an_evaluation_alone(
-    prepared_alike, tmp_path, capsys
-):
-    settings = {"eval_tokens": 2048}
-    main(tiny(prepared_alike["char"], tmp_path, max_iters=3, **settings))
-    main(tiny(prepared_alike["char"], tmp_path, init_from="resume", **settings))
-    starts = events(tmp_path, "start")
+def test_it_shows_in_line_log_and_comparison_and_is_the_same_resumed_and_at_any_micro_batch(tmp_path, text, script):
+    mixed = "".join(text[i : i + 2000] + MULTI_BYTE for i in range(0, 100_000, 2000))
+    prepare(mixed, tmp_path / "data", "char", "test text")
+    settings = TINY | {"dataset": tmp_path / "data", "out_dir": tmp_path / "out", "eval_tokens": 2048}
+    pattern = r"^step \d+: train loss \S+, val loss (\S+), eval time \S+s, standard error \S+, bits per byte (\S+)$"
+    printed = []
+    for changed in ({"max_iters": 3}, {"init_from": "resume"}):
+        done = script("train.py", *flags(**settings | changed))
+        assert done.code == 0, done.err
+        printed += re.findall(pattern, done.out, re.M)
+    logged = events(tmp_path / "out", "eval")
+    assert printed == [(f"{e['val_loss']:.4f}", f"{e['val_bpb']:.4f}") for e in logged]
+    starts = events(tmp_path / "out", "start")
     facts = [{name: s[name] for name in ("bytes_per_token", "val_bytes", "val_text", "val_text_bytes")} for s in starts]
     assert facts == [facts[0]] * 2
-    for e in events(tmp_path, "eval"):
+    assert facts[0]["val_text_bytes"] == len(mixed[int(len(mixed) * 0.9) :].encode())
+    for e in logged:
         assert e["val_bpb"] == pytest.approx(e["val_loss"] / math.log(2) / facts[0]["bytes_per_token"], rel=1e-12)
         assert e["val_bpb"] < e["val_loss"] / math.log(2)  # some characters have several bytes
-
-    last = events(tmp_path, "eval")[-1]
+    rows = compare([read_run(str(tmp_path / "out"))]).as_data()["rows"]["Learning"]
+    assert rows["bits per byte there"] == [[min(e["val_bpb"] for e in logged)]]
     for batch_size in (1, 8):
-        capsys.readouterr()
         again = {"init_from": "resume", "eval_only": True, "batch_size": batch_size}
-        main(tiny(prepared_alike["char"], tmp_path, **settings, **again))
-        found = re.findall(r"val loss ([\d.]+), .* bits per byte ([\d.]+)", capsys.readouterr().out)
-        assert found == [(f"{last['val_loss']:.4f}", f"{last['val_bpb']:.4f}")]
+        done = script("train.py", *flags(**settings | again))
+        assert re.findall(pattern, done.out, re.M) == [printed[-1]]

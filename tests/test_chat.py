@@ -17,6 +17,7 @@ from conftest import assert_one_line, needs_bpe, tiny
 from fineweb import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 
 from data.chat.prepare import pack, prepare, read_dialogues
 from data.chat.talk import Dialogue, talk
@@ -259,12 +260,8 @@ def small() -> Runner:
 
 def by_hand(runner: Runner, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
     """The mean cross-entropy over the targets that are learned."""
-    log_p = torch.log_softmax(runner.model(torch.from_numpy(x))[0], -1)
-    total, n = torch.zeros(()), 0
-    for row, column in np.argwhere(y >= 0):
-        total = total - log_p[row, column, y[row, column]]
-        n += 1
-    return total / n
+    logits = runner.model(torch.from_numpy(x))[0]
+    return cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).flatten(), ignore_index=-1)
 
 
 def step_of(runner: Runner, split: Split, batchings: list[Batching], step: int) -> tuple[float, list[torch.Tensor]]:
@@ -348,7 +345,10 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
 # ---- faults of masks -----------------------------------------------------------------------------------------
 
 
-def test_other_window_and_missing_or_shorter_masks_are_named(chat_data, tmp_path):
+def test_masks_are_part_of_the_fingerprint_and_other_windows_missing_and_shorter_ones_are_named(chat_data, tmp_path):
+    prints = [Split(masked(tmp_path / str(k), {"train": [k]}), "train", T, 256).fingerprint() for k in (5, 6)]
+    (tmp_path / "5" / "train.mask").unlink()
+    assert len({*prints, Split(tmp_path / "5", "train", T, 256).fingerprint()}) == 3
     with pytest.raises(ValueError, match=f"--block_size={T}"):
         Split(chat_data, "train", 16, 256)
     folder = masked(tmp_path / "m", {"train": [5], "val": []})
@@ -362,12 +362,6 @@ def test_other_window_and_missing_or_shorter_masks_are_named(chat_data, tmp_path
     (folder / "train_1.mask").write_bytes(bytes(257))
     with pytest.raises(ValueError, match=r"train_2\.mask"):
         Split(folder, "train", T, 256)
-
-
-def test_fingerprint_tells_masks_apart(tmp_path):
-    prints = [Split(masked(tmp_path / str(k), {"train": [k]}), "train", T, 256).fingerprint() for k in (5, 6)]
-    (tmp_path / "5" / "train.mask").unlink()
-    assert len({*prints, Split(tmp_path / "5", "train", T, 256).fingerprint()}) == 3
 
 
 # ---- talking -------------------------------------------------------------------------------------------------
