@@ -24,7 +24,7 @@ from data.token_files import HEADER_BYTES, llmc_header, read_tokens
 from data.tokenizer import Ids, Tokenizer, encoded_document
 from deskgpt.system.files import file_sha256, replacing
 
-ROWS_AT_ONCE = 64  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
+TASK_CHARS = 1 << 19  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
 
 Entry = dict[str, Any]  # of a shard in meta.json: tokens, sha256, end and, for the last one, last
 
@@ -76,8 +76,7 @@ def encoded_rows(
     pool = ThreadPoolExecutor(threads)
     waiting = deque[Future[list[tuple[Row, Ids]]]]()
     try:
-        rows = source.rows(position.file, position.row)
-        while task := list(itertools.islice(rows, ROWS_AT_ONCE)):
+        for task in tasks(source.rows(position.file, position.row)):
             waiting.append(pool.submit(encode_rows, tokenizer, task))
             if len(waiting) > 2 * threads:
                 yield from waiting.popleft().result()
@@ -85,6 +84,20 @@ def encoded_rows(
             yield from waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def tasks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Rows in groups of at least TASK_CHARS characters."""
+    held: list[Row] = []
+    n_chars = 0
+    for row in rows:
+        held.append(row)
+        n_chars += len(row.text)
+        if n_chars >= TASK_CHARS:
+            yield held
+            held = []
+            n_chars = 0
+    yield held
 
 
 def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[tuple[Row, Ids]]:
