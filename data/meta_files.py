@@ -165,12 +165,9 @@ def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
     if not itos and not stoi:
         return []
     table = dict(enumerate(itos)) if isinstance(itos, list) else itos
-    if not isinstance(table, dict) or set(table) != set(range(vocab_size)):
-        raise ValueError(f"vocab_size={vocab_size}, and its itos does not have this many tokens")
-    pieces = [table[i] for i in range(vocab_size)]
-    if not all(isinstance(piece, str) and piece for piece in pieces):
-        raise ValueError("its itos holds something else than text")
-    back = {piece: i for i, piece in enumerate(pieces)}
+    pieces = [table.get(i) for i in range(vocab_size)] if isinstance(table, dict) and len(table) == vocab_size else []
+    are_texts = bool(pieces) and all(isinstance(piece, str) and piece for piece in pieces)
+    back = {piece: i for i, piece in enumerate(pieces)} if are_texts else {}
     if len(back) != vocab_size or stoi not in (None, back):
-        raise ValueError("its stoi and itos contradict each other, or a text is there twice")
+        raise ValueError(f"vocab_size={vocab_size}, and its itos and stoi do not have as many texts, each of them once")
     return pieces
