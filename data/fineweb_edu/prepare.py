@@ -147,9 +147,10 @@ def check_identity(folder: Path, record: dict[str, Any], identity: dict[str, Any
     for key, wanted in identity.items():
         found = ({"parts": 1} | record).get(key)  # older versions do not say it of a single one
         if found != wanted:
-            was, now = (short_name(value) if isinstance(value, dict) else value for value in (found, wanted))
+            if key == "tokenizer":
+                found, wanted = short_name(found), short_name(wanted)
             raise ValueError(
-                f"{folder} was prepared with {key} {was}, not {now}; choose another --out, or delete the folder"
+                f"{folder} was prepared with {key} {found}, not {wanted}; choose another --out, or delete the folder"
             )
 
 
@@ -167,14 +168,16 @@ def merge(folder: Path, parts: int, tokens: float) -> None:
     records.pop("meta.json", None)
     entries: dict[str, Entry] = {}
     missing = []
-    for part in (Part(number, parts) for number in range(parts)):
+    for number in range(parts):
+        part = Part(number, parts)
         made = records.get(part.record, {}).get("files")  # empty for a part whose files hold no text
         if made is None or (made and not is_complete(folder, shards_of(records[part.record], part, tokens), made)):
-            missing.append(f"{part.number}/{parts}")
+            missing.append(f"{number}/{parts}")
         for name, entry in (made or {}).items():
             entries[name] = without(entry, "end", "last")
-    settings, *of_others = (without(record, "files", CHECKSUM) for record in records.values())
-    for other in of_others:
+    of_parts = [without(record, "files", CHECKSUM) for record in records.values()]
+    settings = of_parts[0]
+    for other in of_parts:
         check_identity(folder, other, settings)
     if missing:
         print(f"{folder}: {len(missing)} of {parts} parts are still to be made, --part={missing[0]} among them")
@@ -235,10 +238,11 @@ def whole_number(text: str) -> int:
 
 def i_of_n(text: str) -> Part:
     """Part i of n, from i/n. Raises ValueError."""
-    number, of = map(int, text.split("/"))
-    if not 0 <= number < of > 1:
+    number, _, of = text.partition("/")
+    part = Part(int(number), int(of))
+    if not 0 <= part.number < part.of > 1:
         raise ValueError
-    return Part(number, of)
+    return part
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
