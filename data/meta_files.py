@@ -165,7 +165,8 @@ def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
     if not itos and not stoi:
         return []
     table = dict(enumerate(itos)) if isinstance(itos, list) else itos
-    pieces = [table.get(i) for i in range(vocab_size)] if isinstance(table, dict) and len(table) == vocab_size else []
+    is_table = isinstance(table, dict) and len(table) == vocab_size
+    pieces: list[Any] = [table.get(i) for i in range(vocab_size)] if is_table else []
     are_texts = bool(pieces) and all(isinstance(piece, str) and piece for piece in pieces)
     back = {piece: i for i, piece in enumerate(pieces)} if are_texts else {}
     if len(back) != vocab_size or stoi not in (None, back):

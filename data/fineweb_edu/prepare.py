@@ -145,7 +145,7 @@ def identity_of(
 def check_identity(folder: Path, record: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raises ValueError if the earlier start with this record was to make something else."""
     for key, wanted in identity.items():
-        found = ({"parts": 1} | record).get(key)  # older versions do not say it of a single one
+        found: Any = ({"parts": 1} | record).get(key)  # older versions do not say it of a single one
         if found != wanted:
             if key == "tokenizer":
                 found, wanted = short_name(found), short_name(wanted)
