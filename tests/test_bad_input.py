@@ -182,7 +182,7 @@ WRONG: list[tuple[str, Any, str]] = [  # what a checkpoint holds instead, and wh
     ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(2)}, "these weights are not a GPT of"),
     ("model_args", {"n_head": 3, "n_embd": 16}, "n_head=3"),
     ("model_args", {"vocab_size": -1}, "vocab_size=-1"),
-    ("model_args", {"n_embd": 10**400}, "64 bits"),
+    ("model_args", {"n_embd": 10**400}, "2^63"),
     ("model_args", {1: 2}, "model_args="),
 ]
 
