@@ -67,7 +67,11 @@ class EarlierVariant:
         if isinstance(saved.get("explicit"), bool):  # as written until 2026-11-24
             saved = saved | {"attention": "explicit" if saved["explicit"] else "flash"}
         known: dict[str, Any] = {"dtype": hardware.DTYPES, "compiled": (False, True), "attention": replacements.KINDS}
-        kept: dict[str, Any] = {name: saved.get(name) for name, values in known.items() if saved.get(name) in [*values]}
+        kept: dict[str, Any] = {}
+        for name, values in known.items():
+            value = saved.get(name)
+            if isinstance(value, str | bool) and value in values:
+                kept[name] = value
         return cls(**kept, batch_size=batch_size)
 
 
