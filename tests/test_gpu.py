@@ -124,8 +124,7 @@ def test_checkpoint_holds_what_the_weights_were_although_training_goes_on(tmp_pa
         runner.forward_backward(*batch(GPT2))
         optimizer.step()
         expected = {key: w.clone() for key, w in model.state_dict().items()}
-        args = GPT2.as_args()
-        saver.save(Checkpoint(model.state_dict(), optimizer.state_dict(), args, step, 1.0, {}), best=False)
+        saver.save(Checkpoint(model.state_dict(), GPT2.as_args(), optimizer.state_dict(), step, 1.0), best=False)
         with torch.no_grad():
             for p in runner.parameters:
                 p.mul_(2.0)
