@@ -154,7 +154,7 @@ def numbers_of(text: str) -> list[int]:
     return sorted(named)
 
 
-def read_arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -163,11 +163,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure again what is there already")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     parser.add_argument("--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    a = read_arguments()
+    a = parser.parse_args()
     asked = numbers_of(a.stages)
     device = hardware.resolve_device(a.device)
     if device.type == "cuda":
