@@ -41,8 +41,19 @@ OF_CLASS: dict[str, dict[str, Any]] = {
 }
 PLAIN: dict[str, Any] = {"position": "learned", "norm": "layer", "qk_norm": False, "activation": "gelu_tanh"}
 PLAIN |= {"bias": False, "token_shift": False}
-OTHER = {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "bias": True, "token_shift": True}
-MADE = [*({name: PLAIN[name]} for name in PLAIN), *({name: OTHER[name]} for name in OTHER), {"activation": "gelu"}]
+OTHER: dict[str, Any] = {
+    "position": "rope",
+    "norm": "rms",
+    "qk_norm": True,
+    "activation": "relu2",
+    "bias": True,
+    "token_shift": True,
+}
+MADE: list[dict[str, Any]] = [
+    *({name: PLAIN[name]} for name in PLAIN),
+    *({name: OTHER[name]} for name in OTHER),
+    {"activation": "gelu"},
+]
 # Each choice alone, and all but one.
 COMBINATIONS = [base | change for base in (PLAIN, OTHER) for change in MADE]
 
