@@ -90,9 +90,8 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
 
 
 def folder(name: str) -> Path:
-    """The folder of this name. argparse makes a message of the ValueError."""
     if name in ("", "."):
-        raise ValueError
+        raise argparse.ArgumentTypeError("it names no folder")
     return Path(name)
 
 
