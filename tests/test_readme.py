@@ -10,9 +10,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import BPE_CACHE, ROOT, SHAKESPEARE
 from warm_python import warm_python, write_program
+
+from data.token_files import write_tokens
 
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
 PAGES = [ROOT / "README.md"]
@@ -60,6 +63,9 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
     turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
     (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
+    for name in ("val_000000", "train_000001"):  # as hf download brings them
+        write_tokens(folder / "data" / "fineweb_edu" / f"finewebedu_{name}.bin", ids, header=True)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     write_program(programs / "torchrun", str(programs / "python"), "-m", "torch.distributed.run")
