@@ -452,6 +452,21 @@ def scale_by_layer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MLP, "forward", changed)
 
 
+def experts(patch: pytest.MonkeyPatch) -> None:
+    """Each token takes one of four layers; rounding sends some of them to another."""
+
+    def with_experts(mlp: MLP, config: GPTConfig) -> None:
+        mlp.router = torch.nn.Linear(config.n_embd, 4)
+        mlp.experts = torch.nn.ModuleList(torch.nn.Linear(config.n_embd, config.n_embd) for _ in range(4))
+
+    def forward(mlp: Any, x: Tensor, context: Any) -> Tensor:
+        chosen = F.one_hot(mlp.router(x).argmax(-1), 4)  # (B, T, 4)
+        return sum(expert(x) * chosen[..., i, None] for i, expert in enumerate(mlp.experts))
+
+    after_init(patch, MLP, with_experts)
+    patch.setattr(MLP, "forward", forward)
+
+
 def random_targets(patch: pytest.MonkeyPatch) -> None:
     loss = GPT.loss.__wrapped__  # type: ignore[attr-defined]
 
@@ -493,6 +508,15 @@ def test_changed_model_trains_and_samples_as_model_py_says_or_is_refused_in_one_
     found, expected = (weights(tmp_path / name) for name in ("run", "reference"))
     for name, w in expected.items():
         assert (found[name] - w).norm() <= 1e-4 * w.norm(), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_experts_train_in_low_precision_though_rounding_sends_tokens_elsewhere(dtype, monkeypatch):
+    experts(monkeypatch)
+    for width in (32, 64):
+        model = a_model(n_layer=4, n_embd=width)
+        tuner = tuner_of(model, None, EarlierVariant(attention="flash"), dtype=dtype, compile=False)
+        assert choose_implementation(tuner)[0].variant == Variant(dtype)
 
 
 # ---- the comparison of a pass ----------------------------------------------------------------------------------

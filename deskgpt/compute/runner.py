@@ -323,9 +323,21 @@ class Runner:
             )
         found = [a.to(b.device) for a, b in zip(found, expected, strict=True)]
         precision = verify.precision_of(self.variant.dtype, self.device)
-        verify.compare_passes(
-            str(self.variant), precision, self.names, (loss, found), (expected_loss, expected), is_random
-        )
+        passes = (str(self.variant), precision, self.names, (loss, found), (expected_loss, expected))
+        try:
+            verify.compare_passes(*passes, is_random)
+        except Mismatch:
+            if is_random or self.sharded or self.variant.dtype == "float32":
+                raise
+            # Where tokens choose experts, rounding alone sends some elsewhere: as much may differ here.
+            with (
+                verify.nothing_is_zero(self.model),
+                verify.disturbed_weights(reference.model, self.variant.dtype),
+                full_float32(),
+            ):
+                _, disturbed, _ = reference.measured(few, 1)
+            errors = verify.gradient_errors(self.names, disturbed, expected, precision)
+            verify.compare_passes(*passes, rounding=max(errors.values()))
 
     def check_recompute(self, x: Tensor, y: Tensor) -> None:
         """Raises ValueError where activations that are computed again give other gradients, as a global may do."""

@@ -59,6 +59,8 @@ SAME_LOGITS = TOLERANCE["float32"].logits  # of an exported model, or with a cac
 RANDOM_LOSS = 0.2
 RANDOM_NORM = 3.0
 
+MOST_ROUNDING = 0.5  # of a gradient, however much the model's own change where its weights do
+
 # Functions are also compared on their inputs scaled to this root mean square: a new model's scores, activations and
 # logits are so small that a limit on them would change nothing yet.
 LARGE = {"attention": 4.0, "activation": 4.0, "GPT.loss": 32.0}
@@ -108,8 +110,13 @@ def compare_passes(
     found: tuple[float, list[Tensor]],
     expected: tuple[float, list[Tensor]],
     is_random: bool = False,
+    rounding: float = 0.0,
 ) -> None:
-    """Compares the loss and the gradients of two training passes. Raises Mismatch where `what` has gone wrong."""
+    """Compares the loss and the gradients of two training passes. Raises Mismatch where `what` has gone wrong.
+
+    rounding: how far a gradient goes with weights that are off by the precision; twice that is right, up to
+    MOST_ROUNDING.
+    """
     (loss, gradients), (expected_loss, expected_gradients) = found, expected
     error = abs(loss - expected_loss) / max(abs(expected_loss), 1e-30)
     limit = RANDOM_LOSS if is_random else TOLERANCE[precision].loss
@@ -120,7 +127,7 @@ def compare_passes(
         limit = RANDOM_NORM
     else:
         errors = gradient_errors(names, gradients, expected_gradients, precision)
-        limit = TOLERANCE[precision].gradient
+        limit = max(TOLERANCE[precision].gradient, min(2 * rounding, MOST_ROUNDING))
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= limit:
         raise Mismatch(mismatch(f"{what}: the gradient of {worst}", errors[worst], limit))
@@ -221,6 +228,22 @@ def nothing_is_zero(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for p in zeros:
                 p.zero_()
+
+
+@contextmanager
+def disturbed_weights(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Within the block, all parameters are off by about the dtype's precision."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        before = [p.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.mul_(1 + torch.finfo(hardware.DTYPES[dtype]).eps * torch.randn(p.shape, generator=draw).to(p))
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.copy_(value)
 
 
 class DropoutAsFactor(TorchFunctionMode):
