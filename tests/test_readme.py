@@ -37,7 +37,7 @@ COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_
 # Beginnings of commands that other tests run, or that need what is not here.
 NOT_RUN = (
     *("make train", "make test", "make qualify", "python bench/qualify.py", "python bench/ask.py", "python -m bench"),
-    *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "ollama create", "git clone"),
+    *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "ollama create", "git clone", "hf download"),
     "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
     *("python sample.py --serve", "python bench/report.py out-first out-finetuned --serve", "python bench/evaluate.py"),
 )
@@ -101,11 +101,9 @@ def shortened(command: str, clone: Path) -> str:
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
     if "data/chat/prepare.py" in command and "--like" not in command:
         return f"{command} --block_size 32"
-    if "fineweb_edu/prepare.py" in command or command.startswith("hf download"):
-        command = command.replace(" --source folder/", "")
-        command = re.sub("^hf download.*", "python data/fineweb_edu/prepare.py", command)
+    if "fineweb_edu/prepare.py" in command:
         tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
-        return f"{command} --source documents.jsonl{tokenizer} --shard_tokens 5000"
+        return f"{command.replace(' --source folder/', '')} --source documents.jsonl{tokenizer} --shard_tokens 5000"
     if "train.py" in command and "--help" not in command:
         return f"{command} {training_flags(command, clone)}"
     if "bench/speed.py" in command:
