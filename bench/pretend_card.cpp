@@ -36,6 +36,7 @@ struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
+  void synchronizeDevice(const DeviceIndex) const override {}
   void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
 };
 static impl::DeviceGuardImplRegistrar guard_registrar(DeviceType::CUDA, new Guard());

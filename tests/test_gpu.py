@@ -205,7 +205,7 @@ def test_ranks_under_torchrun_compute_what_no_torchrun_does(world, compiled, cha
 @pytest.mark.parametrize("settings", [{}, MODERN_SETTINGS], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_predicted_total_is_what_cuda_allocates(dtype, settings):
-    size: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 256, "block_size": 128} if PRETENDED else GPT2_124M
+    size: dict[str, Any] = {"n_layer": 2, "n_head": 1, "n_embd": 64, "block_size": 128} if PRETENDED else GPT2_124M
     config = GPTConfig(vocab_size=50304, **size, **settings)
     predicted = sum(memory(Step(config, 8, Variant(dtype), "cuda")).values())
     usable = hardware.usable_memory_bytes(DEVICE) or 0
