@@ -582,10 +582,10 @@ def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path, monkeypatch):
     def work(ranks: DistContext) -> str:
         compare = verify.compare_passes
 
-        def planted(*args: Any) -> None:
+        def planted(*args: Any, **options: Any) -> None:
             if ranks.rank == 1:
                 raise verify.Mismatch("planted")
-            compare(*args)
+            compare(*args, **options)
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"remembered-{ranks.rank}"))
         monkeypatch.setattr(verify, "compare_passes", planted)
