@@ -105,4 +105,4 @@ def test_kernels_compile_for_all_cards_and_memory_is_as_predicted(monkeypatch):
     gib = re.findall(r"(\d+\.\d+), (\d+\.\d+) \|$", done.stdout, re.M)
     assert len(gib) == len(pretend_card.CARDS) * len(check_cards.CONFIGS)
     for counted, predicted in gib:
-        assert float(predicted) == pytest.approx(float(counted), rel=0.12)
+        assert 0.98 * float(counted) <= float(predicted) <= 1.25 * float(counted)  # as estimate/fit.py expects

@@ -7,9 +7,9 @@ there (attention, dropout, RMS norm, what autocast runs in float32) is replaced 
 one that is not compiled, but for the softmax of the loss: what torch.compile chooses to compute again may save more.
 
 Checked against real runs on a CPU: the counting, within 1%. The sums for CUDA: against what inductor's own code
-allocates on fake tensors of a card (bench/check_cards.py), 5% too high for GPT-2; no card has measured them. Workspaces
-of cuBLAS and of attention's backward pass are not counted; the CUDA context and the allocator's gaps come on top: leave
-a tenth free.
+allocates on fake tensors of a card (bench/check_cards.py), 5% too high for GPT-2, 14% for the fast recipe; no card has
+measured them. Workspaces of cuBLAS and of attention's backward pass are not counted; the CUDA context and the
+allocator's gaps come on top: leave a tenth free.
 """
 
 from __future__ import annotations
