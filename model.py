@@ -68,9 +68,7 @@ MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NA
 
 @dataclass(kw_only=True)
 class GPTConfig(ModelSettings):
-    vocab_size: Annotated[int, Range(1, 2**31)] = (
-        50304  # GPT-2's 50257 rounded up to a multiple of 64: matmul tiles are whole
-    )
+    vocab_size: Annotated[int, Range(1, 2**31)] = 50304  # GPT-2's 50257 rounded up: whole tiles in matmuls
 
     @classmethod
     def from_settings(cls, settings: ModelSettings, vocab_size: int) -> GPTConfig:
@@ -294,7 +292,7 @@ class GPT(nn.Module):
         if config.tie_weights:
             self.transformer.wte.weight = self.lm_head.weight  # GPT-2, after Press & Wolf 2017
         for name, module in self.named_modules():
-            is_tied_head = module is self.lm_head and config.tie_weights  # the embedding was its first name
+            is_tied_head = module is self.lm_head and config.tie_weights  # it was visited as transformer.wte
             if isinstance(module, nn.Linear | nn.Embedding) and not is_tied_head:
                 self._init(name, module)
 
@@ -372,7 +370,7 @@ class GPT(nn.Module):
     def estimate_flops(self) -> int:
         """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B).
 
-        N leaves out what is looked up and not multiplied: embeddings, but for one that is the head, too.
+        N counts the parameters of matmuls: an embedding only if it is also the head.
         """
         tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)} - {self.lm_head.weight}
         n = sum(p.numel() for p in self.parameters()) - sum(table.numel() for table in tables)

@@ -53,9 +53,7 @@ class SampleConfig:
     temperature: float = 0.8  # below 1 = more likely text, above = more surprising; 0 = always the likeliest token
     top_k: int = 200  # draw from the k likeliest tokens; 0 = from all
     top_p: Annotated[float, Range(1e-6, 1)] = 1.0  # draw from the likeliest tokens that have this probability together
-    seed: Annotated[int, Range(0, 2**53 - 1)] = (
-        1337  # the text of sample i depends on seed + i, not on how many samples there are
-    )
+    seed: Annotated[int, Range(0, 2**53 - 1)] = 1337  # sample i depends on seed + i, not on num_samples
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls

@@ -45,7 +45,7 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
 from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.run.health import Health
-from deskgpt.run.init_state import InitState, choose_runner, initial_state, metadata_of_code, open_log, prepare_machine
+from deskgpt.run.init_state import InitState, choose_runner, code_versions, initial_state, open_log, prepare_machine
 from deskgpt.run.report import Report, end_screen
 from deskgpt.run.saver import Saver
 from deskgpt.run.settings import Change, changes_of_settings, check_same_on_all_hosts, settings_of_start
@@ -165,7 +165,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         dry_run(config, init.model_config, dist)
         return math.inf
     data.open(config.block_size, init.model_config.vocab_size, init.tokenizer, config.seed, config.align_documents)
-    checksums = data.verify(dist.is_first)
+    checksums = data.start_checksums(dist.is_first)
     check_experiment(config, init, data, dist)
     make_optimizer = functools.partial(build_optimizer, config)
     model = init.build_model(config, make_optimizer, dist)
@@ -175,12 +175,10 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     runner = choose_runner(config, init, model, make_optimizer, first_batch, dist)
     optimizer = make_optimizer(runner.model, runner.variant.dtype)
     state = TrainState(config, runner, optimizer, dist)
-    code = metadata_of_code(runner)
+    code = code_versions(runner)
     init.restore(state, config, code)
     budget = TimeBudget(config, started, state)
-    split = batching_of(config, dist)
-    budget.plan(split, data.eval_windows(split), first_batch(config.batch_size))
-    batching = batching_of(config, dist)
+    batching = budget.plan(batching_of(config, dist), data.eval_windows, first_batch(config.batch_size))
     state.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
@@ -255,7 +253,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         step_if_finite(optimizer, runner.scaler, grad_norm)
         optimizer.zero_grad(set_to_none=True)
 
-        report.step(lr, **numbers)
+        report.step(lr, grad_norm=grad_norm, **numbers)
         state.step += 1
         budget.replan(report.timer)
 

@@ -75,9 +75,9 @@ class Dataset:
         self.train = Split(self.folder, "train", block_size, vocab_size, seed, document_start)
         self.val = Split(self.folder, "val", block_size, vocab_size, seed, document_start)
 
-    def verify(self, here: bool) -> Verification:
-        """Their checksums. here: whether this rank is the one that verifies them."""
-        return Verification(self.folder, (self.train, self.val) if here else ())
+    def start_checksums(self, on_this_rank: bool) -> Verification:
+        """Begins to compare the token files with meta.json's checksums."""
+        return Verification(self.folder, (self.train, self.val) if on_this_rank else ())
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.kernels.verify import whole
 from deskgpt.run.saver import Saver
 from deskgpt.run.settings import settings_of_start
 from model import GPT, GPTConfig
@@ -88,7 +89,7 @@ def state_of(model: GPT, optimizer: OptimizerState, step: int = 2, loss: float =
 def gathered(value: Any) -> Any:
     """A nested container with whole tensors in the place of sharded ones; tuples as JSON has them."""
     if isinstance(value, torch.Tensor):
-        return sharding.whole(value)
+        return whole(value)
     if isinstance(value, dict):
         return {k: gathered(v) for k, v in value.items()}
     return [gathered(v) for v in value] if isinstance(value, list | tuple) else value

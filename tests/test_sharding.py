@@ -20,6 +20,7 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.runner import Runner, Variant
+from deskgpt.kernels.verify import whole
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def build(ranks: DistContext, dp_shard: int, config: GPTConfig = CONFIG, dtype: 
 
 
 def whole_weights(model: GPT) -> dict[str, torch.Tensor]:
-    return {name: sharding.whole(p).detach().clone() for name, p in model.state_dict().items()}
+    return {name: whole(p).detach().clone() for name, p in model.state_dict().items()}
 
 
 def trained(

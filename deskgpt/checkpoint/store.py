@@ -36,7 +36,7 @@ FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
 MISSING_FILE = "is missing"
 MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
 LARGEST_WEIGHT = 1e18  # the square of a larger one overflows float32, so that nothing can be computed with it
-# Metadata that tells which losses can be compared.
+# Names under Checkpoint.facts: losses of two runs can be compared only if both entries are equal.
 VAL_DATA = "val data"
 EVAL_WINDOWS = "windows per evaluation"
 
@@ -54,7 +54,7 @@ class Checkpoint:
     scaler: dict[str, Any] | None = None  # state_dict of float16's GradScaler
     tokenizer: dict[str, Any] | None = None  # its meta()
     chat: str | None = None  # the name of the template of its data (data/chat/template.py)
-    form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, explicit, and the kind of device
+    form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, attention, kind of device
     wandb_run_id: str | None = None
     health: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
     facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings

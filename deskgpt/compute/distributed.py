@@ -52,9 +52,9 @@ class DistContext:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)  # on the CPU, by gloo
         return tensor.item()
 
-    def agree(self, wish: int) -> int:
-        """The largest wish of all ranks, of up to 63 bits."""
-        tensor = torch.tensor(wish)
+    def agree(self, number: int) -> int:
+        """The largest number of all ranks, of up to 63 bits."""
+        tensor = torch.tensor(number)
         if dist.is_initialized():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor)

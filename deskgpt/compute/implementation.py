@@ -1,4 +1,4 @@
-"""How a model runs on this machine: the fastest right variant, found by timing, and a micro-batch that fits.
+"""How a model runs on this machine: the fastest variant that agrees with model.py, and a micro-batch that fits.
 
 On a CPU the dtype of the matmuls, the kind of attention and whether to compile are timed on the run's own model and
 first micro-batch. The choice is remembered (system/cache.py), so that the same run starts alike the next time. Whether
@@ -145,7 +145,7 @@ class Tuner:
 
 
 def choose_implementation(s: Tuner) -> tuple[Runner, Batching]:
-    """The Runner that trains as wanted in the fastest right variant, and the same training in micro-batches that fit.
+    """The Runner that trains as wanted in the fastest variant, and in micro-batches that fit.
 
     Leaves the model as it was, and no gradients. Raises ValueError where what the user asks for is wrong or fails, or
     memory runs out.

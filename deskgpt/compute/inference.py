@@ -36,7 +36,7 @@ def to_stderr(line: str) -> None:
 
 
 class InferenceEngine:
-    """The fastest right way to get logits of a model: `replacing` puts it to use."""
+    """The fastest way to get a model's logits that agrees with model.py: `replacing` puts it to use."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class InferenceEngine:
         self.dtype = dtype
         self.cached = cached  # becomes False once the cache was wrong
         self.replacements: dict[str, Callable[..., Any]] = {}
-        self.whole = False  # whether GPT.next_logits gives other logits than GPT.forward, which counts
+        self.distrusts_next_logits = False  # it disagrees with GPT.forward, which is used then
         self.decoder = Decoder(model)
         with verify.undisturbed(model), torch.no_grad(), not_silent("still checking against model.py", print0):
             model.eval()
@@ -102,7 +102,7 @@ class InferenceEngine:
                 if not error <= TOLERANCE["float32"].gradient:
                     what = f"float32 on {hardware.device_name(self.device)}"
                     raise ValueError(f"{verify.mismatch(what, error, 1e-3)}; try --device=cpu")
-            self.whole = logits_distance(model.next_logits(text), expected[:, -1]) > verify.SAME_LOGITS
+            self.distrusts_next_logits = logits_distance(model.next_logits(text), expected[:, -1]) > verify.SAME_LOGITS
         if self.dtype == "float32":
             return
         with self.replacing():
@@ -126,7 +126,7 @@ class InferenceEngine:
     def _next_logits(self, reference: Callable[..., Tensor], model: GPT, idx: Tensor) -> Tensor:
         """Replaces GPT.next_logits: the decoder's logits, compared now and then with the whole forward pass."""
         if model is not self.model or not self.cached:
-            return last_of_forward(model, idx) if self.whole else reference(model, idx)
+            return last_of_forward(model, idx) if self.distrusts_next_logits else reference(model, idx)
         try:
             logits = self.decoder(reference, model, idx)
         except Exception as e:

@@ -12,7 +12,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute.sharding import is_dtensor, local, rows_of, sharded_as, whole
+from deskgpt.compute.sharding import is_dtensor, local, rows_of, sharded_as
+from deskgpt.kernels.verify import whole
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:

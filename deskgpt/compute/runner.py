@@ -307,7 +307,7 @@ class Runner:
                 model = copy.deepcopy(model).cpu()
             reference = Runner(model, Variant(checkpoint=self.variant.checkpoint, refused=self.variant.refused))
             if model.lm_head.weight.device != self.device:
-                reference.replacements = {}  # these were compared on the other device only
+                reference.replacements = {}  # model.py itself: the replacements were verified on the other device only
             with full_float32():
                 expected_loss, expected, is_random = reference.measured(few, 1, self.variant.compiled)
         if self.sharded:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from deskgpt.kernels.verify import whole as whole
 from model import GPT, rotary_table
 
 if TYPE_CHECKING:

@@ -66,8 +66,10 @@ def describe(replacement: Callable[..., Any] | None) -> str:
 
 
 def as_compared(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss in three chunks or more, since it would leave a few tokens to the reference, and explicit attention as
-    in evaluation; others as they are.
+    """The replacement as it is compared with the reference.
+
+    The loss has at least three chunks, since it would leave a few tokens to the reference; explicit_attention is
+    flash_attention, as in an evaluation; others are compared as they are.
     """
     if replacement is explicit_attention:
         return flash_attention

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def advice(variant: Variant, no_update_before: bool, broken_weight: str | None) -> str:
     """What to try after gradients or a loss that are not finite.
 
-    no_update_before: in this run. broken_weight: the first parameter that is not finite itself.
+    no_update_before: whether this run has not made an update yet. broken_weight: the first parameter that is
+    not finite.
     """
     if broken_weight:
         return f"the weights themselves are not finite ({broken_weight}): go on from another checkpoint"

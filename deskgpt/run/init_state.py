@@ -128,7 +128,7 @@ class InitState:
         self.weights = None
         self.checkpoint = None
 
-    # ---- what is not as it was ---------------------------------------------------------------------------
+    # ---- differences from the resumed run ----------------------------------------------------------------
 
     def check_changes(self, config: RunSettings, data: Metadata, of_settings: list[Change], dist: DistContext) -> None:
         """Prints how a resumed run differs from the run before; forgets a best loss of other evaluations.
@@ -264,8 +264,8 @@ def choose_runner(
 # ---- provenance and log --------------------------------------------------------------------------------------
 
 
-def metadata_of_code(runner: Runner) -> Metadata:
-    """What computes: none of it changes the experiment."""
+def code_versions(runner: Runner) -> Metadata:
+    """Commit, versions, device and variant, for checkpoints: a resumed run prints a change and goes on."""
     on_cpu = runner.device.type == "cpu"  # whose full name has the number of threads, which ranks share
     device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
     return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.variant)}

@@ -22,6 +22,7 @@ from deskgpt.checkpoint import store
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Evaluation
+from deskgpt.kernels.verify import whole
 from deskgpt.run.diagnosis import clip_rate, lowest, overfit, without_improvement
 from deskgpt.run.log import RunLog
 from deskgpt.run.settings import RunSettings, sensitive
@@ -58,7 +59,7 @@ class Report:
         batching: Batching,
         windows: Callable[[int, int], dict[str, list[int]]],
     ) -> None:
-        """windows: of that many sequences at a position of the order, by token file, where they begin."""
+        """windows(n, position): by token file, the offsets at which the n sequences of a global batch begin."""
         self.config = config
         self.state = state
         self.log = log
@@ -70,7 +71,6 @@ class Report:
         self.warm_up_s = 0.0
         self.flops_per_token = state.runner.flops_per_token
         self._windows = windows
-        self._last: Step | None = None
         self._norms_since_log: list[float] = []
         dtype = state.runner.variant.dtype
         peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
@@ -140,23 +140,21 @@ class Report:
 
     def add_step(self, step: Step) -> None:
         """The numbers of a step that were fetched from the device, whether it has a line or not."""
-        self._last = step
         self._norms_since_log.append(step.grad_norm)
 
-    def step(self, lr: float, **numbers: Tensor | float) -> None:
-        """A step is done: prints and logs its line, where it has one.
+    def step(self, lr: float, loss: Tensor | float, grad_norm: Tensor | float, **numbers: Tensor | float) -> None:
+        """A step is done: prints and logs its line, if it has one.
 
-        numbers: by name, floats or 0-d tensors; tensors are averaged over ranks. For loss and grad_norm the log has
-        what `add_step` got.
+        loss, grad_norm and numbers by name are floats or 0-d tensors; tensors are averaged over ranks.
         """
         self.timer.step_done(self.state.runner.take_tokens() * self.dist.world)
-        if not self.is_due() or self._last is None:
+        if not self.is_due():
             return
         window = self.timer.end_window()
         step = self.state.step
-        loss = self._last.loss
-        grad_norm = self._last.grad_norm
-        own = {name: self._mean(value) for name, value in numbers.items() if name not in ("loss", "grad_norm")}
+        mean_loss = self._mean(loss)
+        mean_norm = self._mean(grad_norm)
+        own = {name: self._mean(value) for name, value in numbers.items()}
         tokens_per_s = window.tokens_per_s
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         mfu_measured = tokens_per_s * self.flops_per_token / self.measured_flops
@@ -164,20 +162,20 @@ class Report:
         on_measured = f"mfu_measured {mfu_measured * 100:.2f}%, " if has_two_peaks else ""
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
         self.print0(
-            f"iter {step}: loss {loss:.4f}, time {window.step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {grad_norm:.3f}, "
+            f"iter {step}: loss {mean_loss:.4f}, time {window.step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
+            f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {mean_norm:.3f}, "
             f"data wait {window.data_wait * 100:.1f}%, eta {clock(self._left_s(window.step_s))}{more}"
         )
         known = {
             "iter": step,
-            "loss": loss,
+            "loss": mean_loss,
             "time_ms": window.step_s * 1e3,
             "mfu": mfu,
             "mfu_measured": mfu_measured,
             "tokens_per_s": tokens_per_s,
             "data_wait": window.data_wait,
             "lr": lr,
-            "grad_norm": grad_norm,
+            "grad_norm": mean_norm,
             "clip_rate": clip_rate(self._norms_since_log, self.config.grad_clip),
             "tokens": (step + 1) * self.batching.tokens_per_step,
             "train_s": self.timer.train_s(),
@@ -190,7 +188,7 @@ class Report:
         """A tensor's mean over the ranks; a float as it is."""
         if not isinstance(value, Tensor):
             return float(value)
-        value = sharding.whole(value.detach()).cpu().to(torch.float64, copy=True)  # mps has no float64
+        value = whole(value.detach()).cpu().to(torch.float64, copy=True)  # mps has no float64
         return self.dist.sum(value).item() / self.dist.world
 
     def _left_s(self, step_s: float) -> float:
@@ -306,7 +304,9 @@ def end_screen(config: RunSettings, state: TrainState, report: Report, stop: str
         f"for data), {clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} of saving; "
         f"warm-up {clock(report.warm_up_s)}; peak memory {memory_gib}; best val loss {state.best_val_loss:.4f}"
     )
-    bad, spikes, rewinds = report.counts.values()
+    bad = report.counts["bad_step"]
+    spikes = report.counts["spike"]
+    rewinds = report.counts["rewind"]
     if bad or spikes:
         print0(f"{bad} steps without an update, {spikes} loss spikes, {rewinds} rewinds")
     verdict = compare_with_band(state)

@@ -180,7 +180,7 @@ def print_left_out(left_out: Mapping[str, Any], out_dir: str) -> None:
             print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
 
 
-# ---- what is not as it was -----------------------------------------------------------------------------------
+# ---- differences between the resumed run and this one --------------------------------------------------------
 
 Metadata = dict[str, Any]
 
@@ -197,7 +197,7 @@ ON_A_HOST = ("out_dir", "dataset", "device")  # paths and names that can differ 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is not what it was."""
+    """A setting or a property of the data that differs from the resumed run's."""
 
     name: str
     before: str

@@ -33,7 +33,7 @@ SIGNALS = tuple(signal.Signals[name] for name in NAMES if name in signal.Signals
 SIGNAL_STATUS = 128  # and its number: what shells and batch systems expect of a process that a signal has ended
 
 # A terminal that closes sends SIGHUP, and so does its shell; systemd can send SIGHUP right after SIGTERM. Signals that
-# follow the first one within this time are the same wish to stop, not a second one.
+# follow the first one within this time are the same request, not a second one.
 ONE_WISH_S = 1.0
 
 
@@ -91,7 +91,7 @@ def print_to_stderr(line: str) -> None:
 
 AGREE_S = 1.0  # ranks agree about this often: at each step all would wait for the slowest of them once more
 ERROR = "an error"
-WISHES = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR)  # where ranks differ, the last one
+REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR)  # where ranks differ, the last one
 
 
 class StopController:
@@ -131,10 +131,10 @@ class StopController:
                 return by_steps
             self._space_agreements()
         now = time.perf_counter()
-        wish = "save" if by_steps or now >= self._saved_at + self._save_s else ""
+        reason = "save" if by_steps or now >= self._saved_at + self._save_s else ""
         if now >= self._ends_at:
-            wish = "max_hours"
-        agreed = self._agree(wish)
+            reason = "max_hours"
+        agreed = self._agree(reason)
         if agreed not in ("", "save"):
             self.reason = agreed
         return agreed == "save"
@@ -160,13 +160,13 @@ class StopController:
         self._agreed_at = now
         self._steps_since = 0
 
-    def _agree(self, wish: str) -> str:
-        """What counts most of this wish, a signal and an error on whichever rank."""
+    def _agree(self, reason: str) -> str:
+        """The strongest reason on any rank: an error, then a signal, then `reason`."""
         if signal_handler.signal:
-            wish = signal.Signals(signal_handler.signal).name
+            reason = signal.Signals(signal_handler.signal).name
         if self._failure:
-            wish = ERROR
-        return WISHES[self.dist.agree(WISHES.index(wish))]
+            reason = ERROR
+        return REASONS[self.dist.agree(REASONS.index(reason))]
 
     def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
         """Sets `reason` after `patience` evaluations in a row without an improvement."""

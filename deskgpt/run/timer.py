@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -132,24 +132,27 @@ class TimeBudget:
         self._next_step = 0  # at which the steps are planned anew
         self._planned_at = (state.first_step, 0.0)  # step, and training time
 
-    def plan(self, batching: Batching, eval_windows: Sequence[int], batch: tuple[Tensor, Tensor]) -> None:
-        """The first plan, from timed forward passes.
+    def plan(
+        self, batching: Batching, eval_windows: Callable[[Batching], Sequence[int]], batch: tuple[Tensor, Tensor]
+    ) -> Batching:
+        """Makes the first plan from timed forward passes. Returns the batching with the evaluations that it allows.
 
-        eval_windows: that an evaluation reads of each split. batch: a micro-batch. Where evaluations would take more
-        than EVAL_SHARE of the time, they read less.
+        eval_windows: the number of windows per split that one evaluation reads. batch: a micro-batch. If evaluations
+        would take more than EVAL_SHARE of the time, they read less.
         """
         if not self.is_limited:
-            return
+            return batching
         config = self.config
+        windows = eval_windows(batching)
         seconds = self._seconds_left()
         batch_s = self.dist.max(time_evaluation(self.state.runner, batch))
         step_s = BACKWARD * batch_s * batching.micro_steps
-        eval_batches = sum(batching.eval_batches(n) for n in eval_windows)
+        eval_batches = sum(batching.eval_batches(n) for n in windows)
         n_evaluations = 2 + int(seconds / step_s) // config.eval_interval
         affordable = int(EVAL_SHARE * seconds / (n_evaluations * batch_s))
-        per_split = max(LEAST_EVAL_BATCHES, affordable // len(eval_windows))
-        if eval_batches > per_split * len(eval_windows):
-            eval_batches = per_split * len(eval_windows)
+        per_split = max(LEAST_EVAL_BATCHES, affordable // len(windows))
+        if eval_batches > per_split * len(windows):
+            eval_batches = per_split * len(windows)
             config.eval_tokens = per_split * batching.batch_size * batching.world * batching.block_size
         eval_s = eval_batches * batch_s
         self._set_steps(step_s, eval_s, n_missing=2, at_least=1)
@@ -160,6 +163,7 @@ class TimeBudget:
             f"max_minutes={config.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms{few} "
             f"({steps * batching.tokens_per_step:,} tokens), evaluations of {clock(eval_s)}; planned anew as it runs"
         )
+        return Batching.of(asdict(config), batching.rank, batching.world)
 
     def replan(self, timer: StepTimer) -> None:
         """Plans anew at PLANS moments of the run, from the steps since the last plan."""
