@@ -202,6 +202,7 @@ def test_band_of_a_config_is_made_and_found_by_a_run_with_another_seed(asking, c
     assert set(record["val_losses"]) == {"0", "4"}
     own = record["experiment"]
     band = loss_band.band_of(arm.settings | {"seed": 5}, own["val_sha256"], own["train_tokens"])
+    assert band is not None
     losses = {int(step): runs for step, runs in record["val_losses"].items()}
     assert band.losses == losses
     assert band.verdict({0: losses[0][0], 4: losses[4][3]}).startswith("as usual")

@@ -59,7 +59,8 @@ def test_budget_is_refused_only_where_the_low_end_of_the_price_does_not_fit(tmp_
         ask.ask(MadeUp(tmp_path, [1.9, 1.8], min_effect=1e-6, budget_s=600.0))
     question = MadeUp(tmp_path, [1.9, 1.8], min_effect=0.05).after(PILOT)
     question.budget_s = 100.0
-    low = question.price_line() and question.price["low"]
+    assert question.price_line()
+    low = int(question.price["low"])
     question.budget_s = 10.0 * (low - PILOT) - 5
     with pytest.raises(ConfigError, match="does not fit"):
         question.price_line()

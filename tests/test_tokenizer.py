@@ -40,7 +40,8 @@ def check_text_comes_back(tokenizer: Tokenizer, lengths: np.ndarray, text: str) 
 
 @given(text=unicode)
 def test_any_text_comes_back_and_its_bytes_are_counted(known, text):
-    check_text_comes_back(*known, text)
+    tokenizer, lengths = known
+    check_text_comes_back(tokenizer, lengths, text)
     characters = from_meta(CharTokenizer.of(text + "x").meta())
     check_text_comes_back(characters, characters.token_bytes(), text)
 

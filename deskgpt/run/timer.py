@@ -163,7 +163,7 @@ class TimeBudget:
             f"max_minutes={config.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms{few} "
             f"({steps * batching.tokens_per_step:,} tokens), evaluations of {clock(eval_s)}; planned anew as it runs"
         )
-        return Batching.of(asdict(config), batching.rank, batching.world)
+        return Batching.of(asdict(self.state.config), batching.rank, batching.world)
 
     def replan(self, timer: StepTimer) -> None:
         """Plans anew at PLANS moments of the run, from the steps since the last plan."""
