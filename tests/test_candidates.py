@@ -30,7 +30,6 @@ def unchanged(python, chars, tmp_path_factory) -> tuple[list[float], float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATCHES)
-@pytest.mark.slow
 def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, chars, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     losses, val_loss = trained(Checkout(tmp_path, PATCHES[name], python, [f"--dataset={chars}"]))

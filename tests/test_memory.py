@@ -43,11 +43,11 @@ def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> int:
     return sum(x.nbytes for state in optimizer.state.values() for x in state.values())
 
 
-def real_peak(config: GPTConfig, batch_size: int, form: Variant, micro_steps: int, make: MakeOptimizer) -> int:
+def real_peak(config: GPTConfig, batch_size: int, variant: Variant, micro_steps: int, make: MakeOptimizer) -> int:
     """The most bytes that torch's allocator holds in a real step on the CPU, by its profiler."""
     model = GPT(config)
     optimizer = make(model)
-    runner = Runner(model, form)
+    runner = Runner(model, variant)
     x, y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
 
     def step() -> None:
@@ -75,20 +75,20 @@ def real_peak(config: GPTConfig, batch_size: int, form: Variant, micro_steps: in
 
 # Not compiled, a block of GPT-2's keeps 16 tensors of its input's size and full checkpointing one; selective keeps 6.
 CASES: list[tuple[GPTConfig, int, Variant, int, int, MakeOptimizer]] = [
-    # model, batch, form, tokens in a chunk of the loss (some make it in one piece), micro-batches, optimizer
+    # model, batch, variant, tokens in a chunk of the loss (some make it in one piece), micro-batches, optimizer
     (SMALL, 16, Variant("float16"), 256, 1, adamw),
     (replace(SMALL, dropout=0.1, block_size=48), 8, Variant("float32", checkpoint="full"), 128, 2, adamw),
     (replace(SMALL, **MODERN_SETTINGS), 4, Variant("bfloat16", checkpoint="selective"), 64, 2, muon),
 ]
 
 
-@pytest.mark.parametrize(("config", "batch_size", "form", "chunk", "micro_steps", "make"), CASES)
-def test_prediction_is_the_peak_of_a_real_step(config, batch_size, form, chunk, micro_steps, make, monkeypatch):
+@pytest.mark.parametrize(("config", "batch_size", "variant", "chunk", "micro_steps", "make"), CASES)
+def test_prediction_is_the_peak_of_a_real_step(config, batch_size, variant, chunk, micro_steps, make, monkeypatch):
     # Without oneDNN, whose workspaces are not counted and depend on the processor.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setattr(replacements, "LOGITS_ON_CPU", chunk * config.vocab_size)
-    predicted = memory(Step(config, batch_size, form, "cpu", micro_steps > 1, make))
-    assert sum(predicted.values()) == pytest.approx(real_peak(config, batch_size, form, micro_steps, make), rel=0.02)
+    predicted = memory(Step(config, batch_size, variant, "cpu", micro_steps > 1, make))
+    assert sum(predicted.values()) == pytest.approx(real_peak(config, batch_size, variant, micro_steps, make), rel=0.02)
     assert predicted["weights"] == sum(p.nbytes for p in GPT(config).parameters())
     if micro_steps > 1:  # else they may come after the peak
         assert predicted["gradients"] == predicted["weights"]
@@ -97,15 +97,17 @@ def test_prediction_is_the_peak_of_a_real_step(config, batch_size, form, chunk, 
 # ---- what it says of CUDA ------------------------------------------------------------------------------------
 
 
-def on_cuda(config: GPTConfig = SMALL, batch_size: int = 4, form: Variant | None = None, **step: Any) -> dict[str, int]:
-    return memory(Step(config, batch_size, form or Variant("bfloat16"), "cuda", **step))
+def on_cuda(
+    config: GPTConfig = SMALL, batch_size: int = 4, variant: Variant | None = None, **step: Any
+) -> dict[str, int]:
+    return memory(Step(config, batch_size, variant or Variant("bfloat16"), "cuda", **step))
 
 
 def test_cudas_own_kernels_keep_what_they_keep_there():
     """RMS norm its input and a number for each row; dropout masks of one byte, and no matrix of attention weights."""
     rows = 4 * SMALL.block_size
     plain, normed = (
-        on_cuda(replace(SMALL, qk_norm=on), form=Variant())["activations"] for on in (False, True)
+        on_cuda(replace(SMALL, qk_norm=on), variant=Variant())["activations"] for on in (False, True)
     )  # queries and keys before and after; without the norm attention keeps views of one tensor
     assert normed - plain == SMALL.n_layer * 2 * 4 * rows * (SMALL.n_embd + SMALL.n_head)
     plain, dropped = (on_cuda(replace(SMALL, dropout=p))["activations"] for p in (0.0, 0.1))
@@ -127,11 +129,11 @@ def test_loss_in_chunks_holds_a_chunk_of_logits_not_all(dtype, compiled, bytes_p
 
 def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
     monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
-    form = Variant("bfloat16", compiled=True)
-    whole = on_cuda(batch_size=40, form=form)
+    variant = Variant("bfloat16", compiled=True)
+    whole = on_cuda(batch_size=40, variant=variant)
     monkeypatch.setattr("deskgpt.estimate.memory.REHEARSED", 8 * SMALL.block_size)
-    assert on_cuda(batch_size=40, form=form) == whole
-    assert sum(on_cuda(batch_size=10**12, form=form).values()) > 10**16
+    assert on_cuda(batch_size=40, variant=variant) == whole
+    assert sum(on_cuda(batch_size=10**12, variant=variant).values()) > 10**16
 
 
 def test_sharded_rank_has_its_part_of_the_state_and_gathers_two_blocks_or_all():

@@ -466,9 +466,9 @@ def with_recompute(
     """What replaces functions of model.py, with blocks that compute activations again."""
     if checkpoint == "none":
         return in_use
-    from deskgpt.kernels.recompute import block_form
+    from deskgpt.kernels.recompute import recomputed_block
 
-    return in_use | {"Block.forward": block_form(checkpoint, dropout)}
+    return in_use | {"Block.forward": recomputed_block(checkpoint, dropout)}
 
 
 def compiled(replacement: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -55,7 +55,12 @@ def described(device: torch.device) -> str:
 
 
 def times_memory(
-    config: GPTConfig, make: MakeOptimizer | None, device: torch.device, shards: int, batching: Batching, form: Variant
+    config: GPTConfig,
+    make: MakeOptimizer | None,
+    device: torch.device,
+    shards: int,
+    batching: Batching,
+    variant: Variant,
 ) -> float:
     """How many times the memory a micro-batch surely takes; 0 where that is not known, or clearly less than there is.
 
@@ -70,7 +75,7 @@ def times_memory(
     if batching.batch_size * batching.block_size * of_token < limit:
         return 0.0
     try:
-        parts = memory(Step(config, batching.batch_size, form, "cpu", batching.micro_steps > 1, make, shards))
+        parts = memory(Step(config, batching.batch_size, variant, "cpu", batching.micro_steps > 1, make, shards))
     except ValueError:  # this model cannot be rehearsed
         return 0.0
     # An evaluation goes through one layer after the other, and keeps less of each than a backward pass needs.
@@ -84,7 +89,7 @@ def smaller_batch(
     device: torch.device,
     auto_batch: bool,
     batching: Batching,
-    form: Variant,
+    variant: Variant,
     times: float = 2.0,
 ) -> Batching:
     """A split of the same training with a smaller micro-batch, after `batching` did not fit: half, with auto_batch.
@@ -104,7 +109,7 @@ def smaller_batch(
         smaller = 1 if smaller % 2 else smaller // 2
         times /= 2
     if not auto_batch and device.type == "cuda":
-        step = Step(config, smaller, replace(form, compiled=True), device.type, make_optimizer=make)
+        step = Step(config, smaller, replace(variant, compiled=True), device.type, make_optimizer=make)
         usable = USABLE * hardware.usable_memory_bytes(device)
         smaller = largest_batch(step, batching.sequences // batching.world, usable) or 1
     same = batching.with_batch_size(smaller)
@@ -117,7 +122,7 @@ def smaller_batch(
 
 
 def larger_batch(
-    config: GPTConfig, make: MakeOptimizer, device: torch.device, batching: Batching, form: Variant
+    config: GPTConfig, make: MakeOptimizer, device: torch.device, batching: Batching, variant: Variant
 ) -> Batching:
     """The same training in a larger micro-batch: doubled up to ENOUGH_TOKENS while it is predicted to fit.
 
@@ -127,7 +132,7 @@ def larger_batch(
     best = batching
     while best.micro_steps % 2 == 0 and 2 * best.batch_size * best.block_size <= ENOUGH_TOKENS:
         larger = best.with_batch_size(2 * best.batch_size)
-        step = Step(config, larger.batch_size, form, device.type, larger.micro_steps > 1, make)
+        step = Step(config, larger.batch_size, variant, device.type, larger.micro_steps > 1, make)
         try:
             fits = sum(memory(step).values()) <= usable
         except ValueError:  # this model cannot be rehearsed

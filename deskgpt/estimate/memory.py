@@ -47,7 +47,7 @@ class Step:
 
     config: GPTConfig
     batch_size: int  # sequences per micro-batch
-    form: Variant
+    variant: Variant
     device_type: str
     accumulates: bool = True  # several micro-batches: earlier gradients are alive in a forward pass
     make_optimizer: MakeOptimizer | None = None  # None: AdamW
@@ -57,7 +57,7 @@ class Step:
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """What replaces functions of model.py. A compiled step is rehearsed as one that is not."""
-        eager = replace(self.form, compiled=False)
+        eager = replace(self.variant, compiled=False)
         found = with_recompute(eager.replacements("cpu"), eager.checkpoint, self.config.dropout)
         if self.device_type == "cuda" and "GPT.loss" in found:
             found["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=replacements.LOGITS_ON_GPU)
@@ -76,7 +76,7 @@ def memory(step: Step) -> dict[str, int]:
     seen = rehearsed(step)
     weights = seen["weights"]
     forward, backward = seen["forward"], seen["backward"]
-    if step.form.compiled:  # all gradients come at the end of its pass; only then are they added to those there
+    if step.variant.compiled:  # all gradients come at the end of its pass; only then are they added to those there
         backward = max(backward, 2 * weights if step.accumulates else weights)
     rest = max(forward, backward)
     gradients = weights if step.accumulates or backward > forward else 0
@@ -94,7 +94,7 @@ def memory(step: Step) -> dict[str, int]:
 def sharded(step: Step, parts: dict[str, int]) -> dict[str, int]:
     """The parts of one of several ranks that share a copy: FSDP gathers embedding and head, and two blocks at a time.
 
-    The blocks are gathered in the dtype of the run, the rest in float32. A closed form, not a rehearsal.
+    The blocks are gathered in the dtype of the run, the rest in float32. A closed formula, not a rehearsal.
     """
     parts = dict(parts)
     whole = parts["weights"]
@@ -103,8 +103,8 @@ def sharded(step: Step, parts: dict[str, int]) -> dict[str, int]:
         parts[name] = whole if is_whole else parts[name] // step.shards
     of_blocks = GPT.without_storage(step.config).transformer.h.parameters()
     block = sum(p.nbytes for p in of_blocks) // step.config.n_layer
-    gathered = block // 2 if step.form.dtype == "bfloat16" else block
-    if step.form.dtype == "bfloat16" and step.form.checkpoint == "none":
+    gathered = block // 2 if step.variant.dtype == "bfloat16" else block
+    if step.variant.dtype == "bfloat16" and step.variant.checkpoint == "none":
         parts["activations"] -= step.config.n_layer * gathered  # autocast's copies, which gathering makes needless
     n_gathered = step.config.n_layer if step.gathers_all else min(2, step.config.n_layer)
     return parts | {"gathered": whole - step.config.n_layer * block + n_gathered * gathered}
@@ -125,10 +125,10 @@ def rehearsal(step: Step) -> dict[str, int]:
 
     forward, backward, update: the peaks of the three beyond the weights, of which only update counts the optimizer.
     """
-    config, form = step.config, step.form
+    config, variant = step.config, step.variant
     seen: dict[str, int] = {}
     with ExitStack() as stack:
-        stack.enter_context(fake_tensors(step.device_type, form.compiled))
+        stack.enter_context(fake_tensors(step.device_type, variant.compiled))
         stack.enter_context(replacing(step.replacements()))
         live = stack.enter_context(Live(step.device_type))
         model = GPT(config)
@@ -146,7 +146,7 @@ def rehearsal(step: Step) -> dict[str, int]:
         hook = model.transformer.register_forward_hook(loss_begins)
         cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
         live.peak = 0
-        with hardware.autocast(cpu, form.dtype, cached=form.checkpoint == "none"):
+        with hardware.autocast(cpu, variant.dtype, cached=variant.checkpoint == "none"):
             loss = total_of(parts_of(model(idx, targets)))
         seen["forward"] = live.peak - weights
         live.peak = 0

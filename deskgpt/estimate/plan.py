@@ -137,7 +137,7 @@ def print_memory(run: Planned, step: Step, name: str, free_bytes: float, total_b
         parts["process"] = psutil.Process().memory_info().rss  # Python, torch and what it has loaded
     total = sum(parts.values())
     has = hardware.memory_in_words(free_bytes, total_bytes)
-    dist.print0(f"predicted peak memory of {name}, {step.form.dtype}: {total / 2**30:.2f} of {has}")
+    dist.print0(f"predicted peak memory of {name}, {step.variant.dtype}: {total / 2**30:.2f} of {has}")
     dist.print0("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
     if step.device_type != "cuda":
         return total <= free_bytes

@@ -26,8 +26,8 @@ def attention_operators() -> tuple[Any, ...]:
 ATTENTION = attention_operators()
 
 
-def block_form(which: str, dropout: float) -> Callable[..., Any]:
-    """What stands in for Block.forward. Gradients stay bit-equal in a form that is not compiled.
+def recomputed_block(which: str, dropout: float) -> Callable[..., Any]:
+    """The replacement of Block.forward. Gradients stay bit-equal where nothing is compiled.
 
     which: full, which keeps each block's input only; selective, which also keeps what takes long to compute, see
     is_kept. Passes without gradients are left alone. Raises ValueError for a block whose second pass would differ.
