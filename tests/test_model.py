@@ -20,7 +20,7 @@ from deskgpt.compute.runner import Runner, Variant
 from deskgpt.export.gpt2_weights import load_gpt2
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import Replacements, replacing
-from deskgpt.kernels.recompute import ATTENTION, block_form, is_kept
+from deskgpt.kernels.recompute import ATTENTION, is_kept, recomputed_block
 from deskgpt.system import hardware
 from model import GPT, GPTConfig, rotate
 
@@ -345,7 +345,7 @@ def test_block_that_a_second_pass_would_change_is_refused():
     model = make()
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.zeros(()))
-    forms: Replacements = {"Block.forward": block_form("full", 0.0)}
+    forms: Replacements = {"Block.forward": recomputed_block("full", 0.0)}
     idx = tokens(2, 8)
     with replacing(forms):
         model(idx)
