@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,6 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 without_browser = pytest.mark.skipif(
     CHROMIUM is None or os.name == "nt", reason="no chromium, chromium-browser or google-chrome"
 )
-
-
-def needs_browser(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that uses the fixture `browser`: slow, and skipped where there is none."""
-    return pytest.mark.slow(without_browser(test))
 
 
 PATIENCE_S = 60  # a machine under load starts Chromium in ten

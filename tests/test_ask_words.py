@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench import ask
@@ -45,15 +44,6 @@ class MadeUp(Question):
         return self
 
 
-def test_price_is_renewed_in_a_line_after_each_round_that_decides_nothing(tmp_path, capsys):
-    question = MadeUp(tmp_path, [1.9, 1.87], min_effect=0.02)
-    ask.ask(question)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
-    assert len(lines) == sum(look.verdict == "open" for look in question.looks) > 4
-    assert all("b leads a by" in line for line in lines[4:])
-    assert all("0.02 nats costs" in line and "runs of each arm (80%)" in line for line in lines[PILOT - 1 :])
-
-
 def test_budget_is_refused_only_where_the_low_end_of_the_price_does_not_fit(tmp_path):
     with pytest.raises(ConfigError, match="does not fit"):
         ask.ask(MadeUp(tmp_path, [1.9, 1.8], min_effect=1e-6, budget_s=600.0))
@@ -74,21 +64,6 @@ def test_arms_that_cannot_win_get_no_more_runs_and_the_answer_names_all(tmp_path
     assert status == 3
     assert sentence.startswith("Not enough yet: d leads b by ")
     assert sentence.endswith("; out: a, c.")
-
-
-def test_answer_says_where_arms_scatter_differently_and_what_the_text_leaves(tmp_path):
-    question = MadeUp(tmp_path, [1.9, 1.9]).after(5)
-    assert "the text judged by leaves ± 0.0000" in words.answer(question)[0]  # all batches have the same difference
-    for n, run in enumerate(question.runs["b"]):
-        run["val_loss"] = 1.9 + n
-        run["val_batches"] = [loss + 0.1 * (i % 2) for i, loss in enumerate(run["val_batches"])]
-    question.looks[-1] = question.look()
-    sentence, _, data = words.answer(question)
-    assert "one scatters more than twice as much" in sentence
-    half = 1.96 * np.std([0.0, 0.1] * 5, ddof=1) / math.sqrt(10)
-    assert data["pairs"][0]["text_error"] == pytest.approx(half)
-    question.runs["b"][0]["val_batches"] = []  # of older code, or of another batch size
-    assert question.text_error("a", "b") is None
 
 
 def test_runs_that_were_judged_on_different_windows_are_refused(tmp_path):

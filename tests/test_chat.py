@@ -412,17 +412,6 @@ def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypat
         talked(b"\xff\xfe\n")
 
 
-@pytest.mark.slow
-def test_model_that_never_saw_chat_data_is_named(tmp_path, script, monkeypatch):
-    prepare_text("plain text " * 100, tmp_path / "d", "bytes", "text")
-    train(tiny(tmp_path / "d", tmp_path / "run", max_iters=1, eval_interval=1, block_size=48))
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
-    done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--max_new_tokens=3", "--device=cpu")
-    assert done.code == 0
-    assert_one_line(done.err, tmp_path / "run", "docs/sampling.md")
-    assert done.out.strip()
-
-
 SAID = {
     "hello": "Hi! How are you today?",
     "Two plus two?": "Four, as always.",

@@ -17,9 +17,7 @@ from logs import TIMES, log, nanogpt, rewrite
 import train
 from bench.analysis.logs import DEFAULTS, Run, read_runs
 from bench.analysis.noise import difference, interval, t_quantile
-from bench.analysis.table import Row
 from bench.analysis.verdict import compare
-from deskgpt.system.terminal import clock
 
 NO_CAUSE = "No cause can be named"
 CAUSE = "it is the cause of"
@@ -70,20 +68,6 @@ def test_every_column_is_what_it_is_by_hand(tmp_path):
     assert tokens == [[pytest.approx(12800)], [pytest.approx(6400 * 4 ** (0.8 / 1.8))]]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        ([8.0, 15.0], "8.0s to 15.0s (n=2)"),  # of two values the interval would be 11.5 ± 44.5
-        ([1.0, 8.0, 26.0], "1.0s to 26.0s (n=3)"),  # 11.7 ± 31.9
-        ([10.0, 11.0, 12.0], "11.0s ± 2.5s (n=3)"),
-        ([10.0, 10.0], "10.0s"),
-        ([10.0, None], "n/a"),
-    ],
-)
-def test_figure_of_repeats_has_its_interval_and_their_number(seconds, shown):
-    assert Row("training", [seconds], clock).cells() == ["training", shown, ""]
-
-
 def test_intervals_are_the_textbooks():
     for freedom, error, t in ((1, 0.05, 12.706), (2, 0.05, 4.303), (10, 0.05, 2.228), (10, 0.01, 3.169)):
         assert t_quantile(freedom, error) == pytest.approx(t, abs=5e-4)
@@ -112,10 +96,7 @@ def with_windows(path: str, **fields: Any) -> str:
         ({"eval_digest": "abd"}, ["windows", "A 10 windows with digest abc", "B 10 windows with digest abd"]),
         ({"eval_digest": None}, ["windows", "A 10 windows", "B eval_tokens=80"]),  # not known of one side
         ({"val_sha256": "bad"}, ["data", "A f00", "B bad"]),
-        ({"tokenizer": "gpt2"}, ["tokenizers", "A char", "B gpt2"]),
         ({"eval_tokens": 800}, ["windows", "A eval_tokens=80, block_size=8", "B eval_tokens=800"]),
-        ({"eval_tokens": 0, "batch_size": 8, "gradient_accumulation_steps": 1}, ["windows", "batch_size=8"]),
-        ({"block_size": 16, "batch_size": 2}, ["windows", "block_size=8", "block_size=16"]),
         ({"start": 10.8}, ["step 0", "A 4.00", "B 10.80"]),
     ],
 )
@@ -140,7 +121,6 @@ def test_losses_are_ranked_only_where_the_evaluations_are_the_same(tmp_path, cha
     [
         ({}, True),
         ({"val_text": "abd"}, False),
-        ({"val_text_bytes": None}, False),
         ({"bytes_per_token": None}, False),
         ({"val_bytes": 2500}, False),  # half of the text
     ],
@@ -287,17 +267,6 @@ def test_the_question_that_would_settle_it_changes_one_thing_and_what_follows_fr
     assert {words[words.index(f"--{arm}") + 1] for arm in "bc"} == {"--n_layer=3", "--learning_rate=0.0003"}
     assert words[-1] == "--together"
     assert not [word for word in words if word.startswith(("--min_lr", "--lr_decay_iters", "--seed"))]
-
-
-def test_of_three_arms_each_is_told_from_the_best(tmp_path):
-    paths = [
-        log(tmp_path / f"{arm}-{seed}", {0: 4.0, 200: 2.0 + arm / 10 + seed / 1000}, seed=seed, n_layer=2 + arm)
-        for arm in range(3)
-        for seed in range(3)
-    ]
-    lead = compared(*paths)[0]["val loss at equal steps (200)"][3]
-    assert lead.startswith("A+B+C lower than D+E+F by 0.1000 ± ")
-    assert "; A+B+C lower than G+H+I by 0.2000 ± " in lead
 
 
 # ---- the script ----------------------------------------------------------------------------------------------

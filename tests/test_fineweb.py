@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, contents, needs_bpe
-from fineweb import PREPARE, SMALL, Script, as_bytes, fails, made, no_file_larger_than, started, tokens, write_documents
+from fineweb import PREPARE, SMALL, Script, as_bytes, fails, made, started, tokens, write_documents
 
 from data.dataset import Verification
 from data.meta_files import read_record
@@ -95,17 +95,6 @@ def test_source_that_has_changed_is_noticed_and_nothing_overwritten(tmp_path, sc
         before = contents(tmp_path / "out")
         fails(script(*prepare), "train_000003.bin", "another --out")
         assert contents(tmp_path / "out") == before
-
-
-@needs_kill
-def test_full_disk_keeps_finished_shards_and_the_run_goes_on_later(tmp_path, script: Script, prepared):
-    prepare = (PREPARE, "--source", prepared[0], *SMALL, "--out", tmp_path)
-    with no_file_larger_than(300_000):
-        done = script(*prepare)
-    fails(done, "train_000001.bin", "run the same command again")
-    assert {p.name for p in tmp_path.glob("[!.]*")} == {"val_000000.bin", "meta.json"}
-    assert script(*prepare).code == 0
-    assert contents(tmp_path) == contents(prepared[1])
 
 
 @pytest.mark.nightly

@@ -7,7 +7,8 @@ The input is arguments, config files, logs, token files, meta.json, meta.pkl and
 as well as damaged bytes. Each is read as the scripts read it. It must be read, or refused as users see it: one line on
 stderr, raised on purpose by our own code, and an exit status. Anything else is a defect: another exception, an
 accidental message, 10 s of processor time, 300 MB of memory. hypothesis prints the smallest case that it finds, and
-tries it first the next time. That no damage is silent, test_checkpoint.py, test_meta_files.py and test_verify.py hold.
+tries it first the next time. test_checkpoint.py, test_meta_files.py and test_checksums.py hold that no damage
+is silent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The predicted memory of a step: against real steps on a CPU, and what it says of CUDA; and what fits."""
+"""The predicted memory of a step, against real steps on a CPU; and what fits."""
 
 from __future__ import annotations
 
@@ -94,65 +94,6 @@ def test_prediction_is_the_peak_of_a_real_step(config, batch_size, variant, chun
         assert predicted["gradients"] == predicted["weights"]
 
 
-# ---- what it says of CUDA ------------------------------------------------------------------------------------
-
-
-def on_cuda(
-    config: GPTConfig = SMALL, batch_size: int = 4, variant: Variant | None = None, **step: Any
-) -> dict[str, int]:
-    return memory(Step(config, batch_size, variant or Variant("bfloat16"), "cuda", **step))
-
-
-def test_cudas_own_kernels_keep_what_they_keep_there():
-    """RMS norm its input and a number for each row; dropout masks of one byte, and no matrix of attention weights."""
-    rows = 4 * SMALL.block_size
-    plain, normed = (
-        on_cuda(replace(SMALL, qk_norm=on), variant=Variant())["activations"] for on in (False, True)
-    )  # queries and keys before and after; without the norm attention keeps views of one tensor
-    assert normed - plain == SMALL.n_layer * 2 * 4 * rows * (SMALL.n_embd + SMALL.n_head)
-    plain, dropped = (on_cuda(replace(SMALL, dropout=p))["activations"] for p in (0.0, 0.1))
-    masks = (1 + 2 * SMALL.n_layer) * rows * SMALL.n_embd  # of the embeddings, two in each layer
-    assert masks <= dropped - plain < 2.5 * masks
-
-
-@pytest.mark.parametrize(
-    ("dtype", "compiled", "bytes_per_logit"), [("bfloat16", False, 10), ("float16", False, 6), ("bfloat16", True, 2)]
-)
-def test_loss_in_chunks_holds_a_chunk_of_logits_not_all(dtype, compiled, bytes_per_logit):
-    """Compiled, the softmax is computed in place: only the logits in 16 bits. float16 is read as it is."""
-    config = replace(SMALL, block_size=1024, vocab_size=50304)
-    head = 12 * config.vocab_size * config.n_embd  # its gradient in float32, the weight and a product in 16 bits
-    held = replacements.LOGITS_ON_GPU  # a quarter of all
-    logits = on_cuda(config, 16, Variant(dtype, compiled))["logits"]
-    assert bytes_per_logit * held < logits < (bytes_per_logit + 1) * held + head
-
-
-def test_large_batches_are_extrapolated_to_what_a_rehearsal_gives(monkeypatch):
-    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 64 * SMALL.vocab_size)
-    variant = Variant("bfloat16", compiled=True)
-    whole = on_cuda(batch_size=40, variant=variant)
-    monkeypatch.setattr("deskgpt.estimate.memory.REHEARSED", 8 * SMALL.block_size)
-    assert on_cuda(batch_size=40, variant=variant) == whole
-    assert sum(on_cuda(batch_size=10**12, variant=variant).values()) > 10**16
-
-
-def test_sharded_rank_has_its_part_of_the_state_and_gathers_two_blocks_or_all():
-    config = GPTConfig(n_layer=7, n_head=8, n_embd=1024, block_size=256, vocab_size=50304)
-    block = 2 * 12 * 1024**2  # bytes, gathered in bfloat16
-    root = 4 * (50304 + 256) * 1024
-    alone = on_cuda(config)
-    few, all_, late = (
-        on_cuda(config, shards=8, gathers_all=every, keeps_gradients=keeps)
-        for every, keeps in ((False, False), (True, False), (False, True))
-    )
-    for part in ("weights", "gradients", "optimizer"):
-        assert few[part] == alone[part] // 8
-    assert few["activations"] == pytest.approx(alone["activations"] - 7 * block, rel=0.01)  # autocast's copies
-    assert few["gathered"] == pytest.approx(root + 2 * block, rel=0.01)
-    assert all_["gathered"] == pytest.approx(root + 7 * block, rel=0.01)
-    assert late["gradients"] == alone["weights"]
-
-
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
@@ -167,23 +108,6 @@ def test_largest_batch_divides_the_sequences_and_is_the_largest_that_fits():
     assert fit.largest_batch(step, 18, 1e12) == 9
 
 
-def smaller(batching: Batching, auto_batch: bool, device: torch.device = CPU, times: float = 2.0) -> Batching:
-    return fit.smaller_batch(SMALL, adamw, device, auto_batch, batching, Variant("bfloat16"), times)
-
-
-def test_smaller_batch_keeps_the_tokens_of_a_step_and_of_an_evaluation():
-    same = smaller(Batching(12, 40, 64, eval_windows=2400), auto_batch=True)
-    assert same.settings() == {"batch_size": 6, "gradient_accumulation_steps": 80, "eval_tokens": 2400 * 64}
-    same = smaller(Batching(3, 40, 64, eval_tokens=1000), auto_batch=True)
-    assert same.settings() == {"batch_size": 1, "gradient_accumulation_steps": 120, "eval_tokens": 1000}
-    with pytest.raises(ValueError, match="out of memory") as refused:
-        smaller(Batching(8, 64, 64, eval_tokens=1000), auto_batch=False)
-    assert_one_line(refused.value, "--batch_size=4 --gradient_accumulation_steps=128,")  # eval_tokens are as given
-    with pytest.raises(ValueError, match="out of memory") as refused:
-        smaller(Batching(1, 64, 64), auto_batch=True)
-    assert_one_line(refused.value, "batch_size=1", "--block_size=32")
-
-
 def test_micro_batch_is_refused_untried_only_where_it_surely_takes_more_than_there_is(monkeypatch):
     batching = Batching(32, 16, SMALL.block_size)
     needed = sum(memory(Step(SMALL, 32, Variant(), "cpu", make_optimizer=adamw)).values())
@@ -195,8 +119,6 @@ def test_micro_batch_is_refused_untried_only_where_it_surely_takes_more_than_the
     assert times(0.1) == pytest.approx(fit.SURELY / 0.1)
     assert 0 < times(0.1, None) < times(0.1)  # evaluation alone
     assert times(10.0) == times(0.1, device="cuda") == 0
-    split = smaller(batching, True, times=times(0.1))
-    assert (split.batch_size, split.accumulation) == (4, 128)
 
 
 # ---- in a run ------------------------------------------------------------------------------------------------

@@ -64,20 +64,14 @@ def refused(folder: Path, *named: object) -> None:
 
 # A key with a wrong value, and what the error names.
 WRONG: list[tuple[str, Any, str]] = [
-    ("vocab_size", None, "vocab_size=None"),
     ("vocab_size", True, "vocab_size=True"),
     ("vocab_size", 10**30, "vocab_size=10000"),
-    ("vocab_size", 4, "vocab_size=4"),
-    ("tokenizer", None, "tokenizer=None"),
     ("tokenizer", {"name": "char", "chars": ["a", "b", "c"]}, "no tokenizer"),
     ("tokenizer", {"name": "char", "chars": "aba"}, "a character twice"),
-    ("tokenizer", {"name": "gpt\n2"}, "tokenizer="),
     ("end_of_text", 3, "end_of_text=3"),
-    ("end_of_text", -1, "end_of_text=-1"),
     ("files", {"train.bin": ENTRY | {"tokens": 1e300}}, "tokens=1e+300"),
     ("files", {"train.bin": ENTRY | {"sha256": "0" * 63}}, "sha256='000"),
     ("files", {"../../VICTIM.txt": ENTRY}, "'../../VICTIM.txt'"),
-    ("files", {"val\\..\\x.bin": ENTRY}, "x.bin"),
     ("masks", {"../train.mask": ENTRY}, "'../train.mask'"),
     ("packed", 0, "packed=0"),
 ]
@@ -94,14 +88,10 @@ def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_
 MERGES = {
     "another size": ("h e\nhe y", 258),
     "a part that is no token": ("h e\nthe y", 259),
-    "an empty line": ("h e\n", 259),
-    "three parts": ("h e y", 258),
     "half a character": ("h \ud800", 258),
-    "a token twice": ("h e\ne y\nhe y\nh ey", 261),
     "a long token": ("\n".join(f"{'a' * 2**i} {'a' * 2**i}" for i in range(8)), 265),
     "many merges": ("h e\n" * MOST_IDS, 258),
     "much text": ("h" * (MOST_MERGES_BYTES + 1), 258),
-    "null": (None, 258),
 }
 
 

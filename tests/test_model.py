@@ -10,17 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_one_line
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_models import MODERN, SMALL, make, tokens
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.export.gpt2_weights import load_gpt2
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import Replacements, replacing
-from deskgpt.kernels.recompute import ATTENTION, is_kept, recomputed_block
+from deskgpt.kernels.recompute import recomputed_block
 from deskgpt.system import hardware
 from model import GPT, GPTConfig, rotate
 
@@ -66,20 +63,6 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
             runner.drop_gradients()
     for i, found in enumerate(results[2:]):
         assert all(torch.equal(a, b) for a, b in zip(found, results[i % 2], strict=True))
-
-
-def test_selective_checkpoints_compute_one_matmul_again_and_all_that_draws_random_numbers():
-    for op in ATTENTION:
-        assert is_kept(0.0, None, op)
-        assert not is_kept(0.1, None, op)
-    flops = {}
-    for which in ("none", "selective", "full"):
-        runner = Runner(make(SMALL), Variant(checkpoint=which))
-        with FlopCounterMode(display=False) as counter:
-            runner.forward_backward(tokens(2, 32), tokens(2, 32))
-        flops[which] = counter.get_total_flops()
-    first_of_mlp = 2 * (2 * 32) * SMALL.n_embd * (4 * SMALL.n_embd)
-    assert flops["selective"] == flops["none"] + SMALL.n_layer * first_of_mlp < flops["full"]
 
 
 # ---- GPT-2 as transformers has it ----------------------------------------------------------------------------
@@ -146,26 +129,6 @@ def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(fo
 # ---- loss ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_loss_in_chunks_equals_the_plain_loss_and_its_gradients(chunk, monkeypatch):
-    model, idx, targets = make(), tokens(3, 32), tokens(3, 32).flip(0)
-    targets[0, :10] = -1
-    logits = model(idx)[0]
-    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    plain.backward()
-    expected = gradients(model)
-    model.zero_grad(set_to_none=True)
-    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", chunk * 100)
-    with replacing(FASTER):
-        loss = model(idx, targets)[1]
-    loss.backward()
-    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
-    for name, g in gradients(model).items():
-        torch.testing.assert_close(g, expected[name], rtol=1e-5, atol=1e-7, msg=name)
-    with torch.no_grad(), replacing(FASTER):
-        torch.testing.assert_close(model(idx, targets)[1], loss, rtol=1e-6, atol=1e-6)
-
-
 def loss_and_gradients(loss: Any, forms: Replacements, targets: torch.Tensor) -> list[torch.Tensor]:
     """Of `loss`, a function of a GPT, hidden states and targets, with these forms in use."""
     model = GPT(GPTConfig(block_size=12, vocab_size=20, n_layer=1, n_head=1, n_embd=8))
@@ -201,41 +164,6 @@ def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torc
             torch.testing.assert_close(a, b)
         else:
             assert torch.equal(a, b)  # bit for bit
-
-
-def test_evaluation_in_chunks_takes_the_forward_matmul_only(monkeypatch):
-    monkeypatch.setattr(replacements, "LOGITS_ON_CPU", 1000)
-    model, x = make(), tokens(2, 32)
-    flops = {}
-    for grad in (False, True):
-        with torch.set_grad_enabled(grad), replacing(FASTER), FlopCounterMode(display=False) as counter:
-            model(x, x)
-        flops[grad] = counter.get_total_flops()
-    head = 2 * 64 * 32 * 100  # one of the three matmuls of the head
-    assert flops[True] - flops[False] == 2 * head
-
-
-@given(st.integers(1, 1 << 20), st.integers(1, 1 << 18), st.integers(1, 1 << 30))
-def test_chunks_hold_no_more_logits_than_allowed_and_are_whole_tiles(N, V, logits):
-    tokens = replacements.tokens_per_chunk(N, V, logits)
-    assert 1 <= tokens <= N
-    assert tokens == 1 or tokens * V <= logits
-    if 128 <= logits // V < N:
-        assert tokens % 128 == 0
-    for N in (8 * 1024, 12 * 1024, 16 * 256, 20 * 1024, 64 * 1024):  # whole batches: all chunks are equally large
-        for most in (replacements.LOGITS_ON_CPU, replacements.LOGITS_ON_GPU):
-            assert N % replacements.tokens_per_chunk(N, 50304, most) == 0
-
-
-def test_gradient_of_the_head_is_summed_in_its_own_precision():
-    a, b = torch.randn(40, 30).bfloat16(), torch.randn(30, 20).bfloat16()
-    for total_dtype, x, y in ((torch.float32, a, b), (torch.float32, a.float(), b.float()), (torch.bfloat16, a, b)):
-        total = torch.ones(40, 20, dtype=total_dtype)
-        replacements.add_matmul_(total, x, y)
-        expected = 1 + a.float() @ b.float()
-        assert (total - expected).norm() < (1e-6 if x.dtype == torch.float32 else 5e-3) * expected.norm()
-        # The call that CUDA gets, checked for its types and shapes.
-        replacements.add_matmul_(total.to("meta"), x.to("meta"), y.to("meta"))
 
 
 # ---- modern choices ----------------------------------------------------------------------------------

@@ -9,23 +9,7 @@ from typing import Any
 import pytest
 from conftest import assert_one_line
 
-from bench import qualify, stages
-from deskgpt.system.errors import ConfigError
-
-
-def test_stages_are_named_as_numbers_and_ranges():
-    assert qualify.numbers_of("0-3,7") == [0, 1, 2, 3, 7]
-    assert qualify.numbers_of("8,2-2,5-7") == [2, 5, 7, 8]
-    for wrong in ("11", "6", "3-2", "8-10", "", "a", "1-", "-1", "1,,2"):
-        with pytest.raises(ConfigError) as refused:
-            qualify.numbers_of(wrong)
-        assert_one_line(refused.value, f"--stages={wrong}")
-
-
-def test_all_stages_end_within_27_minutes_and_the_calls_in_parts_within_ten():
-    assert sum(stage.limit_s for stage in qualify.STAGES.values()) <= 27 * 60
-    for call in ("0-3", "4", "5", "7-8"):
-        assert sum(qualify.STAGES[number].limit_s for number in qualify.numbers_of(call)) <= 600
+from bench import stages
 
 
 def results(out_dir: Path) -> tuple[dict[str, Any], str]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn as nn
 
 from model import GPT, GPTConfig
 
@@ -36,17 +35,3 @@ def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
 
 def tokens(*shape: int, vocab: int = 100) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
-
-
-class CountingNorm(nn.RMSNorm):
-    """A norm that counts its passes in training, and adds them to what it computes."""
-
-    passes: torch.Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.register_buffer("passes", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
-        return super().forward(x) + 0.01 * self.passes
