@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 # Resamplings for a standard error without a formula, such as perplexity's: exact to 1 / sqrt(2 * 1000) = 2%.
 BOOTSTRAP = 1000
-os.environ["DISABLE_MULTIPROC"] = "1"  # resample in this process: forks of a process with torch's threads may hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +71,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     """Evaluates as c says; prints, writes and returns the results."""
     # Some tasks import the package "evaluate", which in this folder would be this very file.
     sys.path = [folder for folder in sys.path if Path(folder).resolve() != HERE]
+    os.environ["DISABLE_MULTIPROC"] = "1"  # resample in this process: forks of a process with torch's threads may hang
     import lm_eval  # which takes seconds
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import make_table
