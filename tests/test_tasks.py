@@ -284,3 +284,9 @@ for script in ("train.py", "sample.py", "export.py", "tasks.py"):
 def test_scripts_start_also_where_python_leaves_their_folder_out_of_its_path():
     done = shell("python", "-c", SCRIPTS_BY_FILE, env=os.environ | {"PYTHONSAFEPATH": "1"})
     assert done.returncode == 0, done.stderr
+
+
+def test_tasks_start_before_any_package_is_installed():
+    words = [sys.executable, "-S", str(ROOT / "tasks.py"), "--help"]  # -S: the standard library alone
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

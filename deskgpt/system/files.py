@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 TEMPORARY = ".tmp"  # what a file's name ends with while it is written
 
 
@@ -205,6 +203,8 @@ def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "ch
     wait_s: how long another one may take to leave. Raises OSError, with the remedy, where the folder cannot be written.
     """
     # filelock's own fallback, a file, would outlive a crash.
+    from filelock import FileLock, Timeout  # tasks.py reads this file before any package is installed
+
     lock = FileLock(folder / (LOCK + name), fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
