@@ -13,7 +13,7 @@ import pytest
 from bench import ask
 from bench.asking import words
 from bench.asking.arms import Arm
-from bench.asking.ledger import Ledger, listing
+from bench.asking.ledger import Ledger
 from bench.asking.question import Question
 from bench.asking.running import Place
 from bench.asking.statistics import PILOT
@@ -73,20 +73,3 @@ def test_runs_that_were_judged_on_different_windows_are_refused(tmp_path):
     question.runs["b"].append({"eval_digest": "y"})
     with pytest.raises(ConfigError, match="judged on different windows"):
         question.check_judgement()
-
-
-def test_ledger_lists_the_wins_that_hold_over_all_questions_and_the_share_of_kept_prices(tmp_path):
-    ledger = Ledger(tmp_path)
-    about = {"windows": "w", "date": "d", "config": "x.py", "sentence": "s"}
-    prices = [(8, "better", 10), (12, "same", 10), (4, "not enough yet", 10), (5, "worse", None)]  # rounds, named
-    for i, e in enumerate([500.0, 1.0, 0.5, 30.0]):
-        rounds, verdict, high = prices[i]
-        pairs = [{"first": "a", "second": "b", "d": 0.1, "e": e}, 3]
-        price = {"high": high} if high else {}
-        ledger.add(
-            "answer", question=f"{i}", pairs=pairs, arms=[3], price=price, rounds=rounds, verdict=verdict, **about
-        )
-    assert "1 differences hold" in listing(ledger)  # 30 is less than 4 / (0.05 * 2)
-    assert listing(ledger).splitlines()[-1].endswith("b (as it is) is better than a, e-value 500")
-    assert ledger.kept_prices() == (1, 2)
-    assert "1 of 2 questions kept the price" in listing(ledger)

@@ -219,15 +219,10 @@ def test_message_of_weight_0_is_not_learned_and_half_a_surrogate_is_replaced(tmp
 NO_DIALOGUE = [
     *(b'{"messages": [', b"[" * 100_000, b"1" * 5000, b"7", b"\xff\xfe"),
     *(b"{}", b'{"messages": null}', b'{"messages": []}', b'["hi"]', b'[{"role": "user"}]', b'[{"content": "x"}]'),
-    b'{"prompt": "x", "chosen": "y", "rejected": "z"}',
-    b'{"instruction": "x", "output": 5}',
     b'{"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": null}]}',
-    b'[{"role": "assistant", "content": ["x"]}]',
     b'[{"role": "assistant", "content": [{"type": "image_url", "image_url": "x"}]}]',
     b'[{"role": "tool", "content": "x"}]',
-    b'[{"role": "user", "content": "x"}]',
     b'[{"role": "assistant", "content": "x", "weight": 0}]',
-    b'[{"role": "assistant", "content": "x", "weight": 0.5}]',
     b'[{"role": "assistant", "content": "x", "weight": NaN}]',
 ]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import assert_one_line, flags, tiny
-from logs import TIMES, log, nanogpt, rewrite
+from logs import log, rewrite
 
 import train
 from bench.analysis.logs import DEFAULTS, Run, read_runs
@@ -209,13 +209,6 @@ def test_planted_difference_of_many_seeds_is_found():
     assert CAUSE in str(compare(runs).lines)
 
 
-def test_noise_of_single_runs_comes_from_repeats_of_another_arm():
-    runs = made_up({0.1: [1.50], 0.2: [1.40], 0.3: [1.50, 1.502, 1.498, 1.501, 1.499]})
-    [row] = [row for row in compare(runs).rows["Learning"] if row.label.startswith("val loss at equal steps")]
-    assert row.lead.winner == 1
-    assert not row.lead.is_open
-
-
 def test_two_splits_of_one_step_are_the_same(tmp_path, chars):
     for name, batch_size in (("a", 4), ("b", 2)):
         settings = {"batch_size": batch_size, "gradient_accumulation_steps": 4 // batch_size, "eval_tokens": 256}
@@ -247,14 +240,6 @@ def test_cause_is_named_only_of_one_change(tmp_path, changed, named):
     for words in named:
         assert words in text
     assert CAUSE not in text
-
-
-def test_a_log_without_settings_names_no_cause(tmp_path):
-    (tmp_path / "a.txt").write_text(nanogpt(TIMES, (0, 40, 80), 200.0))
-    _, text, data = compared(str(tmp_path / "a.txt"), log(tmp_path / "b", {0: 4.0, 100: 3.0}))
-    (line,) = [line for line in text.splitlines() if NO_CAUSE in line]
-    assert "the log of A" in line
-    assert "not comparable" in data["headline"]
 
 
 def test_the_question_that_would_settle_it_changes_one_thing_and_what_follows_from_it(tmp_path):

@@ -8,12 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import BPE_CACHE, assert_refused, contents
+from conftest import assert_refused, contents
 from fineweb import PACK, PREPARE, SMALL, Script, as_bytes, fails, tokens, write_documents
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.meta_files import write_meta
 from data.splits import Split
 from data.text_files import lines_in, read_text
 from data.token_files import write_tokens
@@ -138,18 +137,6 @@ def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, doc
     prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--num_proc=1", "--out", tmp_path / "out")
     fails(script(*prepare), name, "finished shards are kept")
     assert len(list((tmp_path / "out").glob("*.bin"))) > 1
-
-
-def test_folder_that_was_prepared_differently_is_not_changed(tmp_path, script: Script, prepared):
-    source, out = prepared
-    before = contents(out)
-    prepare = (PREPARE, "--source", source, *SMALL)
-    fails(script(*prepare, "--shard_tokens=1e5", "--out", out), "shard_tokens", 250000, 100000, "--out")
-    if BPE_CACHE.is_dir():
-        fails(script(*prepare, "--tokenizer=gpt2", "--out", out), "tokenizer", "bytes", "gpt2", "--out")
-    assert contents(out) == before
-    write_meta(tmp_path, {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "source": "a text", "files": {}})
-    fails(script(*prepare, "--out", tmp_path), tmp_path, "--out")
 
 
 def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):

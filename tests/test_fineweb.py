@@ -56,16 +56,6 @@ def test_gpt2_tokens_are_tiktokens_and_special_strings_are_text(tmp_path, docume
     assert tokens(tmp_path / "out").tolist() == [token for ids in expected for token in ids]
 
 
-def test_tokens_stop_early_and_can_be_raised_later(tmp_path, script: Script, prepared):
-    prepare = (PREPARE, "--source", prepared[0], *SMALL, "--out", tmp_path / "few")
-    assert script(*prepare, "--tokens=3e5").code == 0
-    assert len(tokens(tmp_path / "few")) == 350_000
-    for fewer in ("--tokens=3e5", "--tokens=1e5"):
-        assert "already prepared" in script(*prepare, fewer).out
-    assert script(*prepare).code == 0
-    assert contents(tmp_path / "few") == contents(prepared[1])
-
-
 # ---- stopped, harmed and started again -----------------------------------------------------------------------
 
 

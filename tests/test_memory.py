@@ -97,17 +97,6 @@ def test_prediction_is_the_peak_of_a_real_step(config, batch_size, variant, chun
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def test_largest_batch_divides_the_sequences_and_is_the_largest_that_fits():
-    step = Step(replace(SMALL, n_layer=1, block_size=16), 12, Variant("bfloat16"), "cuda")
-    totals = {b: sum(memory(replace(step, batch_size=b)).values()) for b in (1, 2, 3, 6)}
-    fitting = 0
-    for batch_size, total in totals.items():
-        assert fit.largest_batch(step, 18, total - 1) == fitting
-        assert fit.largest_batch(step, 18, total) == batch_size
-        fitting = batch_size
-    assert fit.largest_batch(step, 18, 1e12) == 9
-
-
 def test_micro_batch_is_refused_untried_only_where_it_surely_takes_more_than_there_is(monkeypatch):
     batching = Batching(32, 16, SMALL.block_size)
     needed = sum(memory(Step(SMALL, 32, Variant(), "cpu", make_optimizer=adamw)).values())

@@ -164,9 +164,3 @@ def test_malicious_meta_pkl_is_refused_and_runs_nothing(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": Evil(tmp_path / "ran")}))
     refused(tmp_path, "meta.pkl")
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("content", [b"\x96" + (1 << 40).to_bytes(8, "little"), b"]" * 99 + b"a" * 99 + b".", b""])
-def test_odd_meta_pkl_is_one_line(tmp_path, content):
-    (tmp_path / "meta.pkl").write_bytes(content)
-    refused(tmp_path)

@@ -188,13 +188,6 @@ def test_model_that_begins_as_zero_predicts_all_tokens_alike():
     assert torch.equal(h, F.rms_norm(tied.transformer.wte(tokens(2, 32)), (32,), eps=1e-5))
 
 
-def test_untied_embedding_is_a_parameter_but_multiplies_nothing():
-    tied, untied = (GPT(replace(MODERN, tie_weights=tie)) for tie in (True, False))
-    assert untied.lm_head.weight is not untied.transformer.wte.weight
-    assert untied.num_params() == tied.num_params() + 100 * 32
-    assert untied.estimate_flops() == tied.estimate_flops()
-
-
 # ---- parameters ----------------------------------------------------------------------------------------------
 
 

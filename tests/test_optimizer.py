@@ -259,12 +259,6 @@ def test_optimizer_that_hides_state_is_refused_at_the_start(held):
 # ---- states that belong to something else --------------------------------------------------------------------
 
 
-def assert_does_not_fit(kept: OptimizerState, state: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="does not fit the model") as e:
-        kept.load(state, "out")
-    assert_one_line(e.value, "out")
-
-
 def after_a_step(optimizer: torch.optim.Optimizer, model: GPT) -> OptimizerState:
     kept = OptimizerState(optimizer, model)
     optimizer.step()
@@ -282,7 +276,8 @@ def test_state_of_other_groups_or_another_optimizer_is_refused():
     saved = with_groups([[*range(n)]]).state()
     with_groups([[*range(n)]]).load(saved, "out")
     for groups in ([[0], [*range(1, n)]], [[*range(n - 1)]]):
-        assert_does_not_fit(with_groups(groups), saved)
+        with pytest.raises(ValueError, match="out.*does not fit the model"):
+            with_groups(groups).load(saved, "out")
     model = model_with_gradients()
     with pytest.raises(ValueError, match="another optimizer") as e:
         after_a_step(make(model, "adamw"), model).load(saved, "out")
@@ -297,8 +292,9 @@ def test_states_that_do_not_fit_the_parameters_are_refused():
     kept.load(saved | {"state": {}}, "out")  # of a run without a step
     moments = saved["state"]
     values: list[dict[str, Any]] = [{"exp_avg": torch.zeros(3)}, {"exp_avg_sq": None}, {"more": 3}, {"step": -1}]
-    odd = [moments | {0: moments[0] | value} for value in values]
-    for state in [*odd, None, moments | {0: {}}, moments | {99: moments[0]}]:
-        assert_does_not_fit(kept, saved | {"state": state})
-    for groups in (None, [3, 3], [{"params": "ab"}, {"params": []}], []):
-        assert_does_not_fit(kept, saved | {"param_groups": groups})
+    odd: list[Any] = [{"state": moments | {0: moments[0] | value}} for value in values]
+    odd += [{"state": state} for state in (None, moments | {0: {}}, moments | {99: moments[0]})]
+    odd += [{"param_groups": groups} for groups in (None, [3, 3], [{"params": "ab"}, {"params": []}], [])]
+    for wrong in odd:
+        with pytest.raises(ValueError, match="out.*does not fit the model"):
+            kept.load(saved | wrong, "out")

@@ -89,11 +89,6 @@ def test_loss_curve_begins_at_the_start_and_has_each_axis():
     assert val.error_y.array[0] == pytest.approx(1.96 * 0.01)  # a 95% interval
 
 
-def test_one_slow_step_does_not_set_the_axis_of_all_others():
-    chart = page.make_charts([made_up("x", 400)])["time_ms"]
-    assert chart.figure.layout.yaxis.range == (0, 12.5)
-
-
 def test_number_that_the_loop_hands_to_report_step_has_a_chart(real, tmp_path):
     path = log(tmp_path / "out", {0: 4.0, 6: 3.0})
     rewrite(path, lambda e: {k: v + e["iter"] for k, v in OWN.items()} if e["event"] == "iter" else {})
