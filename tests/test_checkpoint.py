@@ -67,19 +67,15 @@ def spoil(path: Path, damage: str) -> None:
     """Replaces a checkpoint by something else."""
     spoiled = vars(state())
     spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
-    instead = {"pickle": {"config": Path("code that pickle would run")}, "list": [1, 2], "NaN": spoiled}
     if damage == "cut":
         os.truncate(path, path.stat().st_size // 2)
     elif damage == "gone":
         path.unlink()
     else:
-        torch.save(instead[damage], path)
+        torch.save(spoiled, path)
 
 
-DAMAGE = ("cut", "pickle", "list", "NaN", "gone")
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", ["cut", "NaN", "gone"])
 def test_damaged_checkpoint_falls_back_to_the_best_and_says_so_but_not_where_it_is_named(tmp_path, damage):
     store.save(state(1), tmp_path, best=True)
     store.save(state(2), tmp_path, best=False)
@@ -124,29 +120,6 @@ def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
-def test_resumed_run_knows_the_best_loss_of_the_folder_on_the_same_data(tmp_path):
-    best = state(9)
-    best.best_val_loss = 1.0
-    store.save(best, tmp_path, best=True)
-    store.save(state(5), tmp_path, best=False)
-    assert store.resume(tmp_path).best_val_loss == 1.0
-    assert store.load(tmp_path).best_val_loss == 2.5
-    for other in ({"config": {"dataset": "other"}}, {"facts": {"val data": {"tokens": 7}}}):
-        store.save(replace(best, **other), tmp_path, best=True)
-        store.save(state(5), tmp_path, best=False)
-        assert store.resume(tmp_path).best_val_loss == 2.5
-
-
-def test_weights_that_are_not_finite_are_not_written(tmp_path):
-    store.save(state(1), tmp_path, best=True)
-    bad = state(2)
-    bad.model["lm_head.weight"][0, 0] = torch.inf
-    with pytest.raises(ValueError, match="NaN or infinity") as e:
-        store.save(bad, tmp_path, best=True)
-    assert_one_line(e.value, tmp_path / "ckpt.pt", "intact")
-    assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
-
-
 def test_what_could_not_be_read_back_is_not_written(tmp_path):
     store.save(state(1), tmp_path, best=False)
     before = (tmp_path / "ckpt.pt").read_bytes()
@@ -173,29 +146,23 @@ def assert_refuses(out_dir: Path, *named: str) -> None:
 
 
 def test_no_damage_to_a_checkpoint_is_silent(tmp_path):
-    store.save(state(), tmp_path, best=False)
     path = tmp_path / "ckpt.pt"
-    content = path.read_bytes()
     draw = random.Random(1)
+    store.save(state(), tmp_path, best=False)
+    content = path.read_bytes()
     damaged = [corrupted(content, draw) for _ in range(200)]
     for at in range(len(content) - ckpt_file.COMMENT_BYTES - 4, len(content)):  # each byte of the checksum counts
         damaged.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     for spoiled in damaged:
         path.write_bytes(spoiled)
         assert_refuses(tmp_path)
-
-
-def test_damage_to_a_file_without_a_checksum_gives_no_traceback_and_leaves_the_tensors_as_they_were(tmp_path):
-    path = tmp_path / "ckpt.pt"
-    torch.save(vars(state()), path)
+    torch.save(vars(state()), path)  # without a checksum
     content = path.read_bytes()
-    expected = store.load(tmp_path)
-    model = {k: w.clone() for k, w in expected.model.items()}
-    draw = random.Random(2)
+    expected = store.load(tmp_path).model
     for _ in range(100):
         path.write_bytes(corrupted(content, draw))
         with suppress(ValueError):
-            assert_equal(store.load(tmp_path).model, model)
+            assert_equal(store.load(tmp_path).model, expected)
 
 
 NO_CHECKPOINTS = {
@@ -258,7 +225,7 @@ def test_blocks_that_are_applied_twice_and_factored_embeddings_are_read_back(tmp
     assert_equal(store.load(tmp_path).model, dict(saved.model))
 
 
-WRONG: dict[str, tuple[Any, ...]] = {  # see test_bad_input.py for more
+WRONG: dict[str, tuple[Any, ...]] = {
     "iter_num": (-1, 2**62, 2**63, True, 1.0, None),
     "best_val_loss": (math.nan, "1", None, torch.ones(2)),
     "model": ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)}),
@@ -300,7 +267,12 @@ def test_incomplete_gpt2_folders_and_relatives_that_compute_otherwise_are_refuse
         assert_one_line(e.value, tmp_path, *named)
 
     assert_refuses_it("config.json", "model.safetensors")
-    for name, value in (("model_type", "llama"), ("layer_norm_epsilon", 1e-6), ("n_inner", 12)):
+    for name, value in (
+        ("model_type", "llama"),
+        ("layer_norm_epsilon", 1e-6),
+        ("n_inner", 12),
+        ("activation_function", "silu"),
+    ):
         gpt2_folder(tmp_path, **{name: value})
         assert_refuses_it(name)
     for content, reason in (("{", "damaged"), ("[3]", "damaged"), ("7", "damaged"), ('{"n_layer": 1}', "n_head")):

@@ -12,7 +12,7 @@ from conftest import ROOT, assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import configure, help_text, read_settings
+from configurator import configure, help_text
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.settings import FilePath, Range, check_fields, settings_of
 from sample import SampleConfig
@@ -71,31 +71,10 @@ def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, 
     assert {f.name: getattr(got, f.name) for f in fields(Settings)} == expected
 
 
-ODD_VALUES = ["1" + "0" * 400, "9" * 5000, "{[]: 1}", "-" * 5000 + "1", "(" * 5000, "1j", "\ud800", "a\nb", "\0"]
-
-
-@given(st.text() | st.sampled_from(ODD_VALUES))
-def test_any_text_is_a_value_or_an_error_of_a_few_words_in_one_line(text):
-    for key in ("count", "rate", "limit", "on", "kind"):
-        error = key
-        try:
-            configure(Settings, [f"--{key}={text}"])
-        except ConfigError as e:
-            error = str(e)
-        assert_one_line(error, key)
-        assert len(error) < 300
-
-
 def test_numbers_as_people_type_them():
     c = configure(Settings, ["--count=1e3", "--rate=2", "--on", "--limit=none"])
     assert (c.count, type(c.count), c.rate, type(c.rate), c.on, c.limit) == (1000, int, 2.0, float, True, None)
     assert configure(Settings, ["--on=true"]).on is True
-
-
-def test_base_replaces_only_the_defaults(tmp_path):
-    path = write(tmp_path, "count = 5\n")
-    values = read_settings(Settings, [path, "--name=z"], base={"count": 3, "rate": 2.0, "name": "y"})
-    assert (values["count"], values["rate"], values["name"]) == (5, 2.0, "z")
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
@@ -131,10 +110,7 @@ FAULTY_FILES: dict[str, list[str]] = {
     "qqq = 2\n": [":1:", "qqq", "--help"],
     "count = 1.5\n": [":1:", "count=1.5", "int"],
     "on = 1\n": [":1:", "on=1", "--on=False"],
-    "rate = 10**5000\n": [":1:", "rate="],
-    "class _C:\n def __repr__(self): 1/0\ncount = [_C()]\n": [":3:", "count=", "int"],
     "count = 1\nexit(3)\n": [":2:", "SystemExit: 3"],
-    "globals()[3] = 4\nrat = 2\n": [":2:", "rat ", "rate"],
     "\nkind = 'c'\n": [":2:", "kind='c'", "a, b"],
     "x = \n": [":1:", "SyntaxError"],
     "count = 1\nrate = 1 / 0\n": [":2:", "ZeroDivisionError"],
@@ -189,19 +165,6 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     assert (c.rate, type(c.rate), c.count, type(c.count)) == (2.0, float, 4, int)
 
 
-def test_instance_made_without_a_command_line_is_checked_too():
-    with pytest.raises(ConfigError, match="count=-1"):
-        Settings(count=-1)
-    with pytest.raises(ConfigError, match="on=3"):
-        Settings(on=3)  # type: ignore[arg-type]
-
-
-def test_values_of_a_resumed_run_are_checked_as_others_are():
-    assert read_settings(Settings, [], {"count": 2.0})["count"] == 2
-    with pytest.raises(ConfigError, match="resumed run's count='x'"):
-        read_settings(Settings, [], {"count": "x"})
-
-
 # ---- the scripts' own settings -------------------------------------------------------------------------------
 
 
@@ -244,10 +207,3 @@ def test_help_shows_every_setting_once_with_its_comment_in_the_width_of_the_term
         assert kind == setting.type_name
         assert text.startswith(repr(setting.default))
     assert shown.index("--n_layer") < shown.index("--batch_size") if cls is TrainConfig else True
-
-
-@pytest.mark.parametrize("path", ["train.py", "sample.py"])
-def test_help_is_what_a_script_prints_and_ends_with(script, path):
-    done = script(path, "--help")
-    assert done.code == 0
-    assert "--device str = 'auto'" in done.out

@@ -57,12 +57,6 @@ def test_defect_keeps_its_traceback(error):
         raise error
 
 
-def test_traceback_is_shown_on_request(monkeypatch):
-    monkeypatch.setenv("DESKGPT_TRACEBACK", "1")
-    with pytest.raises(ConfigError), one_line_errors():
-        raise ConfigError("x=1 must be 2")
-
-
 def test_command_line_that_lacks_something_is_one_line_with_an_example(script):
     done = script("data/text/prepare.py", "novel.txt")
     assert done.code == 2
@@ -100,14 +94,6 @@ def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the
     assert capsys.readouterr().err == expected
 
 
-def test_rank_that_hangs_is_the_one_that_prints_nothing(second_of_three, capsys):
-    of_gloo = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation"
-    for text in (of_gloo, "Application timeout caused pair closure"):  # which of them is chance
-        with pytest.raises(SystemExit), one_line_errors(is_stopped=lambda: True):
-            raise RuntimeError(text)
-        assert_one_line(capsys.readouterr().err, "rank 1 on", "lost the other ranks", "hangs", "--init_from=auto")
-
-
 # ---- output --------------------------------------------------------------------------------------------------
 
 
@@ -143,20 +129,6 @@ def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
-
-
-def test_of_two_writers_at_once_the_last_one_to_end_wins_with_its_whole_content(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
-    with replacing(path) as last:
-        last.write(b"la")
-        with replacing(path) as first:
-            first.write(b"first")
-            assert path.read_bytes() == b"old"
-        assert path.read_bytes() == b"first"
-        last.write(b"st")
-    assert path.read_bytes() == b"last"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_block_or_disk_that_fails_leaves_the_old_content_and_nothing_else(tmp_path):

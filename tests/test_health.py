@@ -101,21 +101,6 @@ def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_pa
 
 
 @pytest.mark.slow
-def test_numbers_that_wait_on_the_device_until_a_log_line_say_the_same(chars, tmp_path, plant, monkeypatch):
-    """As on CUDA, where asking at each step would wait for it."""
-    plant.bad_gradients = (3, 23)  # of each run the third
-    settings = {"max_iters": 20, "log_interval": 7, "eval_interval": 10, "grad_clip": 0.7}
-    main(tiny(chars, tmp_path / "at-once", **settings))
-    monkeypatch.setattr("deskgpt.run.health.WAITS_FOR_NOTHING", ())
-    main(tiny(chars, tmp_path / "later", **settings))
-    for kind in ("bad_step", "iter", "eval"):
-        at_once, later = (events(tmp_path / run, kind) for run in ("at-once", "later"))
-        for name in ("iter", "loss", "grad_norm", "clip_rate", "rows", "windows", "val_loss"):
-            assert [e.get(name) for e in at_once] == [e.get(name) for e in later], (kind, name)
-    assert_equal(weights(tmp_path / "at-once"), weights(tmp_path / "later"))
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs fork")
 def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, monkeypatch, capfd):
     forward = Runner.forward

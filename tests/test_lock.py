@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import subprocess
@@ -30,21 +29,6 @@ def test_second_run_is_told_whose_the_folder_is_and_leaves_no_trace(tmp_path):
     with only_run_in(out_dir):
         pass
     assert contents(out_dir) == {"ckpt.pt": b"1"}
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_dead_runs_lock_does_not_hold(tmp_path):
-    child = os.fork()
-    if child == 0:
-        held = only_run_in(tmp_path)
-        try:
-            held.__enter__()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert (tmp_path / files.LOCK).exists()
-    with only_run_in(tmp_path):
-        assert json.loads((tmp_path / files.HOLDER).read_bytes())["pid"] == os.getpid()
 
 
 def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,6 @@ import pytest
 import torch
 from conftest import ROOT, TINY, assert_equal, assert_one_line, contents, events, flags, tiny, trajectory, weights
 from tiny_models import MODERN_SETTINGS
-from torch.optim.swa_utils import AveragedModel
 
 from data.prepared import write_dataset
 from data.splits import FINGERPRINTED
@@ -26,7 +25,6 @@ from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.run.log import git_commit
 from deskgpt.run.settings import resumed_settings
-from deskgpt.run.train_state import TrainState
 from export import training_facts
 from train import TrainConfig, main
 
@@ -78,47 +76,11 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
     assert_equal(weights(tmp_path / "whole"), weights(out_dir))
 
 
-@pytest.mark.slow
-def test_kept_state_that_does_not_fit_is_refused_and_one_that_is_missing_begins_anew(
-    chars, tmp_path, monkeypatch, capsys
-):
-    """As the average of docs/hacks/weight_averaging.patch is kept; test_hacks.py resumes it bit for bit."""
-    set_metadata = TrainState.set_metadata
-
-    def keep_average(state: TrainState, *args: Any) -> None:
-        set_metadata(state, *args)
-        state.register_state("average", AveragedModel(state.runner.model))
-
-    monkeypatch.setattr(TrainState, "set_metadata", keep_average)
-    main(tiny(chars, tmp_path, max_iters=3))
-    saved = store.load(tmp_path)
-    for entry in (3, {"module.lm_head.weight": torch.zeros(2)}):
-        store.save(replace(saved, parts={"average": entry}), tmp_path, best=False)
-        with pytest.raises(ValueError, match="its average does not fit this run") as e:
-            main(tiny(chars, tmp_path, init_from="resume"))
-        assert_one_line(e.value, tmp_path)
-    store.save(replace(saved, parts=None), tmp_path, best=False)
-    capsys.readouterr()
-    main(tiny(chars, tmp_path, init_from="resume"))
-    [line] = re.findall("^average: .*", capsys.readouterr().out, re.M)
-    assert_one_line(line, "step 3", "anew")
-
-
 def test_run_that_is_over_only_evaluates_when_resumed(half, out):
     before = (out / "ckpt.pt").read_bytes()
     main(second_half(half, out, max_iters=4))
     assert (out / "ckpt.pt").read_bytes() == before
     assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]
-
-
-@pytest.mark.slow
-def test_run_goes_on_from_its_best_checkpoint_by_that_files_name(out, script):
-    (out / "ckpt.pt").unlink()
-    best = store.load(out / "ckpt_best.pt").iter_num
-    done = script("train.py", "--init_from=resume", f"--out_dir={out / 'ckpt_best.pt'}", "--max_iters=6")
-    assert done.code == 0, done.err
-    assert store.load(out).iter_num == 6
-    assert [e["iter"] for e in events(out, "eval")][-2:] == [best, 6]
 
 
 @pytest.mark.slow
@@ -223,15 +185,6 @@ def test_change_of_what_is_learned_or_compared_is_refused_and_changes_no_file(ha
             main(second_half(half, out, **{name: new}))
         assert_one_line(e.value, out, *named, "--resume_changed=True", f"--init_from={out}")
     assert contents(out) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "same", [{"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}, {"momentum": 0.5}]
-)
-def test_same_experiment_is_resumed_without_a_word(half, out, same, capsys):
-    main(second_half(half, out, **same, max_iters=4))
-    assert "changed" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from deskgpt.checkpoint import store
 from deskgpt.compute.generation import GenerationConfig, Sample, write
 from deskgpt.sampling.trained import encode_prompt, load
 from model import GPT, GPTConfig
-from sample import SampleConfig, generation_config, main
+from sample import SampleConfig, main
 from train import main as train
 
 
@@ -55,21 +55,6 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
     assert samples(run, num_samples=2) == five[:2]
     assert samples(run, num_samples=1, seed=1337 + 3) == five[3:4]
     assert samples(run, num_samples=5, seed=99) != five
-
-
-def test_temperature_0_and_top_k_1_are_greedy(run):
-    greedy = samples(run, temperature=0.0)
-    assert greedy[0] == greedy[1]
-    assert samples(run, top_k=1) == greedy
-    assert samples(run, top_p=1e-6, top_k=0) == greedy
-    assert samples(run, temperature=1e-320) == greedy
-
-
-def test_stop_text_ends_a_sample_before_it(run):
-    (whole,) = samples(run, num_samples=1, max_new_tokens=100)
-    stop = whole[30:33]
-    at = whole.find(stop, 4)
-    assert samples(run, num_samples=1, max_new_tokens=100, stop=stop) == [whole[:at]]
 
 
 def test_checkpoint_of_weights_alone_is_sampled_from_with_the_tokenizer_of_its_data(run, chars, tmp_path):
@@ -127,10 +112,6 @@ def test_faults_are_one_line(run, script, setting, named):
     assert done.out == ""
 
 
-def test_defaults_of_generation_are_those_of_the_script():
-    assert generation_config(SampleConfig()) == GenerationConfig()
-
-
 # ---- tokens that are parts of characters ---------------------------------------------------------------------
 
 
@@ -156,23 +137,10 @@ def test_no_token_is_drawn_after_the_end_of_a_text(run):
     assert len(drawn) == len(sample.text) - len("the ") + 1  # the last one completed the stop text
 
 
-def test_nothing_is_shown_that_would_have_to_be_taken_back():
-    sample = Sample(BytesTokenizer(), "", "END")
-    assert [sample.add(b) for b in b"aEENxEND"] == ["a", "", "E", "", "ENx", "", "", ""]
-    assert sample.done
-    assert sample.finish() == ""
-
-
 def test_text_ends_at_the_first_of_several_stop_texts():
     sample = Sample(BytesTokenizer(), "b", "abcd", "", "bc", "x")
     assert [sample.add(b) for b in b"bab.abcd"] == ["", "b", "", "ab.", "", "", "a", ""]
     assert (sample.text, sample.done) == ("bbab.a", True)
-
-    class OneToken(BytesTokenizer):
-        def decode_bytes(self, ids: list[int]) -> bytes:
-            return b"a one two"
-
-    assert Sample(OneToken(), "", "two", "one").add(0) == "a "
 
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------------------
@@ -209,10 +177,6 @@ def test_weights_in_hugging_faces_format_are_sampled_from_and_trained_on(tmp_pat
     assert "step 0: train loss 10." in done.out  # ln 50257 = 10.82
     done = script("sample.py", f"--out_dir={tmp_path / 'run'}", *options)
     assert done.code == 0, done.err
-    for name, value, remedy in (("block_size", 33, "--block_size=32"), ("position", "rope", "--position=learned")):
-        done = script("train.py", *flags(**(settings | {name: value})))
-        assert done.code == 1
-        assert_one_line(done.err, f"{name}={value}", remedy)
     weights["transformer.ln_f.bias"].fill_(torch.nan)
     write_weights()
     done = script("sample.py", f"--init_from={folder}", *options)

@@ -13,7 +13,6 @@ from kill_points import kill_at_each_call, silent, state_of
 
 from deskgpt.checkpoint import store
 from deskgpt.run.saver import Kept, Saver
-from deskgpt.system import hardware
 
 
 def saver_of(folder: Path, said: list[str] | None = None) -> Saver:
@@ -68,25 +67,6 @@ def test_save_that_fails_is_printed_and_the_run_names_the_checkpoint_before_it(t
     saver.raise_if_last_failed()
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 3
     assert not store.leftovers(tmp_path)
-
-
-def test_defect_in_the_thread_is_raised_in_the_loop(tmp_path):
-    saver = saver_of(tmp_path)
-    saver.out_dir = None  # type: ignore[assignment]
-    saver.save(state_of(1, 3.0), best=True)
-    saver.wait()
-    with pytest.raises(AttributeError):
-        list(saver.finished())
-
-
-def test_without_free_memory_the_loop_waits_and_says_so_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "free_memory_bytes", lambda: 1000)
-    said: list[str] = []
-    saver = saver_of(tmp_path, said)
-    for step in (1, 2):
-        saver.save(state_of(step, 3.0), best=False)
-        assert store.load(tmp_path).iter_num == step
-    assert said == ["little memory is free: training waits while a checkpoint is written"]
 
 
 def test_broken_weights_do_not_replace_a_checkpoint(tmp_path):

@@ -25,14 +25,13 @@ import openai
 import pytest
 import torch
 from conftest import ROOT, assert_one_line
-from tiny_models import MODERN, SMALL, make
+from tiny_models import SMALL, make
 
 import sample
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.generation import Sample
 from deskgpt.sampling.trained import Trained, encode_prompt, load
 from deskgpt.serve import openai_api, playground, server
 from deskgpt.serve.writer import Writer
@@ -174,46 +173,12 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-def test_tokens_that_are_parts_of_characters_keep_their_bytes():
-    model = make(replace(MODERN, vocab_size=256)).eval()
-    with serving(writer_of(Trained(model, BytesTokenizer(), "bytes"))) as served:
-        events = served.write(prompt="é", max_new_tokens=60, temperature=1.0)
-    expected = Sample(BytesTokenizer(), "é", "")
-    for e in events[1:-1]:
-        assert e["text"] == expected.add(e["id"])
-        assert e["name"] == (repr(chr(e["id"])) if e["id"] < 128 else f"bytes {e['id']:02X}")
-    assert events[-1]["text"] == expected.finish()
-    assert any(e["text"] == "" for e in events[1:-1])
-
-
-def test_stop_text_of_several_tokens_ends_the_text_and_is_never_sent(plain):
-    whole = text_of(plain.write(max_new_tokens=100))
-    stop = whole[30:35]
-    events = plain.write(max_new_tokens=100, stop=stop)
-    assert text_of(events) == whole[: whole.find(stop)]
-    assert events[-1]["end"] == "stop"
-    # What only begins like the stop text is sent, and each token still has its own text.
-    events = plain.write(max_new_tokens=36, stop=whole[30:36] + "\x00")
-    assert [e["text"] for e in events[1:-1]] == list(whole[:36])
-    assert events[-1]["end"] == "length"
-
-
 def test_texts_that_are_asked_for_at_once_do_not_disturb_each_other(plain):
     def text(seed: int) -> str:
         return text_of(plain.write(seed=seed))
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(text, range(3))) == list(map(text, range(3)))
-
-
-def test_weights_whose_logits_are_not_numbers_end_in_one_line(plain):
-    weight = plain.writer.trained.model.lm_head.weight
-    kept = weight.detach().clone()
-    try:
-        weight.data.fill_(float("nan"))
-        assert_one_line(plain.write()[-1]["error"]["message"], "NaN", "--dtype=float32")
-    finally:
-        weight.data.copy_(kept)
 
 
 # ---- OpenAI's API: what it writes ----------------------------------------------------------------------------
@@ -337,18 +302,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": "the \u2603"}, "\u2603"),
         ({"temperature": 10**400}, "temperature="),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": True}, "temperature=True"),
-        ({"top_p": "1"}, "top_p='1'"),
         ({"seed": -1}, "seed=-1"),
     ],
-    "page": [
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": 1.5}, "1.5"),
-        ({"x": 1}, "settings"),
-    ],
+    "page": [({"max_new_tokens": 1.5}, "1.5"), ({"x": 1}, "settings")],
     "api": [
         ({"prompt": ["a", "b"]}, "prompt="),
-        ({"max_tokens": 0}, "max_new_tokens=0"),
         ({"n": "x" * 9999}, "n="),
         ({"stop": ["a", 5]}, "stop=5"),
         ({"stream": "yes"}, "stream='yes'"),

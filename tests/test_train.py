@@ -19,7 +19,6 @@ from conftest import (
     assert_one_line,
     contents,
     events,
-    shell,
     tiny,
     trajectory,
     vector,
@@ -37,10 +36,8 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Runner, Variant
 from deskgpt.run.init_state import InitState
-from deskgpt.run.saver import Saver
 from deskgpt.run.settings import resumed_settings
 from deskgpt.run.timer import StepTimer
-from deskgpt.system import peaks
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -124,32 +121,6 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
 
 
 @pytest.mark.slow
-def test_time_of_steps_is_all_of_theirs_and_nothing_of_evaluation_and_saving(chars, tmp_path, monkeypatch):
-    now = 0.0  # on a clock that only these move
-
-    def takes(seconds, original):
-        def call(*args, **kwargs):
-            nonlocal now
-            now += seconds
-            return original(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(Runner, "evaluate", takes(100, Runner.evaluate))
-    monkeypatch.setattr(Saver, "save", takes(1000, Saver.save))
-    monkeypatch.setattr(train, "learning_rate", takes(0.25, train.learning_rate))  # once per step
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda *_: 1e12)
-    main(tiny(chars, tmp_path, max_iters=10, log_interval=4))  # evaluates at 0, 3, 6, 9, 10; logs at 0, 4, 8, 9
-    assert [e["time_ms"] for e in events(tmp_path, "iter")] == [250.0] * 4
-    assert [e["train_s"] for e in events(tmp_path, "iter")] == [0.25, 1.25, 2.25, 2.5]
-    assert {e["eval_s"] for e in events(tmp_path, "eval")} == {200.0}  # two splits
-    assert {e["save_s"] for e in events(tmp_path, "save")} == {1000.0}
-    end = events(tmp_path, "end")[0]
-    assert (end["train_s"], end["eval_s"], end["save_s"]) == (2.75, 5 * 200.0, 4 * 1000.0)
-
-
-@pytest.mark.slow
 def test_start_says_what_is_known_about_the_data(tmp_path, capsys):
     ids = np.zeros(1000, np.uint16)
     write_dataset(tmp_path / "data", {"train": ids, "val": np.resize([3, 5, 7], 1000)}, BytesTokenizer(), "test")
@@ -206,14 +177,8 @@ def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
     # and where only improvements are saved, ckpt.pt itself stays
     out = tmp_path / "only-better"
     main(tiny(chars, out, max_iters=30, eval_interval=10, always_save_checkpoint=False))
-    c = tiny(chars, out, init_from="resume", **worse)
-    main(replace(c, always_save_checkpoint=False))
+    main(replace(tiny(chars, out, init_from="resume", **worse), always_save_checkpoint=False))
     assert store.load(out).iter_num == 30
-    # nor does it help to change one's mind, or to come from nanoGPT, which has no other file
-    (out / "ckpt_best.pt").unlink()
-    main(c)
-    assert store.load(out).iter_num == 36
-    assert store.load(out / "ckpt_best.pt").iter_num == 30
 
 
 @pytest.mark.slow
@@ -258,19 +223,6 @@ def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_
 
 
 @pytest.mark.slow
-def test_run_of_some_minutes_ends_near_its_time_with_its_schedule(chars, tmp_path):
-    t0 = time.perf_counter()
-    long = {"max_iters": 10**7, "eval_interval": 10**6, "lr_decay_iters": 10**7, "log_interval": 50}
-    main(tiny(chars, tmp_path, max_minutes=0.15, **long))
-    took_s = time.perf_counter() - t0
-    saved = store.load(tmp_path)
-    assert 10 < saved.iter_num < 10**5
-    assert saved.config["max_iters"] == saved.config["lr_decay_iters"] == saved.iter_num
-    assert events(tmp_path, "end")[0]["iter"] == saved.iter_num
-    assert took_s < 40  # of 9: other work may take the machine meanwhile
-
-
-@pytest.mark.slow
 def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new_ones(chars, tmp_path):
     def resumed(*argv: str) -> TrainConfig:
         return TrainConfig(**resumed_settings(TrainConfig, [f"--out_dir={tmp_path}", *argv], str(tmp_path)))
@@ -288,7 +240,8 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new
     main(resumed("--init_from=resume", "--max_minutes=1e-4", "--lr_decay_iters=4"))  # the minutes do not shorten it
     assert [e["lr"] for e in events(tmp_path, "iter")][-1] == 1e-3
     main(replace(c, resume_changed=True))
-    assert 4 < events(tmp_path, "end")[-1]["iter"] < 10**5
+    saved = store.load(tmp_path)
+    assert 4 < events(tmp_path, "end")[-1]["iter"] == saved.iter_num == saved.config["max_iters"] < 10**5
 
 
 @pytest.mark.parametrize(
@@ -306,33 +259,6 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
     usual = {"learning_rate": 1.0, "min_lr": 0.1, "warmup_iters": 9, "lr_decay_iters": 109, "max_iters": 200}
     c = TrainConfig(**usual | settings)
     assert [train.learning_rate(c, step) for step in rates] == pytest.approx([*rates.values()], abs=0.003)
-
-
-@pytest.mark.slow
-def test_importing_the_scripts_does_nothing():
-    code = "import os, torch; before = dict(os.environ);"
-    code += "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
-    code += "import export, data.chat.prepare, data.text.prepare, bench.report, bench.evaluate;"
-    code += "import data.loader, data.documents, data.shards, data.fineweb_edu.prepare;"
-    code += "names = {m.name for m in pkgutil.walk_packages(deskgpt.__path__, 'deskgpt.')};"
-    code += "[__import__(name) for name in names - {'deskgpt.export.modeling_deskgpt'}];"  # transformers'
-    slow = ["wandb", "datasets", "tiktoken", "transformers", "safetensors", "torch._dynamo"]
-    slow += ["tokenizers", "lm_eval"]
-    code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"
-    code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
-    done = shell("python", "-c", code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# ---- data ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_evaluation_by_tokens_does_not_depend_on_the_micro_batch(chars, tmp_path):
-    for size in (2, 3, 8):
-        main(tiny(chars, tmp_path / str(size), batch_size=size, eval_tokens=300, max_iters=0))
-    losses = [events(tmp_path / str(size), "eval")[0]["val_loss"] for size in (2, 3, 8)]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 # ---- what the end of a run says is true ------------------------------------------------------------------------
@@ -365,16 +291,6 @@ def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_
     assert_equal(dict(best.model), weights(tmp_path / "base"))
     assert store.load(tmp_path / "out" / "ckpt.pt").iter_num == 6
     assert f"best model of step 0: {tmp_path / 'out' / 'ckpt_best.pt'}" in out
-
-
-@pytest.mark.slow
-def test_steps_that_are_all_skipped_replace_no_good_checkpoint(chars, tmp_path):
-    main(tiny(chars, tmp_path, dtype="bfloat16"))
-    before = (tmp_path / "ckpt.pt").read_bytes()
-    broken = {"learning_rate": 1e30, "dtype": "bfloat16", "max_iters": 60, "eval_interval": 1, "max_bad_steps": 0}
-    with pytest.raises(ValueError, match="is not written"):
-        main(tiny(chars, tmp_path, init_from="resume", resume_changed=True, **broken))
-    assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
 def test_run_whose_checkpoints_could_not_be_read_back_ends_before_it_begins(chars, tmp_path, monkeypatch):
