@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -85,13 +84,6 @@ def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
     b = write(tmp_path, "count = count * 10\n", "b.py")
     c = configure(Settings, [a, b])
     assert (c.count, c.rate) == (20, 0.25)
-
-
-def test_modules_functions_classes_and_private_names_are_the_files_own_business(tmp_path):
-    content = "import time\n_of_a_file = 4\ndef f(x): return x + _of_a_file\nname = f'run-{f(1)}'\n"
-    assert configure(Settings, [write(tmp_path, content)]).name == "run-5"
-    assert configure(Settings, []).name == "x"
-    assert not any("_of_a_file" in vars(module) for module in list(sys.modules.values()))
 
 
 def assert_error(named: list[str], *arguments: str) -> None:
@@ -181,7 +173,9 @@ import time
 
 out_dir = 'out-mine'
 wandb_log = False # feel free to turn on
-wandb_run_name = 'ft-' + str(time.time())
+_prefix = 'ft-'
+def named(what): return _prefix + str(what)
+wandb_run_name = named(time.time())
 init_from = 'gpt2-xl'
 gradient_accumulation_steps = 4 * 8
 device = 'cuda'
