@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -188,6 +189,13 @@ min_lr = 6e-5
     assert c.wandb_run_name.startswith("ft-")
 
 
+def test_imports_functions_and_private_names_are_the_files_own_business(tmp_path):
+    content = "import time\n_of_a_file = 4\ndef f(x): return x + _of_a_file\nname = f'run-{f(1)}'\n"
+    assert configure(Settings, [write(tmp_path, content)]).name == "run-5"
+    assert configure(Settings, []).name == "x"
+    assert not any("_of_a_file" in vars(module) for module in list(sys.modules.values()))
+
+
 @pytest.mark.parametrize("cls", [TrainConfig, SampleConfig])
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_shows_every_setting_once_with_its_comment_in_the_width_of_the_terminal(cls, columns, monkeypatch):
@@ -200,4 +208,5 @@ def test_help_shows_every_setting_once_with_its_comment_in_the_width_of_the_term
         setting = settings_of(cls)[name]
         assert kind == setting.type_name
         assert text.startswith(repr(setting.default))
+        assert text.removeprefix(repr(setting.default)).strip(), f"{name} has no comment"
     assert shown.index("--n_layer") < shown.index("--batch_size") if cls is TrainConfig else True

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 
+import filelock
 import pytest
 from conftest import ROOT, TINY, assert_one_line, contents, flags
 
-from deskgpt.system import files
 from deskgpt.system.files import only_run_in
 
 
@@ -35,7 +35,7 @@ def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(files.FileLock, "_acquire", refuse)
+    monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
     with only_run_in(tmp_path):
         pass
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")

@@ -19,6 +19,7 @@ from conftest import (
     assert_one_line,
     contents,
     events,
+    shell,
     tiny,
     trajectory,
     vector,
@@ -306,6 +307,22 @@ def test_run_whose_checkpoints_could_not_be_read_back_ends_before_it_begins(char
         main(tiny(chars, tmp_path / "out"))
     assert_one_line(e.value, "adapter.weight")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_importing_the_scripts_does_nothing():
+    code = "import os, torch; before = dict(os.environ);"
+    code += "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
+    code += "import export, data.chat.prepare, data.text.prepare, bench.report, bench.evaluate;"
+    code += "import data.loader, data.documents, data.shards, data.fineweb_edu.prepare;"
+    code += "names = {m.name for m in pkgutil.walk_packages(deskgpt.__path__, 'deskgpt.')};"
+    code += "[__import__(name) for name in names - {'deskgpt.export.modeling_deskgpt'}];"  # transformers'
+    slow = ["wandb", "datasets", "tiktoken", "transformers", "safetensors", "torch._dynamo"]
+    slow += ["tokenizers", "lm_eval"]
+    code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"
+    code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
+    done = shell("python", "-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_ranks_random_streams_differ_between_steps_and_micro_batches():
