@@ -17,7 +17,7 @@ import numpy.typing as npt
 from data.meta_files import CHECKSUM, read_record
 from data.splits import SCANNED, Split
 from data.token_files import (
-    MappedFile,
+    NumberFile,
     assumptions,
     check_vocabulary,
     listed_sha256,
@@ -186,7 +186,7 @@ class Verification:
         if self._thread.is_alive():
             print0("note: the run ended before the checksums of all its data were verified")
 
-    def _verify(self, files: list[MappedFile]) -> None:
+    def _verify(self, files: list[NumberFile]) -> None:
         try:
             for file in files:
                 checksum = file_sha256(file.path)

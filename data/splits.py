@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.meta_files import read_record
-from data.token_files import CHUNK, MappedFile, Shard, open_masks, open_shards
+from data.token_files import CHUNK, NumberFile, Shard, open_masks, open_shards
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
@@ -199,7 +199,7 @@ class Split:
             if file.was_written()
         ]
 
-    def files(self) -> list[MappedFile]:
+    def files(self) -> list[NumberFile]:
         """All files that it reads."""
         return [*self.shards, *self.masks]
 
@@ -234,7 +234,7 @@ class Split:
             return np.ones((len(shard), self.block_size), bool)
         return self._rows(self.masks, shard, start + 1, self.block_size) != 0
 
-    def _rows(self, files: Sequence[MappedFile], shard: I64, start: I64, n: int) -> npt.NDArray[Any]:
+    def _rows(self, files: Sequence[NumberFile], shard: I64, start: I64, n: int) -> npt.NDArray[Any]:
         """n numbers from `start` on of each of these shards' files, one row for each."""
         return np.stack([files[s].read(first, n) for s, first in zip(shard.tolist(), start.tolist(), strict=True)])
 

@@ -15,8 +15,10 @@ import codecs
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ CHUNK = 1 << 20  # tokens that are read at once from a file that is read whole
 MANY_FILES = 100  # a process may open 1,024 on most Linux systems, 256 on macOS, unless it asks for more
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 
+WINDOWS_LOCK = threading.Lock()  # Windows has no pread: seeking and reading are two calls
 LEAST_OF_GPT2 = 1 << 15  # the largest id of a thousand tokens of text; vocabularies of characters or 32,000 stay below
 
 # What other files begin with that people have beside token files.
@@ -141,32 +144,38 @@ def looks_like_32_bits(ids: Ids) -> bool:
     return bool(ids[1::2].max() <= LARGEST_HIGH_HALF and len(np.unique(ids[::2])) > LEAST_SAMPLED // 4)
 
 
-class MappedFile:
-    """A memory-mapped file of numbers: `len(file)` of them. If a new file replaces it, the old content is still read.
+class NumberFile:
+    """An open file of numbers: `len(file)` of them. If a new file replaces it, the old content is still read.
 
     Several threads may read at once. Raises OSError.
     """
 
     def __init__(self, path: Path, dtype: str, begin: int, n: int) -> None:
         self.path = path
-        self._values = np.memmap(path, dtype, "r", begin, (n,))
-        self._bytes = begin + self._values.nbytes  # that the file must have
-        self.opened = path.stat()
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (it stays open as long as this object)
+        self._dtype = np.dtype(dtype)
+        self._begin = begin
+        self._n = n
+        self.opened = os.fstat(self._file.fileno())
         self._written = (self.opened.st_size, self.opened.st_mtime_ns)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return self._n
 
     def read(self, first: int, n: int) -> npt.NDArray[Any]:
         """A copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
-        # Reading past the end of a mapped file would end the process with SIGBUS.
-        size = self._values._mmap.size()  # type: ignore[attr-defined]
-        if size < self._bytes:
+        n = max(0, min(n, self._n - first))
+        size = n * self._dtype.itemsize
+        # Not memory-mapped: if somebody cuts the file, reading past its new end would end the process with SIGBUS.
+        content = read_at(self._file, size, self._begin + first * self._dtype.itemsize)
+        had = self._begin + self._n * self._dtype.itemsize
+        now = os.fstat(self._file.fileno()).st_size
+        if now < had or len(content) < size:
             raise ValueError(
-                f"{self.path} became shorter while it was in use: it had {self._bytes:,} bytes, now it has {size:,}; "
+                f"{self.path} became shorter while it was in use: it had {had:,} bytes, now it has {now:,}; "
                 "prepare the data again, then resume"
             )
-        return np.array(self._values[first : first + n])
+        return np.frombuffer(content, self._dtype).copy()
 
     def chunks(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """All numbers, CHUNK at a time, each time with the place of the first one. Raises ValueError as read."""
@@ -189,14 +198,23 @@ class MappedFile:
         return self._written != before
 
 
-class Shard(MappedFile):
+def read_at(file: FileIO, size: int, begin: int) -> bytes:
+    """The bytes of an open file from `begin` on, fewer at its end. Several threads may read at once."""
+    if hasattr(os, "pread"):
+        return os.pread(file.fileno(), size, begin)
+    with WINDOWS_LOCK:
+        file.seek(begin)
+        return file.read(size)
+
+
+class Shard(NumberFile):
     """A token file that is open for reading. Raises ValueError if the file is not a token file, OSError."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "<u2", *find_tokens(path))
 
 
-class Mask(MappedFile):
+class Mask(NumberFile):
     """The loss mask of a shard: 0 where a token is not learned. Raises ValueError if it is missing or too short."""
 
     def __init__(self, shard: Shard) -> None:
