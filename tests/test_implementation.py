@@ -348,6 +348,21 @@ def test_low_precision_that_goes_wrong_later_falls_back_to_float32():
     assert runner.forward_backward(x, y).dtype == torch.float32
 
 
+def test_a_run_whose_memory_is_too_short_to_compare_again_goes_on(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = chosen([], {"attention": "flash"}, dtype="bfloat16", compile=False)
+    ranks = Listening(CPU)
+    runner.forward_backward(*batch_of(4))
+    monkeypatch.setattr(runner.model, "forward", fail)
+    assert runner.verify_again(10, ranks) == []
+    assert_one_line(ranks.printed[0], "memory is too short to check bfloat16")
+    assert runner.verify_again(20, ranks) == []
+    assert len(ranks.printed) == 1
+    assert runner.variant.dtype == "bfloat16"
+
+
 def test_comparisons_leave_weights_buffers_modes_and_random_numbers_as_they_are():
     model = a_model(dropout=0.1)
     block: Any = model.transformer.h[0]

@@ -377,8 +377,11 @@ class Runner:
                 total, parts = self.forward(*batch, micro_steps)
                 is_random = verify.random_state(self.device) != before
                 (total * scale).backward()
-            factor = micro_steps / scale
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.float() * factor for p in self.parameters]
+            gradients = []
+            for p in self.parameters:
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = None
+                gradients.append(gradient.mul_(micro_steps / scale))  # in place: a copy of all would not fit everywhere
             return parts["loss"].item() * micro_steps, gradients, is_random
         finally:
             self.replacements = in_use
@@ -393,12 +396,36 @@ class Runner:
         """
         if self.last is None:  # it was compared just now
             return []
-        x, y = (ids.roll(step % len(ids), 0) for ids in self.last)  # so that other sequences come first than before
+        x, y = self.last
+        n = step % len(x)  # other sequences come first than before
         t0 = time.perf_counter()
         is_first = self.compared_s is None
         is_due = must or self.compared_s is None or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
         if not ranks.all(is_due and verify.weights_are_finite(self.model)):
             return []
+        try:
+            lines = self._compare_again(x.roll(n, 0), y.roll(n, 0), ranks)
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e) or ranks.world > 1:
+                raise
+            ranks.print0(f"memory is too short to check {self.variant} against model.py again: not done from here on")
+            self.compared_s = math.inf
+            return []
+        self.compared_at = time.perf_counter()
+        self.compared_s = self.compared_at - t0
+        if is_first:
+            price = f"took {self.compared_s:.1f}s: done at evaluations, in at most {SHARE_OF_TIME:.0%} of the time"
+            ranks.print0(f"checking {self.variant} against model.py again {price}")
+        if not lines:
+            self.right_until = step
+            return []
+        line = f"{'; '.join(lines)}: going on in {self.variant}. Steps after {self.right_until} may be wrong"
+        self.doubts.append(line)
+        return [line]
+
+    def _compare_again(self, x: Tensor, y: Tensor, ranks: DistContext) -> list[str]:
+        """Compares on this micro-batch; returns what differs, which model.py computes from here on."""
+        hardware.free_unused(self.device)  # the reference takes other sizes than training
         lines: list[str] = []
         exact = Runner(self.model, replace(self.variant, dtype="float32", compiled=False))
         in_use = {name: [r] for name, r in self.variant.replacements(self.device.type).items()}
@@ -421,17 +448,7 @@ class Runner:
                 raise ValueError(f"{lines[-1]}; resume from the last checkpoint with --dtype=float32 --compile=False")
             is_compiled = self.variant.compiled
             self.use(replace(self.variant, compiled=False, dtype=self.variant.dtype if is_compiled else "float32"))
-        self.compared_at = time.perf_counter()
-        self.compared_s = self.compared_at - t0
-        if is_first:
-            price = f"took {self.compared_s:.1f}s: done at evaluations, in at most {SHARE_OF_TIME:.0%} of the time"
-            ranks.print0(f"checking {self.variant} against model.py again {price}")
-        if not lines:
-            self.right_until = step
-            return []
-        line = f"{'; '.join(lines)}: going on in {self.variant}. Steps after {self.right_until} may be wrong"
-        self.doubts.append(line)
-        return [line]
+        return lines
 
 
 @contextmanager

@@ -259,10 +259,20 @@ def release_memory(device: torch.device) -> None:
 
 
 def forget_peak(device: torch.device) -> None:
-    """On CUDA, frees what torch's allocator holds but does not use, and measures the peak from here on."""
+    """Frees what is held but not used; on CUDA, measures the peak from here on."""
+    free_unused(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_unused(device: torch.device) -> None:
+    """Gives memory of freed tensors back, which torch's allocator, or glibc (keep_freed_memory), holds for new ones."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    elif platform.libc_ver()[0] == "glibc":
+        import ctypes
+
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # mallopt's parameters, from glibc's malloc.h.
