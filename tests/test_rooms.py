@@ -9,9 +9,10 @@ from pathlib import Path
 
 from conftest import ROOT
 
-# From the ground up. model.py stands between what is below the definition and what runs it.
-ORDER = ["system", "configurator", "kernels", "model", "compute", "checkpoint", "estimate", "export", "run"]
-ORDER += ["data", "sampling", "serve"]
+# From the ground up. model.py stands between what is below the definition and what runs it. The choice of a variant
+# asks estimate/ what fits, which knows the variants.
+ORDER = ["system", "configurator", "kernels", "model", "compute", "estimate", "compute.implementation"]
+ORDER += ["checkpoint", "export", "run", "data", "sampling", "serve"]
 ABOVE = {"bench", "config", "export", "sample", "tasks", "tests", "train"}
 
 
@@ -31,7 +32,8 @@ def room_of(module: str) -> str | None:
     """The room of one of our modules; None of others."""
     first, *rest = module.split(".")
     if first == "deskgpt":
-        return rest[0] if rest else None
+        file = ".".join(rest[:2])
+        return file if file in ORDER else (rest or [None])[0]
     return first if first in ("model", "configurator", "data") or first in ABOVE else None
 
 

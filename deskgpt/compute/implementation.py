@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, is_reference
+from deskgpt.estimate.fit import VariantSettings
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.verify import Mismatch
 from deskgpt.system import cache, hardware, peaks
@@ -79,18 +80,6 @@ def saved_variant(runner: Runner) -> dict[str, Any]:
     """A variant for a checkpoint: what was chosen, so that a resumed run chooses the same."""
     v = runner.variant
     return {"dtype": v.dtype, "compiled": v.compiled, "attention": v.attention, "device": runner.device.type}
-
-
-class VariantSettings(Protocol):
-    """The settings that this file reads, by train.py's names."""
-
-    dtype: Any
-    attention: Any
-    compile: Any
-    auto_batch: Any
-    activation_checkpoint: Any
-    sync_each_batch: bool
-    eval_only: bool
 
 
 def may_split_anew(config: VariantSettings, device: torch.device) -> bool:

@@ -19,10 +19,9 @@ import torch
 
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.implementation import VariantSettings
 from deskgpt.compute.runner import Variant
 from deskgpt.compute.sharding import describe_shards, shards_of
-from deskgpt.estimate.fit import USABLE, largest_batch
+from deskgpt.estimate.fit import USABLE, VariantSettings, largest_batch
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, millions

@@ -16,7 +16,7 @@ from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA
 from deskgpt.compute.distributed import DistContext, dist_env
-from deskgpt.compute.implementation import VariantSettings
+from deskgpt.estimate.fit import VariantSettings
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import is_local
