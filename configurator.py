@@ -79,14 +79,10 @@ def refuse_loose_value(before: str, argument: str, settings: Mapping[str, Settin
     """Raises ConfigError for a setting that is written in another way than --key=value, as `--batch_size 8`."""
     if Path(argument).is_file():
         return
-    name = before.removeprefix("--")
-    if before.startswith("--") and name in settings:
+    if before.startswith("--") and before[2:] in settings:
         raise ConfigError(f"{before} {argument}: write {before}={argument}")
-    name, equals, value = argument.lstrip("-—–").partition("=")
-    if equals and name in settings:
-        raise ConfigError(f"{argument}: write --{name}={value}")
-    if not argument:
-        raise ConfigError("an argument is empty; settings are written --key=value")
+    if argument.partition("=")[0] in settings:
+        raise ConfigError(f"{argument}: settings are written --key=value: --{argument}")
 
 
 def read_argument(argument: str, cls: type) -> tuple[str, Any]:
@@ -131,20 +127,23 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
     known = settings_of(cls)
     if not Path(path).is_file():
         what = "is no file" if Path(path).exists() else "no such config file"
-        raise ConfigError(f"{path}: {what}{similar_file(Path(path))}")
+        similar = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.py")), n=1)
+        raise ConfigError(f"{path}: {what}" + (f"; did you mean {similar[0]}?" if similar else ""))
+    line_of = {}  # the last assignment to each name
     try:
         tree = ast.parse(Path(path).read_bytes())
-        refuse_bare_annotations(tree, path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                line_of[node.id] = node.lineno
+        for node in tree.body:
+            if isinstance(node, ast.AnnAssign) and node.value is None:  # as in YAML: Python forgets it
+                name, value = ast.unparse(node.target), ast.unparse(node.annotation)
+                raise ConfigError(f"{path}:{node.lineno}: {name}: {value} sets nothing; write {name} = {value}")
         result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
     except ConfigError:
         raise
     except (Exception, SystemExit) as e:  # a file that exits would end the script without a word
         raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}; {HOW_TO_WRITE}") from None
-
-    line_of = {}  # the last assignment to each name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            line_of[node.id] = node.lineno
 
     settings: dict[str, Any] = {}
     for name, value in result.items():
@@ -159,24 +158,6 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
 
 
 HOW_TO_WRITE = "config files are Python: batch_size = 8"
-
-
-def refuse_bare_annotations(tree: ast.Module, path: str) -> None:
-    """Raises ConfigError for `name: value`, as in YAML, which Python takes for an annotation and forgets."""
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and node.value is None:
-            name, value = ast.unparse(node.target), ast.unparse(node.annotation)
-            if not name.startswith("_"):
-                raise ConfigError(f"{path}:{node.lineno}: {name}: {value} sets nothing; write {name} = {value}")
-
-
-def similar_file(path: Path) -> str:
-    """A hint at the config file in the same folder whose name is most like this one; empty if none is like it."""
-    folder = path if path.is_dir() else path.parent
-    similar = difflib.get_close_matches(path.stem, [p.stem for p in folder.glob("*.py")], n=1)
-    if not similar:
-        return ""
-    return f"; did you mean {(folder / similar[0]).as_posix()}.py?"
 
 
 def line_of_error(e: BaseException, path: str) -> int:

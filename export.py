@@ -6,10 +6,10 @@
     python export.py --out_dir=out/ckpt-00001000 --to=ckpt.pt
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
-(the model card), SHA256SUMS, and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with
-transformers or llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with model.py's on
-text. If they differ, as after a change of model.py, nothing is exported. A name that ends in .pt makes one file of a
-sharded run's checkpoint.
+(the model card), and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with transformers or
+llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with model.py's on text. If they
+differ, as after a change of model.py, nothing is exported. A name that ends in .pt makes one file of a sharded run's
+checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from deskgpt.export import gguf_format, hub, hugging_face
 from deskgpt.export.hugging_face import MODELING_FILE
 from deskgpt.sampling.trained import DATA, Trained, load
 from deskgpt.system.errors import one_line_errors
-from deskgpt.system.files import check_unused, file_sha256, is_local, new_folder, replacing, write_atomically
+from deskgpt.system.files import cannot_write, check_unused, is_local, new_folder, replacing, write_atomically
 from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.terminal import millions
 from model import GPT
@@ -64,34 +64,36 @@ class ExportConfig:
         check_fields(self)
         if not self.to:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
-        if self.is_checkpoint and self.push_to_hub:
+        if self.kind == ".pt" and self.push_to_hub:
             raise ValueError(f"push_to_hub={self.push_to_hub} is not for checkpoints; try --to=my-model")
-        if self.ollama and not self.is_gguf:
-            raise ValueError(f"ollama=True is for a GGUF file, and to={self.to} is a folder; try --to={self.to}.gguf")
+        if self.ollama and self.kind != ".gguf":
+            raise ValueError(f"ollama=True is for a GGUF file; try --to={self.to}.gguf")
 
     @property
-    def is_gguf(self) -> bool:
-        return self.to.lower().endswith(".gguf")
-
-    @property
-    def is_checkpoint(self) -> bool:
-        return self.to.lower().endswith(".pt")
+    def kind(self) -> str:
+        """The ending of the name: .gguf, .pt, or that of a folder."""
+        return Path(self.to).suffix.lower()
 
 
 def main(c: ExportConfig) -> None:
-    """Writes c.to and uploads it as c says. Raises ValueError and OSError; then nothing is left."""
+    """Writes c.to and uploads it as c says. Raises ValueError and OSError; then no part of c.to is left."""
     to = Path(c.to)
     check_unused(to)
-    if c.is_checkpoint:
+    if c.kind == ".pt":
         saved = store.load(c.out_dir if c.init_from == "resume" else c.init_from, print)
         store.write_file(saved, to)
         print(f"{to}: step {saved.iter_num}, {len(saved.model)} weights and the optimizer's state")
         return
+    modelfile = to.with_name("Modelfile")
+    if c.ollama and modelfile.exists():
+        raise ValueError(f"{modelfile} exists; remove it first, or name a .gguf in another folder")
     repository = hub.full_name(c.push_to_hub) if c.push_to_hub else ""
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
-    name = repository or to.resolve().name
-    write = write_gguf if c.is_gguf else write_folder
-    export = write(trained, to, name, c.ollama)
+    write = write_gguf if c.kind == ".gguf" else write_folder
+    export = write(trained, to, repository or to.resolve().name)
+    if c.ollama:
+        write_atomically(modelfile, modelfile_of(trained, to.name).encode())
+        export.files["Modelfile"] = modelfile
     tokenizer = trained.tokenizer.meta()["name"]
     print(f"{to}: {size_of(trained.model)} parameters, tokenizer {tokenizer}, {export.loaded_by}")
     print(export.compared)
@@ -109,66 +111,57 @@ class Export:
     files: dict[str, Path | bytes]  # for the hub, by their names there
 
 
-def write_folder(trained: Trained, to: Path, name: str, _: bool) -> Export:
+def write_folder(trained: Trained, to: Path, name: str) -> Export:
     """Writes the folder, called `name` on its card. Raises ValueError and OSError; then nothing is left."""
     model = without_embedding_norm(trained.model)
     config = model.config
     tokenizer = trained.tokenizer
+    is_gpt2 = hugging_face.is_gpt2(config)
     class_name = hugging_face.class_name(config)
-    if not hugging_face.is_gpt2(config):
+    if not is_gpt2:
         class_name += f", in {MODELING_FILE} beside the weights; trust_remote_code=True runs it"
     usage = template_file("usage_transformers.md").format(
         name=name,
         class_name=class_name,
-        trust="" if hugging_face.is_gpt2(config) else ", trust_remote_code=True",
+        trust="" if is_gpt2 else ", trust_remote_code=True",
         prompt=tokenizer.meta().get("chars", "\n")[0],  # which the tokenizer knows
         new_tokens=max(1, min(100, config.block_size // 2)),
     )
     chat_template = template.JINJA if trained.saw_chat else None
+    records = {
+        "config.json": hugging_face.config_json(config, tokenizer.end_of_text),
+        "generation_config.json": hugging_face.generation_config_json(config, tokenizer),
+        "tokenizer.json": tokenizer_json(tokenizer),
+        "tokenizer_config.json": tokenizer_config_json(tokenizer, config.block_size, chat_template),
+    }
     with new_folder(to) as folder:
-        write_json(folder / "config.json", hugging_face.config_json(config, tokenizer.end_of_text))
-        generation = hugging_face.generation_config_json(config, tokenizer.vocab_size, tokenizer.end_of_text)
-        write_json(folder / "generation_config.json", generation)
-        write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        write_json(folder / "tokenizer_config.json", tokenizer_config_json(tokenizer, config.block_size, chat_template))
-        if not hugging_face.is_gpt2(config):
+        for file, record in records.items():
+            text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+            (folder / file).write_text(text, encoding="utf-8", newline="\n")
+        if not is_gpt2:
             shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
         (folder / "README.md").write_text(model_card(trained, name, "transformers", usage), encoding="utf-8")
-        hugging_face.write_weights(
-            folder / "model.safetensors", hugging_face.to_hugging_face(config, model.state_dict())
-        )
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
-        sums = [f"{file_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-        (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8", newline="\n")
+        hugging_face.write_weights(folder / "model.safetensors", config, model.state_dict())
         compared = hugging_face.compare(folder, trained.model.eval(), text_to_compare(trained))
     return Export(class_name, compared, {path.name: path for path in sorted(to.iterdir())})
 
 
-def write_gguf(trained: Trained, to: Path, name: str, ollama: bool) -> Export:
-    """Writes the GGUF file, and a Modelfile beside it. Raises ValueError and OSError; then nothing is left."""
+def write_gguf(trained: Trained, to: Path, name: str) -> Export:
+    """Writes the GGUF file. Raises ValueError and OSError; then nothing is left."""
     model = without_embedding_norm(trained.model)
     config = model.config
-    modelfile = to.with_name("Modelfile")
-    if ollama and modelfile.exists():
-        raise ValueError(f"{modelfile} exists; remove it first, or name a .gguf in another folder")
+    architecture = gguf_format.architecture_of(config)
     usage = template_file("usage_llama_cpp.md").format(file=to.name, context=config.block_size)
-    files: dict[str, Path | bytes] = {to.name: to, "README.md": model_card(trained, name, "gguf", usage).encode()}
+    card = model_card(trained, name, "gguf", usage)
     chat_template = template.JINJA if trained.saw_chat else None
     try:
         with replacing(to) as file:
             path = Path(file.name)
             gguf_format.write(path, config, model.state_dict(), tokenizer_json(trained.tokenizer), chat_template)
             compared = gguf_format.compare(path, trained.model.eval(), text_to_compare(trained))
-            if ollama:  # before the file gets its name: the two come together, or neither does
-                write_atomically(modelfile, modelfile_of(trained, to.name).encode())
-                files["Modelfile"] = modelfile
-    except BaseException as e:
-        if "Modelfile" in files:
-            modelfile.unlink(missing_ok=True)
-        if isinstance(e, OSError) and e.strerror:
-            raise OSError(f"cannot write {to}: {e.strerror}; free some disk space or choose another folder") from None
-        raise
-    return Export(f"llama.cpp's {gguf_format.architecture_of(config)}", compared, files)
+    except OSError as e:
+        raise cannot_write(to, e) from None
+    return Export(f"llama.cpp's {architecture}", compared, {to.name: to, "README.md": card.encode()})
 
 
 def without_embedding_norm(model: GPT) -> GPT:
@@ -186,10 +179,6 @@ def without_embedding_norm(model: GPT) -> GPT:
 def template_file(name: str) -> str:
     """A text with fields for str.format, beside the code of the formats."""
     return Path(hugging_face.__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
 def text_to_compare(trained: Trained) -> Tensor:
@@ -211,21 +200,16 @@ def size_of(model: GPT) -> str:
 
 def model_card(trained: Trained, name: str, library: str, usage: str) -> str:
     """README.md: what the model is, how it is loaded (`usage`), how it was trained."""
-    config = trained.model.config
-    settings = asdict(config)
-    facts = {"parameters": size_of(trained.model)}
-    if trained.checkpoint is not None:
-        facts |= training_facts(trained.checkpoint)
-        settings |= {k: trained.checkpoint.config[k] for k in CARD_SETTINGS if k in trained.checkpoint.config}
-        settings["init_from"] = Path(settings.get("init_from", "scratch")).name  # not where this machine has it
-    return template_file("card.md").format(
-        library=library,
-        name=name,
-        usage=usage.strip(),
-        context=config.block_size,
-        facts=table("fact", facts),
-        settings=table("setting", settings),
-    )
+    rows: dict[str, Any] = {"parameters": size_of(trained.model)}
+    saved = trained.checkpoint
+    if saved is not None:
+        rows |= training_facts(saved)
+        rows |= {name: saved.config[name] for name in CARD_SETTINGS if name in saved.config}
+        rows["init_from"] = Path(rows.get("init_from", "scratch")).name  # not where this machine has it
+    rows |= asdict(trained.model.config)
+    cells = {name: "n/a" if value is None else str(value).replace("|", "\\|") for name, value in rows.items()}
+    table = "".join(f"| {name} | {value} |\n" for name, value in cells.items())
+    return template_file("card.md").format(library=library, name=name, usage=usage.strip(), table=table)
 
 
 def training_facts(saved: Checkpoint) -> dict[str, Any]:
@@ -243,11 +227,6 @@ def training_facts(saved: Checkpoint) -> dict[str, Any]:
         "validation loss (nats per token)": f"{losses[0]:.4f}" if losses else None,
         "git commit of deskGPT": (saved.facts or {}).get("code"),
     }
-
-
-def table(heading: str, rows: dict[str, Any]) -> str:
-    cells = {name: "n/a" if value is None else str(value).replace("|", "\\|") for name, value in rows.items()}
-    return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())])
 
 
 def modelfile_of(trained: Trained, file: str) -> str:

@@ -87,7 +87,7 @@ def main(c: SampleConfig) -> list[str]:
         chat(c, generation, trained)
         return []
     rows = 1 if c.stream else c.num_samples  # generated in one batch
-    prompts = encode_prompt(generation.prompt, trained.tokenizer, model).to(device).repeat(rows, 1)
+    prompts = encode_prompt(generation.prompt, trained.tokenizer).to(device).repeat(rows, 1)
     engine = InferenceEngine(model, prompts, inference_dtype(c, device), compiled=c.compile)
 
     # ---- generate --------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def writer_of(c: SampleConfig, generation: GenerationConfig, trained: Trained) -
     """The model of the page. It talks if it saw dialogues, or with --chat."""
     model = trained.model
     device = next(model.parameters()).device
-    prompt = encode_prompt(generation.prompt, trained.tokenizer, model).to(device)
+    prompt = encode_prompt(generation.prompt, trained.tokenizer).to(device)
     engine = InferenceEngine(model, prompt, inference_dtype(c, device))
     chat_template = template_for(trained) if c.chat or trained.saw_chat else None
     return Writer(trained, engine.replacing, generation, chat_template, c.system)

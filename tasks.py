@@ -20,6 +20,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python reads this)
     sys.exit(f"Python 3.11 or newer is needed, this is {found} at {sys.executable}; name one: make PYTHON=python3.12")
 
 import argparse
+import functools
 import os
 import shlex
 import signal
@@ -33,44 +34,49 @@ from deskgpt.system import wheels  # noqa: E402
 from deskgpt.system.files import check_unused  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
-TASKS = {  # commands of the environment's Python, and whether what follows `--` belongs to them
-    "test": ([[*PYTEST, "not slow and not nightly"]], True),
-    "test-all": ([[*PYTEST, "not nightly"]], True),
-    "test-nightly": ([[*PYTEST, "nightly"]], True),
-    "check": ([["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]], False),
-    "qualify": ([["bench/qualify.py"]], True),
-    "check-cards": ([["bench/check_cards.py"]], True),
+TASKS = {  # commands of the environment's Python; the last one gets what follows `--`
+    "test": [[*PYTEST, "not slow and not nightly"]],
+    "test-all": [[*PYTEST, "not nightly"]],
+    "test-nightly": [[*PYTEST, "nightly"]],
+    "check": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
+    "qualify": [["bench/qualify.py"]],
+    "check-cards": [["bench/check_cards.py"]],
 }
+print0 = functools.partial(print, flush=True)  # at once, before what the next command prints
 
 
 def main(argv: list[str]) -> None:
-    """Runs the task that the command line names. What follows `--` goes to train.py, pytest or qualify.py."""
+    """Runs the task that the command line names."""
     split = argv.index("--") if "--" in argv else len(argv)
     extra = argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["train", *TASKS])
-    parser.add_argument("--text", metavar="FILE", default="", help="train on this file, not on Shakespeare's plays")
-    parser.add_argument("--to", metavar="FILE", default="", help="also export the model, as export.py --to does")
-    parser.add_argument("--out", metavar="FOLDER", default="out-first", help="where the run is saved")
-    parser.add_argument("--venv", metavar="FOLDER", default=".venv", help="the environment")
+    parser.add_argument("--text", type=absolute, default="", help="train on this file, not on Shakespeare's plays")
+    parser.add_argument("--to", type=absolute, default="", help="also export the model, as export.py --to does")
+    parser.add_argument("--out", default="out-first", help="the folder where the run is saved")
+    parser.add_argument("--venv", default=".venv", help="the folder of the environment")
     args = parser.parse_args(argv[:split])
-    text = os.path.abspath(os.path.expanduser(args.text)) if args.text else ""
-    to = os.path.abspath(os.path.expanduser(args.to)) if args.to else ""
-    if text and not os.path.isfile(text):  # checked before minutes of installing and training
+    # Before minutes of installing and training:
+    if args.text and not os.path.isfile(args.text):
         sys.exit(f"error: cannot read {args.text}: there is no such file; is its name right?")
-    if to:
+    if args.to:
         try:
-            check_unused(Path(to))
+            check_unused(Path(args.to))
         except ValueError as e:
             sys.exit(f"error: {e}")
     os.chdir(ROOT)
     python = install(ROOT / args.venv, "requirements.txt" if args.task == "train" else "requirements-dev.txt")
     if args.task == "train":
-        train(python, text, args.out, to, extra)
+        train(python, args.text, args.out, args.to, extra)
         return
-    commands, takes_more = TASKS[args.task]
+    *commands, last = TASKS[args.task]
     for command in commands:
-        run(python, *command, *(extra if takes_more else []))
+        run(python, *command)
+    run(python, *last, *extra)
+
+
+def absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
 # ---- the first run -------------------------------------------------------------------------------------------
@@ -142,37 +148,21 @@ def install(venv: Path, requirements: str) -> Path:
     """The environment's Python, with the packages of this file, installed again when the files have changed."""
     python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     wanted = "".join((ROOT / f"{name}.txt").read_text() for name in ("constraints", "requirements", "requirements-dev"))
-    for name in {requirements, "requirements-dev.txt"}:  # the latter includes the former
+    for name in (requirements, "requirements-dev.txt"):  # the latter includes the former
         done = venv / f".installed-{name}"
         if python.exists() and done.exists() and done.read_text() == wanted:
             return python
     again = f"delete {venv} and start again, or name another folder: make VENV=.venv-2"
-    if not venv.exists() and call(sys.executable, "-m", "venv", venv):
+    if not python.exists() and call(sys.executable, "-m", "venv", venv):
         sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
-    if not python.exists():
-        sys.exit(f"error: {venv} is not a whole environment; {again}")
-    gpu = wheels.nvidia_gpu()
-    wheel, why = wheels.wheel_for(gpu)
-    size = f"about {wheel.gb + 0.5:.1f} GB to download, a few minutes"
-    print0(f"{why}. Installing {requirements} into {venv.name}: {size}")
-    command = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "-r",
-        requirements,
-        "-c",
-        "constraints.txt",
-    ]
+    wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
+    print0(f"{why}. Installing {requirements} into {venv.name}: about {wheel.gb + 0.5:.1f} GB to download")
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements]
     listed = subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True)
     if "index" not in listed.stdout and sys.platform != "darwin":
         command += ["--extra-index-url", f"{wheels.INDEX}/{wheel.name}"]  # unless the user has chosen one
-    if call(*command):
+    if call(*command, "-c", "constraints.txt"):
         sys.exit(f"error: pip could not install {requirements}, see above; is there a network? If so, {again}")
-    if gpu and call(python, "-c", "from deskgpt.system.hardware import unused_gpu as f; r = f(); r and exit(r)"):
-        print0("torch does not use the card, see above: training will run on the CPU")
     (venv / f".installed-{requirements}").write_text(wanted)
     return python
 
@@ -186,17 +176,10 @@ def run(*command: object) -> None:
 
 
 def call(*command: object) -> int:
-    """Runs a command and returns its exit status. Signals that would end this process end the command instead."""
+    """Runs a command and returns its exit status. A kill of this process ends the command instead."""
     process = subprocess.Popen([str(word) for word in command])
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, _: process.send_signal(number))
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     return process.wait()
-
-
-def print0(line: str) -> None:
-    """Prints a line at once, before what the next command prints."""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
     tokenizer = trained.tokenizer
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp) / "model"
-        export.write_folder(trained, folder, "model", False)  # raises ValueError where it is not the same model
+        export.write_folder(trained, folder, "model")  # raises ValueError where it is not the same model
         model = HFLM(
             pretrained=str(folder),
             trust_remote_code=True,

@@ -120,8 +120,6 @@ FAULTY_ARGUMENTS: dict[str, list[str]] = {
     "--share=None": ["share", "--share=0.9"],
     "--folder=": ["--folder", "--folder=out"],
     "count=3": ["--count=3"],
-    "—count=3": ["--count=3"],
-    "": ["empty"],
     "-count=3": ["-count=3", "--key=value"],
     "nowhere.py": ["nowhere.py"],
     "config": ["config", "is no file"],

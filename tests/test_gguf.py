@@ -84,12 +84,11 @@ def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
     return self.c_proj(activation(self.c_fc(x + 0.02 * x.cumsum(1) / n), self.activation))
 
 
-CHANGES: dict[str, list[Any]] = {"causal_mask": [window, prefix], "MLP.forward": [running_mean]}
-
-
 @needs_llama
 @pytest.mark.parametrize("to", ["a.gguf", "a"])
-@pytest.mark.parametrize(("place", "change"), [(place, f) for place, fs in CHANGES.items() for f in fs])
+@pytest.mark.parametrize(
+    ("place", "change"), [("causal_mask", window), ("causal_mask", prefix), ("MLP.forward", running_mean)]
+)
 def test_model_that_another_program_computes_otherwise_is_refused_and_nothing_stays(
     tmp_path, monkeypatch, place, change, to
 ):
@@ -166,18 +165,12 @@ def test_all_that_llama_cpp_lacks_is_named_at_once_with_what_to_change(tmp_path)
         with pytest.raises(ValueError, match=r"llama\.cpp") as e:
             gguf_format.architecture_of(replace(SMALL, **config))
         assert_one_line(e.value, *named)
-    saved(tmp_path / "out", replace(SMALL, token_shift=True), BYTES)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=r"llama\.cpp"):
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
-    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_modelfile_that_cannot_be_written_leaves_no_gguf_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("export.modelfile_of", lambda *_: "x" * 5_000_000)
+def test_gguf_file_that_does_not_fit_on_the_disk_is_one_line_and_leaves_nothing(tmp_path):
     saved(tmp_path / "out", SMALL, BYTES)
-    with files_of_at_most(1000), pytest.raises(OSError, match="Modelfile") as e:
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF"), ollama=True))
+    with files_of_at_most(20), pytest.raises(OSError, match=r"a\.GGUF") as e:
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF")))
     assert_one_line(e.value, "File too large")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -209,10 +202,9 @@ def test_without_llama_cpp_a_line_says_that_nothing_was_compared(tmp_path, monke
     assert {str(t.name): list(t.shape) for t in reader.tensors}["token_embd.weight"] == [32, 256]  # without padding
 
 
-@pytest.mark.parametrize("place", ["transformer", "transformer.h.0"])
-def test_weights_that_llama_cpp_lacks_are_refused_without_running_it(place):
+def test_weights_that_llama_cpp_lacks_are_refused_without_running_it():
     model = make(SMALL)
-    model.get_submodule(place).register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
+    model.transformer.h[0].register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(ValueError, match="nothing was exported") as e:
         gguf_format.tensors_of(SMALL, model.state_dict(), 256)
-    assert_one_line(e.value, f"{place}.gain")
+    assert_one_line(e.value, "transformer.h.0.gain")

@@ -131,7 +131,7 @@ def test_no_token_is_drawn_after_the_end_of_a_text(run):
     config = GenerationConfig(max_new_tokens=40, stop="e")
     sample = Sample(trained.tokenizer, "the ", "e")
     drawn: list[torch.Tensor] = []
-    prompt = encode_prompt("the ", trained.tokenizer, trained.model)
+    prompt = encode_prompt("the ", trained.tokenizer)
     shown = write(trained.model, prompt, [sample], config, watch=drawn.append)
     assert sum(len(text) for (text,) in shown) < 40
     assert len(drawn) == len(sample.text) - len("the ") + 1  # the last one completed the stop text

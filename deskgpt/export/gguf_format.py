@@ -27,18 +27,10 @@ from model import GPT, GPTConfig
 ROOT = Path(__file__).resolve().parents[2]
 
 # The settings that each architecture computes: GPT-2's, and those of the fast recipes without token shift.
-GPT2 = {"position": "learned", "norm": "layer", "qk_norm": False, "token_shift": False, "activation": "gelu_tanh"}
-APERTUS = {
-    "position": "rope",
-    "norm": "rms",
-    "qk_norm": True,
-    "token_shift": False,
-    "activation": "relu2",
-    "bias": False,
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"position": "learned", "norm": "layer", "qk_norm": False, "activation": "gelu_tanh"},
+    "apertus": {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "bias": False},
 }
-ARCHITECTURES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "apertus": APERTUS}
-# llama.cpp has one GELU, from a table of 16 bits: it rounds more than our two differ.
-SAME_IN_LLAMA_CPP = {"gelu": "gelu_tanh"}
 
 NAMES = {
     "transformer.wte": "token_embd",
@@ -60,14 +52,16 @@ SAME_WITH_GELU = 2e-3
 
 
 def architecture_of(c: GPTConfig) -> str:
-    """The architecture of llama.cpp that computes what a GPT of c does.
-
-    Raises ValueError, which names all that llama.cpp lacks.
-    """
-    ours = {k: SAME_IN_LLAMA_CPP.get(v, v) for k, v in asdict(c).items()}
-    lacking = {name: {k: v for k, v in there.items() if ours[k] != v} for name, there in ARCHITECTURES.items()}
-    nearest = min(lacking, key=lambda name: len(lacking[name]))
-    problems = [f"{k}={ours[k]} (train with --{k}={v})" for k, v in lacking[nearest].items()]
+    """The architecture of llama.cpp that computes a GPT of c. Raises ValueError, which names all that it lacks."""
+    ours = asdict(c)
+    if ours["activation"] == "gelu":
+        ours["activation"] = "gelu_tanh"  # llama.cpp has one GELU, from a table: it rounds more than these two differ
+    lacking = {
+        architecture: [f"{k}={ours[k]} (train with --{k}={v})" for k, v in wanted.items() if ours[k] != v]
+        for architecture, wanted in ARCHITECTURES.items()
+    }
+    nearest = min(lacking, key=lambda architecture: len(lacking[architecture]))
+    problems = lacking[nearest] + (["token_shift=True (train with --token_shift=False)"] if c.token_shift else [])
     if problems:
         raise ValueError(
             f"llama.cpp has no model with {' and '.join(problems)}; a folder (--to=my-model) can be exported as it is"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deskgpt.export import hugging_face
+from deskgpt.export import hub, hugging_face
 from deskgpt.export.hugging_face import OUR_KEY, is_conv1d
 from deskgpt.system.files import read_small
 from model import GPTConfig
@@ -44,32 +44,25 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
             f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and {WEIGHTS}"
         )
-    config = read_json(folder / "config.json", name)
-    exported = exported_config(config, name) if OUR_KEY in config else None
-    is_gpt2 = exported is None or hugging_face.is_gpt2(exported)
-    refuse_other_settings(config, exported, name)
+    exported = exported_model_args(name)
+    args = gpt2_model_args(folder, name) if exported is None else exported
+    config = GPTConfig.from_args(args, name)
     state = {}
     for key, w in read_weights(folder, name).items():
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
-        ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
-        state[ours] = w.t().contiguous() if is_gpt2 and is_conv1d(key, w) else w
-    if exported is not None and not exported.bias:
-        for key in [key for key in state if key.endswith(".bias")]:
-            if state.pop(key).any():  # it was exported as zeros
+        if key.endswith(".bias") and not config.bias:  # it was exported as zeros
+            if w.any():
                 raise ValueError(
-                    f"init_from={name}: {key} was trained since the export, and the model of these settings has no "
-                    "such parameter; keep it frozen there, or train with --bias=True before the export"
+                    f"init_from={name}: {key} was trained since the export, and this model has no such parameter; "
+                    "keep it frozen there, or train with --bias=True before the export"
                 )
-    try:
-        if exported is None or exported.tie_weights:
-            state["lm_head.weight"] = state["transformer.wte.weight"]
-        if exported is not None:
-            return exported.as_args(), state
-        args = {k: config[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
-        return args | {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}, state
-    except KeyError as e:
-        raise ValueError(f"init_from={name}: {folder} lacks {e}; it is not a GPT-2 folder") from None
+            continue
+        ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
+        state[ours] = w.t().contiguous() if hugging_face.is_gpt2(config) and is_conv1d(key, w) else w
+    if config.tie_weights and "transformer.wte.weight" in state:
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+    return args, state
 
 
 def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
@@ -88,21 +81,19 @@ def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
     return weights
 
 
-def refuse_other_settings(config: dict[str, Any], exported: GPTConfig | None, name: str) -> None:
-    """Raises ValueError for a config.json of what our GPT does not have. exported: what it was written with."""
-    n_embd = config.get("n_embd")
-    wanted = PLAIN_GPT2 | {"n_inner": 4 * n_embd if isinstance(n_embd, int) else None}
-    if exported is not None:
-        may_change = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "architectures", "auto_map")
-        written = {k: v for k, v in hugging_face.config_json(exported, None).items() if k not in may_change}
-        wanted = wanted | written if hugging_face.is_gpt2(exported) else written
-    # transformers leaves out what is its own default. n_inner=None is 4 * n_embd.
-    odd = {k: config[k] for k, v in wanted.items() if config.get(k, v) != v and (k, config[k]) != ("n_inner", None)}
+def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
+    """The model_args of a GPT-2 in Hugging Face's format. Raises ValueError for what our GPT does not have."""
+    config = read_json(folder / "config.json", name)
+    wanted = PLAIN_GPT2 | {"n_inner": config.get("n_inner") and 4 * config.get("n_embd", 0)}  # None is 4 * n_embd
+    odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}
     if odd:
-        raise ValueError(
-            f"init_from={name}: config.json has {odd}, deskGPT's model { ({k: wanted[k] for k in odd}) }: this is "
-            "neither a plain GPT-2 nor what this export.py writes"
-        )
+        ours = {key: wanted[key] for key in odd}
+        raise ValueError(f"init_from={name}: config.json has {odd}, and a plain GPT-2 has {ours}")
+    try:
+        args = {key: config[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        return args | {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
+    except KeyError as e:
+        raise ValueError(f"init_from={name}: config.json has no {e}; it is not a GPT-2's") from None
 
 
 def exported_model_args(name: str) -> dict[str, Any] | None:
@@ -110,16 +101,11 @@ def exported_model_args(name: str) -> dict[str, Any] | None:
     config = read_json(Path(name) / "config.json", name)
     if OUR_KEY not in config:
         return None
-    return exported_config(config, name).as_args()
-
-
-def exported_config(config: dict[str, Any], name: str) -> GPTConfig:
-    """The settings of the model in an exported folder's config.json. Raises ValueError."""
     ours = config[OUR_KEY]
     model_args = ours.get("model_args") if isinstance(ours, dict) else None
     if not isinstance(model_args, dict):
         raise ValueError(f"init_from={name}: config.json has no model_args under {OUR_KEY!r}; export the model again")
-    return GPTConfig.from_args(model_args, name)
+    return GPTConfig.from_args(model_args, name).as_args()
 
 
 def tokenizer_of(name: str) -> dict[str, Any]:
@@ -149,11 +135,7 @@ def download_gpt2(name: str) -> Path:
     """The local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or its cache."""
     from huggingface_hub import snapshot_download
 
-    try:
+    with hub.one_line(
+        f"init_from={name}", "connect once, or give a local folder with config.json and model.safetensors"
+    ):
         return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
-    except Exception as e:  # the hub's, the HTTP client's and the network's errors share no class
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise ValueError(
-            f"init_from={name}: the weights are not cached and cannot be downloaded ({reason[:160]}); connect once, "
-            "or give a local folder with config.json and model.safetensors"
-        ) from None

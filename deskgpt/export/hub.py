@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face hub."""
+"""Uploads to the Hugging Face hub, and its errors in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def full_name(name: str) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
-    with one_line(name, LOGIN):
+    with one_line(f"push_to_hub={name}", LOGIN):
         owner = HfApi().whoami()["name"]
         full = name if "/" in name else f"{owner}/{name}"
         validate_repo_id(full)
@@ -30,7 +30,7 @@ def push(name: str, files: dict[str, Path | bytes], remedy: str) -> str:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    with one_line(name, remedy):
+    with one_line(f"push_to_hub={name}", remedy):
         address = HfApi().create_repo(name, private=True, exist_ok=True)
         additions = [CommitOperationAdd(path, content) for path, content in files.items()]
         HfApi().create_commit(name, additions, commit_message="Exported by deskGPT")
@@ -38,10 +38,10 @@ def push(name: str, files: dict[str, Path | bytes], remedy: str) -> str:
 
 
 @contextmanager
-def one_line(name: str, remedy: str) -> Iterator[None]:
+def one_line(setting: str, remedy: str) -> Iterator[None]:
     """Turns errors of the hub, of its HTTP client and of the network, which share no class, into a ValueError."""
     try:
         yield
     except Exception as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise ValueError(f"push_to_hub={name}: {reason[:120]}; {remedy}") from None
+        raise ValueError(f"{setting}: {reason[:160]}; {remedy}") from None

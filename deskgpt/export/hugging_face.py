@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskgpt.kernels.verify import SAME_LOGITS, distance
+from data.tokenizer import Tokenizer
+from deskgpt.kernels.verify import SAME_LOGITS, logits_distance
 from model import GPT, GPTConfig
 
 OUR_KEY = "deskgpt"
@@ -61,11 +62,12 @@ def config_json(c: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
     }
 
 
-def generation_config_json(c: GPTConfig, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
-    """What generation_config.json says; vocab_size: the tokenizer's. Rows beyond it are padding, never to be drawn."""
-    ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
-    padding = list(range(vocab_size, c.vocab_size))
-    return ids | ({"suppress_tokens": padding} if padding else {})
+def generation_config_json(c: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What generation_config.json says. Ids beyond the tokenizer's are padding, never to be drawn."""
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_text)
+    padding = list(range(tokenizer.vocab_size, c.vocab_size))
+    found = ids | {"use_cache": not c.token_shift}
+    return found | {"suppress_tokens": padding} if padding else found
 
 
 def is_conv1d(key: str, w: Tensor) -> bool:
@@ -88,15 +90,11 @@ def to_hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Raises OSError if the disk fails."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor]) -> None:
+    """Writes our state_dict as the class's. Raises OSError if the disk fails."""
+    from safetensors.torch import save
 
-    try:
-        save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as e:  # which wraps the system's errors
-        raise OSError(str(e)) from None
+    path.write_bytes(save(to_hugging_face(c, state), metadata={"format": "pt"}))
 
 
 # ---- what it computes ----------------------------------------------------------------------------------------
@@ -132,11 +130,10 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
 def check_same(program: str, found: Tensor, expected: Tensor | None, limit: float = SAME_LOGITS) -> None:
     """Raises ValueError if logits (..., V) of another program are further from model.py's than rounding anywhere."""
     assert expected is not None
-    rows = zip(found.reshape(-1, found.size(-1)), expected.reshape(-1, expected.size(-1)), strict=True)
-    error = max(distance(a, b) for a, b in rows)
+    error = logits_distance(found, expected)
     if error > limit:
         raise ValueError(
             f"{program} does not compute what model.py does: its logits differ by {error:.2g}, and at most {limit:g} "
-            "is rounding; nothing was exported. A model.py that was changed in other ways than docs/export.md lists "
-            "needs a program of its own"
+            "is rounding; nothing was exported. If you changed model.py beyond what docs/export.md lists, other "
+            "programs cannot compute it"
         )

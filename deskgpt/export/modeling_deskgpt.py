@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 EPS = 1e-5  # of all norms
@@ -70,45 +70,28 @@ class Step:
     ) -> None:
         """position_ids (B or 1, T); attention_mask (B, S), 0 for padding; past: the tokens in the cache."""
         T = position_ids.size(1)
-        S = past + T
         self.cache = cache
-        self.n_layer = config.n_layer
         self.rotary = rotary(position_ids, config.n_embd // config.n_head) if config.position == "rope" else None
         self.real: Tensor | None = None  # (B, T, 1): 0 for padding
-        self.mask: Tensor | None = None  # (B, 1, T, S): what a query sees, where is_causal does not say it
-        self.is_causal = past == 0 and T > 1 and position_ids.device.type not in NEEDS_MASK
+        self.mask: Tensor | None = None  # (B or 1, 1, T, S): what a query sees, where is_causal does not say it
+        self.is_causal = attention_mask is None and past == 0 and position_ids.device.type not in NEEDS_MASK
+        if not self.is_causal:
+            at = torch.arange(past, past + T, device=position_ids.device)[:, None]  # (T, 1)
+            to = torch.arange(past + T, device=position_ids.device)  # (S,)
+            self.mask = (to <= at)[None, None]
         if attention_mask is not None:
             self.real = attention_mask[:, -T:, None]
-        if attention_mask is not None or (T > 1 and not self.is_causal):
-            at = torch.arange(past, S, device=position_ids.device)[:, None]  # (T, 1)
-            to = torch.arange(S, device=position_ids.device)  # (S,)
-            self.mask = (to <= at)[None, None]
-            if attention_mask is not None:
-                # Padding sees itself: attention over nothing would be NaN.
-                self.mask = self.mask & attention_mask[:, None, None].bool() | (to == at)
-            self.is_causal = False
-
-    def token_before(self, x: Tensor, shift: int) -> Tensor:
-        """x (B, T, N) of the token before each, zeros where there is none.
-
-        shift: the number of the token shift, from 0 to 2 * n_layer - 1. Each keeps what it saw as one more layer of the
-        cache, so that whatever reorders, repeats or cuts the cache does it here too.
-        """
-        T = x.size(1)
-        if self.real is not None:
-            x = x * self.real.type_as(x)
-        if self.cache is not None:
-            while len(self.cache.layers) < 3 * self.n_layer:
-                self.cache.layers.append(DynamicLayer())
-            seen, _ = self.cache.update(x[:, None], x[:, None, :, :0], self.n_layer + shift)  # (B, 1, S, N)
-            x = seen[:, 0]
-        return F.pad(x, (0, 0, 1, 0))[:, -T - 1 : -1]
+            # Padding sees itself: attention over nothing would be NaN.
+            self.mask = self.mask & attention_mask[:, None, None].bool() | (to == at)
 
 
-def token_shift(x: Tensor, step: Step, shift: int) -> Tensor:
-    """x (B, T, C) with the first quarter of its channels from the token before."""
+def token_shift(x: Tensor, step: Step) -> Tensor:
+    """x (B, T, C) with the first quarter of its channels from the token before, zeros where there is none."""
     n = x.size(-1) // 4
-    return torch.cat((step.token_before(x[:, :, :n], shift), x[:, :, n:]), -1)
+    shifted = x[:, :, :n]
+    if step.real is not None:
+        shifted = shifted * step.real.type_as(x)
+    return torch.cat((F.pad(shifted, (0, 0, 1, 0))[:, :-1], x[:, :, n:]), -1)
 
 
 class Attention(nn.Module):
@@ -123,7 +106,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         B, T, C = x.shape
         if self.config.token_shift:
-            x = token_shift(x, step, 2 * self.layer)
+            x = token_shift(x, step)
         q, k, v = self.c_attn(x).split(C, 2)  # each (B, T, C)
         q = q.view(B, T, self.config.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, self.config.n_head, -1).transpose(1, 2)
@@ -144,17 +127,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: DeskGPTConfig, layer: int) -> None:
+    def __init__(self, config: DeskGPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.layer = layer
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         if self.config.token_shift:
-            x = token_shift(x, step, 2 * self.layer + 1)
+            x = token_shift(x, step)
         return self.dropout(self.c_proj(activation(self.c_fc(x), self.config.activation)))
 
 
@@ -164,7 +146,7 @@ class Block(nn.Module):
         self.ln_1 = make_norm(config)
         self.attn = Attention(config, layer)
         self.ln_2 = make_norm(config)
-        self.mlp = MLP(config, layer)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         x = x + self.attn(self.ln_1(x), step)
@@ -220,11 +202,13 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         if use_cache is None:
-            use_cache = not self.training
+            use_cache = not self.training and not self.config.token_shift
         if not use_cache:
             past_key_values = None
         elif past_key_values is None:
             past_key_values = DynamicCache()
+        if past_key_values is not None and self.config.token_shift:
+            raise ValueError("a model with token_shift has no cache: use_cache=False")
         if past_key_values is not None and past_key_values.is_compileable:
             raise ValueError("this model has dynamic caches only: leave cache_implementation out")
         past = past_key_values.get_seq_length() if past_key_values is not None else 0

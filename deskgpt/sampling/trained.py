@@ -53,27 +53,24 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
     Raises ValueError if there is none, if it is damaged, or if it does not fit into the memory of the device.
     """
     saved = None
+    source = out_dir if init_from == "resume" else init_from
     if init_from == "resume" or store.is_one(init_from):
-        source = out_dir if init_from == "resume" else init_from
         saved = store.load(source, functools.partial(print, file=sys.stderr))
-        config = GPTConfig.from_args(saved.model_args, source)
-        weights = store.weights_of(saved)
+        model_args, weights = saved.model_args, store.weights_of(saved)
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
-        source = init_from
-        model_args, weights = load_gpt2(init_from)
-        config = GPTConfig.from_args(model_args, source)
-        meta = tokenizer_of(init_from)
+        model_args, weights = load_gpt2(source)
+        meta = tokenizer_of(source)
+    config = GPTConfig.from_args(model_args, source)
     fit.refuse_beyond_memory(config, device)
     model = GPT.from_state(config, weights, source)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError(f"{source}: the weights hold NaN or infinity, which give no text; take another checkpoint")
     tokenizer = from_meta(meta)
-    if saved is not None and tokenizer.vocab_size > config.vocab_size:
-        dataset = saved.config.get("dataset")
+    if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"the checkpoint has {config.vocab_size} tokens, its tokenizer ({meta.get('name')}) "
-            f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of dataset {dataset!r} missing in {DATA}?"
+            f"{source} has {config.vocab_size} tokens, and its tokenizer ({meta.get('name')}) has "
+            f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of its data missing in {DATA}?"
         )
     return Trained(model, tokenizer, source, saved)
 
@@ -85,16 +82,12 @@ def tokenizer_of_dataset(dataset: Any) -> dict[str, Any]:
     """
     if not is_local(dataset):
         raise ValueError(f"the checkpoint has no tokenizer, and dataset={shortened(dataset)} is not on this machine")
-    folder = DATA / dataset
-    meta = read_meta(folder)["tokenizer"]
+    meta = read_meta(DATA / dataset)["tokenizer"]
     if not meta:
-        raise ValueError(f"{folder / 'meta.pkl'} does not hold the characters (stoi, itos) to read and write text")
+        raise ValueError(f"{DATA / dataset / 'meta.pkl'} has no characters (stoi, itos) to read and write text")
     return meta
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, model: GPT) -> Tensor:
-    """Token ids (1, T) of a prompt. Raises ValueError if the tokenizer or the model lacks one of them."""
-    ids = tokenizer.encode_prompt(prompt).astype("int64")
-    if ids.max() >= model.config.vocab_size:
-        raise ValueError(f"the prompt has token {ids.max()}, and the model has only {model.config.vocab_size} tokens")
-    return torch.from_numpy(ids)[None]
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
+    """Token ids (1, T) of a prompt. Raises ValueError if the tokenizer lacks one of its characters."""
+    return torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]

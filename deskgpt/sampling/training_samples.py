@@ -25,47 +25,40 @@ class Sampler:
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer, every: int, print0: Callable[[str], None]) -> None:
         """every: evaluations from one sample to the next."""
-        self.model = runner.model
-        self.refused = runner.variant.refused
+        self.runner = runner
         self.tokenizer = tokenizer
-        self.dtype = "float32" if runner.device.type == "cpu" else runner.variant.dtype
-        self.cached = True  # until the cache is found to be wrong
         self.every = every
         self.print0 = print0
-        self.prompt = encode_prompt(GenerationConfig().prompt, tokenizer, self.model)  # (1, T)
+        self.cached = True  # until the cache is found to be wrong
+        self.prompt = encode_prompt(GenerationConfig().prompt, tokenizer).to(runner.device)  # (1, T)
         # Beyond its context a model has no cache to write with, and each token costs a whole forward pass.
-        room = self.model.config.block_size - self.prompt.size(1)
+        room = runner.model.config.block_size - self.prompt.size(1)
         self.config = GenerationConfig(max_new_tokens=min(self.TOKENS, max(1, room)))
 
     def texts_at(self, evaluation: int, is_last: bool, break_off: Callable[[], bool]) -> list[str]:
         """Texts of the model as it is now, if this evaluation has any; [] if break_off becomes true meanwhile."""
         if not is_last and evaluation % self.every:
             return []
+        model, variant = self.runner.model, self.runner.variant
         samples = [Sample(self.tokenizer, self.config.prompt) for _ in range(self.TEXTS)]
-        prompts = self.prompt.to(next(self.model.parameters()).device).repeat(self.TEXTS, 1)
-        self.model.eval()
-        engine = InferenceEngine(
-            self.model,
-            prompts,
-            self.dtype,
-            cached=self.cached,
-            refused=self.refused,
-            print0=self.print0,
-        )
-        self.cached = engine.cached
-        for _ in write(self.model, prompts, samples, self.config, engine.replacing):
+        prompts = self.prompt.repeat(self.TEXTS, 1)
+        dtype = "float32" if self.runner.device.type == "cpu" else variant.dtype
+        model.eval()
+        engine = InferenceEngine(model, prompts, dtype, cached=self.cached, refused=variant.refused, print0=self.print0)
+        for _ in write(model, prompts, samples, self.config, engine.replacing):
             if break_off():
                 break
-        self.model.train()
+        self.cached = engine.cached
+        model.train()
         return [] if break_off() else [sample.text for sample in samples]
 
 
 def sampler_for(every: int, runner: Runner, ranks: DistContext, tokenizer: dict[str, Any]) -> Sampler | None:
-    """The Sampler of every `every`-th evaluation; None for 0, and on ranks that only wait meanwhile.
+    """The Sampler of every `every`-th evaluation; None on ranks that only wait meanwhile.
 
     tokenizer: as in meta.json. If there can be no samples, one line says why: the run does not need them.
     """
-    if not every or not ranks.is_first:
+    if not ranks.is_first:
         return None
     try:
         return Sampler(runner, from_meta(tokenizer), every, ranks.print0)

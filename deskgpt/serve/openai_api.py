@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -48,7 +48,24 @@ def routes(writer: Writer) -> list[Route]:
         check_key(request)
         asked = {name: value for name, value in (await json_object(request)).items() if value is not None}
         completion = begin(writer, asked, is_chat=request.url.path == CHAT)
-        return await respond(request, writer, asked, completion)
+        config = generation_config(asked, writer.defaults)
+        shown = write(writer.trained.model, completion.ids, [completion.text], config, writer.replacing)
+        if checked(asked.get("stream", False), bool, "stream"):
+            return StreamingResponse(stream(request, completion, shown), media_type="text/event-stream")
+        async with writer.turn:
+            async for event in in_threads(request, shown):
+                if isinstance(event, dict):  # an error
+                    return JSONResponse(event, 500)
+                if await request.is_disconnected():  # whoever asked has gone: the text ends here
+                    break
+        return JSONResponse(completion.whole())
+
+    async def stream(request: Request, completion: Completion, shown: Iterator[list[str]]) -> AsyncIterator[str]:
+        async with writer.turn:
+            async for event in in_threads(request, completion.chunks(shown)):
+                if event is not None:
+                    yield f"data: {json.dumps(event)}\n\n"
+        yield "data: [DONE]\n\n"
 
     completions = [Route(path, complete, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
     return [Route("/v1/models", models), *completions]
@@ -60,63 +77,39 @@ class Completion:
 
     text: Sample
     ids: Tensor  # (1, T) the prompt
-    head: dict[str, Any]  # of all replies
+    model: str
     is_chat: bool
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self) -> dict[str, Any]:
         """The reply with all of the text."""
         new = self.text.text[self.text.prompt_end :]
         content = {"message": {"role": "assistant", "content": new}} if self.is_chat else {"text": new}
-        return self.head | {"choices": [self.choice(content, self.end())], "usage": self.usage()}
+        return self.reply("chat.completion", content, is_last=True)
 
-    def pieces(self, shown: Iterator[list[str]], with_usage: bool) -> Iterator[dict[str, Any] | None]:
+    def chunks(self, shown: Iterator[list[str]]) -> Iterator[dict[str, Any] | None]:
         """The replies with the text as it grows; None for a token that shows nothing."""
-        head = self.head
+        kind = "chat.completion.chunk"
         if self.is_chat:
-            head = head | {"object": "chat.completion.chunk"}
-            yield head | {"choices": [self.choice({"delta": {"role": "assistant", "content": ""}})]}
+            yield self.reply(kind, {"delta": {"role": "assistant", "content": ""}})
         for (new,) in shown:
             content = {"delta": {"content": new}} if self.is_chat else {"text": new}
-            yield head | {"choices": [self.choice(content)]} if new else None
-        nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        yield head | {"choices": [self.choice(nothing, self.end())]}
-        if with_usage:
-            yield head | {"choices": [], "usage": self.usage()}
+            yield self.reply(kind, content) if new else None
+        yield self.reply(kind, {"delta": {}} if self.is_chat else {"text": ""}, is_last=True)
 
-    def choice(self, content: dict[str, Any], end: str | None = None) -> dict[str, Any]:
-        return content | {"index": 0, "logprobs": None, "finish_reason": end}
-
-    def end(self) -> str:
-        return "stop" if self.text.done else "length"
-
-    def usage(self) -> dict[str, int]:
-        before, new = self.ids.size(1), self.text.n_tokens
-        return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
-
-
-async def respond(request: Request, writer: Writer, asked: dict[str, Any], completion: Completion) -> Response:
-    """Writes the text. It ends when its reader has gone."""
-    config = generation_config(asked, writer.defaults)
-    shown = write(writer.trained.model, completion.ids, [completion.text], config, writer.replacing)
-    if checked(asked.get("stream", False), bool, "stream"):
-        options = checked(asked.get("stream_options", {}), dict, "stream_options")
-        pieces = completion.pieces(shown, bool(options.get("include_usage")))
-
-        async def stream() -> AsyncIterator[str]:
-            async with writer.turn:
-                async for event in in_threads(request, pieces):
-                    if event is not None:
-                        yield f"data: {json.dumps(event)}\n\n"
-            yield "data: [DONE]\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
-    async with writer.turn:
-        async for event in in_threads(request, shown):
-            if isinstance(event, dict):  # an error
-                return JSONResponse(event, 500)
-            if await request.is_disconnected():
-                break
-    return JSONResponse(completion.whole())
+    def reply(self, kind: str, content: dict[str, Any], is_last: bool = False) -> dict[str, Any]:
+        n_prompt, n_new = self.ids.size(1), self.text.n_tokens
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+        reason = "stop" if self.text.done else "length"
+        return {
+            "id": self.id,
+            "object": kind if self.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [content | {"index": 0, "logprobs": None, "finish_reason": reason if is_last else None}],
+            "usage": usage if is_last else None,
+        }
 
 
 # ---- what a request asks for: each raises ValueError, one line -----------------------------------------------
@@ -132,13 +125,7 @@ def begin(writer: Writer, asked: dict[str, Any], is_chat: bool) -> Completion:
         prompt = asked.get("prompt")
         prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
         text, ids = writer.begin(Sample, checked(prompt, str, "prompt"), None, *stops)
-    head = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": writer.trained.name,
-    }
-    return Completion(text, ids, head, is_chat)
+    return Completion(text, ids, writer.trained.name, is_chat)
 
 
 def generation_config(asked: dict[str, Any], defaults: GenerationConfig) -> GenerationConfig:
@@ -150,6 +137,6 @@ def generation_config(asked: dict[str, Any], defaults: GenerationConfig) -> Gene
 
 def checked(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
-        names = {bool: "true or false", dict: "an object", list: "a list", str: "a text"}
+        names = {bool: "true or false", list: "a list", str: "a text"}
         raise ValueError(f"{name}={shortened(value)} must be {names[kind]}")
     return value

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from torch import Tensor
 
 from deskgpt.compute.generation import GenerationConfig, Sample, Tokenizer, write
@@ -26,7 +27,7 @@ from deskgpt.system.settings import settings_of
 from deskgpt.system.terminal import millions
 
 ALTERNATIVES = 8  # likeliest tokens that are shown next to the drawn one
-FILES = ("playground.css", "playground.js")  # beside this file, as playground.html
+PAGE = Path(__file__).with_name("page")
 
 
 def routes(writer: Writer) -> list[Mount]:
@@ -49,13 +50,9 @@ def routes(writer: Writer) -> list[Mount]:
     async def page(request: Request) -> Response:
         return JSONResponse(description(writer))
 
-    async def file(request: Request) -> Response:
-        name = Path(request.url.path).name
-        return FileResponse(Path(__file__).with_name(name if name in FILES else "playground.html"))
-
-    places = [Route("/", file), Route("/page.json", page), Route("/write", stream, methods=["POST"])]
-    places += [Route(f"/{name}", file) for name in FILES]
-    return [Mount(f"/{writer.token}", routes=places)]
+    places = [Route("/page.json", page), Route("/write", stream, methods=["POST"])]
+    files = Mount("/", StaticFiles(directory=PAGE, html=True))
+    return [Mount(f"/{writer.token}", routes=[*places, files])]
 
 
 def description(writer: Writer) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Writer:
         if messages is None:
             if not prompt:
                 raise ValueError("the prompt is empty; send some text or a line break")
-            ids = encode_prompt(prompt, tokenizer, self.trained.model)
+            ids = encode_prompt(prompt, tokenizer)
             text = kind(tokenizer, prompt, *stops)
         elif self.chat_template is not None:
             dialogue = talk.Dialogue.of(self.chat_template, self.block_size, messages)
