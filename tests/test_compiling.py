@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 import torch
@@ -57,17 +56,16 @@ def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "platform", "remedy"),
+    ("error", "remedy"),
     [
-        ("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", "darwin", "xcode-select"),
-        ("RuntimeError: Failed to find C compiler. Please specify via CC", "linux", "apt install g++"),
-        ("Command '['/usr/bin/gcc', '/tmp/x/cuda_utils.c']' returned non-zero exit status 1.", "linux", "Python.h"),
-        ("Cannot find a working triton installation. Either the package", "win32", "pip install triton-windows"),
-        ("something\n  else", "linux", "something else"),
+        ("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", "xcode-select"),
+        ("RuntimeError: Failed to find C compiler. Please specify via CC", "apt install g++"),
+        ("Command '['/usr/bin/gcc', '/tmp/x/cuda_utils.c']' returned non-zero exit status 1.", "Python.h"),
+        ("Cannot find a working triton installation. Either the package", "pip install triton"),
+        ("something\n  else", "something else"),
     ],
 )
-def test_missing_part_of_compiling_is_named_with_its_package(monkeypatch, error, platform, remedy):
-    monkeypatch.setattr(sys, "platform", platform)
+def test_missing_part_of_compiling_is_named_with_its_package(error, remedy):
     assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
 
 

@@ -152,10 +152,9 @@ def test_what_is_not_finite_stays_visible(bad):
     assert logits[[0, 1, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("name", ["gelu", *cpu_kernels.ACTIVATIONS])
-def test_activations_and_their_slopes_are_those_of_the_definition(name, dtype):
-    limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float64: 1e-3}[dtype]
+def test_activations_and_their_slopes_are_those_of_the_definition(name, dtype, limit):
     for n in (1, 31, 100_003):
         x = (torch.linspace(-6, 6, n) if n > 1 else torch.ones(1)).to(dtype).requires_grad_()
         exact = x.detach().double().requires_grad_()
@@ -233,17 +232,11 @@ def test_wrong_attention_is_left_out_alone_flash_attention_stays_and_the_name_sa
 LOAD = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
 
 
-def load_elsewhere(cache: Path, **env: str) -> subprocess.Popen[str]:
+def load_elsewhere(cache: Path) -> subprocess.Popen[str]:
     """A process that loads the kernels, with a cache of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", LOAD],
-        cwd=ROOT,
-        env=os.environ | {"XDG_CACHE_HOME": str(cache)} | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    env = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", LOAD], cwd=ROOT, env=env, start_new_session=True, **options)
 
 
 @pytest.mark.slow
@@ -253,9 +246,6 @@ def test_library_of_others_is_compiled_again_by_one_of_several_processes_though_
     library = cpu_kernels.path()
     (tmp_path / "other.c").write_text("int attention_forward;")
     subprocess.run(["cc", "-shared", tmp_path / "other.c", "-o", library], check=True)
-    old = library.with_name("cpu_kernels-0123456789abcdef.so")
-    old.touch()
-    os.utime(old, (0, 0))
     first = load_elsewhere(tmp_path)
     while first.poll() is None and not list(library.parent.glob("*.tmp")):
         time.sleep(0.05)
@@ -280,18 +270,6 @@ def test_machine_without_a_compiler_goes_on_with_one_line(compiler, tmp_path, mo
     assert_one_line(line, "C++ kernels", "may be slower")
 
 
-def test_library_is_named_after_all_that_it_is_made_of(monkeypatch):
-    usual = cpu_kernels.path()
-    for target, name, value in [
-        (torch, "__version__", "9.9"),
-        (cpu_kernels, "FLAGS", ("-O1",)),
-        (cpu_kernels, "compiler_version", lambda: "g++ of another day"),
-    ]:
-        with monkeypatch.context() as changed:
-            changed.setattr(target, name, value)
-            assert cpu_kernels.path() != usual
-
-
 @pytest.fixture
 def library(_loaded, tmp_path, monkeypatch):
     """A copy of the library in a cache of its own."""
@@ -302,30 +280,18 @@ def library(_loaded, tmp_path, monkeypatch):
     return copy
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut short", "a flipped bit", "not a library", "link", "writable"])
-def test_library_that_is_not_as_it_was_compiled_is_not_loaded(damage, library, tmp_path):
+def test_library_of_other_bytes_or_that_others_can_write_is_not_loaded(library, monkeypatch):
     content = library.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
-    written = {"empty": b"", "cut short": content[:-4096], "a flipped bit": flipped, "not a library": b"no library"}
-    if damage in written:
-        library.write_bytes(written[damage])
-    elif damage == "link":
-        library.rename(tmp_path / "elsewhere.so")
-        library.symlink_to(tmp_path / "elsewhere.so")
-    else:
-        library.chmod(0o777)
+    for damaged in (b"", content[:-4096], flipped):
+        library.write_bytes(damaged)
+        assert not cpu_kernels.is_intact(library)
+    library.write_bytes(content)
+    library.chmod(0o777)
     assert not cpu_kernels.is_intact(library)
-
-
-def test_folder_that_others_may_write_is_closed_and_another_users_is_refused(tmp_path, monkeypatch):
-    tmp_path.chmod(0o777)
-    cpu_kernels.make_private(tmp_path)
-    assert not tmp_path.stat().st_mode & 0o022
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(RuntimeError) as e:
-        cpu_kernels.make_private(tmp_path)
-    assert_one_line(str(e.value), str(tmp_path), "XDG_CACHE_HOME")
+    monkeypatch.setattr(cpu_kernels, "FLAGS", ("-O1",))
+    assert cpu_kernels.path() != library  # which is named after all that it is made of
 
 
 def test_process_that_holds_the_lock_for_ever_is_not_waited_for(library, monkeypatch):
@@ -339,22 +305,17 @@ def test_process_that_holds_the_lock_for_ever_is_not_waited_for(library, monkeyp
 # ---- the boundary ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "keys"), [(torch.float16, 4), (torch.float32, 1), (torch.float64, 4)])
-def test_attention_takes_any_type_and_one_head_of_keys_for_several_of_queries(dtype, keys):
-    q, k, v, g = heads_of(2, 70, 4, 16, dtype)
-    errors = attention_errors(q, k[:, :keys], v[:, :keys], g, kernel)
-    assert kernel(q, k[:, :keys], v[:, :keys]).dtype == dtype
-    assert max(errors) <= (3e-3 if dtype == torch.float16 else 1e-5)
+def test_what_the_kernels_are_not_made_for_is_left_to_torch():
+    at = torch.arange(70)
 
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return replacements.kernel_attention(definition.attention, q, k, v, at, at, 0.0)
 
-def test_operators_take_nothing_and_softmax_any_layout_and_type():
-    for shape in ((0, 2, 8, 16), (2, 0, 8, 16), (2, 2, 0, 16)):
-        q = torch.randn(shape, requires_grad=True)
-        assert torch.autograd.grad(kernel(q, q, q).sum(), q)[0].shape == shape
-    assert torch.ops.deskgpt.activation(torch.randn(0, 3), "relu2").shape == (0, 3)
-    assert cpu_kernels.softmax_(torch.randn(0, 3), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-    for logits in (torch.randn(40, 40).t(), torch.randn(80, 40)[::2], torch.randn(40, 40).half()):
-        expected = torch.log_softmax(logits.double(), 1)
-        log_p = cpu_kernels.softmax_(logits, torch.arange(40))
-        assert distance(log_p, expected.diagonal()) <= 1e-3
-        assert distance(logits, expected.exp()) <= 1e-3
+    for dtype in (torch.float16, torch.float64):
+        q, k, v, g = heads_of(2, 70, 4, 16, dtype)
+        assert max(attention_errors(q, k, v, g, attention)) <= (3e-3 if dtype == torch.float16 else 1e-5)
+    q = torch.randn(0, 2, 70, 16)
+    assert attention(q, q, q).shape == q.shape
+    for x in (torch.randn(0, 3), torch.randn(5, 3, dtype=torch.float64)):
+        found = replacements.kernel_activation(definition.activation, x, "relu2")
+        assert torch.equal(found, definition.activation(x, "relu2"))

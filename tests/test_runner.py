@@ -15,9 +15,7 @@ from deskgpt.kernels import replacements
 from model import GPT, GPTConfig
 
 
-def make(
-    bfloat16: bool = False, compiled: bool = False, checkpoint: str = "none", distributed: bool = False, **settings: Any
-) -> Runner:
+def make(bfloat16: bool = False, compiled: bool = False, checkpoint: str = "none", **settings: Any) -> Runner:
     torch.manual_seed(0)
     sizes = {"block_size": 32, "vocab_size": 100, "n_layer": 2, "n_head": 2, "n_embd": 32}
     model = GPT(GPTConfig(**(sizes | settings)))
@@ -26,7 +24,7 @@ def make(
             p.add_(torch.randn_like(p) * 0.05)
     dtype = "bfloat16" if bfloat16 else "float32"
     variant = Variant(dtype, compiled, attention="explicit" if bfloat16 else "flash", checkpoint=checkpoint)
-    return Runner(model, variant, distributed)
+    return Runner(model, variant)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +109,7 @@ def test_experts_of_which_some_get_no_gradient_train_on_two_ranks(tmp_path):
     def work(ranks: DistContext) -> list[float]:
         torch.manual_seed(0)
         sizes: dict[str, Any] = {"block_size": 8, "vocab_size": 100, "n_layer": 1, "n_head": 1, "n_embd": 8}
-        runner = Runner(WithExperts(GPTConfig(**sizes)), Variant(), distributed=True)
+        runner = Runner(WithExperts(GPTConfig(**sizes)), Variant())
         runner.distribute(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))
         norms = []
         for first in (0, 1, 1, 0):

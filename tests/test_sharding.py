@@ -64,7 +64,7 @@ def trained(
     There is an evaluation before the second one. gathered: the dtype in which sharded blocks are.
     """
     model = build(ranks, dp_shard, config, gathered)
-    runner = Runner(model, Variant(dtype), ranks.distributed, sync_each_batch)
+    runner = Runner(model, Variant(dtype), sync_each_batch)
     stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, muon_dtype=dtype)
     batching = Batching(GLOBAL_BATCH // split, split, rank=ranks.rank, world=ranks.world)
     rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
@@ -177,7 +177,7 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
 
 def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
     def short_run(ranks: DistContext) -> None:
-        runner = Runner(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8)), Variant(), True)
+        runner = Runner(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8)), Variant())
         idx = torch.zeros(1, 8, dtype=torch.long)
         runner.distribute(idx, idx)
         ranks.gather("a tensor")

@@ -39,14 +39,17 @@ class Batching:
     @classmethod
     def of(cls, settings: Mapping[str, Any], rank: int = 0, world: int = 1) -> Batching:
         """From settings of train.py; gradient_accumulation_steps counts the micro-batches of all ranks."""
+        eval_windows = settings["eval_iters"] * settings["batch_size"]
+        if settings["eval_tokens"]:
+            eval_windows = math.ceil(settings["eval_tokens"] / settings["block_size"])
         return cls(
-            settings["batch_size"],
-            settings["gradient_accumulation_steps"],
-            settings["block_size"],
-            eval_windows(settings),
-            rank,
-            world,
-            settings["eval_tokens"],
+            batch_size=settings["batch_size"],
+            accumulation=settings["gradient_accumulation_steps"],
+            block_size=settings["block_size"],
+            eval_windows=eval_windows,
+            rank=rank,
+            world=world,
+            eval_tokens=settings["eval_tokens"],
         )
 
     @property
@@ -84,7 +87,7 @@ class Batching:
         return " ".join(f"--{name}={value}" for name, value in named.items())
 
     def number(self, micro_step: int) -> int:
-        """The number of this rank's micro-batch within the step, over all ranks: the same rows at any world size."""
+        """Of this rank's micro-batch within the step, over all ranks: it has the same rows at any world size."""
         return micro_step * self.world + self.rank
 
     def rows(self, micro_step: int) -> I64:
@@ -102,10 +105,3 @@ class Batching:
     def eval_batches(self, n: int) -> int:
         """Micro-batches of each rank in an evaluation of n windows."""
         return math.ceil(n / (self.world * self.batch_size))
-
-
-def eval_windows(settings: Mapping[str, Any]) -> int:
-    """Windows of each split that an evaluation reads, at most."""
-    if settings["eval_tokens"]:
-        return math.ceil(settings["eval_tokens"] / settings["block_size"])
-    return settings["eval_iters"] * settings["batch_size"]

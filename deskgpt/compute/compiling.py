@@ -43,8 +43,11 @@ def set_up_inductor() -> None:
 
 
 def quieten() -> None:
-    """Silences warnings of torch.compile that ask for nothing: of operations in place, of which a block has none, with
-    selective checkpoints, and on a card of fewer than 68 SMs that matmuls are not autotuned."""
+    """Silences two warnings of torch.compile that ask for nothing.
+
+    One is about operations in place with selective checkpoints; blocks have none. The other says that matmuls are not
+    autotuned on a card of fewer than 68 SMs.
+    """
     for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -82,12 +85,12 @@ def gcc_major_version() -> int | None:
 
 def printed_by_compiler(option: str) -> str:
     """The first line that inductor's C++ compiler prints with this option; empty if there is none or it fails."""
-    compiler = cpp_compiler()
-    if compiler is None:
-        return ""
     try:
-        done = subprocess.run([compiler, option], capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        command = [get_cpp_compiler(), option]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
+    except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):  # CXX may name what is none
         return ""
     return (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself on stderr
 
@@ -105,44 +108,26 @@ def compiler_name(device: torch.device) -> str | None:
 
 # ---- why it failed -------------------------------------------------------------------------------------------
 
-# What torch.compile needs: a pattern for the errors of inductor, Triton and the compiler, and the remedy by system.
+# What torch.compile needs: a pattern for the errors of inductor, Triton and the compiler, and the remedy.
 COMPILE_NEEDS = {
-    r"No working C\+\+ compiler|Compiler: \S+ is not found|Failed to find C compiler": {
-        "linux": "there is no C++ compiler: install g++ (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)",
-        "darwin": "there is no C++ compiler: xcode-select --install",
-        "win32": "there is no C++ compiler: install Build Tools for Visual Studio, and start from its command prompt",
-    },
+    r"No working C\+\+ compiler|Compiler: \S+ is not found|Failed to find C compiler": (
+        "there is no C++ compiler: install g++ (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: "
+        "xcode-select --install; Windows: Build Tools for Visual Studio, and start from its command prompt)"
+    ),
     # The second is of the C compiler that Triton calls, and lacks its reason.
-    r"fatal error: Python\.h|Command .*(cuda_utils|main)\.c'.* returned non-zero exit status": {
-        "linux": "the compiler fails, often for lack of Python.h: install Python's headers (apt install python3-dev)",
-    },
-    r"working triton installation|No module named 'triton": {
-        "linux": "there is no working Triton: pip install triton",
-        "win32": "there is no working Triton: pip install triton-windows",
-    },
+    r"fatal error: Python\.h|Command .*(cuda_utils|main)\.c'.* returned non-zero exit status": (
+        "the compiler fails, often for lack of Python.h: install Python's headers (apt install python3-dev)"
+    ),
+    r"working triton installation|No module named 'triton": (
+        "there is no working Triton: pip install triton (Windows: triton-windows)"
+    ),
 }
 
 
 def why_not_compiled(error: Exception) -> str:
     """Why torch.compile failed, in one line: what it lacks here and how to install it, or the error's own text."""
     words = " ".join(str(error).split())
-    for pattern, remedies in COMPILE_NEEDS.items():
-        if not re.search(pattern, words):
-            continue
-        remedy = remedies.get(sys.platform, remedies["linux"])
-        if "C++" in remedy and "CXX" in os.environ:
-            return f"CXX={os.environ['CXX']!r}: {remedy}"
-        return remedy
+    for pattern, remedy in COMPILE_NEEDS.items():
+        if re.search(pattern, words):
+            return f"CXX={os.environ['CXX']!r}: {remedy}" if "C++" in remedy and "CXX" in os.environ else remedy
     return textwrap.shorten(words, 200, placeholder=" ...")
-
-
-def cpp_compiler() -> str | None:
-    """The C++ compiler that inductor calls; None if it finds none. Without: None, so its bugs are not worked around."""
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-    except ImportError:
-        return None
-    try:
-        return get_cpp_compiler()
-    except (RuntimeError, OSError):  # inductor finds no compiler, or CXX names what is none
-        return None

@@ -79,14 +79,8 @@ class DistContext:
 
 # ---- how the process was started -----------------------------------------------------------------------------
 
-# What other launchers tell each of their processes: how many there are, and SLURM also which one it is.
-LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "SLURM_PROCID": "srun",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "MPICH's or Intel's mpirun",
-    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
-}
+# In which srun and the mpirun of Open MPI, MPICH, Intel MPI and MVAPICH tell a process how many there are.
+OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
 WAIT_S = 10.0  # how long ranks may wait for each other without a word
@@ -107,24 +101,27 @@ def dist_env(environ: Mapping[str, str]) -> DistEnv:
     """Where torchrun has placed this process. Raises ValueError where another launcher started several processes, each
     of which would train the whole run, or where variables are left over from something else.
     """
-    found = {name: value for name, value in environ.items() if value}
+    found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    found |= {name: value for name, value in environ.items() if value}
     if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
-        for name, launcher in LAUNCHERS.items():
-            alone = "0" if name == "SLURM_PROCID" else "1"
-            if found.get(name, alone) != alone:
+        for name in OTHER_LAUNCHERS:
+            if found.get(name, "1") != "1":
                 raise ValueError(
-                    f"{launcher} started several processes ({name}={found[name]}), each of which would train all by "
-                    f"itself: start one; {USE_TORCHRUN}"
+                    f"srun or mpirun started several processes ({name}={found[name]}), each of which would train all "
+                    f"by itself: start one; {USE_TORCHRUN}"
                 )
         return DistEnv()
-    there = [f"{name}={found[name]}" for name in NEEDED if name in found]
+    there = " and ".join(f"{name}={found[name]}" for name in NEEDED if name in found)
     for name in NEEDED:
         if name not in found:
             raise ValueError(
-                f"{' and '.join(there)} are set, but {name} is not: unset RANK and WORLD_SIZE to train in one process; "
-                f"{USE_TORCHRUN}"
+                f"{there} are set, but {name} is not: unset RANK and WORLD_SIZE to train in one process; {USE_TORCHRUN}"
             )
-    rank, world, _ = (number_in(found, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not found[name].isdecimal():
+            raise ValueError(f"{name}={found[name]} is not a number: unset RANK and WORLD_SIZE to train in one process")
+    rank = int(found["RANK"])
+    world = int(found["WORLD_SIZE"])
     if rank >= world:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}; {USE_TORCHRUN}")
     restarts = found.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -133,16 +130,7 @@ def dist_env(environ: Mapping[str, str]) -> DistEnv:
             f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch's "
             "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
         )
-    local_rank = number_in(found, "LOCAL_RANK", "0")
-    return DistEnv(rank, world, local_rank, number_in(found, "LOCAL_WORLD_SIZE", "1"), distributed=True)
-
-
-def number_in(environ: Mapping[str, str], name: str, default: str = "") -> int:
-    """The number in a variable. Raises ValueError where it holds none."""
-    value = environ.get(name, default)
-    if not (value.isascii() and value.isdigit()):
-        raise ValueError(f"{name}={value} is not a number: unset RANK and WORLD_SIZE to train in one process")
-    return int(value)
+    return DistEnv(rank, world, int(found["LOCAL_RANK"]), int(found["LOCAL_WORLD_SIZE"]), distributed=True)
 
 
 def allow_open_files() -> None:
@@ -153,19 +141,9 @@ def allow_open_files() -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    if 0 <= soft < most:  # -1: no limit
         with suppress(ValueError, OSError):  # macOS may allow less than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def waiting_text(env: DistEnv) -> str:
-    """What a process prints that waits for other ranks, which may never have been started."""
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    others = "1 other rank" if env.world == 2 else f"{env.world - 1} other ranks"
-    return (
-        f"rank {env.rank} is waiting for {others} at {address}; to train alone, unset RANK and WORLD_SIZE; "
-        f"{USE_TORCHRUN}"
-    )
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
@@ -190,7 +168,12 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
             raise ValueError(f"backend=nccl is for CUDA, the device is {device}; try --backend=auto")
         if backend == "nccl":
             backend = "cpu:gloo,cuda:nccl"  # gloo for what the ranks agree on, such as when to stop
-        notice = threading.Timer(WAIT_S, print, (waiting_text(env),), {"flush": True})
+        address = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+        waiting = (
+            f"rank {env.rank} of {env.world} is waiting for the others at {address}; to train alone, unset RANK and "
+            f"WORLD_SIZE; {USE_TORCHRUN}"
+        )
+        notice = threading.Timer(WAIT_S, print, (waiting,), {"flush": True})
         notice.daemon = True
         if env.local_rank == 0:
             notice.start()
@@ -198,10 +181,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as e:  # the port is taken, the host is unknown, or a rank has not come in time
             why = str(e).splitlines()[0]
-            raise OSError(
-                f"cannot meet the other {env.world - 1} ranks at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
-                f"MASTER_PORT={os.environ['MASTER_PORT']}: {why}"
-            ) from None
+            raise OSError(f"cannot meet the other {env.world - 1} ranks at {address}: {why}") from None
         finally:
             notice.cancel()
     if device_name == "auto" and device.type == "cpu" and ranks.is_first:

@@ -12,8 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute.sharding import is_dtensor, local, rows_of, sharded_as
-from deskgpt.kernels.verify import whole
+from deskgpt.compute.sharding import gathered, is_dtensor, local, rows_of
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
@@ -155,7 +154,7 @@ class Muon(torch.optim.AdamW):
     def _orthogonalize(self, steps: list[Tensor], params: list[Tensor], chosen: list[int], made: Tensor) -> None:
         """Orthogonalizes the chosen steps, whose parts are of one shape, as one batch."""
         is_sharded = is_dtensor(params[0])
-        matrices = [whole(sharded_as(params[i], steps[i])) if is_sharded else steps[i] for i in chosen]
+        matrices = [gathered(steps[i], params[i]) if is_sharded else steps[i] for i in chosen]
         views = [part for matrix in matrices for part in parts(matrix)]
         u = orthogonalized(torch.stack(views), self.dtype) * made
         torch._foreach_copy_(views, list(u.unbind()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import inspect
 import math
 import os
 import time
@@ -91,12 +90,11 @@ class Runner:
     On a CPU, evaluation runs uncompiled, which saves compiling it too.
     """
 
-    def __init__(self, model: GPT, variant: Variant, distributed: bool = False, sync_each_batch: bool = True) -> None:
+    def __init__(self, model: GPT, variant: Variant, sync_each_batch: bool = True) -> None:
         self.model = model
-        self.distributed = distributed
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]  # of the parameters that train, in the order of the forward pass
-        self.parameters = [p for _, p in named]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = list(trained)
+        self.parameters = list(trained.values())
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=variant.dtype == "float16")
         self.ddp: DDP | None = None
@@ -104,8 +102,8 @@ class Runner:
         self._tokens = 0  # that were trained since take_tokens
         self.sharded = sharding.is_sharded(model)
         self.sync_each_batch = sync_each_batch  # of sharded ones; DDP always sends gradients once per step
-        self.flops_per_token = model.estimate_flops()  # choose_implementation counts them
-        self.compared_s: float | None = None  # what comparing again took the last time
+        self.flops_per_token = model.estimate_flops()  # Tuner.choose counts them
+        self.compared_s = 0.0  # what comparing again took the last time
         self.compared_at = time.perf_counter()
         self.right_until = 0  # the step of the last comparison that found no difference
         self.doubts: list[str] = []  # what later comparisons have found
@@ -140,14 +138,12 @@ class Runner:
         """
         if self.sharded:
             return
-        # Which parameters get a gradient may depend on the text, as with experts. Without this look at the graph, once
-        # per step, a run would end at the first step in which one of them has none.
-        options: dict[str, Any] = {"find_unused_parameters": True}
-        is_new = "forward_sync_buffers" in inspect.signature(DDP).parameters  # its name from torch 2.13 on
-        has_state = len(self.model.state_dict()) > len(dict(self.model.named_parameters(remove_duplicate=False)))
-        options["forward_sync_buffers" if is_new else "broadcast_buffers"] = has_state  # the rotary table is no state
+        # DDP broadcasts buffers before each forward pass. The rotary table never changes.
+        DDP._set_params_and_buffers_to_ignore_for_model(self.model, ["transformer.rotary"])
         device_ids = [self.device.index] if self.device.type == "cuda" else None
-        self.ddp = DDP(self.model, device_ids=device_ids, **options)
+        # Which parameters get a gradient may depend on the text, as with experts. Without find_unused_parameters, a run
+        # would end at the first step in which one of them has none.
+        self.ddp = DDP(self.model, device_ids=device_ids, find_unused_parameters=True)
         # A first pass may arrange what DDP sends in another order: resumed runs have it behind them, too.
         with without_cpp_warnings():
             self.forward_backward(x, y)
@@ -172,7 +168,8 @@ class Runner:
         """
         if self.sharded:
             self.model.set_requires_gradient_sync(last or self.sync_each_batch)  # type: ignore[operator]
-        with replacing(self.replacements), self.ddp.no_sync() if self.ddp and not last else nullcontext():
+        exchange = self.ddp.no_sync() if self.ddp and not last else nullcontext()
+        with replacing(self.replacements), exchange:
             yield
 
     def forward(
@@ -185,7 +182,8 @@ class Runner:
         self.last = (x, y)
         with self.amp:
             parts = parts_of((self.ddp or self.model)(x, y))
-            parts = {n: part / micro_steps if weight is None else part * weight for n, part in parts.items()}
+            for name, part in parts.items():
+                parts[name] = part / micro_steps if weight is None else part * weight
         return total_of(parts), {name: part.detach() for name, part in parts.items()}
 
     def backward(self, loss: Tensor) -> None:
@@ -241,7 +239,8 @@ class Runner:
         finally:
             self.model.train()
         if self.sharded:
-            sharding.drop_gathered(self.model)
+            for module in (self.model, *self.model.transformer.h):
+                module.reshard()  # frees the weights that the evaluation has gathered
 
     @torch.no_grad()
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -266,30 +265,16 @@ class Runner:
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)
-        n_rows = ranks.sum(rows_of.sum()).item()
-        n_batches = int(ranks.sum(torch.tensor(len(counts), dtype=torch.float64)).item())
-        mean = ranks.sum(sums.sum()).item() / n_rows if n_rows else math.nan
+        n_batches = torch.tensor(len(counts), dtype=torch.float64)
+        totals = ranks.sum(torch.stack((sums.sum(), rows_of.sum(), n_batches)))
+        loss_sum, n_rows, n_batches = totals.tolist()
+        mean = loss_sum / n_rows if n_rows else math.nan
         squares = ranks.sum((sums - mean * rows_of).square().sum()).item()
         error = math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows if n_batches >= 8 else None
         batch_losses = tuple(round(loss, 6) for loss in (sums / rows_of).tolist())
         return Evaluation(mean, error, round(n_rows), batch_losses)
 
     # ---- comparing with model.py -------------------------------------------------------------------------
-
-    def check_replacements(self, candidates: verify.Candidates, idx: Tensor, targets: Tensor) -> dict[str, str]:
-        """As verify.wrong_replacements, in the variant's dtype, on whole sequences; fewer where memory runs out."""
-        B, T = idx.shape
-        B = max(1, min(B, WALKED_TOKENS // T))
-        while True:
-            try:
-                with verify.nothing_is_zero(self.model):
-                    model = sharding.float32_copy(self.model)
-                    dtype = self.variant.dtype
-                    return verify.wrong_replacements(model, candidates, idx[:B, :T], targets[:B, :T], dtype)
-            except (RuntimeError, MemoryError) as e:
-                if not is_out_of_memory(e) or B * T < 2 or self.sharded:
-                    raise
-                B, T = (B // 2, T) if B > 1 else (1, T // 2)
 
     def check_pass(self, x: Tensor, y: Tensor, micro_steps: int = 1) -> None:
         """Compares loss and gradients on the first sequences of a micro-batch with those of eager float32.
@@ -396,13 +381,12 @@ class Runner:
         """
         if self.last is None:  # it was compared just now
             return []
-        x, y = self.last
-        n = step % len(x)  # other sequences come first than before
         t0 = time.perf_counter()
-        is_first = self.compared_s is None
-        is_due = must or self.compared_s is None or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
+        is_due = must or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
         if not ranks.all(is_due and verify.weights_are_finite(self.model)):
             return []
+        x, y = self.last
+        n = step % len(x)  # other sequences come first than before
         try:
             lines = self._compare_again(x.roll(n, 0), y.roll(n, 0), ranks)
         except (RuntimeError, MemoryError) as e:
@@ -413,9 +397,6 @@ class Runner:
             return []
         self.compared_at = time.perf_counter()
         self.compared_s = self.compared_at - t0
-        if is_first:
-            price = f"took {self.compared_s:.1f}s: done at evaluations, in at most {SHARE_OF_TIME:.0%} of the time"
-            ranks.print0(f"checking {self.variant} against model.py again {price}")
         if not lines:
             self.right_until = step
             return []
@@ -426,14 +407,10 @@ class Runner:
     def _compare_again(self, x: Tensor, y: Tensor, ranks: DistContext) -> list[str]:
         """Compares on this micro-batch; returns what differs, which model.py computes from here on."""
         hardware.free_unused(self.device)  # the reference takes other sizes than training
-        lines: list[str] = []
-        exact = Runner(self.model, replace(self.variant, dtype="float32", compiled=False))
         in_use = {name: [r] for name, r in self.variant.replacements(self.device.type).items()}
-        problems: dict[str, str] = {}
-        for of_rank in ranks.gather(exact.check_replacements(in_use, x, y)):
-            problems |= of_rank
+        problems = find_wrong_replacements(self.model, in_use, x, y, "float32", ranks)
+        lines = [problems[name] for name in sorted(problems)]
         if problems:
-            lines += [problems[name] for name in sorted(problems)]
             self.use(replace(self.variant, refused=tuple(sorted({*self.variant.refused, *problems}))))
         while not is_reference(self.variant, self.device):
             problem = ""
@@ -446,9 +423,34 @@ class Runner:
             lines.append(problem or f"{self.variant} disagrees with model.py on another rank")
             if self.sharded or (self.variant.dtype == "float32" and not self.variant.compiled):
                 raise ValueError(f"{lines[-1]}; resume from the last checkpoint with --dtype=float32 --compile=False")
-            is_compiled = self.variant.compiled
-            self.use(replace(self.variant, compiled=False, dtype=self.variant.dtype if is_compiled else "float32"))
+            dtype = self.variant.dtype if self.variant.compiled else "float32"
+            self.use(replace(self.variant, compiled=False, dtype=dtype))
         return lines
+
+
+def find_wrong_replacements(
+    model: GPT, candidates: verify.Candidates, idx: Tensor, targets: Tensor, dtype: str, ranks: DistContext
+) -> dict[str, str]:
+    """As verify.wrong_replacements, on whole sequences, fewer where memory runs out; what any rank finds."""
+    B, T = idx.shape
+    B = max(1, min(B, WALKED_TOKENS // T))
+    while True:
+        try:
+            with verify.nothing_is_zero(model):
+                whole = sharding.float32_copy(model)
+                found = verify.wrong_replacements(whole, candidates, idx[:B, :T], targets[:B, :T], dtype)
+            break
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e) or B * T < 2 or sharding.is_sharded(model):
+                raise
+            if B > 1:
+                B //= 2
+            else:
+                T //= 2
+    problems: dict[str, str] = {}
+    for of_rank in ranks.gather(found):
+        problems |= of_rank
+    return problems
 
 
 @contextmanager

@@ -195,12 +195,6 @@ def group_for_saves(timeout_s: float) -> dist.ProcessGroup:
     return dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
 
 
-def drop_gathered(model: GPT) -> None:
-    """Frees the gathered weights that an evaluation leaves."""
-    for module in (model, *model.transformer.h):
-        module.reshard()
-
-
 def is_dtensor(x: Any) -> bool:
     return hasattr(x, "full_tensor")
 
@@ -211,12 +205,12 @@ def local(x: Any) -> Tensor:
         return x.to_local() if is_dtensor(x) else x
 
 
-def sharded_as(like: Any, rows: Tensor) -> Any:
-    """A tensor that is sharded as `like` is, of which each rank has these rows; nothing is sent."""
+def gathered(rows: Tensor, like: Any) -> Tensor:
+    """The whole of a tensor that is sharded as `like` is, of which each rank has these rows."""
     from torch.distributed.tensor import DTensor
 
     shape = {"shape": like.size(), "stride": like.stride()}
-    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **shape).full_tensor()
 
 
 def rows_of(tensor: Tensor, like: Any) -> Tensor:

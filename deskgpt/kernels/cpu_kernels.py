@@ -1,8 +1,7 @@
 """The kernels of cpu_kernels.cpp as operators of torch, which inductor leaves alone. Compiled once per machine.
 
 Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own kernels. A run checks
-their results against model.py (verify.py). What the library is not made for, such as float16 or empty tensors, the
-operators compute with torch.
+their results against model.py (verify.py). Callers ask `takes` first: the operators compute nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import hashlib
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
-import time
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,6 @@ ARCHITECTURES = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
 # -fno-strict-aliasing allows that.
 FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-fno-strict-aliasing", "-mno-align-stringops")
 COMPILE_S = 300  # compiling takes 5 s; after this time the compiler, or another process that compiles, hangs
-UNUSED_S = 30 * 86400  # libraries that nobody has loaded for so long are deleted
 
 FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax_in_place")  # of the library
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
@@ -62,17 +58,7 @@ def may_exist() -> bool:
     return sys.platform == "linux" and torch.backends.cpu.get_cpu_capability() in ARCHITECTURES
 
 
-def is_ready() -> bool:
-    """Whether `load` takes no time."""
-    if _library is not None:
-        return True
-    try:
-        return may_exist() and is_intact(path())
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):
-        return False
-
-
-def load() -> None:
+def load(print0: Callable[[str], None] = lambda line: None) -> None:
     """Registers the operators, with the library on disk or, the first time, by compiling it. Raises Unavailable."""
     global _library, _dtypes
     if _library is not None:
@@ -81,13 +67,12 @@ def load() -> None:
         raise Unavailable("the C++ kernels are for Linux on a processor with AVX2 or AVX-512")
     try:
         library = path()
-        make_private(library.parent)
         # filelock's own fallback, a file that exists, would outlive a crash.
         with FileLock(library.with_suffix(".lock"), timeout=COMPILE_S, fallback_to_soft=False):
             if not is_intact(library):
+                print0("compiling kernels for this processor, once")
                 compile_to(library)
             loaded = ctypes.CDLL(str(library))
-            os.utime(library)
         for name in FUNCTIONS:
             getattr(loaded, name).restype = ctypes.c_char_p
     except Timeout:
@@ -134,28 +119,14 @@ def compiler_version() -> str:
     return done.stdout
 
 
-def make_private(folder: Path) -> None:
-    """Makes the folder if need be, so that nobody else can write there. Raises RuntimeError for another user's."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid():
-        raise RuntimeError(f"{folder} belongs to another user: set XDG_CACHE_HOME to a folder of your own")
-    if found.st_mode & 0o022:
-        folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
-
-
 def is_intact(library: Path) -> bool:
-    """Whether this file is ours, nobody else could have changed it, and it is as it was compiled.
+    """Whether only this user can have written the file, and it is as it was compiled.
 
     Its last 32 bytes are the SHA-256 of all before them.
     """
-    try:
-        found = library.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            return False
-        content = library.read_bytes()
-    except OSError:
+    if not cache.is_trusted(library):
         return False
+    content = library.read_bytes()
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
@@ -177,10 +148,6 @@ def compile_to(library: Path) -> None:
     with replacing(library) as file:
         os.fchmod(file.fileno(), 0o700)
         file.write(content + hashlib.sha256(content).digest())
-    for other in library.parent.glob("cpu_kernels-*"):
-        with suppress(OSError):
-            if other.lstat().st_mtime < time.time() - UNUSED_S:
-                other.unlink()
 
 
 def is_multiplied(dtype: torch.dtype) -> bool:
@@ -251,10 +218,6 @@ def empty_like_heads(x: Tensor) -> Tensor:
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention of q, k, v (B, H, T, D), and the log-sum-exp of each query's scores (B, H, T), for backward."""
     o = empty_like_heads(q)
-    if q.dim() != 4 or not takes(q, k, v):
-        scores = masked_scores(q, k)
-        o.copy_(scores.softmax(-1) @ v.to(scores.dtype))
-        return o, scores.logsumexp(-1)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = [by_rows(q), by_rows(k), by_rows(v), o]  # a list keeps copies alive during the call
     call("attention_forward", q.dtype, *map(heads, tensors), pointer(lse), *q.shape)
@@ -265,75 +228,39 @@ def attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by q, k and v. g: that by o, the result of attention_forward."""
-    g = g.to(q.dtype)
+    inputs = [by_rows(x) for x in (g.to(q.dtype), q, k, v, o)]
     outputs = (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
-    if q.dim() != 4 or not takes(q, k, v, g, o):
-        gradients = torch_attention_backward(g, q, k, v, o, lse)
-        for output, gradient in zip(outputs, gradients, strict=True):
-            output.copy_(gradient.sum_to_size(output.shape))  # one head of keys may serve several of queries
-        return outputs
-    inputs = [by_rows(x) for x in (g, q, k, v, o)]
     lse = lse.contiguous()
     call("attention_backward", q.dtype, *map(heads, inputs), pointer(lse), *map(heads, outputs), *q.shape)
     return outputs
 
 
-def masked_scores(q: Tensor, k: Tensor) -> Tensor:
-    """(B, H, T, S) in float32, or float64 for float64."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).mT * q.size(-1) ** -0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, -torch.inf)
-
-
-def torch_attention_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v (FlashAttention-2, arXiv:2307.08691, algorithm 2)."""
-    p = (masked_scores(q, k) - lse[..., None]).exp()  # (B, H, T, S)
-    g, q, k, v, o = (x.to(p.dtype) for x in (g, q, k, v, o))
-    ds = p * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * q.size(-1) ** -0.5
-    return ds @ k, ds.mT @ q, p.mT @ g
-
-
 def activation(x: Tensor, name: str) -> Tensor:
     """One of ACTIVATIONS, elementwise, or the exact GELU, which is torch's and needs no `load`."""
+    if name == "gelu":
+        return F.gelu(x.contiguous())
     x = x.contiguous()
-    if name in ACTIVATIONS and takes(x):
-        y = torch.empty_like(x)
-        call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(None), pointer(y), x.numel())
-        return y
-    if name == "relu2":
-        return F.relu(x).square()
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+    y = torch.empty_like(x)
+    call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(None), pointer(y), x.numel())
+    return y
 
 
 def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
     """The gradient by x; g: that by activation(x, name)."""
     g = g.to(x.dtype).contiguous()
     x = x.contiguous()
-    if name in ACTIVATIONS and takes(x, g):
-        y = torch.empty_like(x)
-        call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
-        return y
-    if name == "relu2":
-        return 2 * g * F.relu(x)
-    return torch.ops.aten.gelu_backward.default(g, x, approximate="tanh" if name == "gelu_tanh" else "none")
-
-
-def torch_softmax_(logits: Tensor, targets: Tensor) -> Tensor:
-    """Turns logits (N, V) into probabilities, in place; returns the logarithms (N,) of the targets', in float32."""
-    log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
-    log_p_target = log_p.gather(1, targets[:, None]).squeeze(1)
-    logits.copy_(log_p.exp_())
-    return log_p_target
+    if name == "gelu":
+        return torch.ops.aten.gelu_backward.default(g, x)
+    y = torch.empty_like(x)
+    call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
+    return y
 
 
 def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same as torch_softmax_, by our kernel."""
-    is_matrix = logits.dim() == 2 and logits.is_contiguous() and targets.shape == logits.shape[:1]
-    if not is_matrix or not takes(logits) or targets.dtype != torch.int64 or targets.device.type != "cpu":
-        return torch_softmax_(logits, targets)
+    """Turns logits (N, V), which must be contiguous, into probabilities, in place.
+
+    Returns the logarithms (N,) of the targets', in float32, as replacements.softmax_ does.
+    """
     targets = targets.contiguous()
     log_p = logits.new_empty(len(logits), dtype=torch.float32)
     call("softmax_in_place", logits.dtype, pointer(logits), pointer(targets), pointer(log_p), *logits.shape)

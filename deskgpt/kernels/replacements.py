@@ -20,8 +20,6 @@ from torch import Tensor
 from deskgpt.kernels import cpu_kernels
 
 Reference = Callable[..., Tensor]
-softmax_ = cpu_kernels.torch_softmax_
-
 
 # flash: torch's fused kernels; explicit: the matmuls of model.py; kernels: ours in C++ (cpu_kernels.py), which compute
 # the activation and the loss, too.
@@ -36,9 +34,12 @@ def replacements_for(
     attention: one of KINDS. compiled: whether torch.compile comes over it. refused: names of those that are wrong here;
     the next best takes their place, or the function itself.
     """
-    options = candidates_for(device_type, attention, compiled)
-    right = {name: [r for r in some if r.__name__ not in refused] for name, some in options.items()}
-    return {name: some[0] for name, some in right.items() if some}
+    best = {}
+    for name, candidates in candidates_for(device_type, attention, compiled).items():
+        right = [c for c in candidates if c.__name__ not in refused]
+        if right:
+            best[name] = right[0]
+    return best
 
 
 def candidates_for(device_type: str, attention: str, compiled: bool = False) -> dict[str, list[Callable[..., Any]]]:
@@ -200,7 +201,7 @@ def chunked_loss(
     if chunk == N and N * V <= LOGITS_ON_CPU:
         return reference(model, x, targets)
     needs_grad = torch.is_grad_enabled()
-    if torch.compiler.is_compiling() and _registered:
+    if torch.compiler.is_compiling():
         operator = torch.ops.deskgpt.chunked_cross_entropy.default
         total, _, _ = operator(h, weight, targets_of_h, dtype, chunk, needs_grad, by_kernel)
     else:
@@ -212,6 +213,14 @@ def chunked_loss(
 def kernel_loss(reference: Reference, model: Any, x: Tensor, targets: Tensor, loss_logits: int | None = None) -> Tensor:
     """chunked_loss with our softmax."""
     return chunked_loss(reference, model, x, targets, loss_logits, by_kernel=True)
+
+
+def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Turns logits (N, V) into probabilities, in place; returns the logarithms (N,) of the targets', in float32."""
+    log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
+    log_p_target = log_p.gather(1, targets[:, None]).squeeze(1)
+    logits.copy_(log_p.exp_())
+    return log_p_target
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -314,24 +323,16 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor, is_first: bool = False) -> 
 
 # ---- operators for torch.compile -----------------------------------------------------------------------------
 
-_registered = False  # set by register_operators
 
-
+@functools.cache
 def register_operators() -> None:
     """Makes the operators known that stay opaque to inductor. Called before a compilation; later calls do nothing.
 
     chunked_cross_entropy is one because its loop, unrolled into a graph, would keep the gradients of all logits until
     the graph's end.
     """
-    global _registered
-    if _registered:
-        return
     cpu_kernels.register_operators()
-    _register_chunked_cross_entropy()
-    _registered = True
 
-
-def _register_chunked_cross_entropy() -> None:
     @torch.library.custom_op("deskgpt::chunked_cross_entropy", mutates_args=())
     def operator(
         h: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int, needs_grad: bool, by_kernel: bool

@@ -21,7 +21,6 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import (
     EarlierVariant,
     Tuner,
-    choose_implementation,
     dtype_of_shards,
     may_split_anew,
 )
@@ -252,7 +251,7 @@ def choose_runner(
         steps=0 if config.eval_only else config.max_iters - init.step,
         seconds=60 * config.max_minutes or math.inf,
     )
-    runner, fitting = choose_implementation(tuner)
+    runner, fitting = tuner.choose()
     if fitting.batch_size != config.batch_size:
         for name, value in fitting.settings().items():
             setattr(config, name, value)
