@@ -8,9 +8,9 @@
     python bench/ask.py --ledger
 
 An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
-A number as an arm is a published loss. Settings outside of arms are those of all arms, which take turns on the same
-seeds and are judged on the same windows of text. @FILE stands for the words of a
-file. The same command goes on where the last one stopped. docs/asking.md says more.
+Settings outside of arms are those of all arms, which take turns on the same seeds and are judged on the same windows of
+text. @FILE stands for the words of a file. The same command goes on where the last one stopped. docs/asking.md says
+more.
 
 Exit status: 0 where another arm is better than a, 1 where it is worse or not different by --min_effect, 3 where the
 budget was not enough, 2 for what cannot be asked, also where an arm cannot run.
@@ -27,7 +27,7 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -42,7 +42,7 @@ from bench.asking.arms import Arm, make_arm
 from bench.asking.band import make_band
 from bench.asking.held_out import PARTS, set_aside, val_tokens
 from bench.asking.ledger import Ledger, default_folder, listing
-from bench.asking.question import Question, ask_itself
+from bench.asking.question import Question
 from bench.asking.running import Place
 from bench.asking.statistics import PILOT
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
@@ -65,20 +65,23 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(str(__doc__))
     parser.fromfile_prefix_chars = "@"
     for name in TEXTS[:-1]:
-        parser.add_argument(name, metavar="ARM", help='"--name=value ...", a patch, commit:REV, a number')
+        parser.add_argument(name, metavar="ARM", help='"--name=value ...", a patch, commit:REV')
     parser.add_argument("--vary", metavar="NAME=A,B,...", help="an arm for each value of a setting")
-    parser.add_argument("--together", action="store_true", help="one more arm, with the changes of all others")
-    parser.add_argument("--min_effect", "--resolve", type=float, help="the smallest difference that matters, in nats")
+    parser.add_argument("--min_effect", type=float, help="the smallest difference that matters, in nats")
     parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
-    parser.add_argument("--anyway", action="store_true", help="although the budget cannot answer")
     parser.add_argument("--part", type=int, default=0, help=f"of the text to be judged by, 0 to {PARTS - 1}")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, which share the cores")
-    parser.add_argument("--null", type=int, metavar="N", help="N questions of the config against itself")
     parser.add_argument("--band", action="store_true", help="of a config: where the val losses of its runs lie")
     parser.add_argument("--json", action="store_true", help="a last line of JSON")
     parser.add_argument("--ledger", nargs="?", const="", metavar="FOLDER", help="alone: lists what was asked")
     a, common = parser.parse_known_args(joined(argv))
-    check_options(a, common)
+    if a.min_effect is not None and not 0 < a.min_effect < math.inf:
+        raise ConfigError(f"--min_effect={a.min_effect}: a difference above 0")
+    if a.band and (any((a.a, a.b, a.c, a.d, a.vary)) or len(common) != 1):
+        raise ConfigError("--band: name one config and nothing else; it is made of runs of the config as it is")
+    if not 0 <= a.part < PARTS:
+        raise ConfigError(f"--part={a.part}: 0 to {PARTS - 1}")
+    if a.vary and (any((a.a, a.b, a.c, a.d)) or not 2 <= len(values_of(a.vary)) <= len(LABELS)):
+        raise ConfigError(f"--vary {a.vary}: write it like learning_rate=3e-4,1e-3, without --a or --b")
     return a, common
 
 
@@ -91,25 +94,6 @@ def joined(argv: list[str]) -> list[str]:
         else:
             out.append(word)
     return out
-
-
-def check_options(a: argparse.Namespace, common: list[str]) -> None:
-    """Raises ConfigError for values that no question can have."""
-    compares = any((a.b, a.c, a.d, a.vary))
-    if a.min_effect is not None and not 0 < a.min_effect < math.inf:
-        raise ConfigError(f"--min_effect={a.min_effect}: a difference above 0")
-    if a.null is not None and (a.null < 1 or compares):
-        raise ConfigError(f"--null={a.null}: 1 or more questions of one config, without --b and --vary")
-    if a.band and (a.null or a.a or compares or len(common) != 1):
-        raise ConfigError("--band: name one config and nothing else; it is made of runs of the config as it is")
-    if a.together and (a.a or a.vary):
-        raise ConfigError("--together: name the changes with --b, --c and --d, and none with --a")
-    if a.jobs < 1:
-        raise ConfigError(f"--jobs={a.jobs}: 1 at least")
-    if not 0 <= a.part < PARTS:
-        raise ConfigError(f"--part={a.part}: 0 to {PARTS - 1}")
-    if a.vary and (any((a.a, a.b, a.c, a.d)) or not 2 <= len(values_of(a.vary)) <= len(LABELS)):
-        raise ConfigError(f"--vary {a.vary}: write it like learning_rate=3e-4,1e-3, without --a or --b")
 
 
 def values_of(vary: str) -> list[str]:
@@ -137,9 +121,7 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
     if a.vary:
         name = a.vary.partition("=")[0]
         texts = [f"--{name}={value}" for value in values_of(a.vary)]
-    if a.together:
-        texts.append(" ".join(texts[1:]))
-    if len(texts) < 2 and not (a.null or a.band):
+    if len(texts) < 2 and not a.band:
         raise ConfigError('nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"')
     with ledger.lock:
         arms = [make_arm(LABELS[i], text, common, ledger.folder / "code") for i, text in enumerate(texts)]
@@ -147,39 +129,34 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
         for y in arms[:i]:
             if (x.code, x.learning_settings()) == (y.code, y.learning_settings()):
                 raise ConfigError(f"{y.label} and {x.label} are the same training: {x.what}; change one of them")
-        if x.settings["dataset"] != arms[0].settings["dataset"]:
-            raise ConfigError("the arms have different data sets: their losses do not compare")
-        if x.settings["block_size"] != arms[0].settings["block_size"]:
-            raise ConfigError(f"{x.label} has another block_size, so it reads other windows: losses do not compare")
+        for name in ("dataset", "block_size"):
+            if x.settings[name] != arms[0].settings[name]:
+                raise ConfigError(f"{x.label} has another {name}: it reads other windows, so losses do not compare")
     return arms
 
 
-def question_of(a: argparse.Namespace, common: list[str]) -> Question:
-    """The question that the command line asks. Raises ConfigError."""
+def question_of(a: argparse.Namespace, common: list[str], tell: Callable[[str], None]) -> Question:
+    """The question that the command line asks. tell: is told what runs. Raises ConfigError."""
     began = time.perf_counter()
     budget_s = seconds(a.budget)
     ledger = ledger_of(a)
     arms = arms_of(a, common, ledger)
     first = arms[0].settings
-    data = train.DATA / first["dataset"]
-    if any(arm.known is not None for arm in arms):
-        print("beside a number, runs train on all of the training text and are judged by val.bin, as published ones")
-    else:
-        with ledger.lock:
-            data = set_aside(data, ledger.folder / "data", a.part)
-    place = Place(ledger, data, first["device"], a.jobs)
+    with ledger.lock:
+        data = set_aside(train.DATA / first["dataset"], ledger.folder / "data", a.part)
     eval_tokens = first["eval_tokens"] or val_tokens(data)
     for arm in arms:
         arm.give("eval_tokens", eval_tokens)  # the same windows for all, whatever their batch
-    return Question(arms, place, a.min_effect, budget_s, first["seed"], a.anyway, began=began)
+    place = Place(ledger, data, first["device"], tell=tell)
+    return Question(arms, place, a.min_effect, budget_s, first["seed"], began)
 
 
 def ask(question: Question) -> None:
     """Does the runs, and prints the price and what is known after each round. Raises ConfigError."""
-    for look in question.answered():
-        if look.verdict == "open":
-            price = f"; {question.price_line()}" if look.n >= PILOT else ""
-            tqdm.write(f"round {look.n}: {words.so_far(question)}{price}")
+    for verdict in question.answered():
+        if verdict == "open":
+            price = f"; {question.price_line()}" if question.rounds >= PILOT else ""
+            tqdm.write(f"round {question.rounds}: {words.so_far(question)}{price}")
 
 
 def main() -> int:
@@ -190,16 +167,13 @@ def main() -> int:
     print("copying the code of each arm, setting text aside ...", file=sys.stderr, flush=True)
     with tqdm(bar_format="{desc} [{elapsed}]", disable=None) as bar:
         if a.band:
-            (arm,) = arms_of(a, common, ledger_of(a))
+            ledger = ledger_of(a)
+            (arm,) = arms_of(a, common, ledger)
             data = train.DATA / arm.settings["dataset"]
-            place = Place(ledger_of(a), data, arm.settings["device"], a.jobs, False, bar.set_description_str)
+            place = Place(ledger, data, arm.settings["device"], evaluates_once=False, tell=bar.set_description_str)
             tqdm.write(str(make_band(common[0], arm, place)))
             return 0
-        question = question_of(a, common)
-        question.place = replace(question.place, tell=bar.set_description_str)
-        if a.null:
-            tqdm.write(ask_itself(question.place, question.arms[0], question.first_seed, a.null))
-            return 0
+        question = question_of(a, common, bar.set_description_str)
         ask(question)
     sentence, status, data = words.answer(question)
     print(sentence)

@@ -4,10 +4,10 @@ The model is exported into a temporary folder, whose logits are compared with mo
 own backend for Hugging Face's format.
 
     python bench/evaluate.py --out_dir=out --tasks=lambada_openai,hellaswag
-    python bench/evaluate.py --init_from=gpt2 --tasks=lambada_openai --device=cuda --md=gpt2.md
+    python bench/evaluate.py --init_from=gpt2 --tasks=lambada_openai --device=cuda --json=gpt2.json
 
-Needs `pip install -e .[eval]`; lm_eval downloads the data of a task once. Prints a table; --md=FILE and --json=FILE
-write it.
+Needs `pip install -e .[eval]`; lm_eval downloads the data of a task once. Prints a table in Markdown; --json=FILE
+writes its figures.
 """
 
 from __future__ import annotations
@@ -59,16 +59,14 @@ class EvaluateConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the matmuls; the others are faster on most GPUs
     batch_size: AtLeast1 = 16  # rows at a time; lower this if memory runs out
-    # results, beside those on the terminal
-    md: FilePath = ""  # a file
-    json: FilePath = ""  # a file
+    json: FilePath = ""  # a file for the figures
 
     def __post_init__(self) -> None:
         check_fields(self)
 
 
-def main(c: EvaluateConfig) -> dict[str, Any]:
-    """Evaluates as c says; prints, writes and returns the results."""
+def main(c: EvaluateConfig) -> None:
+    """Evaluates as c says; prints and writes the results."""
     # Some tasks import the package "evaluate", which in this folder would be this very file.
     sys.path = [folder for folder in sys.path if Path(folder).resolve() != HERE]
     os.environ["DISABLE_MULTIPROC"] = "1"  # resample in this process: forks of a process with torch's threads may hang
@@ -102,8 +100,7 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
             bootstrap_iters=BOOTSTRAP,
             log_samples=False,
         )
-    names = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
-    result = {name: found[name] for name in names if name in found} | {
+    result = {
         "date": time.strftime("%Y-%m-%d"),
         "command": output.command_line("evaluate.py"),
         "model": about_model,
@@ -112,13 +109,15 @@ def main(c: EvaluateConfig) -> dict[str, Any]:
         "git_commit": git_commit(),
         "settings": asdict(c),
     }
-    text = as_markdown(result, make_table(found))
-    print(text, end="")
-    if c.md:
-        write_atomically(Path(c.md), f"# Benchmarks: {about_model['source']}\n\n{text}".encode())
+    print(f"{output.about(result)}. Matmuls in {c.dtype}.")
+    print(", ".join(f"{name} {value}" for name, value in about_model.items() if name != "model_args"))
+    if c.limit:
+        print("Only the first items of each task: not a figure to compare.")
+    print(f"\n    {result['command']}\n\n{make_table(found).strip()}")
     if c.json:
+        for name in ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better"):
+            result[name] = found.get(name)
         write_atomically(Path(c.json), json.dumps(result, default=str).encode())
-    return result
 
 
 def find_tasks(names: str) -> tuple[list[str], TaskManager]:
@@ -128,16 +127,14 @@ def find_tasks(names: str) -> tuple[list[str], TaskManager]:
     """
     from lm_eval.tasks import TaskManager
 
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted:
-        raise ValueError(f"tasks={names} names no task; try --tasks=lambada_openai,hellaswag")
+    wanted = names.split(",")
     files = [name for name in wanted if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
     manager = TaskManager(include_defaults=len(files) < len(wanted))  # to list its thousands takes half a minute
     found: list[str] = []
     for name in wanted:
         matching = [name] if name in files else manager.match_tasks([name])
         if not matching:
-            raise ValueError(f"tasks={names}: lm_eval has no task {name}; `lm_eval ls tasks` lists them")
+            raise ValueError(f"tasks={names}: lm_eval has no task {name!r}; `lm_eval ls tasks` lists them")
         found += matching
     try:
         manager.load(found)
@@ -173,20 +170,6 @@ def describe_model(c: EvaluateConfig, trained: Trained) -> dict[str, Any]:
         "model_args": asdict(trained.model.config),
         "tokenizer": trained.tokenizer.meta()["name"],
     }
-
-
-def as_markdown(result: dict[str, Any], table: str) -> str:
-    """The results as a page without its heading. table: lm_eval's."""
-    model = result["model"]
-    at_step = "" if model["step"] is None else f" of step {model['step']:,}"
-    lines = [
-        f"{output.about(result)}. Matmuls in {result['settings']['dtype']}.",
-        f"{model['source']}: {model['file']}{at_step}, {model['parameters']:,} parameters, SHA-256 {model['sha256']}.",
-    ]
-    if result["settings"]["limit"]:
-        lines.append("Only the first items of each task: not a figure to compare.")
-    text = "\n".join(lines)
-    return f"{text}\n\n```sh\n{result['command']}\n```\n\n{table.strip()}\n"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 import time
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import write_atomically
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -45,18 +43,7 @@ def command_line(script: str) -> str:
     return command.replace(str(Path.home()), "~")
 
 
-def check_name(name: str | None) -> None:
-    """Raises ConfigError where the name given with --save cannot be a file's name."""
-    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
-        raise ConfigError(f"--save {name!r}: a name of letters, digits, dots and dashes, such as speed-124m")
-
-
 def write_results(folder: Path, name: str, text: str, result: dict[str, Any]) -> None:
     """Writes folder/name.md and name.json. The name may contain dots."""
     write_atomically(folder / f"{name}.md", text.encode())
     write_atomically(folder / f"{name}.json", json.dumps(result).encode())
-
-
-def save(name: str, text: str, result: dict[str, Any]) -> None:
-    """Writes the results into bench/results, with today's date before their name."""
-    write_results(RESULTS, f"{time.strftime('%Y-%m-%d')}-{name}", text, result)

@@ -13,9 +13,8 @@ take turns for --rounds rounds, in another order each round. Figures are from tr
     checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
 
 --grid NAME=A,B,... tries each of these values, several --grid every combination; --grid batch_size halves and doubles
-it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks for. Where all of
-them are the same training, the last line is the command to take. Prints a table; --save NAME writes it with every
-step's time to bench/results/DATE-NAME.md and .json.
+it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks for. Prints a table
+in Markdown, whose rows name the settings to take.
 """
 
 from __future__ import annotations
@@ -26,21 +25,18 @@ import os
 import shlex
 import signal
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
-
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from bench import output, timing
 from bench.timing import ENDLESS, LEAST_STEPS, OURS, PYTHON, Contestant
 from configurator import build, read_settings
 from deskgpt.system import hardware
-from deskgpt.system.errors import ConfigError, one_line_errors
+from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from model import MODERN_CHOICES
 
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
@@ -48,9 +44,6 @@ SIZES = ("n_layer", "n_head", "n_embd", "dropout", "bias", "batch_size", "block_
 SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
 # What a grid cannot vary, because each run gets it from here.
 FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {"dataset", "out_dir", "gradient_accumulation_steps"}
-# Runs that differ only in these train the same model on the same tokens: only of such runs is one recommended.
-SAME_TRAINING = {"batch_size", "gradient_accumulation_steps", "compile", "dtype", "device", "attention"}
-CLEARLY_FASTER = 0.97  # of the time: what is less faster than this is worth no memory
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------
@@ -108,9 +101,7 @@ def cells_of(entries: list[str], c: train.TrainConfig, given: list[str], folder:
         settings["gradient_accumulation_steps"] = accumulation(c, settings)
         build(train.TrainConfig, asdict(c) | settings)  # raises ConfigError where they do not go together
         flags = [f"--{name}={value}" for name, value in settings.items()]
-        x = timing.ours(", ".join(flag[2:] for flag in flags[:-1]), [*given, *flags], folder)
-        x.settings = settings
-        runs.append(x)
+        runs.append(timing.ours(" ".join(flags), [*given, *flags], folder))
     return runs
 
 
@@ -134,61 +125,20 @@ def accumulation(c: train.TrainConfig, settings: dict[str, Any]) -> int:
     return tokens // (batch_size * block_size)
 
 
-def recommendation(runs: list[Contestant], given: list[str], c: train.TrainConfig) -> str:
-    """train.py's command with the least memory of those that are not clearly slower; "" if not all train the same."""
-    cells = zip(runs, timing.table(runs), strict=True)
-    measured = [(x.settings, row) for x, row in cells if x.settings and not x.status]  # a peer has no settings
-    if not measured or any(settings.keys() - SAME_TRAINING for settings, _ in measured):
-        return ""
-    fastest = max(row["tokens_per_s"] for _, row in measured)
-    close = [one for one in measured if one[1]["tokens_per_s"] >= CLEARLY_FASTER * fastest]
-    settings, _ = min(close, key=lambda one: (one[1]["memory_gb"] or 0.0, -one[1]["tokens_per_s"]))
-    if not c.eval_tokens and "batch_size" in settings:  # an evaluation keeps its tokens
-        settings |= {"eval_iters": max(1, round(c.eval_iters * c.batch_size / settings["batch_size"]))}
-    kept = [word for word in given if word.removeprefix("--").partition("=")[0] not in settings]
-    return shlex.join(["python", "train.py", *kept, *(f"--{name}={value}" for name, value in settings.items())])
-
-
-# ---- profile -------------------------------------------------------------------------------------------------
-
-
-def profiled(c: train.TrainConfig, folder: Path, steps: int) -> torch.profiler.profile:
-    """Trains in this process on the tokens in folder; returns torch's profile of `steps` steps after the first four."""
-    own: dict[str, Any] = {"dataset": str(folder), "out_dir": str(folder / "profiled"), "auto_batch": False}
-    own |= {"max_iters": 4 + steps, "max_minutes": 0.0, "log_interval": 1, "compile": c.compile is not False}
-    own |= {"eval_interval": 1_000_000, "eval_iters": 1, "eval_tokens": 0, "always_save_checkpoint": False}
-    schedule = torch.profiler.schedule(wait=3, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(record_shapes=True, schedule=schedule) as profiler:
-        hook = register_optimizer_step_post_hook(lambda *_: profiler.step())
-        try:
-            train.main(replace(c, **own))
-        finally:
-            hook.remove()
-    return profiler
-
-
 # ---- script --------------------------------------------------------------------------------------------------
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     """(our own arguments, those of train.py). Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(str(__doc__))
     parser.add_argument("--peer", action="append", default=[], help="see above; may be given several times")
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=A,B", help="values of a setting")
-    parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = as many as --seconds holds")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the steps of each run, at least 3")
+    parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257")
-    parser.add_argument("--save", metavar="NAME", help="write bench/results/DATE-NAME.md and .json")
     a, given = parser.parse_known_args()
-    output.check_name(a.save)
-    if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS or not 0 <= a.seconds < 1e6:
-        raise ConfigError(
-            f"--rounds {a.rounds} --steps {a.steps} --seconds {a.seconds:g}: at least one round, {LEAST_STEPS} steps "
-            "and 0 seconds"
-        )
+    if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
+        raise ConfigError(f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps")
     return a, given
 
 
@@ -198,21 +148,13 @@ def main() -> None:
     with timing.random_tokens(a.vocab_size or timing.vocab_size_for(c.dataset)) as folder:
         runs = cells_of(a.grid, c, given, folder) if a.grid else [timing.ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
-        timing.in_turns(runs, a.rounds, a.steps, a.seconds)
+        timing.in_turns(runs, a.rounds, a.steps)
 
     rows = timing.table(runs)
     starts = [x.start for x in runs if "device" in x.start]
-    command = output.command_line("speed.py")
     sizes = {name: getattr(c, name) for name in SIZES}
-    text = f"{output.about(*starts)}. {timing.peaks_in_words(rows)}. {a.rounds} rounds.\n\n{sizes}\n\n"
-    text += f"```sh\n{command}\n```\n\n{timing.as_markdown(rows)}\n"
-    if a.grid and (command_to_take := recommendation(runs, given, c)):
-        text += f"\nTo take (the least memory of those that are not clearly slower):\n\n```sh\n{command_to_take}\n```\n"
-    print("\n" + text.replace("```sh\n", "").replace("```\n", ""), end="")
-    if a.save:
-        raw = [{"name": x.name, "rounds_ms": x.rounds_ms, "first_s": x.first_s} for x in runs]
-        result = {"command": command, "settings": sizes, "start": starts[0], "rows": rows, "raw": raw}
-        output.save(a.save, f"# Step speed: {a.save}\n\n{text}", result)
+    print(f"\n{output.about(*starts)}. {timing.peaks_in_words(rows)}. {a.rounds} rounds.\n\n{sizes}\n")
+    print(f"    {output.command_line('speed.py')}\n\n{timing.as_markdown(rows)}")
 
 
 if __name__ == "__main__":

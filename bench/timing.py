@@ -52,7 +52,6 @@ class Contestant:
     name: str
     command: list[str]
     cwd: Path
-    settings: dict[str, Any] = field(default_factory=dict)  # in which it differs from others
     status: str = ""  # why there are no figures
     start: dict[str, Any] = field(default_factory=dict)  # our log's first event, or what is known of a peer
     rounds_ms: list[list[float]] = field(default_factory=list)  # by round, of each step but the first ones
@@ -112,7 +111,7 @@ def write_data(folder: Path, vocab_size: int) -> None:
 def in_turns(runs: Sequence[Contestant], rounds: int, steps: int = 0, seconds: float = 10.0) -> None:
     """Runs the contestants in turns. One that fails gets its reason as status and is left out of later rounds.
 
-    steps 0: about `seconds` seconds of steps in each round. Ctrl+C ends with what is measured by then.
+    steps 0: about `seconds` seconds of steps in each round.
     """
     for number in range(rounds):
         alive = [x for x in runs if not x.status]
@@ -123,12 +122,6 @@ def in_turns(runs: Sequence[Contestant], rounds: int, steps: int = 0, seconds: f
                 outcome = f"{statistics.median(x.rounds_ms[-1]):.4g} ms/step"
             except Failed as e:
                 x.status = outcome = str(e)
-            except KeyboardInterrupt:
-                print(f"interrupted in round {number + 1}", flush=True)
-                for other in runs:
-                    if not other.rounds_ms:
-                        other.status = other.status or "interrupted"
-                return
             print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
 
 

@@ -95,7 +95,7 @@ def test_planted_effect_is_found_once_and_for_all(asking):
     assert asking.found(*BETTER) == found
     assert asking.runs() == runs
     with open(asking.folder / "ledger.jsonl", "a") as file:
-        file.write('{"event": "run", "key": 3}\n{"event": ["x"]}\n[]\n{"event": "answer", "pairs": 1}\n{"event": "torn')
+        file.write('{"event": "run", "key": 3}\n[]\n{"event": "torn')
     asking.common = [f"--ledger={asking.folder}"]
     listed = asking()[1]
     assert found["sentence"] in listed
@@ -103,18 +103,13 @@ def test_planted_effect_is_found_once_and_for_all(asking):
 
 
 @pytest.mark.nightly
-def test_worse_arm_no_difference_and_a_number_are_answers(asking, chars):
+def test_worse_arm_and_no_difference_are_answers(asking):
     status, out = asking("--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4")
     assert status == 1
-    assert "a (--learning_rate=3e-2) is better than b by" in out
+    assert "a (--learning_rate=3e-2) is better" in out
     status, out = asking("--b", "--learning_rate=6.0001e-4", "--min_effect=0.5")
     assert status == 1
     assert "No difference beyond 0.5 nats" in out
-    found = asking.found("--b", "3")
-    assert found["status"] == 0
-    assert "b (3) is better than a by" in found["sentence"]
-    assert found["arms"][1]["values"] == [3.0] * found["rounds"]
-    assert asking.runs()[-1]["windows"] == held_out.fingerprint(chars)
 
 
 @pytest.mark.slow
@@ -140,20 +135,6 @@ def test_patch_runs_in_a_copy_and_a_run_that_diverges_counts_as_guessing(asking,
     assert (ROOT / "train.py").read_bytes() == before
 
 
-def test_config_against_itself_counts_false_answers_and_has_seeds_of_its_own_for_all_runs(asking, tmp_path):
-    asking.with_ledger(tmp_path)
-    question = ask.question_of(*ask.read_arguments([*asking.common, "--null=2"]))
-    place, (arm,) = question.place, question.arms
-    about = {"outcome": "ended", "windows": place.windows, "steps": arm.steps, "settings": {}, "wall_s": 1.0}
-    for i in range(32):  # the first question's arms differ, by bad luck
-        loss = 3.0 + i % 3 / 100 + (1.0 if i < 8 else 0.0)
-        place.ledger.add("run", key=place.key(arm, 1337 + i), seed=1337 + i, val_loss=loss, **about)
-    status, out = asking("--null=2")
-    assert status == 0
-    assert "1 of 2 answers were false" in out
-    assert len(asking.runs()) == 32
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
 def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
@@ -176,17 +157,17 @@ def test_killed_question_goes_on_without_a_lost_run(asking, tmp_path):
 def test_two_questions_at_once_on_a_new_ledger_share_their_runs(asking, chars, tmp_path):
     command = [PYTHON, "bench/ask.py", *MODEL, f"--dataset={chars}", f"--ledger={tmp_path / 'new'}", "--budget=1s"]
     words = (BETTER, ["--b", "--learning_rate=2e-2"])
-    both = [subprocess.Popen([*command, *more, "--anyway"], cwd=ROOT, stderr=subprocess.PIPE) for more in words]
+    both = [subprocess.Popen([*command, *more], cwd=ROOT, stderr=subprocess.PIPE) for more in words]
     for process in both:
-        error = process.communicate()[1].decode()
-        assert process.returncode == 3, error
+        assert "does not fit" in process.communicate()[1].decode()
+        assert process.returncode == 2
     runs = asking.with_ledger(tmp_path / "new").runs()
     assert len({run["key"] for run in runs}) == len(runs) == 9  # three of each of three arms
 
 
 def test_other_seeds_are_another_question_and_more_budget_is_not(asking):
     def digest(*words: str) -> str:
-        return ask.question_of(*ask.read_arguments([*asking.common, *BETTER, *words])).digest
+        return ask.question_of(*ask.read_arguments([*asking.common, *BETTER, *words]), print).digest
 
     assert digest() == digest("--budget=3h") != digest("--seed=5")
 
@@ -228,10 +209,9 @@ def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
         ["--b", "commit:nonsense"],
         ["--b", "--seed=3"],
         ["--b", "--block_size=32"],
-        ["--b", "1e999"],
+        ["--b", "1.88"],
         ["--b", "--learning_rate='1e-3"],
         ["--vary", "learning_rate=1e-3"],
-        ["--null=0"],
         ["--band"],
         [*BETTER, "--budget=abc"],
         [*BETTER, "--min_effect=-1"],

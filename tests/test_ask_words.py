@@ -32,7 +32,7 @@ class MadeUp(Question):
         self.draw = random.Random(0)
 
     def do_round(self, n: int) -> None:
-        for label in self.alive():
+        for label in self.alive:
             last = self.losses["abcd".index(label)] + self.draw.gauss(0, 0.03)
             batches = [last + math.sin(i) for i in range(10)]
             self.runs[label].append({"outcome": "ended", "val_loss": last, "val_batches": batches, "wall_s": 10.0})
@@ -48,7 +48,6 @@ def test_budget_is_refused_only_where_the_low_end_of_the_price_does_not_fit(tmp_
     with pytest.raises(ConfigError, match="does not fit"):
         ask.ask(MadeUp(tmp_path, [1.9, 1.8], min_effect=1e-6, budget_s=600.0))
     question = MadeUp(tmp_path, [1.9, 1.8], min_effect=0.05).after(PILOT)
-    question.budget_s = 100.0
     assert question.price_line()
     low = int(question.price["low"])
     question.budget_s = 10.0 * (low - PILOT) - 5
@@ -58,12 +57,12 @@ def test_budget_is_refused_only_where_the_low_end_of_the_price_does_not_fit(tmp_
 
 def test_arms_that_cannot_win_get_no_more_runs_and_the_answer_names_all(tmp_path):
     question = MadeUp(tmp_path, [2.5, 1.9, 2.1, 1.88], min_effect=0.001).after(9)
-    assert question.looks[-1].alive == ["b", "d"]
+    assert question.alive == ["b", "d"]
     assert len(question.runs["a"]) < len(question.runs["d"])
     sentence, status, _ = words.answer(question)
     assert status == 3
-    assert sentence.startswith("Not enough yet: d leads b by ")
-    assert sentence.endswith("; out: a, c.")
+    assert sentence.startswith("Not enough yet: d is lower than b by ")
+    assert sentence.endswith("; out: c, a.")
 
 
 def test_runs_that_were_judged_on_different_windows_are_refused(tmp_path):

@@ -4,14 +4,46 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from bench.asking import null
 from bench.asking import statistics as sure
-from bench.asking.statistics import ALPHA, LEAST, Estimate, Looks
+from bench.asking.statistics import ALPHA, LEAST, PILOT, Estimate, Looks
+
+ROUNDS = 30  # of a question
+
+Noise = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+def normal(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.normal(size=shape)
+
+
+def skewed(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """A gamma distribution of skewness 1.5, as val losses between seeds have."""
+    k = (2 / 1.5) ** 2
+    return (draw.gamma(k, size=shape) - k) / math.sqrt(k)
+
+
+def exponential(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.exponential(size=shape) - 1
+
+
+def losses(noise: Noise, shape: tuple[int, int, int], correlation: float = 0.0) -> np.ndarray:
+    """Losses of equal arms, shape (questions, arms, rounds), whose seeds share their luck."""
+    draw = np.random.default_rng(1)
+    common = noise(draw, (shape[0], 1, shape[2]))
+    return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * noise(draw, shape)
+
+
+def first_found(a: np.ndarray, b: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+    """The round at which the interval first leaves out zero; infinite where it never does."""
+    looks = Looks.of(a, b)
+    found = looks.log_e(looks.gap) >= math.log(1 / alpha)
+    return np.where(found.any(-1), found.argmax(-1) + LEAST, np.inf)
 
 
 @pytest.mark.parametrize(("k", "nu"), [(4, 3), (2, 6), (20, 19)])
@@ -28,22 +60,28 @@ def test_bayes_factor_is_a_ratio_of_likelihoods(k: float, nu: int) -> None:
     assert found == pytest.approx(mixture / stats.t.pdf(t, nu), rel=1e-4)
 
 
-@pytest.mark.parametrize("how", [{}, {"correlation": 0.9}, {"ratio": 2.0}, {"ratio": 4.0}], ids=str)
-@pytest.mark.parametrize("noise", [null.normal, null.skewed, null.exponential], ids=lambda noise: noise.__name__)
-def test_equal_arms_are_told_apart_in_less_than_5_percent_looked_at_after_each_run(noise, how) -> None:
-    assert null.false_answers(4000, noise, **how) <= stats.binom.ppf(0.999, 4000, ALPHA) / 4000
-    if not how and noise is not null.exponential:
-        assert null.false_beside_a_number(4000, noise) <= stats.binom.ppf(0.999, 4000, ALPHA) / 4000
+@pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0), (0.0, 4.0)])
+@pytest.mark.parametrize("noise", [normal, skewed, exponential], ids=lambda noise: noise.__name__)
+def test_equal_arms_are_told_apart_in_less_than_5_percent_looked_at_after_each_run(noise, correlation, ratio) -> None:
+    x = losses(noise, (4000, 2, ROUNDS), correlation)
+    false = np.isfinite(first_found(ratio * x[:, 0], x[:, 1])).mean()
+    assert false <= stats.binom.ppf(0.999, 4000, ALPHA) / 4000
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_planted_effect_is_found_at_the_named_price(correlation) -> None:
-    share = null.kept_price(80, 2.0, correlation)
-    assert share >= stats.binom.ppf(0.001, 80, sure.POWER) / 80
+    kept = 0
+    for a, b in losses(normal, (80, 2, sure.MOST), correlation):
+        _, high = sure.price(sure.noise_of(a[:PILOT], b[:PILOT]), 2.0)
+        kept += bool(first_found(a + 2.0, b) <= high)
+    assert kept >= stats.binom.ppf(0.001, 80, sure.POWER)
 
 
 def test_four_arms_use_what_their_seeds_share() -> None:
-    assert null.rounds_of_four(300, correlation=0.9, effect=1.0) <= 10
+    x = losses(normal, (4000, 4, ROUNDS), correlation=0.9)
+    best = x[:, 0] - 1.0
+    ends = [first_found(x[:, i], best, sure.alpha_of_each(6)) for i in (1, 2, 3)]
+    assert np.median(np.max(ends, axis=0)) <= 10
 
 
 def test_intervals_of_later_looks_lie_within_earlier_ones_and_hold_what_is_told() -> None:
@@ -56,16 +94,15 @@ def test_intervals_of_later_looks_lie_within_earlier_ones_and_hold_what_is_told(
         assert len(set(verdicts)) <= 1
         for before, after in itertools.pairwise(looks):
             assert before.low <= after.low <= after.high <= before.high
-        first = null.first_found(Looks.of(a - b, a, b))
-        assert next((e.n for e in looks if e.low > 0 or e.high < 0), math.inf) == first
+        assert next((e.n for e in looks if e.low > 0 or e.high < 0), math.inf) == first_found(a, b)
 
 
-def test_identical_training_is_the_same_and_a_number_is_one_sample() -> None:
-    losses = [3.21, 3.19, 3.25, 3.2, 3.22]
-    e = sure.difference(losses, [x + 1e-7 for x in losses])
+def test_identical_training_is_the_same_and_an_arm_that_always_diverges_is_worse() -> None:
+    trained = [3.21, 3.19, 3.25, 3.2, 3.22]
+    e = sure.difference(trained, [x + 1e-7 for x in trained])
     assert sure.verdict(e, 5e-5) == "same"
     assert (round(e.low, 4), round(e.high, 4)) == (0.0, 0.0)
-    assert sure.verdict(sure.difference(losses, [3.0] * 5), 0.0) == "better"
+    assert sure.verdict(sure.difference(trained, [4.17] * 5), 0.0) == "worse"
 
 
 def test_no_difference_is_an_equivalence_test() -> None:
@@ -96,3 +133,18 @@ def test_price_falls_with_the_effect_and_with_what_is_known_of_the_noise() -> No
     assert sure.price(more, 1e-6 * more.sd)[1] > sure.MOST
     for n in (60, sure.MOST):  # renewed while the question is open
         assert sure.price(sure.noise_of(*draw.normal(size=(2, n))), 0.3)[0] > n
+
+
+def test_ordinary_intervals_are_the_textbooks() -> None:
+    for freedom, error in ((1, ALPHA), (10, 0.01), (7, 1e-5), (10**9, ALPHA)):
+        assert sure.t_quantile(freedom, error) == pytest.approx(stats.t.isf(error / 2, freedom), rel=2e-4)
+    assert sure.interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(4.303 / math.sqrt(3), rel=1e-4))
+    assert sure.interval([1.5]) == (1.5, None)
+    a, b = [1.0, 2.0, 3.0], [10.0, 12.0, 14.0]
+    found = stats.ttest_ind(b, a, equal_var=False)
+    gap, half = sure.welch(a, b)
+    # the fraction of a degree of freedom is left out: 2.94 counts as 2
+    assert (gap, half) == (10.0, pytest.approx(4.303 * math.sqrt(5 / 3), rel=1e-4))
+    assert half > gap - found.confidence_interval().low
+    assert sure.welch([1.0], [2.0, 3.0]) == (1.5, None)
+    assert sure.welch([1.0], [2.0], noise=(0.5, 2)) == (1.0, pytest.approx(4.303, rel=1e-4))

@@ -16,7 +16,6 @@ from logs import log, rewrite
 
 import train
 from bench.analysis.logs import DEFAULTS, Run, read_runs
-from bench.analysis.noise import difference, interval, t_quantile
 from bench.analysis.verdict import compare
 
 NO_CAUSE = "No cause can be named"
@@ -59,26 +58,8 @@ def test_every_column_is_what_it_is_by_hand(tmp_path):
     }
     assert {name: rows[name][:2] for name in expected} == expected
     assert rows["tokens/s"] == ["640", "320", "A, 2.00 x B"]
-    speed = data["rows"]["Speed"]
-    assert speed["FLOP/s"] == [[pytest.approx(640e3)], [pytest.approx(960e3)]]
     nanogpts = [[pytest.approx(640e3 / 312e12)], [pytest.approx(960e3 / 312e12)]]
-    assert speed["MFU as nanoGPT prints it (of 312 TFLOP/s)"] == nanogpts
-    # down from 3 to 2 between 100 and 200 steps; B's 1.8 fall in 2 octaves
-    tokens = data["rows"]["Learning"]["tokens to val loss 2"]
-    assert tokens == [[pytest.approx(12800)], [pytest.approx(6400 * 4 ** (0.8 / 1.8))]]
-
-
-def test_intervals_are_the_textbooks():
-    for freedom, error, t in ((1, 0.05, 12.706), (2, 0.05, 4.303), (10, 0.05, 2.228), (10, 0.01, 3.169)):
-        assert t_quantile(freedom, error) == pytest.approx(t, abs=5e-4)
-    assert t_quantile(10**9) == pytest.approx(1.96, abs=1e-3)
-    assert interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(4.303 / math.sqrt(3), rel=1e-4))
-    assert interval([1.5]) == (1.5, None)
-    # variances 1 and 4 of three values each: (1/3 + 4/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 2.94 degrees of freedom
-    gap, half = difference([1.0, 2.0, 3.0], [10.0, 12.0, 14.0])
-    assert (gap, half) == (10.0, pytest.approx(4.303 * math.sqrt(5 / 3), rel=1e-4))
-    assert difference([1.0], [2.0, 3.0]) == (1.5, None)
-    assert difference([1.0, 1.0], [1.0, 1.0]) == (0.0, 0.0)
+    assert data["rows"]["Speed"]["MFU as nanoGPT prints it (of 312 TFLOP/s)"] == nanogpts
 
 
 # ---- which losses compare ------------------------------------------------------------------------------------
@@ -132,7 +113,7 @@ def test_other_tokens_are_compared_in_bits_per_byte_at_equal_text_where_it_is_wh
     )
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, bytes_per_token=1.0, **text_facts)
     rows, text, data = compared(a, log(tmp_path / "b", {0: 3.5, 100: 3.2, 200: 3.0}, **of_b))
-    assert (data["not_comparable"] == []) == compares
+    assert (data["not_comparable"] == "") == compares
     if not compares:
         assert rows["val loss at equal steps (200)"][2] == "not comparable"
         return
@@ -152,12 +133,12 @@ def test_losses_of_single_runs_are_not_ranked_without_a_measure_of_the_seeds(tmp
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.5}, se=1e-6)
     b = log(tmp_path / "b", {0: 4.0, 100: 3.0, 200: 2.0}, se=1e-6, n_layer=3)
     for path, offset in ((a, 0.5), (b, 0.0)):
-        means = [2.0 + offset + wave + offset * wave / 10 for wave in (-0.1, 0.0, 0.1)]
-        with_windows(path, eval_windows=3, eval_digest="x", val_batches=means)
+        means = [2.0 + offset + wave + offset * wave / 10 for wave in (-0.1, 0.0, 0.1) * 3]
+        with_windows(path, eval_windows=9, eval_digest="x", val_batches=means)
     rows, text, data = compared(a, b)
     found = rows["val loss at equal steps (200)"][2]
-    # differences of the batches are 0.5 ± 0.005 and 0.005 apart: 4.303 x 0.005 / sqrt(3)
-    assert found == "B lower than A by 0.5000, noise of the seeds not known (±0.0124 of the text alone, n=3 batches)"
+    # differences of the batches are 0.495, 0.5 and 0.505, three times: 2.306 x sqrt(6 x 0.005^2 / 8) / 3
+    assert found == "B lower than A by 0.5000, noise of the seeds not known (±0.0033 of the text alone, n=9 batches)"
     assert data["headline"].startswith("Which run learns more is not known: two seeds of each settle it.")
     assert CAUSE not in text
     assert OPEN in text
@@ -173,7 +154,7 @@ def test_cause_of_repeated_runs_is_named_with_its_interval_and_n(tmp_path):
     assert rows["val loss there"][0] == f"2.5100 ± {4.303 * 0.01 / math.sqrt(3):.4f} (n=3)"
     assert f"Only n_layer 2 -> 3 differs: {CAUSE} the difference in loss ({lead})" in text
     assert text.count(CAUSE) == 1  # not of the speed, which drifts with other work
-    assert "may be the cause of the difference in speed" in text
+    assert "What made a run faster is not known" in text
     assert data["headline"].startswith("D+E+F has the lower val loss at equal steps.")
     assert OPEN not in text
 
@@ -228,8 +209,7 @@ def test_two_splits_of_one_step_are_the_same(tmp_path, chars):
             {"batch_size": 8, "gradient_accumulation_steps": 1, "learning_rate": 3e-3},
             [f"{NO_CAUSE}: 2 things", "batch_size 4 -> 8 with gradient_accumulation_steps 2 -> 1", "learning_rate"],
         ),
-        ({"n_embd": 32, "n_head": 4}, ["Only n_embd 16 -> 32 with n_head 2 -> 4 differs", "may be the cause", OPEN]),
-        ({"learning_rate": 3e-3}, ["cannot change the speed", "machines differed"]),  # and is not its cause
+        ({"n_embd": 32, "n_head": 4}, ["Only n_embd 16 -> 32 with n_head 2 -> 4 differs", OPEN]),
         ({}, ["Nothing that is known changed"]),
     ],
 )
@@ -250,7 +230,6 @@ def test_the_question_that_would_settle_it_changes_one_thing_and_what_follows_fr
     words = shlex.split(line.removeprefix("$ "))
     assert words[:2] == ["python", "bench/ask.py"]
     assert {words[words.index(f"--{arm}") + 1] for arm in "bc"} == {"--n_layer=3", "--learning_rate=0.0003"}
-    assert words[-1] == "--together"
     assert not [word for word in words if word.startswith(("--min_lr", "--lr_decay_iters", "--seed"))]
 
 

@@ -16,7 +16,7 @@ from deskgpt.run import loss_band
 from deskgpt.run.loss_band import Band
 from train import TrainConfig, main
 
-BANDS = [path for path in (ROOT / "config/loss_bands").glob("*.json") if path.name != "published.json"]
+BANDS = [*(ROOT / "config/loss_bands").glob("*.json")]
 CONFIG: dict[str, Any] = {"learning_rate": 1e-3, "max_iters": 20, "lr_decay_iters": 20, "eval_interval": 10}
 
 
@@ -81,18 +81,9 @@ def test_verdict_names_the_first_step_outside_of_the_band():
     assert band.verdict({5: 1.0}) == ""
 
 
-def test_damaged_band_is_as_none(band):
-    contents = [b"", b"[" * 100_000, b"\xff\xfe{}", b"[]", b'{"val_losses": {}}']
-    for content in [*contents, b'{"experiment": 4, "val_losses": {"1": [1]}}']:
-        band.write_bytes(content)
-        assert loss_band.read_record(band) is None
-        assert loss_band.band_of({}, None, None) is None
-
-
 @pytest.mark.parametrize("path", BANDS, ids=lambda path: path.stem)
 def test_kept_bands_are_those_of_the_shipped_configs(path):
-    record = loss_band.read_record(path)
-    assert record, f"{path} is damaged"
+    record = json.loads(path.read_text())
     settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])
     data = (record["experiment"]["val_sha256"], record["experiment"]["train_tokens"])
     remedy = f"the config has changed: make {path.name} again from eight runs (docs/comparing-runs.md)"

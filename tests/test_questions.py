@@ -8,8 +8,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from bench import ask
-from bench.asking import answers
+from bench import ask, figures
 from bench.asking.ledger import Ledger
 from deskgpt.system.errors import ConfigError
 
@@ -30,7 +29,7 @@ def test_questions_can_be_asked_and_compare_equal_work(tmp_path, monkeypatch):
 def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
     file = tmp_path / "question.txt"
     file.write_text(
-        "# why\nconfig/x.py  # of both arms\n--resolve=1e-2\n--b '--n_layer=2 --bias=True'\n--compile=False"
+        "# why\nconfig/x.py  # of both arms\n--min_effect=1e-2\n--b '--n_layer=2 --bias=True'\n--compile=False"
     )
     a, common = ask.read_arguments([f"@{file}", "--min_effect=3", "--b", "--n_layer=4", "--compile=True"])
     assert (a.b, a.min_effect) == ("--n_layer=4", 3)
@@ -41,7 +40,7 @@ def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
 
 
 def test_pages_say_what_the_stored_runs_say():
-    assert answers.rendered(ANSWERS) == ANSWERS
+    assert figures.with_tables("answers.md", ANSWERS) == ANSWERS
     cells = [line.split("|")[2:] for line in ANSWERS.splitlines() if line.startswith("| `--momentum=")]
     assert f"exclude 0 in {sum('**' in cell for row in cells for cell in row)} of 12 cells" in ANSWERS
     decisions = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").replace("\n", " ")
@@ -49,6 +48,6 @@ def test_pages_say_what_the_stored_runs_say():
     assert cited
     assert all(f"**{interval}**" in ANSWERS for interval in cited)
     cell = next(line for line in ANSWERS.splitlines() if line.startswith("| `--momentum=0.9` |"))
-    stored = next(x for x in answers.STORED["recipes"] if x["arm"] == "--momentum=0.9")
+    stored = next(x for x in figures.ANSWERS["recipes"] if x["arm"] == "--momentum=0.9")
     mean = sum(stored["values"]) / len(stored["values"]) - sum(stored["base"]) / len(stored["base"])
     assert f"{mean:+.3f}" in cell.split("|")[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import TINY, assert_refused, flags, tiny
 
-from bench import output, speed, timing
+from bench import speed, timing
 from bench.timing import Contestant
 from deskgpt.system.errors import ConfigError
 
@@ -35,20 +34,18 @@ def measured(rounds_ms: list[list[float]], name: str = "x", **more: Any) -> Cont
 
 
 @pytest.mark.slow
-def test_settings_and_peers_are_timed_on_the_same_work_and_every_step_is_saved(tmp_path, monkeypatch, script):
+def test_settings_and_peers_are_timed_on_the_same_work(tmp_path, script):
     (tmp_path / "train.py").write_text(NANOGPT)
-    monkeypatch.setattr(output, "RESULTS", tmp_path / "results")
     peers = [f"--peer=nanogpt:{tmp_path}", "--peer=ours:--n_layer=1", "--grid=batch_size=4,2"]
-    own = ["--steps=4", "--rounds=1", "--vocab_size=65", *peers, "--save=speed-1.5b"]
+    own = ["--steps=4", "--rounds=1", "--vocab_size=65", *peers]
     done = script("bench/speed.py", *flags(**SMALL), *own)
     assert done.code == 0, done.err
     rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in done.out.splitlines() if line.startswith("|")}
-    assert list(rows) == ["", "---", "batch_size=4", "batch_size=2", "nanoGPT", "--n_layer=1"]
+    cells = [f"--batch_size={n} --gradient_accumulation_steps={4 // n}" for n in (4, 2)]
+    assert list(rows) == ["", "---", *cells, "nanoGPT", "--n_layer=1"]
     assert [cell.strip() for cell in rows["nanoGPT"][:4]] == ["float32", "no", "64", "21 (20, 21)"]
-    assert rows["batch_size=2"][2].strip() == "64"  # with twice the accumulation
-    assert "1.00 (1.00 to 1.00)" in rows["batch_size=4"][-2]
-    assert re.search(r"^python train.py .*--batch_size=[24] --gradient_accumulation_steps=[12]", done.out, re.M)
-    assert {path.suffix for path in (tmp_path / "results").glob("*-speed-1.5b.*")} == {".md", ".json"}
+    assert rows[cells[1]][2].strip() == "64"  # with twice the accumulation
+    assert "1.00 (1.00 to 1.00)" in rows[cells[0]][-2]
 
 
 @pytest.mark.slow
@@ -67,7 +64,6 @@ def test_what_is_wrong_is_one_line(script):
         ("--peer=nanogpt:/nowhere", ["/nowhere", "nanoGPT"]),
         ("--peer=llamacpp", ["llamacpp", "nanogpt:PATH", "ours:", "checkout:PATH"]),
         ("--steps=2", ["--steps 2", "3 steps"]),
-        ("--save=a/b", ["a/b", "letters"]),
         ("--grid=batchsize=4", ["batchsize", "batch_size"]),
         ("--grid=batch_size=3", ["batch_size=3", "64 tokens"]),
     ):
@@ -77,7 +73,7 @@ def test_what_is_wrong_is_one_line(script):
 def test_cells_are_the_product_and_keep_the_tokens_of_a_step(tmp_path):
     c = tiny(tmp_path, tmp_path, batch_size=6, gradient_accumulation_steps=2)
     cells = speed.cells_of(["batch_size=2,4", "n_embd=16,32", "block_size=16,8"], c, [], tmp_path)
-    assert [x.settings["gradient_accumulation_steps"] for x in cells] == [6, 12, 6, 12, 3, 6, 3, 6]
+    assert [int(x.name.rpartition("=")[2]) for x in cells] == [6, 12, 6, 12, 3, 6, 3, 6]
     assert len({x.command[-1] for x in cells}) == 8  # a folder each
     assert speed.micro_batches(12, 2) == [3, 6, 12, 24]
     with pytest.raises(ConfigError):

@@ -11,7 +11,6 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ from train import TrainConfig
 NANOGPT_PEAK = 312e12  # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 # Numbers of a log's events, and texts of its first one.
-ITER = ("loss", "time_ms", "mfu", "lr", "grad_norm", "tokens", "train_s", "data_wait", "peak_memory_bytes")
-NOT_OWN = {*ITER, "iter", "tokens_per_s", "mfu_measured", "clip_rate"}  # train.py's; other numbers get charts
+ITER = ("loss", "time_ms", "mfu", "lr", "grad_norm", "tokens", "train_s", "peak_memory_bytes")
+# train.py's numbers; others get charts.
+NOT_OWN = {*ITER, "iter", "tokens_per_s", "mfu_measured", "clip_rate", "data_wait"}
 EVAL = ("train_loss", "val_loss", "val_se", "val_bpb", "tokens", "train_s", "eval_s", "eval_windows")
 START = ("parameters", "flops_per_token", "tokens_per_step", "world_size", "peak_flops", "warm_up_s")
 OF_DATA = ("train_tokens", "val_bytes", "val_text_bytes", "bytes_per_token", "vocab_size")
@@ -48,7 +48,6 @@ class Run:
     end: dict[str, Any] = field(default_factory=dict)  # empty where the run was killed or is still running
     notes: list[str] = field(default_factory=list)  # what a reader of its figures should know
     samples: list[dict[str, Any]] = field(default_factory=list)  # in order: iter, texts
-    save_s: float | None = None  # seconds that saving cost the loop
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -140,9 +139,13 @@ def before(events: Events, step: int) -> Events:
     return {i: e for i, e in events.items() if i < step}
 
 
+def in_order(events: Events) -> list[dict[str, Any]]:
+    return [e | {"iter": i} for i, e in sorted(events.items())]
+
+
 def add_events(run: Run, lines: list[str]) -> None:
     """Fills a run from its log.jsonl. Each step counts once, with its last figures: a resumed run repeats some."""
-    seen: dict[str, Events] = {kind: {} for kind in ("iter", "eval", "sample", "save")}
+    seen: dict[str, Events] = {"iter": {}, "eval": {}, "sample": {}}
     n_read = n_unverified = step = 0
     earlier_s = 0.0  # seconds of training before the latest start, whose own count begins at 0
     for line in lines:
@@ -158,7 +161,7 @@ def add_events(run: Run, lines: list[str]) -> None:
             passed = [*before(seen["iter"], step).values(), seen["eval"].get(step, {})]
             earlier_s = max((e["train_s"] for e in passed if e.get("train_s")), default=0.0)
         if kind in ("start", "rewind"):
-            seen = {name: before(events, step + (name == "save")) for name, events in seen.items()}
+            seen = {name: before(events, step) for name, events in seen.items()}
         elif kind == "iter":
             own = {name: number(value) for name, value in event.items() if name not in NOT_OWN and len(name) <= 100}
             seen[kind][step] = numbers(event, ITER) | {"own": {k: v for k, v in own.items() if v is not None}}
@@ -168,16 +171,11 @@ def add_events(run: Run, lines: list[str]) -> None:
             seen[kind][step] = numbers(event, EVAL) | {"eval_digest": event.get("eval_digest"), "val_batches": means}
         elif kind == "sample" and isinstance(event.get("texts"), list) and event["texts"]:
             seen[kind][step] = {"texts": [str(text) for text in event["texts"]]}
-        elif kind == "save":
-            seen[kind][step] = numbers(event, ["save_s"])
         elif kind == "end":
             run.end = event
         if kind in ("iter", "eval") and seen[kind][step]["train_s"] is not None:
             seen[kind][step]["train_s"] += earlier_s
-    run.iters, run.evals, run.samples, saves = (
-        [e | {"iter": i} for i, e in sorted(events.items())] for events in seen.values()
-    )
-    run.save_s = sum(e["save_s"] or 0.0 for e in saves) if saves else None
+    run.iters, run.evals, run.samples = in_order(seen["iter"]), in_order(seen["eval"]), in_order(seen["sample"])
     if not run.end:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")
     if len(lines) > n_read:
@@ -194,8 +192,6 @@ def begin_again(run: Run, event: dict[str, Any]) -> None:
     run.settings = {name: value for name, value in settings.items() if can_be(name, value)}
     start = numbers(event, START + OF_DATA) | {name: event[name] for name in TEXTS if isinstance(event.get(name), str)}
     start |= {name: event[name] for name in ("compiled", "versions") if isinstance(event.get(name), bool | dict)}
-    if "explicit_attention" in event:  # as written until 2026-11-24
-        start["attention"] = "explicit" if event["explicit_attention"] else "flash"
     start["warm_up_s"] = (start["warm_up_s"] or 0.0) + run.start.get("warm_up_s", 0.0)
     run.start = {name: value for name, value in start.items() if value is not None}
     run.end = {}
@@ -242,7 +238,7 @@ def add_printed(run: Run, text: str) -> None:
         run.notes.append(f"its log begins {n_starts} times; a step computed twice counts with its last figures")
     if n_damaged:
         run.notes.append(f"{n_damaged} damaged lines of its log are left out")
-    run.evals, run.iters = ([e | {"iter": i} for i, e in sorted(events.items())] for events in seen.values())
+    run.evals, run.iters = in_order(seen[STEP]), in_order(seen[ITERATION])
     undo_evaluation(run)
 
 
@@ -348,11 +344,3 @@ def loss_at(run: Run, axis: str, amount: float) -> float | None:
         return None
     x, y = np.array(points).T
     return float(np.interp(math.log(amount), np.log(x), y))
-
-
-def spent_until(run: Run, axis: str, loss: float) -> float | None:
-    """What it took until the val loss first was this low; None if it never was, or already at the first evaluation."""
-    for (x0, y0), (x1, y1) in pairwise(curve(run, axis)):
-        if y1 <= loss < y0:
-            return x0 * (x1 / x0) ** ((y0 - loss) / (y0 - y1))
-    return None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,6 @@ CHARTS = {  # by a step's field: title and unit
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm, before clipping", ""),
 }
-# The policy makes the browser refuse everything that is not in this file.
-HEAD = """<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline';
- style-src 'unsafe-inline'; img-src data: blob:">"""
 
 
 @dataclass
@@ -50,24 +46,23 @@ class Chart:
 def points(run: Run, events: list[dict[str, Any]], key: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """(x by axis, y) of a field of run.iters or run.evals, each (n,): the first of all, and at most 2 POINTS."""
     known = [e for e in events if e.get(key) is not None]
-    names = (key, "iter", "tokens", "train_s")
-    rows = [[e.get(name) for name in names] for e in known[:: max(1, len(known) // POINTS)]]
-    y, steps, tokens, train_s = np.array(rows, float).reshape(-1, len(names)).T  # float makes NaN of None
-    flops = tokens * (run.flops_per_token or np.nan)
-    return {"steps": steps, "tokens": tokens, "minutes": train_s / 60, "FLOPs": flops}, y
+    known = known[:: max(1, len(known) // POINTS)]
+
+    def column(name: str) -> np.ndarray:
+        return np.array([e[name] for e in known], float)  # float makes NaN of None
+
+    x = {"steps": column("iter"), "tokens": column("tokens"), "minutes": column("train_s") / 60}
+    x["FLOPs"] = x["tokens"] * (run.flops_per_token or np.nan)
+    return x, column(key)
 
 
 def curve(number: int, name: str, x: np.ndarray, y: np.ndarray, **style: Any) -> dict[str, Any]:
     """A curve in the colour of a run as plotly's trace."""
     style["line"] = {"color": COLOURS[number % len(COLOURS)], "width": 2} | style.get("line", {})
-    return {
-        "type": "scatter",
-        "name": escape(name),
-        "x": x,
-        "y": y,
-        "mode": "lines" if len(y) > 1 else "lines+markers",  # a line of one point is not seen
-        "hovertemplate": f"%{{y:.5g}} at %{{x:,.6g}}<extra>{escape(name)}</extra>",
-    } | style
+    trace = {"type": "scatter", "name": escape(name), "x": x, "y": y}
+    trace["mode"] = "lines" if len(y) > 1 else "lines+markers"  # a line of one point is not seen
+    trace["hovertemplate"] = f"%{{y:.5g}} at %{{x:,.6g}}<extra>{escape(name)}</extra>"
+    return trace | style
 
 
 def layout(height: int, x_title: str, y_title: str) -> dict[str, Any]:
@@ -147,15 +142,13 @@ def loss_chart(runs: list[Run]) -> Chart | None:
         return None
     if any("error_y" in trace for trace in data):
         note += "Bars are 95% intervals, of the error that the evaluated text leaves."
-    known = [axis for axis in AXES if any(np.isfinite(x[axis]).any() for x in x_of)]
-    axes = [("update", axis, [{"x": [x[axis] for x in x_of]}, {"xaxis.title.text": AXES[axis]}]) for axis in known]
-    kinds = [("linear", "linear"), ("linear", "log"), ("log", "linear"), ("log", "log")]
-    scales = [("relayout", f"{x} x, {y} y", [{"xaxis.type": x, "yaxis.type": y}]) for x, y in kinds]
+    buttons = []
+    for axis, title in AXES.items():
+        if any(np.isfinite(x[axis]).any() for x in x_of):
+            update = [{"x": [x[axis] for x in x_of]}, {"xaxis.title.text": title}]
+            buttons.append({"method": "update", "label": axis, "args": update})
     shape = layout(440, "steps", "loss (nats per token)")
-    shape["updatemenus"] = [
-        {"x": left, "y": 1.12, "xanchor": "left", "buttons": [{"method": m, "label": n, "args": a} for m, n, a in menu]}
-        for left, menu in ((0, axes), (0.4, scales))
-    ]
+    shape["updatemenus"] = [{"x": 0, "y": 1.12, "xanchor": "left", "buttons": buttons}]
     return Chart("Loss", note, graph_objects.Figure(data, shape))
 
 
@@ -167,40 +160,31 @@ def page(found: Comparison, samples: Sequence[str] = (), refresh_s: int = 0) -> 
 
     Raises ValueError where plotly is missing.
     """
-    js = plotly_js()
-    from plotly.io import to_html
-
-    title = " and ".join(run.name for run in found.runs) if len(found.runs) < 4 else f"{len(found.runs)} runs"
-    config = {"displaylogo": False, "responsive": True}
-    drawn = ""
-    for key, chart in make_charts(found.runs).items():
-        plot = to_html(chart.figure, config=config, include_plotlyjs=False, full_html=False, div_id=key)
-        note = f'<p class="note">{escape(chart.note)}</p>'
-        drawn += f'<figure class="{key}"><h3>{escape(chart.title)}</h3>{plot}{note}</figure>\n'
-    figures = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>\n"
-        for label, value, note in found.figures
-    )
-    lines = "".join(
-        f"<pre>{escape(line.removeprefix(COMMAND))}</pre>" if line.startswith(COMMAND) else f"<p>{escape(line)}</p>"
-        for line in [*found.lines, *found.notes()]
-    )
-    tables = "".join(f"<h2>{name}</h2>{table_html(*rows)}" for name, rows in found.tables().items())
+    plotly = plotly_js()
+    runs = found.runs
+    title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
+    charts = "".join(chart_html(key, chart) for key, chart in make_charts(runs).items())
+    figures = ""
+    for label, value, note in found.figures:
+        figures += f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>\n"
+    settings = ""
+    for run in runs:
+        table = table_html([], [[name, json.dumps(value, default=str)] for name, value in run.settings.items()])
+        settings += f"<details><summary>Settings of {escape(run.name)}</summary>{table}</details>"
     texts = "".join(f"<pre>{escape(text)}</pre>" for text in samples)
-    settings = "".join(
-        f"<details><summary>Settings of {escape(run.name)}</summary>"
-        f"{table_html([], *([name, json.dumps(value, default=str)] for name, value in run.settings.items()))}</details>"
-        for run in found.runs
-    )
-    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
-    css = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    return (
-        f"<!doctype html>\n<html lang=en>\n<head>\n{HEAD}{refresh}\n<title>{escape(title)}</title>\n"
-        f"<style>\n{css}</style>\n<script>{js}</script>\n</head>\n<body>\n<main>\n"
-        f"<p class=note>{escape(title)}</p><h1>{escape(found.headline)}</h1><dl>{figures}</dl>\n{lines}\n"
-        f"<section>{drawn or '<p>There are no steps and no evaluations yet.</p>'}</section>\n"
-        f"{tables}\n{'<h2>Samples</h2>' if texts else ''}{texts}\n{settings}\n"
-        f"<p class=note>{escape(about(found.runs))}</p>\n</main>\n</body>\n</html>\n"
+    template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return template.substitute(
+        refresh=f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
+        title=escape(title),
+        plotly=plotly,
+        headline=escape(found.headline),
+        figures=figures,
+        lines="".join(line_html(line) for line in [*found.lines, *found.notes()]),
+        charts=charts or "<p>There are no steps and no evaluations yet.</p>",
+        tables="".join(f"<h2>{name}</h2>{table_html(head, rows)}" for name, (head, *rows) in found.tables().items()),
+        samples=f"<h2>Samples</h2>{texts}" if texts else "",
+        settings=settings,
+        about=escape(about(runs)),
     )
 
 
@@ -214,24 +198,38 @@ def plotly_js() -> str:
     return get_plotlyjs()
 
 
+def chart_html(key: str, chart: Chart) -> str:
+    from plotly.io import to_html
+
+    config = {"displaylogo": False, "responsive": True}
+    plot = to_html(chart.figure, config=config, include_plotlyjs=False, full_html=False, div_id=key)
+    note = f'<p class="note">{escape(chart.note)}</p>'
+    return f'<figure class="{key}"><h3>{escape(chart.title)}</h3>{plot}{note}</figure>\n'
+
+
+def line_html(line: str) -> str:
+    """A line of the verdict, or a command to copy."""
+    is_command = line.startswith(COMMAND)
+    return f"<pre>{escape(line.removeprefix(COMMAND))}</pre>" if is_command else f"<p>{escape(line)}</p>"
+
+
 def about(runs: list[Run]) -> str:
-    """The machine, versions and commit of a run, and the date of the page."""
+    """The date of the page, and the machine, versions and commit of the first run."""
     facts = [f"page of {time.strftime('%Y-%m-%d %H:%M')}"]
-    for start in [run.start for run in runs][:1]:
-        facts += (
-            [f"{start.get('world_size', 1)} x {start['device']}, {start.get('dtype')}"] if "device" in start else []
-        )
-        facts += [f"compiled by {start.get('compiler')}"] if start.get("compiled") else []
-        facts += [f"{name} {version}" for name, version in start.get("versions", {}).items()]
-        facts += [f"commit {start['git_commit']}"] if "git_commit" in start else []
+    start = runs[0].start if runs else {}
+    if "device" in start:
+        facts.append(f"{start.get('world_size', 1)} x {start['device']}, {start.get('dtype')}")
+    facts += [f"{name} {version}" for name, version in start.get("versions", {}).items()]
+    if "git_commit" in start:
+        facts.append(f"commit {start['git_commit']}")
     return "; ".join(facts)
 
 
-def table_html(head: list[str], *rows: list[str]) -> str:
+def table_html(head: list[str], rows: list[list[str]]) -> str:
     """head: headings, of which there may be none; the first cell of a row is its label."""
     heads = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(
-        f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
-        for label, *cells in rows
-    )
+    body = ""
+    for label, *cells in rows:
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body += f"<tr><th>{escape(label)}</th>{values}</tr>\n"
     return f"<div class=table><table><thead>{heads}</thead><tbody>\n{body}</tbody></table></div>\n"

@@ -7,15 +7,14 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from bench.analysis import logs
-from bench.analysis.logs import Run, curve, letters, loss_at, spent_until
-from bench.analysis.noise import difference, interval, t_quantile
+from bench.analysis.logs import Run, curve, letters, loss_at
+from bench.asking.statistics import alpha_of_each, error_of_text, interval, welch
 from deskgpt.run import diagnosis, loss_band
 from deskgpt.run.diagnosis import EvalRecord
-from deskgpt.system.terminal import clock, in_gib, in_tera
+from deskgpt.system.terminal import clock, in_gib
 
 # Settings that affect neither the training nor its speed, and those that are reported as facts of the data.
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "log_interval", "auto_batch"}
@@ -30,8 +29,8 @@ OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has a
 Text = Callable[[Any], str]  # how a figure is written
 AMOUNT: dict[str, Text] = {
     "steps": "{:,.0f}".format,
-    "tokens": lambda v: f"{v:.4g}" if v >= 1e6 else f"{v:,.0f}",
-    "text": lambda v: f"{v / 1e6:.4g} MB" if v >= 1e6 else f"{v:,.0f} bytes",
+    "tokens": "{:,.0f}".format,
+    "text": "{:,.0f} bytes".format,
     "time": clock,
     "FLOPs": "{:.3g}".format,
 }
@@ -210,15 +209,12 @@ def loss_lead(arms: list[Arm], values: list[list[float]], noise: tuple[float, in
     noise: the variance between runs and its degrees of freedom, for arms of a single run; None where it is not known.
     step: at which all were evaluated, None where they are compared at another amount.
     """
-    means = [statistics.fmean(of_arm) for of_arm in values]
-    best, *others = sorted(range(len(arms)), key=lambda i: means[i])
-    error = 0.05 / math.comb(len(arms), 2)
+    best, *others = sorted(range(len(arms)), key=lambda i: statistics.fmean(values[i]))
+    error = alpha_of_each(math.comb(len(arms), 2))
     parts = []
     halves = []
     for i in others:
-        gap, half = difference(values[best], values[i], error)
-        if half is None and noise:
-            half = t_quantile(noise[1], error) * math.sqrt(noise[0] * (1 / len(values[best]) + 1 / len(values[i])))
+        gap, half = welch(values[best], values[i], error, noise)
         halves.append((gap, half))
         parts.append(loss_words(arms[best], arms[i], gap, half, step))
     return Lead(
@@ -250,12 +246,13 @@ def loss_words(best: Arm, other: Arm, gap: float, half: float | None, step: floa
 
 def text_error(a: Run, b: Run, step: float | None) -> str:
     """The interval that the text leaves to the difference of two runs at a step, from the batches that both read."""
-    of_a, of_b = (next((e for e in run.val if e["iter"] == step), {}) for run in (a, b))
-    batches = list(zip(of_a.get("val_batches") or [], of_b.get("val_batches") or [], strict=False))
-    if len(batches) < 2 or not of_a.get("eval_digest") or of_a["eval_digest"] != of_b.get("eval_digest"):
+    of_a = next((e for e in a.val if e["iter"] == step), {})
+    of_b = next((e for e in b.val if e["iter"] == step), {})
+    if not of_a.get("eval_digest") or of_a["eval_digest"] != of_b.get("eval_digest"):
         return ""
-    half = interval([y - x for x, y in batches])[1]
-    return f" (±{half:.4f} of the text alone, n={len(batches)} batches)"
+    batches = of_a["val_batches"] or []
+    half = error_of_text([batches], [of_b["val_batches"] or []])
+    return "" if half is None else f" (±{half:.4f} of the text alone, n={len(batches)} batches)"
 
 
 def seed_noise(arms: list[Arm], values: list[list[float]], unit: str) -> tuple[float, int] | None:
@@ -280,31 +277,29 @@ def band_of(run: Run) -> loss_band.Band | None:
 # ---- which losses compare ------------------------------------------------------------------------------------
 
 
-def comparable(runs: list[Run]) -> tuple[str, list[str]]:
-    """(the unit in which losses are compared, why they cannot be compared at all)
+def comparable(runs: list[Run]) -> tuple[str, str]:
+    """(the unit in which losses are compared, why they cannot be compared, "" where they can)
 
     Losses in nats per token are compared on the same windows only. Those of different tokenizers are compared in bits
     per byte where each run was evaluated on the whole of the same text.
     """
     tokenizers = [run.start.get("tokenizer") for run in runs]
     if len(set(tokenizers)) > 1 and None not in tokenizers and same_whole_text(runs):
-        return "bits per byte", []
-    untrained = [e["val_loss"] for run in runs for e in run.val if e["iter"] == 0]
+        return "bits per byte", ""
     facts: dict[str, list[Any]] = {
-        "tokenizers": tokenizers,
+        "tokenizers (bits per byte need the whole of one text)": tokenizers,
         "validation data": [run.start.get("val_sha256") for run in runs],
         "validation windows": [windows(run) for run in runs],
     }
-    if None in facts["validation data"]:
-        facts["data sets"] = [Path(str(run.settings.get("dataset"))).name for run in runs]
-        if len(untrained) == len(runs) and max(untrained) - min(untrained) > OTHER_VOCABULARY:
-            facts["losses at step 0, so other vocabularies or data"] = [f"{loss:.2f}" for loss in untrained]
+    untrained = [e["val_loss"] for run in runs for e in run.val if e["iter"] == 0]
+    if len(untrained) == len(runs) and max(untrained) - min(untrained) > OTHER_VOCABULARY:
+        facts["losses at step 0, so other vocabularies or data"] = [f"{loss:.2f}" for loss in untrained]
     for what, values in facts.items():
-        if len(set(values) - {None}) > 1 or (what == "validation windows" and 0 < values.count(None) < len(runs)):
+        is_half_known = what == "validation windows" and 0 < values.count(None) < len(runs)
+        if len(set(values) - {None}) > 1 or is_half_known:
             shown = [f"{x} {value or 'not known'}" for x, value in zip(letters(len(runs)), values, strict=True)]
-            of_text = "; bits per byte need the whole of one text" if what == "tokenizers" else ""
-            return "val loss", [f"different {what} ({', '.join(shown)}){of_text}"]
-    return "val loss", []
+            return "val loss", f"different {what}: {', '.join(shown)}"
+    return "val loss", ""
 
 
 def same_whole_text(runs: list[Run]) -> bool:
@@ -331,18 +326,9 @@ def windows(run: Run) -> str | None:
 # ---- the tables ----------------------------------------------------------------------------------------------
 
 
-def in_steps(function: Callable[[list[float]], float], name: str) -> Callable[[Run], float | None]:
-    """A figure of a run, over all of its steps that have it."""
-
-    def figure(run: Run) -> float | None:
-        found = [e[name] for e in run.iters if e.get(name) is not None]
-        return function(found) if found else None
-
-    return figure
-
-
-def tera(per_s: float) -> str:
-    return f"{in_tera(per_s)} TFLOP/s"
+def largest(run: Run, name: str) -> float | None:
+    """The largest number of this name in the run's steps."""
+    return max((e[name] for e in run.iters if e.get(name) is not None), default=None)
 
 
 # Times are those of all parts of a run that was resumed.
@@ -351,22 +337,17 @@ SPEED: list[tuple[str, Callable[[Run], Any], Text]] = [
     ("tokens/s", logs.tokens_per_s, "{:,.0f}".format),
     ("parameters", lambda r: r.start.get("parameters"), lambda v: f"{v / 1e6:,.2f}M"),
     ("MFLOPs per token", lambda r: r.flops_per_token, lambda v: f"{v / 1e6:,.4g}"),
-    ("FLOP/s", logs.flops_per_s, tera),
     ("MFU", logs.mfu, "{:.2%}".format),
-    ("peak that MFU refers to", lambda r: r.start.get("peak_flops"), tera),
     ("MFU as nanoGPT prints it (of 312 TFLOP/s)", logs.nanogpt_mfu, "{:.2%}".format),
-    ("training", in_steps(max, "train_s"), clock),
-    ("of it waiting for data", in_steps(statistics.fmean, "data_wait"), "{:.1%}".format),
+    ("training", lambda r: largest(r, "train_s"), clock),
     ("evaluation", lambda r: sum(e["eval_s"] or 0.0 for e in r.evals) or None, clock),
-    ("saving", lambda r: r.save_s, clock),
     ("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
-    ("peak memory", in_steps(max, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
+    ("peak memory", lambda r: largest(r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
 ]
 LEARNING: list[tuple[str, Callable[[Run], Any], Text]] = [
     ("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
     ("val loss there", lambda r: r.val[-1]["val_loss"], "{:.4f}".format),
     ("lowest val loss", lambda r: r.best["val_loss"], "{:.4f}".format),
-    ("at step", lambda r: r.best["iter"], AMOUNT["steps"]),
     ("perplexity there", lambda r: math.exp(min(r.best["val_loss"], 700)), "{:.2f}".format),
     ("bits per byte there", lambda r: r.best["val_bpb"], "{:.4f}".format),
     ("train loss at the end", lambda r: r.val[-1]["train_loss"], "{:.4f}".format),
@@ -382,10 +363,10 @@ def speed_rows(arms: list[Arm]) -> list[Row]:
     return known(rows)
 
 
-def learning_rows(arms: list[Arm], unit: str, reasons: list[str]) -> list[Row]:
+def learning_rows(arms: list[Arm], unit: str = "val loss", reason: str = "") -> list[Row]:
     """Rows of losses, and of losses after equal spending: that of the run that spent the least.
 
-    unit, reasons: as `comparable` gives them. Empty where no run was evaluated.
+    unit, reason: as `comparable` gives them. Empty where no run was evaluated.
     """
     runs = [run for arm in arms for run in arm.runs if run.val]
     if not runs:
@@ -393,8 +374,6 @@ def learning_rows(arms: list[Arm], unit: str, reasons: list[str]) -> list[Row]:
     rows = []
     for label, figure, text in LEARNING:
         rows.append(Row(label, [[figure(run) if run.val else None for run in arm.runs] for arm in arms], text))
-    turned = [[overfit(arm.runs[0])] for arm in arms]
-    rows.append(Row("val loss turned up after step", turned, lambda v: f"{v[0]:,}, by {v[1]:.4f} since"))
     axes = ["steps", "tokens", "time", "FLOPs"] if len(arms) > 1 else []
     if unit == "bits per byte":  # equal steps read unequal text
         axes = ["text", "time", "FLOPs"]
@@ -402,19 +381,15 @@ def learning_rows(arms: list[Arm], unit: str, reasons: list[str]) -> list[Row]:
     for axis in axes:
         ends = [points[-1][0] for run in runs if (points := curve(run, axis))]
         if ends:
-            rows.append(equal_row(arms, axis, min(ends), unit, reasons))
-    level = math.ceil(max(run.best["val_loss"] for arm in arms for run in arm.runs if run.val) * 100) / 100
-    for axis in axes[-3:-1]:
-        reached = functools.partial(spent_until, axis=axis, loss=level)
-        rows.append(row_of(f"{axis} to {unit} {level:g}", arms, reached, AMOUNT[axis]))
+            rows.append(equal_row(arms, axis, min(ends), unit, reason))
     return known(rows)
 
 
-def equal_row(arms: list[Arm], axis: str, amount: float, unit: str, reasons: list[str]) -> Row:
+def equal_row(arms: list[Arm], axis: str, amount: float, unit: str, reason: str) -> Row:
     """The val losses after an equal amount of steps, tokens, text, time or FLOPs."""
     figure = functools.partial(loss_at, axis=axis, amount=amount)
     row = row_of(f"{unit} at equal {axis} ({AMOUNT[axis](amount)})", arms, figure, "{:.4f}".format)
-    if reasons:
+    if reason:
         row.lead = Lead("not comparable")
     elif row.is_whole and axis in ("steps", "tokens") and is_same_training(arms):
         losses = [loss for [loss] in row.of_runs]

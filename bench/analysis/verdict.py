@@ -16,10 +16,7 @@ from deskgpt.system.terminal import clock
 
 COMMAND = "$ "
 FOLLOW = {"backend", "compile", "min_lr", "lr_decay_iters"}  # settings that what ran or another one tells
-# Settings that do not change how long a step takes.
-NO_SPEED = {"learning_rate", "max_iters", "weight_decay", "beta1", "beta2", "momentum", "decay_lr", "lr_schedule"}
-NO_SPEED |= {"warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr", "zero_init"}
-DRIFT = "A machine's speed drifts: bench/speed.py times settings in turns."
+DRIFT = "What made a run faster is not known, as a machine's speed drifts: bench/speed.py times settings in turns."
 EVALUATE = f"{COMMAND}python train.py --init_from=resume --eval_only=True --eval_tokens=... --dataset=... --out_dir=..."
 
 
@@ -32,7 +29,7 @@ class Comparison:
     headline: str
     lines: list[str]  # the verdict
     rows: dict[str, list[Row]] = field(default_factory=dict)  # by table
-    reasons: list[str] = field(default_factory=list)  # why losses cannot be compared
+    reason: str = ""  # why losses cannot be compared
     figures: list[tuple[str, str, str]] = field(default_factory=list)  # of one run: label, value, note
 
     def notes(self) -> list[str]:
@@ -52,7 +49,7 @@ class Comparison:
         rows = {name: {r.label: r.of_runs for r in rows} for name, rows in self.rows.items()}
         leads = {r.label: r.lead.text for rows in self.rows.values() for r in rows if r.lead.text}
         arms = {arm.label: [run.name for run in arm.runs] for arm in self.arms}
-        said = {"headline": self.headline, "verdict": self.lines, "not_comparable": self.reasons}
+        said = {"headline": self.headline, "verdict": self.lines, "not_comparable": self.reason}
         return said | {"arms": arms, "rows": rows, "leads": leads}
 
 
@@ -60,17 +57,17 @@ def compare(runs: list[Run]) -> Comparison:
     """Compares runs; of a single one it says what it learned."""
     arms = table.arms_of(runs)
     if len(runs) == 1:
-        rows = {"Speed": table.speed_rows(arms), "Learning": table.learning_rows(arms, "val loss", [])}
+        rows = {"Speed": table.speed_rows(arms), "Learning": table.learning_rows(arms)}
         return Comparison(runs, arms, summary(runs[0]), judgement(runs[0]), rows, figures=figures(runs[0]))
-    unit, reasons = table.comparable(runs)
+    unit, reason = table.comparable(runs)
     rows = {"What changed": table.change_rows(arms), "Speed": table.speed_rows(arms)}
-    rows["Learning"] = table.learning_rows(arms, unit, reasons)
+    rows["Learning"] = table.learning_rows(arms, unit, reason)
     speed = next((row.lead for row in rows["Speed"] if row.label == "tokens/s"), Lead())
     loss = next((row for row in rows["Learning"] if " at equal " in row.label), None)
-    lines = verdict(arms, speed, loss, reasons)
+    lines = verdict(arms, speed, loss, reason)
     if unit == "bits per byte":
         lines.append("Bits per byte depend on the context too: a longer one lowers them by itself.")
-    return Comparison(runs, arms, headline(arms, speed, loss, reasons), lines, rows, reasons)
+    return Comparison(runs, arms, headline(arms, speed, loss, reason), lines, rows, reason)
 
 
 # ---- one run -------------------------------------------------------------------------------------------------
@@ -122,8 +119,6 @@ def judgement(run: Run) -> list[str]:
     said = band.verdict({e["iter"]: e["val_loss"] for e in run.val}) if band else ""
     if said:
         lines.append(f"Beside other runs with these settings: {said}.")
-    if not band:
-        lines.append("No band of usual losses is known for these settings; bench/ask.py --band makes one of a config.")
     turned = table.overfit(run)
     if turned:
         lines.append(
@@ -143,12 +138,12 @@ def judgement(run: Run) -> list[str]:
 # ---- several runs --------------------------------------------------------------------------------------------
 
 
-def headline(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) -> str:
-    """Who learns more and who is faster, as far as the noise allows to tell. speed, loss: as `verdict` takes them."""
+def headline(arms: list[Arm], speed: Lead, loss: Row | None, reason: str) -> str:
+    """Who learns more and who is faster, as far as the noise allows to tell. The arguments are those of `verdict`."""
     if len(arms) == 1:
         return f"All runs have the same settings ({arms[0].name})."
-    if reasons:
-        learned = f"The losses are not comparable: {reasons[0]}."
+    if reason:
+        learned = f"The losses are not comparable: {reason}."
     elif loss is None or not loss.lead.text:
         learned = "The losses at equal training are not known."
     elif loss.lead.is_same:
@@ -166,7 +161,7 @@ def headline(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str])
     return f"{learned} {arms[speed.winner].label} was faster."
 
 
-def verdict(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) -> list[str]:
+def verdict(arms: list[Arm], speed: Lead, loss: Row | None, reason: str) -> list[str]:
     """Why losses are not comparable, what may be called the cause, and the runs that would settle what is open.
 
     speed: who leads in tokens/s; loss: the row of val losses after equal training, None where there is none. Empty for
@@ -174,32 +169,26 @@ def verdict(arms: list[Arm], speed: Lead, loss: Row | None, reasons: list[str]) 
     """
     if len(arms) == 1:
         return []
-    lines = []
-    if reasons:
-        lines = ["To compare losses, evaluate the models alike:", EVALUATE]
+    lines = ["To compare losses, evaluate the models alike:", EVALUATE] if reason else []
+    if speed.winner is not None:
+        lines.append(DRIFT)
     unknown = [arm.label for arm in arms if not arm.runs[0].settings]
     if unknown:
         return [*lines, f"No cause can be named: the log of {' and '.join(unknown)} does not say its settings."]
     changes = factors(arms)
+    named = ", ".join(how(change, arms) for change in changes[:5])
+    repeated = all(len(arm.runs) > 1 for arm in arms)
     if not changes:
         return [*lines, "Nothing that is known changed."]
-    is_open = loss is not None and not loss.lead.is_same
     if len(changes) > 1:
-        named = ", ".join(how(change, arms) for change in changes[:5]) + (", ..." if len(changes) > 5 else "")
-        return [
-            *lines,
-            f"No cause can be named: {len(changes)} things changed at once ({named}).",
-            *settling(arms, is_open),
-        ]
-    only = f"Only {how(changes[0], arms)} differs: "
-    repeated = all(len(arm.runs) > 1 for arm in arms)
-    if speed.winner is not None and {*changes[0]} <= NO_SPEED:
-        lines.append(f"{only}that cannot change the speed; the machines differed, or other work ran.")
-    elif speed.winner is not None:
-        lines.append(f"{only}it may be the cause of the difference in speed ({speed.text}). {DRIFT}")
-    if loss and loss.lead.text and not reasons:
-        lines.append(only + effect(loss.lead, repeated))
-    return [*lines, *settling(arms, is_open and not repeated)]
+        lines.append(f"No cause can be named: {len(changes)} things changed at once ({named}).")
+    elif loss and loss.lead.text and not reason:
+        lines.append(f"Only {named} differs: {effect(loss.lead, repeated)}")
+    else:
+        lines.append(f"Only {named} differs.")
+    if loss and not loss.lead.is_same and not (repeated and len(changes) == 1):
+        lines += settling(arms)
+    return lines
 
 
 def effect(lead: Lead, repeated: bool) -> str:
@@ -223,17 +212,14 @@ def how(change: list[str], arms: list[Arm]) -> str:
     return " with ".join(f"{name} {short(old.get(name))} -> {short(new.get(name))}" for name in change)
 
 
-def settling(arms: list[Arm], is_open: bool) -> list[str]:
-    """The command of bench/ask.py that asks about the changes, three at most, each alone and all together.
-
-    Empty where the losses leave no question open.
-    """
-    alone = []
-    for change in factors(arms[:2]) if is_open else []:
+def settling(arms: list[Arm]) -> list[str]:
+    """The command of bench/ask.py that asks about the first three changes between the first two arms, each alone."""
+    texts = []
+    for change in factors(arms[:2]):
         values = {"compile" if name == "compiled" else name: arms[1].causes[name] for name in change}
         if values.keys() <= DEFAULTS.keys() - {"device", "max_iters"}:
-            alone.append(" ".join(f"--{name}={value}" for name, value in values.items()))
-    if not alone:
+            texts.append(" ".join(f"--{name}={value}" for name, value in values.items()))
+    if not texts:
         return []
     words = ["python", "bench/ask.py"]
     settings = arms[0].runs[0].settings
@@ -241,7 +227,6 @@ def settling(arms: list[Arm], is_open: bool) -> list[str]:
     for name, default in DEFAULTS.items():
         if name not in left_out and settings.get(name, default) != default:
             words.append(f"--{name}={settings[name]}")
-    for letter, text in zip("bcd", alone, strict=False):
+    for letter, text in zip("bcd", texts, strict=False):
         words += [f"--{letter}", text]
-    words += ["--together"] * (len(alone) > 1)
     return ["To settle it:", COMMAND + shlex.join(words)]

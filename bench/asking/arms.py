@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import os
 import shlex
 import shutil
@@ -52,7 +51,6 @@ class Arm:
     folder: Path  # the copy of the checkout that it runs in
     code: str  # digest of the Python files that train.py is made of, there
     settings: dict[str, Any]  # all of them
-    known: float | None = None  # an arm that is a number has no runs
 
     @property
     def what(self) -> str:
@@ -75,16 +73,14 @@ class Arm:
 
 
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
-    """An arm from what the user wrote: settings, configs, patches, commit:REV, or a number to compare with.
+    """An arm from what the user wrote: settings, configs, patches, commit:REV.
 
     common: arguments of all arms. below: the folder of copies of the checkout. Raises ConfigError.
     """
-    words = words_of(text)
-    if len(words) == 1 and is_number(words[0]):
-        known = float(words[0])
-        if not math.isfinite(known):
-            raise ConfigError(f"--{label} {text}: no run ends there; write a finite number, such as 1.88")
-        return Arm(label, text, [], ROOT, words[0], settings_of(common, ROOT), known=known)
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise ConfigError(f"{text}: a quotation mark has no second one") from None
     own: list[str] = []
     configs: list[str] = []
     patches: list[Path] = []
@@ -95,8 +91,6 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
                 raise ConfigError(f"--{label} {text}: bench/ask.py sets this itself; leave {word} out")
             own.append(word)
         elif word.startswith("commit:"):
-            if commit:
-                raise ConfigError(f"--{label} {text}: name one commit for each arm")
             commit = word.removeprefix("commit:")
         elif word.endswith(".py"):
             configs.append(word)
@@ -113,22 +107,6 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
     return Arm(label, text, arguments, folder, code, settings)
 
 
-def is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def words_of(text: str) -> list[str]:
-    """The words of an arm, as a shell takes them apart. Raises ConfigError."""
-    try:
-        return shlex.split(text)
-    except ValueError:
-        raise ConfigError(f"{text}: a quotation mark has no second one") from None
-
-
 def in_copy(word: str, folder: Path) -> str:
     """A config file of the checkout by its place there, so that a patch or commit may have its own; else its path."""
     path = Path(word).resolve()
@@ -142,9 +120,9 @@ def in_copy(word: str, folder: Path) -> str:
 def settings_of(arguments: list[str], folder: Path) -> dict[str, Any]:
     """All settings, as the code in the folder reads them, which may have some of its own. Raises ConfigError."""
     if folder == ROOT:
-        values = read_settings(TrainConfig, arguments)
-        build(TrainConfig, values)
-        return values
+        settings = read_settings(TrainConfig, arguments)
+        build(TrainConfig, settings)
+        return settings
     command = [sys.executable, "-c", READ_SETTINGS, *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:

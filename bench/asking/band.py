@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 
+from bench import output
 from bench.asking import running
 from bench.asking.arms import Arm
 from bench.asking.running import Place
+from bench.asking.statistics import t_quantile
 from deskgpt.run import loss_band
 from deskgpt.run.log import read_events
 from deskgpt.system.files import write_atomically
@@ -20,16 +21,13 @@ RUNS = 8
 FALSE_ALARMS = 0.01
 
 
-def deviations(runs: int, steps: int) -> float:
-    """Half the width of a band around the mean, in standard deviations between this many runs.
+def deviations(steps: int) -> float:
+    """Half the width of a band around the mean of RUNS runs, in standard deviations between them.
 
     A prediction interval for one more run, t sqrt(1 + 1/n) (Hahn, Journal of the American Statistical Association 65,
     1970). The steps share FALSE_ALARMS (Bonferroni), however the losses of one run depend on each other.
     """
-    from scipy import stats
-
-    t = stats.t.isf(FALSE_ALARMS / steps / 2, runs - 1)
-    return float(t * math.sqrt(1 + 1 / runs))
+    return t_quantile(RUNS - 1, FALSE_ALARMS / steps) * math.sqrt(1 + 1 / RUNS)
 
 
 def make_band(config: str, arm: Arm, place: Place) -> Path:
@@ -40,21 +38,16 @@ def make_band(config: str, arm: Arm, place: Place) -> Path:
     """
     first = arm.settings["seed"]
     seeds = range(first + 1, first + 1 + RUNS)  # users run the first one
-    running.run_all(place, [(arm, seed) for seed in seeds])
+    for seed in seeds:
+        running.run(place, arm, seed)
     logs = [read_events(place.out_dir(arm, seed) / "log.jsonl") for seed in seeds]
     start = next(e for e in logs[0] if e["event"] == "start")
     losses = [{e["iter"]: round(e["val_loss"], 4) for e in log if e["event"] == "eval"} for log in logs]
     record = {
-        "about": f"val losses by step of runs of {config} with other seeds, in nats per token",
-        "command": f"python train.py {config} --seed=N",
+        "about": f"val losses by step of runs of {config} with other seeds, in nats per token; {output.about(start)}",
         "seeds": list(seeds),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": start["device"],
-        "form": {name: start[name] for name in ("dtype", "compiled", "attention")},
-        "versions": start["versions"],
-        "commit": start["git_commit"],
         "experiment": loss_band.experiment(arm.settings, start["val_sha256"], start["train_tokens"]),
-        "deviations": round(deviations(RUNS, len(losses[0])), 4),
+        "deviations": round(deviations(len(losses[0])), 4),
         "val_losses": {step: [of_run[step] for of_run in losses] for step in losses[0]},
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items()]

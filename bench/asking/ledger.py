@@ -7,7 +7,8 @@ The ledger is a folder, by default ~/.cache/deskgpt/ledger (or below XDG_CACHE_H
     code/DIGEST     the code of arms, as it was when the question was asked
     data/NAME       what questions train on and are judged by
 
-ledger.jsonl names no path of the machine, so ledgers of several people can be put together with `cat`.
+ledger.jsonl names no path of the machine, so ledgers of several people can be put together with `cat`. Each line has a
+checksum; damaged ones are left out.
 """
 
 from __future__ import annotations
@@ -23,16 +24,6 @@ from bench.asking.statistics import e_bh
 from deskgpt.run.log import RunLog, read_events
 from deskgpt.system.cache import path_of
 
-# What an event must have; lines that lack it, of whatever origin, are left out.
-NUMBER = (int, float)
-RUN: dict[str, Any] = {"key": str, "outcome": str, "windows": str, "seed": int, "steps": int, "settings": dict}
-RUN |= {"val_loss": NUMBER, "wall_s": NUMBER}
-ANSWER = {"question": str, "date": str, "config": str, "sentence": str, "pairs": list, "arms": list}
-FIELDS: dict[str, dict[str, Any]] = {"run": RUN, "answer": ANSWER}
-ARM = {"label": str, "what": str}
-PRICED: dict[str, Any] = {"price": dict, "rounds": int, "verdict": str}
-PAIR = {"first": str, "second": str, "d": NUMBER, "e": NUMBER}
-
 
 def default_folder() -> Path:
     return path_of("ledger").with_suffix("")
@@ -41,10 +32,6 @@ def default_folder() -> Path:
 def digest(facts: Any) -> str:
     """Sixteen hex digits of the SHA-256 of what JSON can hold."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def has(event: Any, fields: dict[str, Any]) -> bool:
-    return isinstance(event, dict) and all(isinstance(event.get(name), kind) for name, kind in fields.items())
 
 
 class Ledger:
@@ -62,46 +49,47 @@ class Ledger:
 
     def read(self) -> None:
         """Takes in what other questions have added since."""
-        events = read_events(self.file) if self.file.exists() else []
-        self.events = [e for e in events if isinstance(e["event"], str) and has(e, FIELDS.get(e["event"], {}))]
+        self.events = [e for e in read_events(self.file) if "crc" in e] if self.file.exists() else []
 
     def add(self, event: str, **fields: Any) -> None:
-        """Appends a line. A line that a crash tears is left out when the ledger is read."""
+        """Appends a line."""
         with self.lock:
             log = RunLog(self.file)
             log.write(event, **fields)
             log.close()
         self.events.append({"event": event, **fields})
 
+    def runs(self) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == "run"]
+
     def run(self, key: str) -> dict[str, Any] | None:
         """The finished run of this key."""
-        return next((e for e in self.events if e["event"] == "run" and e["key"] == key), None)
+        return next((e for e in self.runs() if e["key"] == key), None)
 
     def repeats(self, settings: dict[str, Any], steps: int, windows: str, but: set[int]) -> list[float]:
         """Val losses of earlier runs of this experiment, by any code, with other seeds than these: one of each seed."""
         found = {}
-        for e in self.events:
-            if e["event"] == "run" and (e["settings"], e["steps"], e["windows"]) == (settings, steps, windows):
+        for e in self.runs():
+            if (e["settings"], e["steps"], e["windows"]) == (settings, steps, windows) and e["seed"] not in but:
                 found[e["seed"]] = e["val_loss"]
-        return [loss for seed, loss in found.items() if seed not in but]
+        return [*found.values()]
 
-    def answers(self) -> dict[str, dict[str, Any]]:
-        """The last answer of each question, by the question's digest. The same question with other seeds is another."""
-        return {e["question"]: e for e in self.events if e["event"] == "answer"}
+    def answers(self) -> list[dict[str, Any]]:
+        """The last answer of each question. The same question with other seeds is another one."""
+        found = [e for e in self.events if e["event"] == "answer" and "price" in e]  # which it has since 2026-11-26
+        return [*{e["question"]: e for e in found}.values()]
 
     def wins(self) -> list[str]:
         """The differences that hold over all questions: at most 5% of this list are false, on average."""
-        found = []
-        for answer in self.answers().values():
-            found += [(answer, pair) for pair in answer["pairs"] if has(pair, PAIR)]
+        pairs = [(answer, pair) for answer in self.answers() for pair in answer["pairs"]]
         lines = []
-        for i in e_bh([pair["e"] for _, pair in found]):
-            answer, pair = found[i]
+        for i in e_bh([pair["e"] for _, pair in pairs]):
+            answer, pair = pairs[i]
             better, worse = pair["first"], pair["second"]
             if pair["d"] > 0:
                 better, worse = worse, better
-            texts = {arm["label"]: arm["what"] for arm in answer["arms"] if has(arm, ARM)}
-            what = f"{better} ({texts.get(better) or 'as it is'}) is better than {worse}"
+            texts = {arm["label"]: arm["what"] for arm in answer["arms"]}
+            what = f"{better} ({texts[better] or 'as it is'}) is better than {worse}"
             lines.append(f"{answer['config']}: {what}, e-value {pair['e']:,.4g}")
         return lines
 
@@ -111,19 +99,18 @@ class Ledger:
         A question whose budget ended before that says nothing about its price.
         """
         kept = asked = 0
-        for answer in self.answers().values():
-            if not has(answer, PRICED) or not has(answer["price"], {"high": NUMBER}):
-                continue
-            is_decided = answer["verdict"] != "not enough yet"
-            is_within = answer["rounds"] <= answer["price"]["high"]
-            kept += is_decided and is_within
-            asked += is_decided or not is_within
+        for answer in self.answers():
+            if answer["price"]:
+                is_decided = answer["verdict"] != "not enough yet"
+                is_within = answer["rounds"] <= answer["price"]["high"]
+                kept += is_decided and is_within
+                asked += is_decided or not is_within
         return kept, asked
 
 
 def listing(ledger: Ledger) -> str:
     """What was asked and answered, and the wins over all questions."""
-    lines = [f"{e['date']}  {e['config']}  {e['sentence']}" for e in ledger.answers().values()]
+    lines = [f"{e['date']}  {e['config']}  {e['sentence']}" for e in ledger.answers()]
     if not lines:
         return f"{ledger.file}: nothing was asked yet"
     kept, asked = ledger.kept_prices()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
 import shutil
 import signal
@@ -12,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,6 @@ TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 
 TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
 IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
-STOPPED = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 WAIT_S = 1.0  # between two lines of progress
 
 
@@ -44,14 +41,8 @@ class Place:
     ledger: Ledger
     data: Path
     device: str = "auto"
-    jobs: int = 1  # runs at a time, which share the processor's cores
     evaluates_once: bool = True  # besides the evaluation at the start; False: as often as the config says
     tell: Callable[[str], None] = lambda text: None  # is told every second what runs
-
-    @property
-    def threads(self) -> int:
-        """Of each run: they round differently with another number."""
-        return max(1, torch.get_num_threads() // self.jobs)
 
     @functools.cached_property
     def windows(self) -> str:
@@ -65,7 +56,7 @@ class Place:
     def key(self, arm: Arm, seed: int) -> str:
         """The run's name in the ledger: of everything that its result depends on."""
         facts = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.evaluates_once]
-        return digest([*facts, self.machine, self.threads, torch.__version__])
+        return digest([*facts, self.machine, torch.get_num_threads(), torch.__version__])
 
     def out_dir(self, arm: Arm, seed: int) -> Path:
         return self.ledger.folder / "runs" / self.key(arm, seed)
@@ -77,8 +68,6 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     Raises ValueError where train.py refuses, or fails for another reason than losses that are not finite;
     KeyboardInterrupt where the user stops it, after it has saved.
     """
-    if arm.known is not None:
-        return {"outcome": "known", "val_loss": arm.known, "wall_s": 0.0}
     key = place.key(arm, seed)
     out_dir = place.out_dir(arm, seed)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -98,33 +87,11 @@ def run(place: Place, arm: Arm, seed: int) -> dict[str, Any]:
     return found
 
 
-def run_all(place: Place, wanted: Sequence[tuple[Arm, int]]) -> list[dict[str, Any]]:
-    """The runs of arms with seeds, place.jobs at a time. Raises as run does."""
-    return in_parallel(place.jobs, lambda one: run(place, *one), wanted)
-
-
-def in_parallel(jobs: int, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """What work returns for each item, `jobs` at a time. Raises as work does, after the runs have saved and ended."""
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            return list(pool.map(work, items))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(processes):
-                process.send_signal(signal.SIGTERM)  # it saves and ends
-            raise
-
-
-processes: set[subprocess.Popen[bytes]] = set()
-
-
 def train_to_the_end(place: Place, arm: Arm, seed: int, out_dir: Path) -> bool:
     """Trains until the last step. Returns whether the run diverged instead. Raises as run does."""
     log = out_dir / "log.jsonl"
     while not ended(log, arm.steps):
         status, message = train(place, arm, seed, out_dir)
-        if status in STOPPED:
-            raise KeyboardInterrupt
         if status > 0 and NOT_FINITE.search(message):
             return True
         if IN_USE in message:  # by a run that outlived its question, which was killed
@@ -140,54 +107,46 @@ def train(place: Place, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
     given["max_iters"] = arm.steps
     if place.evaluates_once:
         given["eval_interval"] = arm.steps
-    for name, value in TO_THE_END.items():
-        if name in arm.settings:
-            given[name] = value
+    given |= {name: value for name, value in TO_THE_END.items() if name in arm.settings}
     if any(out_dir.glob("ckpt*")):
         given["init_from"] = "resume"
-    settings = [f"--{name}={value}" for name, value in given.items()]
-    command = [sys.executable, "train.py", *arm.arguments, *settings]
-    env = dict(os.environ)
-    if place.jobs > 1:
-        env["OMP_NUM_THREADS"] = str(place.threads)
+    command = [sys.executable, "train.py", *arm.arguments, *(f"--{name}={value}" for name, value in given.items())]
     with tempfile.TemporaryFile("w+") as stderr:
         # A session of its own: Ctrl+C reaches it once, from here.
         process = subprocess.Popen(
-            command, cwd=arm.folder, env=env, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            command, cwd=arm.folder, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
         )
-        processes.add(process)
         try:
             while process.poll() is None:
-                place.tell(f"{arm.label}, seed {seed}: step {last_step(out_dir / 'log.jsonl'):,} of {arm.steps:,}")
+                step = last_event(out_dir / "log.jsonl").get("iter", 0)
+                place.tell(f"{arm.label}, seed {seed}: step {step:,} of {arm.steps:,}")
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(WAIT_S)
         except BaseException:
             process.send_signal(signal.SIGTERM)  # it saves and ends
             process.wait()
             raise
-        finally:
-            processes.discard(process)
         stderr.seek(0)
         return process.returncode, last_line(stderr.read())
 
 
-def last_step(log: Path) -> int:
-    """The step of the last event of a run that goes on."""
+def last_event(log: Path) -> dict[str, Any]:
+    """The last event of a run's log; {} where it has none yet."""
     events = read_events(log) if log.exists() else []
-    return int(events[-1].get("iter", 0)) if events else 0
+    return events[-1] if events else {}
 
 
 def ended(log: Path, steps: int) -> bool:
     """Whether the run of this log reached its last step; one that was stopped has an end too, before that."""
-    events = read_events(log) if log.exists() else []
-    return bool(events) and events[-1]["event"] == "end" and events[-1]["iter"] >= steps
+    last = last_event(log)
+    return last.get("event") == "end" and last["iter"] >= steps
 
 
 def figures(events: list[dict[str, Any]], diverged: bool) -> dict[str, Any]:
     """What the ledger keeps of a finished run: its last loss, and what it was judged on.
 
     A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
-    Logs of older code do not say what an evaluation read: eval_digest is None and val_batches empty there.
+    Logs of older commits do not say what an evaluation read: eval_digest is None and val_batches empty there.
     """
     start = [e for e in events if e["event"] == "start"][-1]
     evals = [e for e in events if e["event"] == "eval" and e["val_loss"] is not None]

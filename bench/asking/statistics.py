@@ -19,14 +19,18 @@ difference of two arms' losses at all looks together.
 
 This is theory of normal noise. Arms that are skewed and scatter differently break it: a few runs that happen to lie
 close together hide how much their arm scatters. So the larger of the two variances stands for both in the unpaired
-factor, and E is divided by the cube of the ratio of the arms' standard deviations; one sample, beside a known number,
-has its E multiplied by (1 - 2/n)^4. Both only ever lower E. Simulated, false answers stay below 5% also where the noise
-is exponential and one arm scatters four times as much (bench/results/2026-11-26-ask-simulated.md).
+factor, and E is divided by the cube of the ratio of the arms' standard deviations, which only ever lowers E. Simulated,
+false answers stay below 5% also where the noise is exponential and one arm scatters four times as much
+(bench/results/2026-11-26-ask-simulated.md).
+
+bench/compare.py does not know how often its user has looked. `interval` and `welch` are ordinary 95% intervals.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +46,7 @@ EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between
 LEAST = 4  # runs of each arm before anything is decided
 PILOT = 3  # runs of each arm, after which the price is known
 MOST = 1000  # runs of each arm; prices go no further
+FEWEST_BATCHES = 8  # of an evaluation, for an error of the text
 SIMULATED = 500  # questions that a price is read from
 TINY = 1e-30  # variance of runs that do not differ
 
@@ -72,24 +77,21 @@ class Looks:
     n: np.ndarray  # (looks,) runs of each arm
     gap: np.ndarray  # mean of a less mean of b
     var_gap: np.ndarray  # of the paired differences
-    var_a: np.ndarray | None = None  # None where there is one sample, of differences only
-    var_b: np.ndarray | None = None
+    var_a: np.ndarray
+    var_b: np.ndarray
 
     @classmethod
-    def of(cls, gaps: np.ndarray, a: np.ndarray | None = None, b: np.ndarray | None = None) -> Looks:
-        """gaps: differences by run, (..., n); a and b: what they are of, where the arms are two samples."""
-        mean, var_gap = moments(gaps)
-        n = np.arange(LEAST, gaps.shape[-1] + 1)
-        if a is None or b is None:
-            return cls(n, mean, var_gap)
-        return cls(n, mean, var_gap, moments(a)[1], moments(b)[1])
+    def of(cls, a: np.ndarray, b: np.ndarray) -> Looks:
+        """a, b: losses by run, (..., n). Runs that all end at one loss, as diverged ones do, scatter as the others."""
+        n = np.arange(LEAST, a.shape[-1] + 1)
+        gap, var_gap = moments(a - b)
+        var_a, var_b = moments(a)[1], moments(b)[1]
+        return cls(n, gap, var_gap, np.where(var_a == TINY, var_b, var_a), np.where(var_b == TINY, var_a, var_b))
 
     def log_e(self, distance: Any) -> np.ndarray:
         """The logarithm of E at each look, for a true difference that lies `distance` from `gap`."""
         square = np.square(distance)
         paired = log_bayes_factor(self.n * square / self.var_gap, self.n, self.n - 1)
-        if self.var_a is None or self.var_b is None:
-            return paired + 4 * np.log(1 - 2 / self.n)
         larger = np.maximum(self.var_a, self.var_b)
         unpaired = log_bayes_factor(self.n / 2 * square / larger, self.n / 2, 2 * self.n - 2)
         uneven = 1.5 * np.abs(np.log(self.var_a / self.var_b))
@@ -129,26 +131,13 @@ def log_bayes_factor(t_square: Any, k: Any, nu: Any) -> np.ndarray:
 
 
 def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
-    """The difference of two arms; a[i] and b[i] have the same seed.
-
-    An arm whose values are all equal is a known number, with which there is only one sample.
-    """
+    """The difference of two arms; a[i] and b[i] have the same seed."""
     x, y = np.array(a, float), np.array(b, float)
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
-        return of_gaps(x - y, alpha)
-    return estimate(x - y, Looks.of(x - y, x, y), alpha)
-
-
-def of_gaps(gaps: np.ndarray, alpha: float = ALPHA) -> Estimate:
-    """The mean of independent differences (n,)."""
-    return estimate(gaps, Looks.of(gaps), alpha)
-
-
-def estimate(gaps: np.ndarray, looks: Looks, alpha: float) -> Estimate:
-    n = len(gaps)
-    d = float(gaps.mean())
+    n = len(x)
+    d = float((x - y).mean())
     if n < LEAST:
         return Estimate(d, -math.inf, math.inf, n)
+    looks = Looks.of(x, y)
     half = looks.half(alpha)
     low = np.maximum.accumulate(looks.gap - half)
     high = np.minimum.accumulate(looks.gap + half)
@@ -188,6 +177,62 @@ def e_bh(e_values: Values, alpha: float = ALPHA) -> list[int]:
     return sorted(order[: max(enough, default=0)])
 
 
+# ---- ordinary intervals --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def t_quantile(freedom: int, error: float = ALPHA) -> float:
+    """The t that is exceeded up or down with probability `error`, for this many degrees of freedom.
+
+    With t = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
+    """
+    freedom = min(freedom, 10_000)
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    density = np.cos(angles) ** (freedom - 1)
+    share = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(freedom) * math.tan(np.interp(1 - error, share / share[-1], angles))
+
+
+def interval(values: Values) -> tuple[float, float | None]:
+    """(mean, half the width of its 95% interval); the half width is None for a single value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def welch(
+    a: Values, b: Values, error: float = ALPHA, noise: tuple[float, int] | None = None
+) -> tuple[float, float | None]:
+    """(mean of b - mean of a, half the width of its 1 - error interval), of arms whose variances may differ.
+
+    noise: (variance between runs, its degrees of freedom), as known from elsewhere, for an arm of a single run. The
+    half width is None where such an arm has none. Welch, Biometrika 34 (1947).
+    """
+    gap = statistics.fmean(b) - statistics.fmean(a)
+    if len(a) < 2 or len(b) < 2:
+        return gap, t_quantile(noise[1], error) * math.sqrt(noise[0] * (1 / len(a) + 1 / len(b))) if noise else None
+    variance_a = statistics.variance(a) / len(a)  # of a's mean
+    variance_b = statistics.variance(b) / len(b)
+    variance = variance_a + variance_b
+    if variance == 0:
+        return gap, 0.0
+    freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
+    return gap, t_quantile(max(1, int(freedom)), error) * math.sqrt(variance)
+
+
+def error_of_text(a: Sequence[Values], b: Sequence[Values]) -> float | None:
+    """Half the 95% interval that another text of this size would leave to the difference of two arms with these seeds.
+
+    a, b: by run, the loss of each batch of its evaluation. From the differences batch by batch; None where the runs'
+    batches are not the same, or too few.
+    """
+    sizes = {len(losses) for losses in (*a, *b)}
+    if len(sizes) != 1 or min(sizes) < FEWEST_BATCHES:
+        return None
+    return interval(np.mean(np.subtract(a, b), axis=0).tolist())[1]
+
+
 # ---- the price -----------------------------------------------------------------------------------------------
 
 
@@ -195,32 +240,28 @@ def e_bh(e_values: Values, alpha: float = ALPHA) -> list[int]:
 class Noise:
     """What the runs so far say about noise."""
 
-    gaps: np.ndarray  # (n,) differences of runs with the same seed less their mean; of runs, where there is one arm
-    sums: np.ndarray | None  # the same of their sums; None where the other arm is a known number
+    gaps: np.ndarray  # (n,) differences of runs with the same seed less their mean
+    sums: np.ndarray  # (n,) the same of their sums
     earlier: float = 0.0  # variance between seeds of earlier runs of these arms
     earlier_df: int = 0  # its degrees of freedom
 
     @property
     def sd(self) -> float:
         """The standard deviation between seeds, as it is estimated."""
-        squares = float(np.square(self.gaps).sum())
-        df = len(self.gaps) - 1
-        if self.sums is not None:
-            squares = (squares + float(np.square(self.sums).sum())) / 2
-            df = 2 * df
+        squares = float(np.square(self.gaps).sum() + np.square(self.sums).sum()) / 2
+        df = 2 * len(self.gaps) - 2
         return math.sqrt((squares + self.earlier_df * self.earlier) / (df + self.earlier_df))
 
 
-def noise_of(a: Values, b: Values | None, earlier: Sequence[Values] = ()) -> Noise:
-    """Of two arms with the same seeds; b is None for a known number. earlier: groups of runs that differ in seed."""
-    x = np.array(a, float)
-    y = np.zeros_like(x) if b is None else np.array(b, float)
+def noise_of(a: Values, b: Values, earlier: Sequence[Values] = ()) -> Noise:
+    """Of two arms with the same seeds. earlier: groups of runs that differ in seed."""
+    x, y = np.array(a, float), np.array(b, float)
     groups = [np.array(group, float) for group in earlier if len(group) > 1]
     df = sum(len(group) - 1 for group in groups)
     squares = float(sum(np.square(group - group.mean()).sum() for group in groups))
     gaps = x - y
     sums = x + y
-    return Noise(gaps - gaps.mean(), None if b is None else sums - sums.mean(), squares / max(1, df), df)
+    return Noise(gaps - gaps.mean(), sums - sums.mean(), squares / max(1, df), df)
 
 
 def draw_noise(noise: Noise, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -232,16 +273,12 @@ def draw_noise(noise: Noise, draw: np.random.Generator) -> tuple[np.ndarray, np.
     n = SIMULATED * 20
     df = len(noise.gaps) - 1
     gap = max(TINY, float(np.square(noise.gaps).sum())) / draw.chisquare(df, n)
-    total = np.zeros(n)
-    of_a_run = gap
-    if noise.sums is not None:
-        total = max(TINY, float(np.square(noise.sums).sum())) / draw.chisquare(df, n)
-        of_a_run = (gap + total) / 4
+    total = max(TINY, float(np.square(noise.sums).sum())) / draw.chisquare(df, n)
+    of_a_run = (gap + total) / 4
     weights = np.full(n, 1 / n)
     if noise.earlier_df and noise.earlier:
         log_weight = -noise.earlier_df / 2 * (np.log(of_a_run) + noise.earlier / of_a_run)
-        if noise.sums is not None:
-            log_weight += np.log(gap / of_a_run) / 4
+        log_weight += np.log(gap / of_a_run) / 4
         weights = np.exp(log_weight - log_weight.max())
         weights /= weights.sum()
     chosen = draw.choice(n, SIMULATED, p=weights)
@@ -273,12 +310,9 @@ def decided_after(noise: Noise, effect: float, alpha: float, runs: int) -> np.nd
     var_gap, var_total = draw_noise(noise, draw)
     gap = np.sqrt(var_gap)[:, None] * draw.normal(size=(SIMULATED, runs))
     gap[:, :n] = gap[:, :n].mean(1, keepdims=True) + noise.gaps
-    if noise.sums is None:
-        looks = Looks.of(gap + effect)
-    else:
-        total = np.sqrt(var_total)[:, None] * draw.normal(size=(SIMULATED, runs))
-        total[:, :n] = total[:, :n].mean(1, keepdims=True) + noise.sums
-        looks = Looks.of(gap + effect, (total + gap) / 2 + effect, (total - gap) / 2)
+    total = np.sqrt(var_total)[:, None] * draw.normal(size=(SIMULATED, runs))
+    total[:, :n] = total[:, :n].mean(1, keepdims=True) + noise.sums
+    looks = Looks.of((total + gap) / 2 + effect, (total - gap) / 2)
     found = (looks.log_e(looks.gap) >= math.log(1 / alpha)) & (looks.gap > 0)
     found[:, : max(0, n + 1 - LEAST)] = False  # it is open after n runs
     return np.where(found.any(1), found.argmax(1) + LEAST, runs + 1)

@@ -6,85 +6,76 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
-from bench.asking import statistics as sure
-from bench.asking.arms import Arm
 from bench.asking.question import Question
-from bench.asking.statistics import Estimate
+from bench.asking.statistics import LEAST
 
 
 def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
     """(sentence, exit status, figures) of a question after its last look."""
-    if not question.looks:
-        raise ValueError("no round of runs was finished")
-    look = question.looks[-1]
     first = question.arms[0].label
     best = ranked(question)[0]
-    verdict = look.verdict
-    if verdict == "same":
-        pairs = [pair_text(question, x, y) for x, y in look.estimates if x in look.alive and y in look.alive]
-        losers = [f" {x} is worse than {y}: {pair_text(question, y, x)}." for x, y in look.dropped.items()]
-        sentence = f"No difference beyond {question.same_within:g} nats between {' and '.join(look.alive)}: "
-        sentence += f"{'; '.join(pairs)}.{''.join(losers)}"
-        status = 1 if first in look.alive else 0
-    elif verdict == "better":
-        others = [label for label in question.runs if label != best and pair(best, label) in look.estimates]
-        gaps = [f"than {x} by {pair_text(question, best, x)}" for x in others]
-        what = next(arm.what for arm in question.arms if arm.label == best)
-        sentence = f"{best} ({what}) is better {', '.join(gaps)}."
+    if question.verdict == "same":
+        verdict = "same"
+        status = 1 if first in question.alive else 0
+        sentence = f"No difference beyond {question.same_within:g} nats between {' and '.join(question.alive)}"
+    elif question.verdict == "better":
         verdict = "worse" if best == first else "better"
         status = 1 if best == first else 0
+        what = next(arm.what for arm in question.arms if arm.label == best)
+        sentence = f"{best} ({what}) is better"
     else:
-        sentence = f"Not enough yet: {so_far(question)}."
         verdict = "not enough yet"
         status = 3
-    data = {"verdict": verdict, "status": status, "sentence": sentence, "min_effect": question.min_effect}
-    data |= {"rounds": look.n, "best": best, "dropped": look.dropped, "price": question.price}
-    data["pairs"] = [pair_data(question, x, y) for x, y in look.estimates]
-    data["arms"] = [arm_data(question, arm) for arm in question.arms]
-    return sentence, status, data
+        sentence = "Not enough yet"
+    data = {"verdict": verdict, "status": status, "sentence": f"{sentence}: {so_far(question)}."}
+    data |= {"min_effect": question.min_effect, "rounds": question.rounds, "best": best, "price": question.price}
+    data |= {"pairs": [pair_data(question, x, y) for x, y in question.estimates], "arms": []}
+    for arm in question.arms:
+        lost = sum(run["outcome"] == "diverged" for run in question.runs[arm.label])
+        about = {"label": arm.label, "what": arm.text, "steps": arm.steps}
+        data["arms"].append(about | {"values": question.values(arm.label), "diverged": lost})
+    return data["sentence"], status, data
 
 
 def pair_data(question: Question, x: str, y: str) -> dict[str, Any]:
-    e = question.looks[-1].estimates[x, y]
+    e = question.estimates[x, y]
     found = asdict(e) | {"first": x, "second": y, "text_error": question.text_error(x, y)}
-    if not e.known:
-        found |= {"low": None, "high": None}
-    return found
-
-
-def arm_data(question: Question, arm: Arm) -> dict[str, Any]:
-    diverged = sum(run["outcome"] == "diverged" for run in question.runs[arm.label])
-    values = question.values(arm.label)
-    return {"label": arm.label, "what": arm.text, "steps": arm.steps, "values": values, "diverged": diverged}
+    return found if e.known else found | {"low": None, "high": None}
 
 
 def ranked(question: Question) -> list[str]:
     """The arms' labels, the best one first, and those that can no longer win last."""
-    alive = question.looks[-1].alive
-    return sorted(question.runs, key=lambda label: (label not in alive, statistics.fmean(question.values(label))))
-
-
-def pair(x: str, y: str) -> tuple[str, str]:
-    return min(x, y), max(x, y)
+    return sorted(
+        question.runs, key=lambda label: (label not in question.alive, statistics.fmean(question.values(label)))
+    )
 
 
 def so_far(question: Question) -> str:
-    """Who leads after the last look, and who can no longer win."""
-    best, second = ranked(question)[:2]
-    out = ", ".join(sorted(question.looks[-1].dropped))
-    return f"{best} leads {second} by {pair_text(question, best, second)}" + (f"; out: {out}" if out else "")
+    """How much lower the loss of the best arm is than each other one's, and which arms can no longer win."""
+    best, *others = ranked(question)
+    gaps = ", ".join(f"than {x} by {pair_text(question, best, x)}" for x in others)
+    out = [label for label in others if label not in question.alive]
+    return f"{best} is lower {gaps}" + (f"; out: {', '.join(out)}" if out else "")
 
 
 def pair_text(question: Question, x: str, y: str) -> str:
-    """The difference of two arms, its errors and the runs that it stands on."""
-    e = question.looks[-1].estimates[pair(x, y)]
-    text = question.text_error(*pair(x, y))
-    of_text = f"; the text judged by leaves ± {text:.4f}" if text is not None else ""
+    """The difference of two arms, its 95% interval over seeds, the error of the text, and the runs it stands on."""
+    first, second = sorted((x, y))
+    e = question.estimates[first, second]
+    size = f"{abs(e.d):.4f} nats"
+    if e.known:
+        low, high = (e.low, e.high) if e.d >= 0 else (-e.high, -e.low)
+        size += f", 95% interval {low:.4f} to {high:.4f}"
+    else:
+        size += ", too few runs for an interval"
+    parts = [f"{mean_text(question, x)}, {mean_text(question, y)}", f"{e.n} runs of each"]
+    text = question.text_error(first, second)
+    if text is not None:
+        parts.append(f"the text judged by leaves ± {text:.4f}")
     scatter = [statistics.pstdev(question.values(label)) for label in (x, y)]
-    is_uneven = e.n >= sure.LEAST and 0 < 2 * min(scatter) < max(scatter)
-    uneven = "; one scatters more than twice as much, which takes more runs" if is_uneven else ""
-    means = f"{mean_text(question, x)}, {mean_text(question, y)}"
-    return f"{amount(e)} ({means}; {e.n} runs of each{of_text}{uneven})"
+    if e.n >= LEAST and 0 < 2 * min(scatter) < max(scatter):
+        parts.append("one scatters more than twice as much, which takes more runs")
+    return f"{size} ({'; '.join(parts)})"
 
 
 def mean_text(question: Question, label: str) -> str:
@@ -92,11 +83,3 @@ def mean_text(question: Question, label: str) -> str:
     lost = sum(run["outcome"] == "diverged" for run in runs)
     note = f", {lost} of {len(runs)} runs diverged and count as guessing" if lost else ""
     return f"{label} {statistics.fmean(question.values(label)):.4f}{note}"
-
-
-def amount(e: Estimate) -> str:
-    """The size of a difference, and its 95% interval over seeds where there is one."""
-    if not e.known:
-        return f"{abs(e.d):.4f} nats, too few runs for an interval"
-    low, high = (e.low, e.high) if e.d >= 0 else (-e.high, -e.low)
-    return f"{abs(e.d):.4f} nats, 95% interval {low:.4f} to {high:.4f}"

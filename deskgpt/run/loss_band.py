@@ -1,13 +1,14 @@
 """Whether a run's val losses are as usual: like those of earlier runs that differ only in their seed.
 
-config/loss_bands has a band for a config that the project ships: the val losses of at least eight runs, which
-bench/ask.py --band has put into a JSON file. A band knows one loss per step and seed, so it finds a run that learns
-wrongly, not one that is a little worse.
+config/loss_bands has a band for a config that the project ships: the val losses of eight runs, which bench/ask.py
+--band has put into a JSON file. A band knows one loss per step and seed, so it finds a run that learns wrongly, not one
+that is a little worse.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -15,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from deskgpt.run.settings import SCHEDULE, SETTINGS
-from deskgpt.system.files import read_small
 from model import ModelSettings
 
 FOLDER = Path(__file__).resolve().parents[2] / "config" / "loss_bands"
-MOST_BYTES = 1 << 20
 # Settings that make runs repeats of one experiment, besides those of its batch, its evaluation and its seed.
 NAMES = sorted({*(f.name for f in fields(ModelSettings)), *SETTINGS, *SCHEDULE, "optimizer"} - {"seed"})
 DEFAULTS = {f.name: f.default for f in fields(ModelSettings)}
@@ -50,18 +49,18 @@ class Band:
 
         "" if they share no step.
         """
-        steps = sorted(self.losses.keys() & val_losses.keys())
-        if not steps:
+        word = "as usual"
+        at = None
+        for step in sorted(self.losses.keys() & val_losses.keys()):
+            at = step
+            low, high = self.limits(step)
+            if not low <= val_losses[step] <= high:
+                word = "unusual"
+                break
+        if at is None:
             return ""
-        outside = [step for step in steps if not self.is_inside(step, val_losses[step])]
-        at = outside[0] if outside else steps[-1]
-        low, high = self.limits(at)
         expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {self.n_runs} runs with other seeds"
-        return f"{'unusual' if outside else 'as usual'}: val loss {val_losses[at]:.4f}, {expected}"
-
-    def is_inside(self, step: int, loss: float) -> bool:
-        low, high = self.limits(step)
-        return low <= loss <= high
+        return f"{word}: val loss {val_losses[at]:.4f}, {expected}"
 
 
 def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
@@ -71,12 +70,12 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
     the train data. None where that is not known, and for runs that do not begin with new weights.
     """
     settings: Mapping[str, Any] = asdict(config) if is_dataclass(config) else config  # type: ignore[arg-type]
+    if settings.get("init_from") not in ("scratch", "resume"):
+        return None
     try:
-        if settings["init_from"] not in ("scratch", "resume"):
-            return None
         found = {name: settings[name] for name in NAMES}
         found["sequences per step"] = settings["batch_size"] * settings["gradient_accumulation_steps"]
-        windows = -(-settings["eval_tokens"] // settings["block_size"])
+        windows = math.ceil(settings["eval_tokens"] / settings["block_size"])
         found["windows per evaluation"] = windows or settings["eval_iters"] * settings["batch_size"]
     except (KeyError, TypeError, ArithmeticError):  # a log may lack settings, or hold absurd ones
         return None
@@ -86,21 +85,8 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
 def band_of(config: Any, val_sha256: Any, train_tokens: Any) -> Band | None:
     """The band that a run belongs to, if there is one. The arguments are those of `experiment`."""
     own = experiment(config, val_sha256, train_tokens)
-    if own is not None:
-        for path in sorted(FOLDER.glob("*.json")):
-            record = read_record(path)
-            if record and own == DEFAULTS | record["experiment"]:  # a setting that came later was at its default
-                return Band({int(step): runs for step, runs in record["val_losses"].items()}, record["deviations"])
+    for path in sorted(FOLDER.glob("*.json")) if own else []:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if own == DEFAULTS | record["experiment"]:  # a setting that came later was at its default
+            return Band({int(step): runs for step, runs in record["val_losses"].items()}, record["deviations"])
     return None
-
-
-def read_record(path: Path) -> dict[str, Any] | None:
-    """A band's file; None if it is damaged or something else, which ends no run."""
-    try:
-        record = json.loads(read_small(path, MOST_BYTES))
-        losses = {int(step): list(map(float, runs)) for step, runs in record["val_losses"].items()}
-        is_right = min(map(len, losses.values())) > 1 and float(record["deviations"]) > 0
-        is_right = is_right and isinstance(record["experiment"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return record if is_right else None
