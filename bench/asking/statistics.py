@@ -230,7 +230,8 @@ def error_of_text(a: Sequence[Values], b: Sequence[Values]) -> float | None:
     sizes = {len(losses) for losses in (*a, *b)}
     if len(sizes) != 1 or min(sizes) < FEWEST_BATCHES:
         return None
-    return interval(np.mean(np.subtract(a, b), axis=0).tolist())[1]
+    gaps = np.array(a) - np.array(b)
+    return interval(gaps.mean(axis=0).tolist())[1]
 
 
 # ---- the price -----------------------------------------------------------------------------------------------

@@ -27,14 +27,15 @@ def answer(question: Question) -> tuple[str, int, dict[str, Any]]:
         verdict = "not enough yet"
         status = 3
         sentence = "Not enough yet"
-    data = {"verdict": verdict, "status": status, "sentence": f"{sentence}: {so_far(question)}."}
+    sentence = f"{sentence}: {so_far(question)}."
+    data: dict[str, Any] = {"verdict": verdict, "status": status, "sentence": sentence}
     data |= {"min_effect": question.min_effect, "rounds": question.rounds, "best": best, "price": question.price}
     data |= {"pairs": [pair_data(question, x, y) for x, y in question.estimates], "arms": []}
     for arm in question.arms:
         lost = sum(run["outcome"] == "diverged" for run in question.runs[arm.label])
         about = {"label": arm.label, "what": arm.text, "steps": arm.steps}
         data["arms"].append(about | {"values": question.values(arm.label), "diverged": lost})
-    return data["sentence"], status, data
+    return sentence, status, data
 
 
 def pair_data(question: Question, x: str, y: str) -> dict[str, Any]:
