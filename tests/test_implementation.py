@@ -23,7 +23,6 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import EarlierVariant, Tuner
 from deskgpt.compute.runner import Runner, Variant, count_flops
-from deskgpt.estimate import fit
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.overridable import overridable
 from deskgpt.system import cache, hardware
@@ -76,16 +75,14 @@ def tuner_of(
 ) -> Tuner:
     """The tuner of a run of this model with these settings. Its lines go to printed."""
     c = TrainConfig(**SIZES | settings)
-    make = functools.partial(build_optimizer, c)
     return Tuner(
         model,
         c,
         Batching.of(asdict(c), ranks.rank if ranks else 0, ranks.world if ranks else 1),
         ranks or Listening(CPU, printed=[] if printed is None else printed),
         lambda n: batch_of(n, model.config.block_size),
-        smaller=functools.partial(fit.smaller_batch, model.config, make, CPU, implementation.may_split_anew(c, CPU)),
-        larger=functools.partial(fit.larger_batch, model.config, make, CPU),
-        earlier=earlier or EarlierVariant(),
+        functools.partial(build_optimizer, c),
+        earlier or EarlierVariant(),
         steps=0 if c.eval_only else c.max_iters,
     )
 

@@ -8,7 +8,6 @@ a variant is right is checked at every start (runner.py, kernels/verify.py).
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -22,7 +21,8 @@ from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, find_wrong_replacements, is_reference
-from deskgpt.estimate.fit import VariantSettings
+from deskgpt.estimate.fit import VariantSettings, larger_batch, smaller_batch, times_memory
+from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.verify import Mismatch
 from deskgpt.system import cache, hardware, peaks
@@ -80,11 +80,6 @@ def saved_variant(runner: Runner) -> dict[str, Any]:
     return {"dtype": v.dtype, "compiled": v.compiled, "attention": v.attention, "device": runner.device.type}
 
 
-def may_split_anew(config: VariantSettings, device: torch.device) -> bool:
-    """Whether the run may take another micro-batch than the given one, at least where that does not fit."""
-    return device.type == "cuda" if config.auto_batch == "auto" else bool(config.auto_batch)
-
-
 @dataclass
 class Tuner:
     """Finds the variant in which a model trains here, on the first micro-batches of its run.
@@ -97,15 +92,9 @@ class Tuner:
     batching: Batching  # becomes one whose micro-batches fit
     ranks: DistContext
     batch_of: Callable[[int], Batch]  # the first micro-batch of a number of sequences
-    # The batching to go on with where memory runs out; raises ValueError where there is none.
-    smaller: Callable[[Batching, Variant, float], Batching]
-    # A larger micro-batch of the same training that is predicted to fit, or the same one.
-    larger: Callable[[Batching, Variant], Batching] = lambda batching, variant: batching
-    # How many times the memory a micro-batch surely takes, 0 if that is not known.
-    times_memory: Callable[[Batching, Variant], float] = lambda batching, variant: 0.0
-    earlier: EarlierVariant = EarlierVariant()
-    steps: int = 0  # how long the run may last
-    seconds: float = math.inf
+    make_optimizer: MakeOptimizer
+    earlier: EarlierVariant
+    steps: int  # that the run may still take; 0: it only evaluates
     # Names of replacements that are wrong here, by dtype.
     refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
@@ -246,7 +235,7 @@ class Tuner:
             wanted = not self.model.config.dropout
         if is_kept or not wanted or not self.is_timed or self.device.type != "cuda":
             return
-        larger = self.larger(self.batching, variant)
+        larger = larger_batch(self.model.config, self.make_optimizer, self.device, self.batching, variant)
         if larger != self.batching:
             self.batching = larger
             self.ranks.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
@@ -325,7 +314,10 @@ class Tuner:
         with not_silent("still timing a micro-batch", self.ranks.print0):
             eager_s = min(self.pass_s(eager, batch), self.pass_s(eager, batch))
         share = SAVED_WITH_KERNELS if eager.variant.attention == "kernels" else SAVED
-        saved_s = share * min(self.seconds, eager_s * self.batching.micro_steps * self.steps)
+        run_s = eager_s * self.batching.micro_steps * self.steps
+        if self.config.max_minutes:
+            run_s = min(run_s, 60 * self.config.max_minutes)
+        saved_s = share * run_s
         pays = self.ranks.all(saved_s > COMPILE_S)
         times = f"takes about {clock(COMPILE_S)} and saves about {clock(saved_s)} of this run"
         self.ranks.print0(f"compile=auto: {'' if pays else 'not '}compiling, which {times}")
@@ -361,7 +353,7 @@ class Tuner:
             runner = None
             problem = ""
             outcome = OUT_OF_MEMORY
-            times = self.ranks.max(self.times_memory(self.batching, variant))
+            times = self.ranks.max(self.times_memory(variant))
             if times <= 1:
                 doing = "compiling" if variant.compiled else "trying the first micro-batch"
                 with not_silent(f"still {doing}", self.ranks.print0):
@@ -372,9 +364,24 @@ class Tuner:
             if outcome == LEFT_OUT:
                 self.leave_out(variant, problem or "it fails, or differs, on another rank")
                 return None
-            self.batching = self.smaller(self.batching, variant, max(2.0, times))
+            self.batching = self.smaller(variant, max(2.0, times))
             self.ranks.print0(f"out of memory: going on with {self.batching.flags()}, which is the same training")
             hardware.release_memory(self.device)
+
+    def times_memory(self, variant: Variant) -> float:
+        """How many times the memory a micro-batch surely takes; 0 where that is not known."""
+        trained_with = None if self.config.eval_only else self.make_optimizer
+        shards = sharding.shards_of(self.config.dp_shard, self.ranks.world)
+        return times_memory(self.model.config, trained_with, self.device, shards, self.batching, variant)
+
+    def smaller(self, variant: Variant, times: float) -> Batching:
+        """The batching to go on with where memory runs out. Raises ValueError where auto_batch allows no other."""
+        allowed = self.config.auto_batch
+        if allowed == "auto":
+            allowed = self.device.type == "cuda"
+        return smaller_batch(
+            self.model.config, self.make_optimizer, self.device, allowed, self.batching, variant, times
+        )
 
     def try_once(self, variant: Variant) -> tuple[Runner | None, int, str]:
         """(the Runner, the outcome, what is wrong) after a pass of training, compared, and one of evaluation."""

@@ -30,6 +30,8 @@ class VariantSettings(Protocol):
     activation_checkpoint: Any
     sync_each_batch: bool
     eval_only: bool
+    dp_shard: int
+    max_minutes: float
 
 
 def refuse_beyond_memory(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,14 +17,9 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.implementation import (
-    EarlierVariant,
-    Tuner,
-    dtype_of_shards,
-    may_split_anew,
-)
+from deskgpt.compute.implementation import EarlierVariant, Tuner, dtype_of_shards
 from deskgpt.compute.runner import Runner
-from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, smaller_batch, times_memory
+from deskgpt.estimate.fit import refuse_beyond_memory
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.run.log import RunLog, git_commit, start_wandb, versions
 from deskgpt.run.settings import (
@@ -234,23 +228,9 @@ def choose_runner(
 
     first_batch: the first micro-batch of a number of sequences. Raises ValueError where no such variant is allowed.
     """
-    split = Batching.of(asdict(config), dist.rank, dist.world)  # type: ignore[call-overload]
-    trained_with = None if config.eval_only else make_optimizer
-    of_model = (model.config, make_optimizer, dist.device)
-    shards = sharding.shards_of(config.dp_shard, dist.world)
-    tuner = Tuner(
-        model,
-        config,
-        split,
-        dist,
-        first_batch,
-        smaller=functools.partial(smaller_batch, *of_model, may_split_anew(config, dist.device)),
-        larger=functools.partial(larger_batch, *of_model),
-        times_memory=functools.partial(times_memory, model.config, trained_with, dist.device, shards),
-        earlier=init.earlier_variant(dist),
-        steps=0 if config.eval_only else config.max_iters - init.step,
-        seconds=60 * config.max_minutes or math.inf,
-    )
+    batching = Batching.of(asdict(config), dist.rank, dist.world)  # type: ignore[call-overload]
+    steps = 0 if config.eval_only else config.max_iters - init.step
+    tuner = Tuner(model, config, batching, dist, first_batch, make_optimizer, init.earlier_variant(dist), steps)
     runner, fitting = tuner.choose()
     if fitting.batch_size != config.batch_size:
         for name, value in fitting.settings().items():
