@@ -25,6 +25,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -137,7 +138,8 @@ def prepare(python: Path, text: str) -> str:
     if call(python, "data/shakespeare_char/prepare.py") == 0:
         return "shakespeare_char"
     print0("No Shakespeare, see above: training on the source code of Python's standard library instead.")
-    run(python, "data/python_char/prepare.py")
+    modules = Path(sysconfig.get_paths()["stdlib"]) / "*.py"
+    run(python, "data/text/prepare.py", modules, "--name", "python_char")
     return "python_char"
 
 

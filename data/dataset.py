@@ -28,7 +28,6 @@ from data.token_files import (
 from data.tokenizer import Lengths, Tokenizer, from_meta_offline, padded_vocab_size
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.system.files import file_sha256
 
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
@@ -75,9 +74,9 @@ class Dataset:
         self.train = Split(self.folder, "train", block_size, vocab_size, seed, document_start)
         self.val = Split(self.folder, "val", block_size, vocab_size, seed, document_start)
 
-    def start_checksums(self, on_this_rank: bool) -> Verification:
+    def start_checksums(self, on_this_rank: bool) -> Checksums:
         """Begins to compare the token files with meta.json's checksums."""
-        return Verification(self.folder, (self.train, self.val) if on_this_rank else ())
+        return Checksums(self.folder, (self.train, self.val) if on_this_rank else ())
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
@@ -120,15 +119,15 @@ class Dataset:
     # ---- for the log -----------------------------------------------------------------------------------------
 
     def lines(self, checksums: str, batching: Batching, ranks: DistContext) -> list[str]:
-        """What a run prints about its data, whose text it reads for bits per byte. checksums: Verification.state."""
+        """What a run prints about its data, whose text it reads for bits per byte. checksums: Checksums.state."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
-        warnings = [*assumptions(self.folder), self.train.single_token(), self.val.single_token()]
-        found = [f"data: {self.folder.name}, {tokens}, {checksums}", *(f"warning: {w}" for w in warnings if w)]
+        found = [f"data: {self.folder.name}, {tokens}, {checksums}"]
+        found += [f"warning: {assumption}" for assumption in assumptions(self.folder)]
         if ranks.is_first:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
                 self.text = text_statistics(self.val, windows, from_meta_offline(self.tokenizer))
-            except (ValueError, OSError) as e:
+            except (ValueError, OSError, ImportError) as e:
                 found.append(f"bits per byte are not known: {e}")
         return found
 
@@ -150,7 +149,7 @@ class Dataset:
 # ---- checksums -----------------------------------------------------------------------------------------------
 
 
-class Verification:
+class Checksums:
     """Verifies the files of splits that meta.json lists, masks included.
 
     Raises ValueError if one is not what it says, OSError. Of a large data set, `check` raises that later. `state`
@@ -166,7 +165,7 @@ class Verification:
         self._thread.start()
         if not self._checksums:
             self.state = "no checksums (meta.json lists no files)" if meta else "no checksums (no meta.json)"
-        elif sum(file.opened.st_size for file in files) <= AT_ONCE:
+        elif sum(file.n_bytes for file in files) <= AT_ONCE:
             self._thread.join()
             self.check()
             self.state = "checksums verified"
@@ -189,8 +188,7 @@ class Verification:
     def _verify(self, files: list[NumberFile]) -> None:
         try:
             for file in files:
-                checksum = file_sha256(file.path)
-                if checksum != self._checksums[file.path.name] and not file.was_replaced():
+                if file.sha256() != self._checksums[file.path.name]:
                     raise ValueError(
                         f"{file.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
                         "prepare the data again"

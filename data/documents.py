@@ -6,6 +6,7 @@ import glob
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,7 @@ from typing import Any, NamedTuple
 from data.text_files import documents_of, expanded, lines_in
 from data.tokenizer import valid_unicode
 
-PACKED = ("", ".gz", ".zst", ".bz2", ".xz")  # of text
-FORMATS = {".parquet": "parquet"}
-FORMATS |= {f".jsonl{packed}": "json" for packed in PACKED} | {f".txt{packed}": "text" for packed in PACKED}
+FORMATS = re.compile(r"\.(?:(parquet)|(jsonl|txt)(?:\.(?:gz|zst|bz2|xz))?)$", re.IGNORECASE)
 
 
 class Row(NamedTuple):
@@ -51,12 +50,12 @@ class Source:
             row = 0
 
     def _texts(self, path: str, first: int) -> Iterator[str]:
-        """The documents of one file from row `first` on. Raises what `_unreadable` understands."""
+        """The documents of one file from row `first` on."""
         kind = format_of(path)
         if kind == "parquet":
             return self._texts_of_parquet(path, first)
         lines = lines_in(Path(path))
-        documents = map(self._text_of_json, lines) if kind == "json" else documents_of(lines)
+        documents = map(self._text_of_json, lines) if kind == "jsonl" else documents_of(lines)
         return itertools.islice(documents, first, None)
 
     def _texts_of_parquet(self, path: str, first: int) -> Iterator[str]:
@@ -78,16 +77,9 @@ class Source:
             yield from map(self._text_of, table[self.text_column].to_pylist())
 
     def _text_of_json(self, line: str) -> str:
-        """The text of a line of a jsonl file; none in an empty line. Raises ValueError, KeyError."""
-        if not line.strip():
-            return ""
-        if line.lstrip().startswith("["):
-            raise ValueError("a JSON array begins here; write one object a line: jq -c '.[]'")
+        """The text of a line of a jsonl file; none in an empty line. Raises ValueError, KeyError, TypeError."""
         # Read line by line: as a table, the other columns would have to keep their types.
-        value = json.loads(line)
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds {type(value).__name__}, not an object")
-        return valid_unicode(self._text_of(value[self.text_column]))
+        return valid_unicode(self._text_of(json.loads(line)[self.text_column])) if line.strip() else ""
 
     def _text_of(self, value: Any) -> str:
         """A value of the text column as text. Raises ValueError."""
@@ -98,23 +90,19 @@ class Source:
     def _unreadable(self, path: str, row: int, e: Exception) -> ValueError:
         """The error to raise after reading this row of path has raised e."""
         reason = e.msg if isinstance(e, json.JSONDecodeError) else first_line(e)
-        place = f"{path}, line {row + 1}," if format_of(path) == "json" else path
+        place = f"{path}, line {row + 1}," if format_of(path) == "jsonl" else path
         if "://" in path:
             advice = "was the network lost? The same command goes on after the finished shards"
             return ValueError(f"{path} cannot be read ({reason}); {advice}")
         if isinstance(e, KeyError) or "No match for FieldRef" in reason:
             return ValueError(f"{place} has no column {self.text_column!r}; name the one with the text: --text_column")
-        if path in str(e):  # as data/text_files.py names it
-            return ValueError(f"{e}; finished shards are kept")
-        kind = format_of(path)
-        return ValueError(
-            f"{place} cannot be read as {kind} ({reason}); repair it or leave it out; finished shards are kept"
-        )
+        return ValueError(f"{place} cannot be read ({reason}); repair it or leave it out; finished shards are kept")
 
 
 def format_of(path: Path | str) -> str | None:
-    """parquet, json or text, by suffix; None of another file."""
-    return next((found for suffix, found in FORMATS.items() if str(path).lower().endswith(suffix)), None)
+    """parquet, jsonl or txt, by suffix; None of another file."""
+    found = FORMATS.search(str(path))
+    return (found[1] or found[2]).lower() if found else None
 
 
 # ---- files on this machine ----------------------------------------------------------------------------------
@@ -126,7 +114,7 @@ def local_source(paths: list[Path], text_column: str) -> Source:
     for path in expanded(paths):
         if not path.exists():
             raise ValueError(f"--source {path} does not exist")
-        found = [p for p in path.rglob("*") if is_documents(path, p)] if path.is_dir() else [path]
+        found = [file for file in path.rglob("*") if is_documents(path, file)] if path.is_dir() else [path]
         if not found or not all(map(format_of, found)):
             raise ValueError(f"--source {path} is or holds no *.parquet, *.jsonl or *.txt (the latter also packed)")
         files += sorted(found)
@@ -137,10 +125,9 @@ def local_source(paths: list[Path], text_column: str) -> Source:
 
 
 def is_documents(folder: Path, path: Path) -> bool:
-    """Whether to read a file found in folder: not hidden, no link to another file there, of a known format."""
+    """Whether to read a file found in folder: of a known format, not hidden."""
     hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    twice = path.is_symlink() and path.resolve().is_relative_to(folder.resolve())
-    return path.is_file() and format_of(path) is not None and not hidden and not twice
+    return path.is_file() and format_of(path) is not None and not hidden
 
 
 def first_line(e: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -56,17 +55,15 @@ def first_micro_batch(split: Split, batching: Batching, device: torch.device, ro
 
 
 def eval_batches(split: Split, batching: Batching, device: torch.device) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """This rank's batches of a fixed set of windows: inputs, targets, number of windows in them.
+    """This rank's batches of a fixed set of windows: inputs, targets, number of targets that are learned, in windows.
 
-    The last batch may hold fewer windows than rows. With a loss mask, the number is that of the targets that are
-    learned, in windows. A terminal shows a progress bar.
+    The last batch may hold fewer windows than rows. A terminal shows a progress bar.
     """
     n = split.n_eval_windows(batching.eval_windows)
     batches = list(batching.eval_rows(n))
     for rows in tqdm(batches, "evaluating", leave=False, disable=True if batching.rank else None):
         batch = split.eval_batch(rows, n)
-        count = float((batch[1] >= 0).sum() / split.block_size) if split.masks else int((rows < n).sum())
-        yield *to_device(batch, device), count
+        yield *to_device(batch, device), float((batch[1] >= 0).sum() / split.block_size)
 
 
 class Loader:
@@ -100,7 +97,7 @@ class Loader:
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
-        self._order = self._micro_batches(position)
+        self._next = position * self.batching.micro_steps
         for _ in range(AHEAD):
             self._submit()
 
@@ -126,13 +123,10 @@ class Loader:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _micro_batches(self, position: int) -> Iterator[tuple[int, int]]:
-        for now in itertools.count(position):
-            for micro_step in range(self.batching.micro_steps):
-                yield now, micro_step
-
     def _submit(self) -> None:
-        self._ahead.append(self._pool.submit(self._make, *next(self._order)))
+        position, micro_step = divmod(self._next, self.batching.micro_steps)
+        self._ahead.append(self._pool.submit(self._make, position, micro_step))
+        self._next += 1
 
     def _make(self, position: int, micro_step: int) -> MicroBatch:
         rows = self.batching.rows(micro_step)

@@ -1,7 +1,7 @@
 """The descriptions beside token files, which may come from anybody: meta.json, and nanoGPT's meta.pkl.
 
 meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with sorted keys and no
-spaces. Files without that key come from older versions and are read too, but then no unknown key may be in them.
+spaces. Files without that key come from older versions.
 
 Reading runs no code and raises nothing but ValueError and OSError.
 """
@@ -27,19 +27,14 @@ CHECKSUM = "sha256"  # the key of meta.json's own checksum
 JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
 PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
 
+# What is read of a record; prepare.py compares the rest with its own settings.
 META: Fields = {
     "tokenizer": lambda value: isinstance(value, dict),
     "vocab_size": lambda value: is_number(value) and 1 <= value <= MOST_IDS,
     "end_of_text": lambda value: value is None or is_number(value),
     "source": is_text,
-    "text_column": is_text,
-    "txt_rows": is_text,
-    "vocab_bytes": is_number,
-    "shard_tokens": is_number,
     "val_tokens": is_number,
-    "revision": lambda value: value is None or is_text(value),
     "files": lambda value: isinstance(value, dict),
-    "parts": lambda value: is_number(value) and value >= 1,
     # of chat data
     "masks": lambda value: isinstance(value, dict),
     "packed": lambda value: value is None or (is_number(value) and value >= 1),
@@ -47,10 +42,8 @@ META: Fields = {
 }
 ENTRY: Fields = {
     "tokens": is_number,
-    "documents": is_number,
     "sha256": lambda value: is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None,
     "end": lambda value: isinstance(value, list) and len(value) == 3 and all(map(is_number, value)),
-    "last": lambda value: value is True,
 }
 
 # ---- meta.json -----------------------------------------------------------------------------------------------
@@ -83,15 +76,12 @@ def described(path: Path) -> Iterator[Path]:
 def record_in(content: bytes) -> dict[str, Any]:
     """What a file with this content records. Raises ValueError, whose message says in a few words what is wrong."""
     try:
-        meta = json.loads(content.decode())
-        if not isinstance(meta, dict):
-            raise ValueError("it is not a record")
-        recorded = meta.pop(CHECKSUM, None)
-        if recorded is not None and recorded != checksum_of(meta):
+        meta = json.loads(content)
+        if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
             raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    check_record(meta, META, required=("tokenizer", "vocab_size"), only_known=recorded is None)
+    check_record(meta, META, required=("tokenizer", "vocab_size"))
     check_tokenizer(meta["tokenizer"], meta["vocab_size"])
     if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
         raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
@@ -99,31 +89,31 @@ def record_in(content: bytes) -> dict[str, Any]:
         for name, entry in meta.get(key, {}).items():
             if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):  # nothing outside of the folder
                 raise ValueError(f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}")
-            check_record(entry, ENTRY, required=("tokens", "sha256"), only_known=recorded is None)
-    return meta if recorded is None else meta | {CHECKSUM: recorded}
+            check_record(entry, ENTRY, required=("tokens", "sha256"))
+    return meta
 
 
 def to_json(meta: dict[str, Any]) -> bytes:
     """The content of a meta.json."""
-    content = {key: value for key, value in meta.items() if key != CHECKSUM}
-    return json.dumps(content | {CHECKSUM: checksum_of(content)}, indent=1).encode()
+    return json.dumps(meta | {CHECKSUM: checksum_of(meta)}, indent=1).encode()
 
 
 def checksum_of(meta: dict[str, Any]) -> str:
-    return sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode())
+    """Of a record, CHECKSUM itself left out."""
+    content = {key: value for key, value in meta.items() if key != CHECKSUM}
+    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raises ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
     name = tokenizer.get("name")
-    keys = {"char": {"name", "chars"}, "bpe": {"name", "merges"}}.get(str(name), {"name"})
-    if tokenizer and (not isinstance(name, str) or not name.isprintable() or set(tokenizer) != keys):
-        raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
     size = vocab_size
     if name in ("char", "bytes"):
         size = from_meta(tokenizer).vocab_size
-    elif name == "bpe":  # of which tiktoken makes a tokenizer
-        size = len(tokens_of(tokenizer["merges"])) + 1
+    elif name == "bpe":  # without tiktoken, which may not be installed
+        size = len(tokens_of(tokenizer.get("merges"))) + 1
+    elif tokenizer and (not isinstance(name, str) or not name.isprintable() or len(tokenizer) > 1):
+        raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
     if size != vocab_size:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
 
@@ -147,28 +137,19 @@ def read_nanogpt(folder: Path) -> dict[str, Any]:
             return {}
         try:
             meta = PlainUnpickler(io.BytesIO(read_small(path, PICKLE_BYTES))).load()
+            check_record(meta, META, required=["vocab_size"])
+            tokenizer = char_tokenizer(meta["vocab_size"], meta.get("itos"), meta.get("stoi"))
         except Exception as e:  # a damaged pickle can raise nearly anything
             raise ValueError(f"{type(e).__name__}: " + " ".join(str(e).split())[:200]) from None
-        if not isinstance(meta, dict) or not is_number(meta.get("vocab_size")):
-            raise ValueError("it holds no vocab_size")
-        vocab_size = meta["vocab_size"]
-        if not 1 <= vocab_size <= MOST_IDS:
-            raise ValueError(f"vocab_size={vocab_size} is not from 1 to {MOST_IDS:,}")
-        pieces = pieces_of(meta.get("itos"), meta.get("stoi"), vocab_size)
-    is_char = bool(pieces) and all(len(piece) == 1 for piece in pieces)
-    tokenizer = {"name": "char", "chars": "".join(pieces)} if is_char else {}
-    return {"tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": None}
+    return {"tokenizer": tokenizer, "vocab_size": meta["vocab_size"], "end_of_text": None}
 
 
-def pieces_of(itos: Any, stoi: Any, vocab_size: int) -> list[str]:
-    """The text of each token, [] without itos and stoi. Raises ValueError if these contradict each other."""
-    if not itos and not stoi:
-        return []
-    table = dict(enumerate(itos)) if isinstance(itos, list) else itos
-    is_table = isinstance(table, dict) and len(table) == vocab_size
-    pieces: list[Any] = [table.get(i) for i in range(vocab_size)] if is_table else []
-    are_texts = bool(pieces) and all(isinstance(piece, str) and piece for piece in pieces)
-    back = {piece: i for i, piece in enumerate(pieces)} if are_texts else {}
-    if len(back) != vocab_size or stoi not in (None, back):
-        raise ValueError(f"vocab_size={vocab_size}, and its itos and stoi do not have as many texts, each of them once")
-    return pieces
+def char_tokenizer(vocab_size: int, itos: Any, stoi: Any) -> dict[str, Any]:
+    """The tokenizer of nanoGPT's tables; {} for none and for longer pieces of text. Raises if they cannot be right."""
+    if not itos:
+        return {}
+    pieces = [itos[i] for i in range(vocab_size)]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    if not len(itos) == len(ids) == vocab_size or stoi not in (None, ids) or not all(map(is_text, pieces)):
+        raise ValueError(f"vocab_size={vocab_size}, itos and stoi contradict each other")
+    return {"name": "char", "chars": "".join(pieces)} if all(len(piece) == 1 for piece in pieces) else {}

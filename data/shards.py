@@ -8,8 +8,9 @@ source where it ends, so that any of them can be made again, byte for byte, with
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from data.documents import Row, Source
 from data.meta_files import write_meta
-from data.token_files import HEADER_BYTES, llmc_header, read_tokens
+from data.token_files import HEADER_BYTES, find_tokens, llmc_header
 from data.tokenizer import Ids, Tokenizer, encoded_document
 from deskgpt.system.files import file_sha256, replacing
 
@@ -43,10 +44,10 @@ class Position(NamedTuple):
 class TokenStream:
     """The tokens of a source from a position on."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, threads: int, position: Position) -> None:
+    def __init__(self, source: Source, tokenizer: Tokenizer, position: Position) -> None:
         self.position = position  # of the next token
         self._ids = np.zeros(0, np.uint16)  # the tokens left of the row at hand
-        self._rows = encoded_rows(source, tokenizer, threads, position)
+        self._rows = encoded_rows(source, tokenizer, position)
 
     def take(self, at_most: int) -> Ids:
         """The next tokens of one row, no more than at_most; none at the end of the source."""
@@ -64,21 +65,17 @@ class TokenStream:
         self.position = Position(file, row_number, used + len(taken)) if more else Position(file, row_number + 1, 0)
         return taken
 
-    def close(self) -> None:
-        self._rows.close()
 
-
-def encoded_rows(
-    source: Source, tokenizer: Tokenizer, threads: int, position: Position
-) -> Generator[tuple[Row, Ids], None, None]:
+def encoded_rows(source: Source, tokenizer: Tokenizer, position: Position) -> Iterator[tuple[Row, Ids]]:
     """The rows of a source with their ids, encoded ahead in several threads. Raises ValueError as Source.rows."""
     # Threads, not processes: tiktoken releases Python's lock, nothing is copied, and none is left when this is killed.
-    pool = ThreadPoolExecutor(threads)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting = deque[Future[list[tuple[Row, Ids]]]]()
+    pool = ThreadPoolExecutor(cores)
     try:
         for task in tasks(source.rows(position.file, position.row)):
             waiting.append(pool.submit(encode_rows, tokenizer, task))
-            if len(waiting) > 2 * threads:
+            if len(waiting) > 2 * cores:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
@@ -122,11 +119,10 @@ def plan(val_tokens: int, train_tokens: float, shard_tokens: int, prefix: str = 
 def is_there(path: Path, size: int, entry: Entry) -> bool:
     """Whether the file has the tokens of its entry, and these are at least `size` or all that the source has."""
     try:
-        return (
-            bool(entry) and len(read_tokens(path)) == entry["tokens"] and (entry["tokens"] >= size or "last" in entry)
-        )
+        _, tokens = find_tokens(path)
     except (OSError, ValueError):
         return False
+    return tokens == entry.get("tokens") and (tokens >= size or "last" in entry)
 
 
 def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: dict[str, Entry]) -> bool:
@@ -142,12 +138,11 @@ def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: dict[s
 def write_shards(
     folder: Path,
     meta: dict[str, Any],
+    record: str,
     source: Source,
     tokenizer: Tokenizer,
     shards: Iterable[tuple[str, int]],
     damaged: list[str],
-    threads: int,
-    record: str,
 ) -> None:
     """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
 
@@ -156,46 +151,37 @@ def write_shards(
     """
     entries: dict[str, Entry] = meta["files"]
     position = Position(0, 0, 0)
-    previous: str | None = None  # name of the shard before this one
     stream: TokenStream | None = None
+    before: Entry = {}  # of the shard before this one
     for name, size in shards:
         old = entries.get(name, {})
         if is_there(folder / name, size, old) and name not in damaged:
-            position = Position(*old["end"])
-            if stream:  # which is still before this shard
-                stream.close()
-                stream = None
-            ended = "last" in old
+            entry = old
+            position = Position(*entry["end"])
+            stream = None  # it is still before this shard
         else:
-            made_alike = bool(old) and (old["tokens"] == size or "last" in old)
-            stream = stream or TokenStream(source, tokenizer, threads, position)
-            entry = write_shard(folder / name, size, stream, old["sha256"] if made_alike else None)
+            stream = stream or TokenStream(source, tokenizer, position)
+            entry = write_shard(folder / name, size, stream)
+            if entry.get("tokens") == old.get("tokens", 0) and entry.get("sha256") != old.get("sha256"):
+                raise ValueError(f"{folder / name} is not as it was: its source has changed; take another --out")
             if entry:
                 entries[name] = entry
-            ended = entry is None or entry["tokens"] < size or "last" in old
-            last = name if entry else previous
-            if ended and last:
-                entries[last]["last"] = True
+            else:
+                before["last"] = True
             write_meta(folder, meta, record)
-        if ended:
+        if not entry or "last" in entry:
             break
-        previous = name
-    if stream:
-        stream.close()
+        before = entry
 
 
-def write_shard(path: Path, size: int, stream: TokenStream, sha256: str | None) -> Entry | None:
+def write_shard(path: Path, size: int, stream: TokenStream) -> Entry:
     """Writes `size` tokens of the stream, or all that are left; returns the entry for meta.json.
 
-    Writes nothing and returns None if no tokens are left. sha256 is the checksum that the file must get, None if it
-    may be any. Raises ValueError if it gets another, OSError if the disk is full.
+    Writes nothing and returns {} if no tokens are left. Raises OSError if the disk is full.
     """
-    changed = ValueError(f"{path} would come out unlike before: its source has changed; prepare into another --out")
     ids = stream.take(size)
     if not len(ids):
-        if sha256 is not None:
-            raise changed
-        return None
+        return {}
     bar = tqdm(total=size, desc=path.name, unit="tok", unit_scale=True, disable=None, leave=False, smoothing=0.05)
     try:
         with closing(bar), replacing(path) as file:
@@ -210,12 +196,11 @@ def write_shard(path: Path, size: int, stream: TokenStream, sha256: str | None) 
             file.write(llmc_header(tokens))
             file.flush()
             checksum = file_sha256(Path(file.name))
-            if sha256 not in (None, checksum):
-                raise changed
     except OSError as e:
         raise OSError(
             f"cannot write {path}: {e.strerror or e}; finished shards are kept: free some disk space and run the same "
             "command again"
         ) from None
     print(f"{path.name}: {tokens:,} tokens", flush=True)
-    return {"tokens": tokens, "sha256": checksum, "end": stream.position}
+    entry = {"tokens": tokens, "sha256": checksum, "end": stream.position}
+    return entry | {"last": True} if tokens < size else entry

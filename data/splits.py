@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.meta_files import read_record
-from data.token_files import CHUNK, NumberFile, Shard, open_masks, open_shards
+from data.token_files import CHUNK, NumberFile, open_masks, open_shards
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
@@ -184,13 +184,6 @@ class Split:
             digest.update(file.read(0, FINGERPRINTED // every).tobytes())
         return digest.hexdigest()[:16]
 
-    def single_token(self) -> str | None:
-        """A warning if the split begins with a million times the same token, or has no other one."""
-        ids = np.concatenate([shard.read(0, CHUNK) for shard in self.shards[:2]])
-        if (ids != ids[0]).any():
-            return None
-        return f"{self.shards[0].path} holds only token {ids[0]}: there is nothing to learn; is it the right data?"
-
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since it was opened, or since this was last asked."""
         return [
@@ -205,7 +198,7 @@ class Split:
 
     # ---- reading ---------------------------------------------------------------------------------------------
 
-    def _open(self, folder: Path, split: str) -> list[Shard]:
+    def _open(self, folder: Path, split: str) -> list[NumberFile]:
         """The shards that hold at least one window. Raises ValueError if none does or one is damaged."""
         found = open_shards(folder, split)
         shards = [shard for shard in found if len(shard) > self.block_size]

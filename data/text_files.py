@@ -11,20 +11,17 @@ import itertools
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.tokenizer import END_OF_TEXT
 
-# Other files that people give for text, by how they begin.
-NO_TEXT = {b"PK\x03\x04": "a zip file, as docx and epub are", b"%PDF": "a PDF file", b"PAR1": "a parquet file"}
-NO_TEXT |= {b"{\\rtf": "an RTF file"}
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
-MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}  # UTF-32's first: one of them begins as UTF-16's
+MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}  # after UTF-32's, one of which begins like one of UTF-16's
 LONGEST_BEGIN = 8  # bytes
-NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter of bytes that are no UTF-8
+NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter of bytes that are not UTF-8
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)  # a line of its own
 
 
@@ -44,7 +41,7 @@ def read_text(path: Path) -> str:
 
 
 def lines_in(path: Path) -> Iterator[str]:
-    """The lines of a text file, each with "\\n" at its end. Raises as read_text, once it comes to what is wrong."""
+    """The lines of a text file, each with "\\n" at its end. Raises as read_text, at the line that is wrong."""
     with opened(path, newline=None) as file:
         for number, line in enumerate(file, 1):
             yield checked(path, number, line)
@@ -52,28 +49,25 @@ def lines_in(path: Path) -> Iterator[str]:
 
 @contextmanager
 def opened(path: Path, newline: str | None) -> Iterator[io.TextIOWrapper]:
-    """A text file, which may be packed, for reading. Raises as read_text, where it is not text also in the block."""
+    """A text file, packed or not, open for reading. Raises as read_text, also while the caller reads."""
     try:
-        with open(path, "rb") as raw, io.BufferedReader(unpacked(path, raw)) as file:
+        with open(path, "rb") as raw, io.BufferedReader(unpacked(raw)) as file:
             begin = file.peek(LONGEST_BEGIN)
             encoding = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8-sig")
             with io.TextIOWrapper(file, encoding, "surrogateescape", newline) as text:
                 yield text
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} begins as {e.encoding.upper()} and is not ({e.reason}); is it damaged?") from None
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:  # what unpacks raises the others
-        reason = getattr(e, "strerror", None)
-        named = f"cannot read {path}: {reason}; is its name right?"
-        raise OSError(named if reason else f"{path} is damaged ({e}); fetch or pack it again") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:  # unpacking raises all of these
+        if reason := getattr(e, "strerror", None):
+            raise OSError(f"cannot read {path}: {reason}; is its name right?") from None
+        raise OSError(f"{path} is damaged ({e}); fetch or pack it again") from None
 
 
-def unpacked(path: Path, raw: BinaryIO) -> Any:
-    """A file that reads what a packed one holds. Raises ValueError where it is no text, ImportError."""
+def unpacked(raw: BinaryIO) -> Any:
+    """The file, unpacked if it is packed. Raises ImportError."""
     begin = raw.read(LONGEST_BEGIN)
     raw.seek(0)
-    for mark, kind in NO_TEXT.items():
-        if begin.startswith(mark):
-            raise ValueError(f"{path} is {kind}, not text; unpack or convert it first")
     for mark, unpack in UNPACKERS.items():
         if begin.startswith(mark):
             return unpack(raw)
@@ -95,24 +89,23 @@ UNPACKERS: dict[bytes, Callable[..., Any]] = {
 
 
 def checked(path: Path, number: int, text: str) -> str:
-    """A text that begins in this line of the file. Raises ValueError for what is not UTF-8, and for NUL characters."""
+    """The text, which begins in this line of the file. Raises ValueError for NUL and what was not UTF-8."""
     if bad := NOT_TEXT.search(text):
         line = number + text.count("\n", 0, bad.start())
-        reason = "NUL characters (is it UTF-16, or not text at all?)" if bad[0] == "\0" else "this is not UTF-8 text"
-        raise ValueError(f"{path}, line {line}: {reason}; convert it to UTF-8 first, e.g. with iconv")
+        raise ValueError(f"{path}, line {line}: this is not UTF-8 text; convert it first, e.g. with iconv")
     return text
 
 
-def documents_of(lines: Iterator[str]) -> Iterator[str]:
-    """The documents of a text that comes line by line, as documents_in."""
+def documents_of(lines: Iterable[str]) -> Iterator[str]:
+    """The documents of a text, which lines with nothing but <|endoftext|> separate; empty ones are left out."""
     for is_separator, document in itertools.groupby(lines, lambda line: line.rstrip() == END_OF_TEXT):
         if not is_separator:
             yield "".join(document)
 
 
 def documents_in(text: str) -> list[str]:
-    """The documents of a text, which lines with nothing but <|endoftext|> separate; empty ones are left out."""
-    return [document for document in SEPARATOR.split(text) if document]
+    """As documents_of, line ends as they are."""
+    return list(documents_of(io.StringIO(text, newline="\n")))
 
 
 def next_document(text: str, at: int) -> int:

@@ -12,21 +12,21 @@ it is not learned as a target. Either all shards of a split have one or none has
 from __future__ import annotations
 
 import codecs
+import hashlib
 import os
 import re
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data.meta_files import read_nanogpt, read_record
-from data.tokenizer import Ids, padded_vocab_size
+from data.tokenizer import Ids, padded_vocab_size, short_name
 from deskgpt.system.files import sha256, write_atomically
 
 MAGIC = 20240520
@@ -34,32 +34,14 @@ VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
-CHUNK = 1 << 20  # tokens that are read at once from a file that is read whole
-MANY_FILES = 100  # a process may open 1,024 on most Linux systems, 256 on macOS, unless it asks for more
+CHUNK = 1 << 20  # numbers that are read at once from a file that is read whole
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
-
-WINDOWS_LOCK = threading.Lock()  # Windows has no pread: seeking and reading are two calls
 LEAST_OF_GPT2 = 1 << 15  # the largest id of a thousand tokens of text; vocabularies of characters or 32,000 stay below
 
-# What other files begin with that people have beside token files.
-FOREIGN = {
-    b"\x93NUMPY": "a NumPy file",
-    b"PK\x03\x04": "a zip archive (npz or pt)",
-    b"\x1f\x8b\x08": "packed with gzip",
-    b"\x28\xb5\x2f\xfd": "packed with zstd",
-    b"BZh": "packed with bzip2",
-    b"\xfd7zXZ": "packed with xz",
-    b"PAR1": "a parquet file",
-    b"ARROW1": "an Arrow file",
-    b"GGUF": "a GGUF file",
-    b"\x89HDF": "an HDF5 file",
-    b"MMIDIDX": "an index of Megatron",
-    b"version https://git-lfs": "a pointer of Git LFS",
-    b"<!DOCTYPE": "an HTML page",
-    b"<html": "an HTML page",
-    (20240801).to_bytes(4, "little"): "llm.c's format with 32-bit token ids",
-}
-SAMPLED = 1 << 16  # tokens at the beginning of a bare file that are checked for being 32-bit
+WINDOWS_LOCK = threading.Lock()  # Windows has no pread: seeking and reading are two calls
+
+LLMC_32_BITS = 20240801  # the magic of llm.c's files with 32-bit ids
+SAMPLED = 1 << 16  # tokens at the beginning of a bare file that are checked for being text or 32-bit
 LEAST_SAMPLED = 64
 LARGEST_HIGH_HALF = 3  # of 32-bit ids below 2^18, larger than any vocabulary in use
 
@@ -83,50 +65,36 @@ def llmc_header(tokens: int) -> bytes:
 
 
 def read_tokens(path: Path) -> Ids:
-    """The token ids (n,) of a file, memory-mapped. Raises ValueError if the file is not a token file, OSError."""
+    """The token ids (n,) of a file. Raises ValueError if the file is not a token file, OSError."""
     begin, tokens = find_tokens(path)
-    return np.memmap(path, "<u2", "r", begin, (tokens,))
+    return np.fromfile(path, "<u2", tokens, offset=begin)
 
 
 def find_tokens(path: Path) -> tuple[int, int]:
     """(first byte, number) of the tokens in a file. Raises ValueError if it is not a token file, OSError."""
-    status = path.stat()
-    size = status.st_size
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a file; prepare the data again")
-    if size == 0:
-        raise ValueError(f"{path} is empty; prepare the data again")
-    with open(path, "rb") as file:
-        head = file.read(TOKEN_BYTES * SAMPLED)
-    for magic_bytes, kind in FOREIGN.items():
-        if head.startswith(magic_bytes):
-            raise ValueError(f"{path} is {kind}, not bare uint16 tokens or llm.c's format; prepare the data again")
-    if head[8:10] == b'{"':
-        raise ValueError(f"{path} is a safetensors file, not bare uint16 tokens; prepare the data again")
-    if size >= HEADER_BYTES:
-        magic, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
-        expected = HEADER_BYTES + TOKEN_BYTES * tokens
-        # Bare tokens may happen to begin with the magic, but hardly with another part of a header that fits too.
-        right = [magic == MAGIC, version == VERSION, size == expected]
-        if all(right) and tokens:
-            return HEADER_BYTES, tokens
-        if sum(right) >= 2:
-            raise ValueError(
-                f"{path}: its header says {tokens:,} tokens, which take {expected:,} bytes, and the file has "
-                f"{size:,} (magic {magic}, version {version}); prepare the data again"
-            )
-    if size % TOKEN_BYTES:
-        raise ValueError(
-            f"{path} has {size:,} bytes, an odd number: these are not uint16 tokens; prepare the data again"
-        )
-    if looks_like_text(head):
-        raise ValueError(f"{path} holds text, and uint16 tokens are expected; prepare it: python data/text/prepare.py")
-    if looks_like_32_bits(np.frombuffer(head, "<u2")):
-        raise ValueError(
-            f"{path} holds 32-bit or 64-bit token ids, and uint16 is expected; prepare the data again, or convert it: "
-            "np.fromfile(FILE, np.uint32).astype(np.uint16).tofile(FILE)"
-        )
-    return 0, size // TOKEN_BYTES
+    size = path.stat().st_size if path.is_file() else 0
+    head = b""
+    if size:
+        with open(path, "rb") as file:
+            head = file.read(TOKEN_BYTES * SAMPLED)
+    magic, version, tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    # Bare tokens may happen to begin with the magic, but hardly with another part of a header that fits too.
+    right = [magic == MAGIC, version == VERSION, size == HEADER_BYTES + TOKEN_BYTES * tokens]
+    if all(right) and tokens:
+        return HEADER_BYTES, tokens
+    if not size:
+        reason = "it is missing or empty"
+    elif sum(right) >= 2:
+        reason = f"its header says {tokens:,} tokens, and it has {size:,} bytes (magic {magic}, version {version})"
+    elif size % TOKEN_BYTES:
+        reason = f"it has {size:,} bytes, an odd number"
+    elif magic == LLMC_32_BITS or looks_like_32_bits(np.frombuffer(head, "<u2")):
+        reason = "its ids have 32 or 64 bits"
+    elif looks_like_text(head):
+        reason = "it holds text"
+    else:
+        return 0, size // TOKEN_BYTES
+    raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
 
 
 def looks_like_text(head: bytes) -> bool:
@@ -145,7 +113,7 @@ def looks_like_32_bits(ids: Ids) -> bool:
 
 
 class NumberFile:
-    """An open file of numbers: `len(file)` of them. If a new file replaces it, the old content is still read.
+    """An open token file or loss mask, `len(file)` numbers. If a new file replaces it, the old one is still read.
 
     Several threads may read at once. Raises OSError.
     """
@@ -156,23 +124,21 @@ class NumberFile:
         self._dtype = np.dtype(dtype)
         self._begin = begin
         self._n = n
-        self.opened = os.fstat(self._file.fileno())
-        self._written = (self.opened.st_size, self.opened.st_mtime_ns)
+        self.n_bytes = begin + n * self._dtype.itemsize
+        self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
 
     def __len__(self) -> int:
         return self._n
 
     def read(self, first: int, n: int) -> npt.NDArray[Any]:
         """A copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
-        n = max(0, min(n, self._n - first))
-        size = n * self._dtype.itemsize
+        size = max(0, min(n, self._n - first)) * self._dtype.itemsize
         # Not memory-mapped: if somebody cuts the file, reading past its new end would end the process with SIGBUS.
         content = read_at(self._file, size, self._begin + first * self._dtype.itemsize)
-        had = self._begin + self._n * self._dtype.itemsize
         now = os.fstat(self._file.fileno()).st_size
-        if now < had or len(content) < size:
+        if now < self.n_bytes or len(content) < size:
             raise ValueError(
-                f"{self.path} became shorter while it was in use: it had {had:,} bytes, now it has {now:,}; "
+                f"{self.path} became shorter while it was in use: it had {self.n_bytes:,} bytes, now it has {now:,}; "
                 "prepare the data again, then resume"
             )
         return np.frombuffer(content, self._dtype).copy()
@@ -182,20 +148,20 @@ class NumberFile:
         for first in range(0, len(self), CHUNK):
             yield first, self.read(first, CHUNK)
 
-    def was_replaced(self) -> bool:
-        """Whether another file is at its path now, or none."""
-        try:
-            return not os.path.samestat(self.path.stat(), self.opened)
-        except OSError:
-            return True
+    def sha256(self) -> str:
+        """Of the whole file, in hex digits."""
+        digest = hashlib.sha256()
+        begin = 0
+        while content := read_at(self._file, CHUNK, begin):
+            digest.update(content)
+            begin += len(content)
+        return digest.hexdigest()
 
     def was_written(self) -> bool:
         """Whether somebody has written into the file since it was opened, or since this was last asked."""
-        before = self._written
-        if not self.was_replaced():
-            now = self.path.stat()
-            self._written = (now.st_size, now.st_mtime_ns)
-        return self._written != before
+        before = self._written_ns
+        self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
+        return self._written_ns != before
 
 
 def read_at(file: FileIO, size: int, begin: int) -> bytes:
@@ -207,25 +173,9 @@ def read_at(file: FileIO, size: int, begin: int) -> bytes:
         return file.read(size)
 
 
-class Shard(NumberFile):
-    """A token file that is open for reading. Raises ValueError if the file is not a token file, OSError."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "<u2", *find_tokens(path))
-
-
-class Mask(NumberFile):
-    """The loss mask of a shard: 0 where a token is not learned. Raises ValueError if it is missing or too short."""
-
-    def __init__(self, shard: Shard) -> None:
-        path = mask_of(shard.path)
-        size = path.stat().st_size if path.is_file() else 0
-        if size != len(shard):
-            raise ValueError(
-                f"the loss mask {path} has {size:,} bytes, and {shard.path.name} {len(shard):,} tokens, which need one "
-                "each; prepare the data again"
-            )
-        super().__init__(path, "u1", 0, size)
+def open_tokens(path: Path) -> NumberFile:
+    """A token file, open for reading. Raises ValueError if the file is not a token file, OSError."""
+    return NumberFile(path, "<u2", *find_tokens(path))
 
 
 def mask_of(path: Path) -> Path:
@@ -236,88 +186,81 @@ def mask_of(path: Path) -> Path:
 # ---- the files of a split ------------------------------------------------------------------------------------
 
 
-class SplitFiles(NamedTuple):
-    """The token files of a split in a folder."""
+def token_files(folder: Path, split: str) -> list[Path]:
+    """The shards of a split, in order. Raises ValueError, which says how to make them, if there are none.
 
-    read: list[Path]  # the shards, in order
-    ignored: list[Path]  # others whose names are those of the split
-    listed: bool  # whether meta.json lists them; otherwise they were found by their names
-
-
-def split_files(folder: Path, split: str) -> SplitFiles:
-    """The files of a split. Raises ValueError, which says how to make them, if there are none or too many kinds."""
-    pattern = re.compile(rf"(?P<prefix>.*[_-])?{split}(?P<number>[_-]?\d[\d_-]*)?(?P<rest>.*)\.bin")
-    found = {path: match for path in sorted(folder.glob("*.bin")) if (match := pattern.fullmatch(path.name))}
+    meta.json lists them. Otherwise they are found by their names, and ValueError is raised if these are of two kinds.
+    """
     listed = [folder / name for name in sorted(read_record(folder).get("files", {})) if name.startswith(split)]
-    if listed:
-        return SplitFiles(listed, [path for path in found if path not in listed], True)
+    alone = folder / f"{split}.bin"
+    if listed or alone.exists():
+        return listed or [alone]
+    numbered = re.compile(rf"(.*[_-])?{split}([_-]?\d[\d_-]*)?\.bin")
+    found = {path: match[1] for path in sorted(folder.glob("*.bin")) if (match := numbered.fullmatch(path.name))}
     if not found:
         raise ValueError(how_to_make(folder, split))
-    # train.bin before train_000.bin, and these before train_old.bin.
-    kinds = [(match["prefix"], bool(match["rest"]), bool(match["number"])) for match in found.values()]
-    best = min((rest, number) for _, rest, number in kinds)
-    read = [path for path, (_, *kind) in zip(found, kinds, strict=True) if tuple(kind) == best]
-    if len({found[path]["prefix"] for path in read}) > 1 or (best[0] and len(read) > 1):
-        names = ", ".join(path.name for path in read[:4])
-        raise ValueError(f"{folder} has several files for {split} ({names}); leave one kind of them in the folder")
-    return SplitFiles(read, [path for path in found if path not in read], False)
+    if len(set(found.values())) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ValueError(
+            f"{folder} has several files for {split} ({names[:200]}); leave one kind of them in the folder"
+        )
+    return list(found)
 
 
-def token_files(folder: Path, split: str) -> list[Path]:
-    """The shards of a split, in order. Raises ValueError, which says how to make them, if there are none."""
-    return split_files(folder, split).read
+def how_to_make(folder: Path, split: str) -> str:
+    """The message if a split has no files: the script that makes them, or the data that there is instead."""
+    if (folder / "prepare.py").exists():
+        remedy = f"run: python {os.path.relpath(folder / 'prepare.py')}"
+    else:
+        prepared = sorted({path.parent.name for path in folder.parent.glob("*/train*.bin")} - {folder.name})
+        remedy = f"prepared: {', '.join(prepared[:10]) or 'none'}; python data/text/prepare.py makes one of a text"
+    state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
+    return f"dataset folder {folder} {state}; {remedy}"
 
 
-def open_shards(folder: Path, split: str) -> list[Shard]:
+def open_shards(folder: Path, split: str) -> list[NumberFile]:
     """All shards of a split, open. Raises ValueError if one is damaged or not as meta.json lists it, OSError."""
     paths = token_files(folder, split)
     entries = read_record(folder).get("files", {})
-    if len(paths) > MANY_FILES:
-        allow_more_files(2 * len(paths))  # with masks
-    shards = []
-    for path in paths:
-        shard = Shard(path) if path.exists() else None
-        n = len(shard or ())
-        expected = entries.get(path.name, {}).get("tokens", n)
-        if shard is None or n != expected:
-            raise ValueError(
-                f"{path} has {n:,} tokens, and meta.json lists it with {expected:,}; prepare the data again"
-            )
-        shards.append(shard)
+    allow_more_files(2 * len(paths))  # with masks
+    shards = [open_tokens(path) for path in paths]
+    for shard in shards:
+        n = len(shard)
+        listed = entries.get(shard.path.name, {}).get("tokens", n)
+        if n != listed:
+            raise ValueError(f"{shard.path} has {n:,} tokens, and meta.json lists {listed:,}; prepare the data again")
     return shards
 
 
 def allow_more_files(n: int) -> None:
-    """Lets this process have n more files open than the system allows at first, or as many as it may allow."""
+    """Lets this process have n more files open, if it may: at first 1,024 on most Linux systems, 256 on macOS."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
-            most = soft + n if hard == resource.RLIM_INFINITY else min(soft + n, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft + n, hard))
 
 
-def how_to_make(folder: Path, split: str) -> str:
-    """The message if a split has no files: the script that makes them, or the data that there is instead."""
-    state = f"has no {split}*.bin" if folder.is_dir() else "does not exist"
-    prepared = sorted({path.parent.name for path in folder.parent.glob("*/train*.bin")} - {folder.name})
-    if (folder / "prepare.py").exists():
-        remedy = f"run: python {os.path.relpath(folder / 'prepare.py')}"
-    elif prepared:
-        remedy = f"prepared: {', '.join(prepared[:10])}"
-    else:
-        scripts = sorted(path.parent.name for path in Path(__file__).parent.glob("*/prepare.py"))
-        remedy = f"python data/{{{','.join(scripts)}}}/prepare.py makes some"
-    return f"dataset folder {folder} {state}; {remedy}"
+def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[NumberFile]:
+    """The loss masks of a split's shards: 0 where a token is not learned; [] if every one is learned.
 
-
-def open_masks(folder: Path, split: str, shards: list[Shard]) -> list[Mask]:
-    """The loss masks of a split's shards; [] if every token is learned. Raises ValueError if one is missing."""
+    Raises ValueError if one is missing or has another length.
+    """
+    paths = [mask_of(shard.path) for shard in shards]
     listed = any(name.startswith(split) for name in read_record(folder).get("masks", {}))
-    if listed or any(mask_of(shard.path).exists() for shard in shards):
-        return [Mask(shard) for shard in shards]
-    return []
+    if not listed and not any(path.exists() for path in paths):
+        return []
+    masks = []
+    for path, shard in zip(paths, shards, strict=True):
+        size = path.stat().st_size if path.is_file() else 0
+        if size != len(shard):
+            raise ValueError(
+                f"the loss mask {path} has {size:,} bytes, and {shard.path.name} {len(shard):,} tokens, which need one "
+                "each; prepare the data again"
+            )
+        masks.append(NumberFile(path, "u1", 0, size))
+    return masks
 
 
 def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -356,22 +299,22 @@ def largest_id(folder: Path) -> int:
     """The largest token id at the beginning of a split; that of GPT-2 if the folder has no tokens."""
     for split in ("val", "train"):
         with suppress(ValueError, OSError):
-            return int(read_tokens(token_files(folder, split)[0])[:CHUNK].max())
+            return int(open_tokens(token_files(folder, split)[0]).read(0, CHUNK).max())
     return 50256
 
 
 def assumptions(folder: Path) -> list[str]:
     """What is taken for granted about a folder without a list of its files or without a description, in sentences."""
     found = []
+    listed = read_record(folder).get("files", {})
     for split in ("train", "val"):
-        files = split_files(folder, split)
-        names = ", ".join(path.name for path in files.read[:3]) + (", ..." if len(files.read) > 3 else "")
-        if not files.listed and names != f"{split}.bin":
-            found.append(f"no meta.json lists the files: {split} is, in name order, {len(files.read)} files: {names}")
-        if files.ignored:
-            found.append(
-                f"{split} is read from {names}; not read: {', '.join(path.name for path in files.ignored[:3])}"
-            )
+        names = [path.name for path in token_files(folder, split)]
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        if names[0] not in listed and names != [f"{split}.bin"]:
+            found.append(f"no meta.json lists the files: {split} is, in name order, {len(names)} files: {shown}")
+        ignored = sorted({path.name for path in folder.glob(f"*{split}*.bin")} - set(names))
+        if ignored:
+            found.append(f"{split} is read from {shown}; not read: {', '.join(ignored[:3])}")
     if not any(os.path.lexists(folder / name) for name in ("meta.json", "meta.pkl")):
         largest = largest_id(folder)
         whose = "taken for GPT-2's" if largest >= LEAST_OF_GPT2 else "not GPT-2's, so their text is not known"
@@ -389,17 +332,12 @@ def check_vocabulary(
 
     model_tokenizer is None if it is not known; then the sizes must match, padded or not.
     """
-    data_tokenizer = meta["tokenizer"]
-    data_vocab = meta["vocab_size"]
-    same_size = model_vocab in (data_vocab, padded_vocab_size(data_tokenizer, data_vocab))
-    both_known = bool(model_tokenizer and data_tokenizer)
-    if same_size and (not both_known or model_tokenizer == data_tokenizer):
+    tokenizer = meta["tokenizer"]
+    same_size = model_vocab in (meta["vocab_size"], padded_vocab_size(tokenizer, meta["vocab_size"]))
+    if same_size and (not model_tokenizer or not tokenizer or model_tokenizer == tokenizer):
         return
-    data_name = data_tokenizer.get("name", "unknown")
-    model_name = (model_tokenizer or {}).get("name", "unknown")
-    difference = ", and their tokens differ" if same_size else ""
     raise ValueError(
-        f"{folder} has a vocabulary of {data_vocab} (tokenizer {data_name}), the model one of {model_vocab} "
-        f"(tokenizer {model_name}){difference}; prepare the data with the model's tokenizer, or use "
-        "--init_from=scratch"
+        f"{folder} has a vocabulary of {meta['vocab_size']} (tokenizer {short_name(tokenizer)}), the model one of "
+        f"{model_vocab} (tokenizer {short_name(model_tokenizer or {})}); prepare the data with the model's tokenizer, "
+        "or use --init_from=scratch"
     )

@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ import pytest
 import torch
 from warm_python import warm_python
 
-from data.python_char.prepare import standard_library
 from data.text.prepare import prepare
 from deskgpt.checkpoint import store
 from deskgpt.run.log import read_events
@@ -228,7 +228,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def text() -> str:
     """Tiny Shakespeare where it is at hand, else as many characters of Python's standard library."""
-    return SHAKESPEARE.read_text() if SHAKESPEARE.exists() else standard_library(1_115_394)
+    if SHAKESPEARE.exists():
+        return SHAKESPEARE.read_text()
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return "".join(path.read_text("ascii", "ignore") for path in modules)[:1_115_394]
 
 
 @pytest.fixture(scope="session")

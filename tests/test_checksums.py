@@ -11,11 +11,11 @@ import pytest
 from conftest import assert_one_line
 
 import data.dataset
-from data.dataset import Verification
+from data.dataset import Checksums
 from data.meta_files import write_meta
 from data.prepared import write_dataset
 from data.splits import Split
-from data.token_files import assumptions, write_tokens
+from data.token_files import NumberFile, assumptions, write_tokens
 from data.tokenizer import BytesTokenizer
 
 
@@ -32,7 +32,7 @@ def splits_of(folder: Path) -> list[Split]:
 
 def verified(folder: Path) -> str:
     """The state after all was verified. Raises what training would end with."""
-    verification = Verification(folder, splits_of(folder))
+    verification = Checksums(folder, splits_of(folder))
     verification._thread.join()
     verification.check()
     said: list[str] = []
@@ -53,7 +53,7 @@ def test_damaged_file_is_named(tmp_path, monkeypatch, at_once):
         verified(tmp_path)
     assert_one_line(str(e.value), tmp_path / "val.bin")
     if not at_once:  # found too late for another step
-        verification = Verification(tmp_path, splits_of(tmp_path))
+        verification = Checksums(tmp_path, splits_of(tmp_path))
         verification._thread.join()
         with pytest.raises(ValueError, match=r"val\.bin"):
             verification.close(print)
@@ -77,8 +77,8 @@ def test_verification_that_has_not_ended_is_given_up_at_the_end_of_a_run(tmp_pat
     dataset(tmp_path)
     go_on = threading.Event()
     monkeypatch.setattr(data.dataset, "AT_ONCE", 0)
-    monkeypatch.setattr(data.dataset, "file_sha256", lambda path: go_on.wait() and "")
-    verification = Verification(tmp_path, splits_of(tmp_path))
+    monkeypatch.setattr(NumberFile, "sha256", lambda file: go_on.wait() and "")
+    verification = Checksums(tmp_path, splits_of(tmp_path))
     said: list[str] = []
     verification.close(said.append)
     go_on.set()

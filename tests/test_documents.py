@@ -42,7 +42,6 @@ NOT_TEXT = {
     "UTF-16 without a mark": "line\n".encode("utf-16-le"),
     "UTF-16 cut in a character": "line\n".encode("utf-16") + b"x",
     "zip": b"PK\x03\x04" + bytes(50),
-    "PDF": b"%PDF-1.7",
     "parquet": b"PAR1" + bytes(50),
 }
 
@@ -84,7 +83,6 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
         (folder / other).write_text("no")
     (tmp_path / "blob").write_bytes(b"seven")
     (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
-    (folder / "twice.txt").symlink_to(folder / "e.txt")
     done = script(PREPARE, "--source", folder, "--tokenizer=bytes", "--val_tokens=4", "--out", tmp_path / "out")
     assert (done.code, done.err) == (0, "")
     expected = ["one", "two", "two", "three", "four \ufffd", "four and a half"]
@@ -134,7 +132,7 @@ def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, doc
     write_documents(tmp_path / "in" / "a.parquet", documents * 4)  # more than is read ahead
     path = write_documents(tmp_path / "in" / name, documents)
     path.write_bytes(path.read_bytes()[:-9])
-    prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--num_proc=1", "--out", tmp_path / "out")
+    prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
     fails(script(*prepare), name, "finished shards are kept")
     assert len(list((tmp_path / "out").glob("*.bin"))) > 1
 
@@ -143,7 +141,7 @@ def test_training_misses_shards_that_meta_json_lists(tmp_path, prepared):
     for name, content in contents(prepared[1]).items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "train_000002.bin").unlink()
-    with pytest.raises(ValueError, match=r"train_000002\.bin has 0 tokens.*250,000"):
+    with pytest.raises(ValueError, match=r"train_000002\.bin.*is missing"):
         Split(tmp_path, "train", 64, 256)
     write_tokens(tmp_path / "train_000002.bin", np.arange(99, dtype=np.uint16), header=True)
     with pytest.raises(ValueError, match=r"train_000002\.bin.*99"):

@@ -272,7 +272,7 @@ def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
         pytest.importorskip("tokenizers")
         from data.bpe import train as train_bpe
 
-        return train_bpe([text[:100_000]], 1000), odd
+        return train_bpe(text[:100_000], 1000), odd
     if kind == "char":
         known = CharTokenizer.of(odd[:250_000] + ODD)
         chars = set(known.chars)

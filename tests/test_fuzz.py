@@ -44,7 +44,7 @@ import train
 from bench.analysis import page, verdict
 from bench.analysis.logs import read_runs
 from configurator import build, configure
-from data.dataset import Verification
+from data.dataset import Checksums
 from data.meta_files import write_meta
 from data.prepared import write_dataset
 from data.splits import Split
@@ -383,7 +383,7 @@ def read_data(folder: Path) -> None:
         opened.train_batch(3, np.arange(4), 4)
         opened.train_batch(10**6, np.arange(4), 4)
         opened.eval_batch(np.arange(4), opened.n_eval_windows(10**6))
-        Verification(folder, [opened]).check()
+        Checksums(folder, [opened]).check()
         opened.fingerprint()
 
 

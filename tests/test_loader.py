@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Verification
+from data.dataset import Checksums
 from data.loader import AHEAD, Loader
 from data.meta_files import write_meta
 from data.splits import Split
@@ -128,7 +128,7 @@ def test_more_shards_than_a_process_may_have_files_are_read(tmp_path):
             seen.update((batch.x[:, 0] // 20).tolist())
         loader.close()
         assert seen == set(range(1100))  # an epoch has one window of each
-        verification = Verification(tmp_path, [split])
+        verification = Checksums(tmp_path, [split])
         assert verification.state == "checksums verified"
         verification.close(print)
         assert split.changes() == []

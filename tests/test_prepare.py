@@ -50,16 +50,6 @@ def test_shakespeare_with_gpt2s_tokens(tmp_path, script):
     assert decoded(tmp_path / "s", "val") == SHAKESPEARE.read_text()[int(1_115_394 * 0.9) :]
 
 
-def test_standard_library_is_a_corpus_on_every_machine(tmp_path, script):
-    done = script("data/python_char/prepare.py", "--out", tmp_path / "p")
-    assert (done.code, done.err) == (0, "")
-    text = decoded(tmp_path / "p", "train")
-    assert len(text) > 1_000_000
-    assert text.isascii()
-    assert text.count("\ndef ") > 100
-    assert script("data/python_char/prepare.py", "--out", tmp_path / "p").out == "p: already prepared\n"
-
-
 @pytest.mark.parametrize("tokenizer", ["char", "bytes", pytest.param("gpt2", marks=needs_bpe)])
 def test_own_text_with_each_tokenizer(tmp_path, script, tokenizer):
     (tmp_path / "a.txt").write_text("Käse, 🧀!\r\n" * 30, encoding="utf-8", newline="")
@@ -125,20 +115,6 @@ def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
 
 
 # ---- downloads -----------------------------------------------------------------------------------------------
-
-
-@needs_bpe
-def test_without_a_network_the_text_that_was_given_before_is_kept(tmp_path, script, monkeypatch):
-    """After `prepare.py --input FILE`, `make train` and the notebook run the same script without --input."""
-    monkeypatch.setattr("data.shakespeare_char.prepare.DATA", tmp_path)  # where no input.txt is
-    monkeypatch.setattr("data.shakespeare_char.prepare.URL", "http://127.0.0.1:9/input.txt")
-    (tmp_path / "text.txt").write_text("To be, or not to be.\n" * 100)
-    prepare = ("data/shakespeare/prepare.py", "--out", tmp_path / "s")
-    fails(script(*prepare), "127.0.0.1:9", "--input FILE")
-    assert script(*prepare, "--input", tmp_path / "text.txt").code == 0
-    assert script(*prepare).out == "s: already prepared\n"
-    (tmp_path / "s" / "val.bin").unlink()
-    fails(script(*prepare), "--input FILE")
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "Connection refused|cannot download"), (b"hello", "checksum")])

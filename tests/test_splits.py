@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -167,14 +166,6 @@ def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
     assert peak < 16e6  # an index of the windows would be 80 MB
     assert split.n_windows > 9_760_000
     assert all(batch.shape == (64, 1024) for batch in batches)
-
-
-def test_data_of_one_token_is_named(tmp_path):
-    write_tokens(tmp_path / "train.bin", np.full(500, 7, np.uint16))
-    assert_one_line(Split(tmp_path, "train", 4, 10).single_token() or "", tmp_path / "train.bin", "token 7")
-    (tmp_path / "train.bin").rename(tmp_path / "train_1.bin")
-    write_tokens(tmp_path / "train_2.bin", np.array([7] * 400 + [9], np.uint16))
-    assert Split(tmp_path, "train", 4, 10).single_token() is None
 
 
 # ---- bad data ------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import argparse
 import bisect
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; 
 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
 from data.prepared import document_tokenizer, is_prepared, write_dataset
-from data.text.prepare import DATA, add_folder
+from data.text.prepare import DATA, add_folder, whole_number
 from data.text_files import expanded, read_text
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.system.errors import OneLineParser, one_line_errors
@@ -42,30 +43,22 @@ from deskgpt.system.files import file_sha256, sha256
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
 NAMED_FILES = 10  # in the source that meta.json names
-TOKENIZER = "gpt2"
 BLOCK_SIZE = 1024
+NOT_SPACE = re.compile(r"\S")
 
 
 def main(args: argparse.Namespace) -> None:
-    tokenizer, block_size = tokenizer_and_window(args)
-    if block_size < 1:
-        raise ValueError(f"--block_size={block_size} must be at least 1")
-    prepare(expanded(args.files or [EXAMPLE]), args.out, tokenizer, block_size)
-
-
-def tokenizer_and_window(args: argparse.Namespace) -> tuple[Tokenizer, int]:
-    """What the command line asks for: with --like, both are those of a checkpoint. Raises ValueError."""
-    block_size = BLOCK_SIZE if args.block_size is None else args.block_size
+    paths = expanded(args.files or [EXAMPLE])
     if not args.like:
-        return document_tokenizer(args.tokenizer or TOKENIZER), block_size
+        prepare(paths, args.out, document_tokenizer(args.tokenizer), args.block_size or BLOCK_SIZE)
+        return
     from deskgpt.checkpoint import store  # imports torch, which takes seconds
 
     saved = store.load(args.like)
     if not saved.tokenizer:
         raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
-    if args.block_size is None:
-        block_size = saved.model_args.get("block_size", BLOCK_SIZE)
-    return from_meta(saved.tokenizer), block_size
+    block_size = args.block_size or saved.model_args.get("block_size", BLOCK_SIZE)
+    prepare(paths, args.out, from_meta(saved.tokenizer), block_size)
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
@@ -115,40 +108,43 @@ def source_of(paths: list[Path], tokenizer: Tokenizer, block_size: int) -> str:
 
 
 def read_dialogues(path: Path) -> Iterator[list[Message]]:
-    """The dialogues of a file: one in each line, or one JSON array of them; empty lines are passed over.
+    """The dialogues of a file: JSON values one after another, as in jsonl, or arrays of them.
 
-    Raises ValueError, which names the line, if one is no dialogue, or the file has none.
+    Raises ValueError, which names the line, if one is not a dialogue, or the file has none.
     """
-    text = read_text(path)
     found = False
-    for place, content in dialogues_of_array(path, text) or enumerate(text.split("\n"), 1):
-        try:
-            if isinstance(content, str):
-                if not content.strip():
-                    continue
-                content = json.loads(content)
-            messages = as_messages(content)
-        except (ValueError, RecursionError) as e:
-            reason = f"it is not JSON ({e.msg})" if isinstance(e, json.JSONDecodeError) else e
-            raise ValueError(f"{path}, {'line ' * isinstance(place, int)}{place}: {reason}") from None
-        found = True
-        yield messages
+    for line, value in json_values(path, read_text(path)):
+        is_array = isinstance(value, list) and not any(map(is_message, value))
+        for number, dialogue in enumerate(value if is_array else [value], 1):
+            try:
+                messages = as_messages(dialogue)
+            except ValueError as e:
+                place = f"line {line}, dialogue {number}" if is_array else f"line {line}"
+                raise ValueError(f"{path}, {place}: {e}") from None
+            found = True
+            yield messages
     if not found:
         raise ValueError(f"{path} holds no dialogues; it needs one JSON object a line, or an array of them")
 
 
-def dialogues_of_array(path: Path, text: str) -> list[tuple[str, Any]]:
-    """(which one, value) of each dialogue in a text that is one JSON array; [] if it is something else."""
-    try:
-        array = json.loads(text) if text.lstrip().startswith("[") else []
-    except RecursionError:
-        return []
-    except json.JSONDecodeError as e:
-        if e.lineno == 1 or e.msg == "Extra data":  # bare lists, one a line
-            return []
-        raise ValueError(f"{path}, line {e.lineno}: {e.msg}") from None
-    is_one = all(isinstance(entry, dict) and {"role", "from"} & entry.keys() for entry in array)  # of messages
-    return [] if is_one else [(f"dialogue {n}", entry) for n, entry in enumerate(array, 1)]
+def is_message(value: Any) -> bool:
+    return isinstance(value, dict) and bool({"role", "from"} & value.keys())
+
+
+def json_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """The JSON values of a text, each with the line where it begins. Raises ValueError, which names the line."""
+    decoder = json.JSONDecoder()
+    line = 1
+    at = 0
+    while start := NOT_SPACE.search(text, at):
+        begin = start.start()
+        line += text.count("\n", at, begin)
+        try:
+            value, at = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{path}, line {line}: it is not JSON ({e})") from None
+        yield line, value
+        line += text.count("\n", begin, at)
 
 
 # ---- packing -------------------------------------------------------------------------------------------------
@@ -199,9 +195,9 @@ def arguments() -> argparse.Namespace:
     add_folder(parser, DATA / "chat")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--like", metavar="CHECKPOINT", help="tokenizer and window of a checkpoint, to finetune that one")
-    about = f"bytes, gpt2 or another tiktoken encoding, or the path of a prepared folder ({TOKENIZER})"
-    one.add_argument("--tokenizer", "--encoding", help=about)
-    parser.add_argument("--block_size", type=int, help=f"tokens of a window; also that of training ({BLOCK_SIZE})")
+    one.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), bytes, or the path of a prepared folder")
+    about = f"tokens of a window; also that of training (default: {BLOCK_SIZE})"
+    parser.add_argument("--block_size", type=whole_number, help=about)
     return parser.parse_args()
 
 

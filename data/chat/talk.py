@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from data.chat.template import Message, Template, as_message
-from data.tokenizer import Ids
+from data.tokenizer import Ids, valid_unicode
 from deskgpt.system.terminal import shortened
 
 LEAST_ROOM = 4  # for an answer, at least this part of the context is left free
@@ -53,22 +53,19 @@ class Dialogue:
         return dialogue
 
     def ask(self, text: str) -> None:
-        """The user says something. Raises ValueError, and forgets it, where it does not fit by itself."""
-        said = Message("user", text)
-        alone = len(self.template.prompt([*self.system, said]))
-        if alone > self.most_tokens:
+        """The user says something. Raises ValueError, and forgets it, if it does not fit by itself."""
+        messages = [*self.messages, Message("user", text)]
+        # Without the first token, with which a dialogue begins.
+        sizes = [len(self.template.encode([message]).ids) - 1 for message in messages]
+        room = self.most_tokens - len(self.template.prompt(self.system))
+        if sizes[-1] > room:
             raise ValueError(
-                f"this takes {alone:,} tokens, and the model's context has room for {self.most_tokens:,}; say less"
+                f"this takes {sizes[-1]:,} tokens, and the model's context has room for {room:,}; say less"
             )
-        room = self.most_tokens - alone
-        kept = len(self.messages)
-        for n in reversed(range(kept)):
-            room -= len(self.template.encode([self.messages[n]]).ids) - 1  # without the token that begins a dialogue
-            if room < 0:
-                break
-            if self.messages[n].role == "user":  # a turn begins
-                kept = n
-        self.messages = [*self.messages[kept:], said]
+        first = 0
+        while sum(sizes[first:]) > room or messages[first].role != "user":  # whole turns only
+            first += 1
+        self.messages = messages[first:]
 
     def answered(self, text: str) -> None:
         self.messages.append(Message("assistant", text))
@@ -94,9 +91,7 @@ def talk(dialogue: Dialogue, answer: Answer) -> None:
             if not text:
                 continue
             try:
-                if any("\ud800" <= char <= "\udfff" for char in text):
-                    raise ValueError("this is not UTF-8 text")
-                dialogue.ask(text)
+                dialogue.ask(valid_unicode(text))
             except ValueError as e:
                 print(f"error: {e}", file=sys.stderr)
                 continue

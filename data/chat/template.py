@@ -102,8 +102,7 @@ def as_messages(value: Any) -> list[Message]:
     ValueError, whose message says in a few words what is wrong.
     """
     if isinstance(value, dict):
-        found = [value[key] for key in ("messages", "conversations", "conversation") if key in value]
-        value = found[0] if found else question_and_answer(value)
+        value = value.get("messages") or value.get("conversations") or question_and_answer(value)
     if not isinstance(value, list):
         raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
@@ -125,10 +124,9 @@ def as_message(value: Any, n: int) -> Message:
     if isinstance(value, dict) and "from" in value:
         value = value | {"role": value["from"], "content": value.get("value")}
     content = value.get("content") if isinstance(value, dict) else None
-    if isinstance(content, list):  # OpenAI's parts, of type text, input_text or output_text
-        parts = [part for part in content if isinstance(part, dict) and str(part.get("type")).endswith("text")]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        content = "".join(texts) if len(texts) == len(content) else None
+    if isinstance(content, list):  # OpenAI's parts, of which images have no text
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str) or not isinstance(value.get("role"), str):
         raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content, which are text")
     role = OTHER_NAMES.get(value["role"], value["role"])

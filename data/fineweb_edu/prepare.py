@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.documents import Source, first_line, format_of, local_source
+from data.documents import Source, first_line, local_source
 from data.meta_files import CHECKSUM, read_record, write_meta
 from data.prepared import damaged, document_tokenizer, locked
 from data.shards import Entry, is_complete, plan, write_shards
-from data.text.prepare import add_folder
-from data.tokenizer import Tokenizer, short_name
-from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
+from data.text.prepare import add_folder, whole_number
+from data.tokenizer import short_name
+from deskgpt.system.errors import OneLineParser, one_line_errors
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
@@ -86,13 +86,22 @@ def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
         for path in folder.glob(pattern):
             path.unlink()
     records = earlier_records(folder)
+    earlier = next(iter(records.values()), {})
     source = local_source(args.source, args.text_column) if args.source else None
     tokenizer = document_tokenizer(args.tokenizer)
-    identity = identity_of(args, source, tokenizer, records)
+    identity = {
+        "tokenizer": tokenizer.meta(),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "source": source.name if source else f"{REPO}, {args.subset}",
+        "text_column": args.text_column,
+        "shard_tokens": args.shard_tokens,
+        "val_tokens": args.val_tokens or earlier.get("val_tokens") or usual_val_tokens(args, source),
+        "parts": args.part.of,
+    }
     for record in records.values():
         check_identity(folder, record, identity)
-    revision = next((record["revision"] for record in records.values()), None)
-    meta = copy.deepcopy(records.get(part.record)) or identity | {"revision": revision, "files": {}}
+    meta = copy.deepcopy(records.get(part.record)) or {**identity, "revision": earlier.get("revision"), "files": {}}
 
     complete = is_complete(folder, shards_of(meta, part, args.tokens), meta["files"])
     bad = damaged(folder, meta["files"]) if complete else []
@@ -104,9 +113,16 @@ def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
     source = source or hub_source(args, meta["revision"])
     meta["revision"] = source.revision
     mine = replace(source, files=source.files[part.number :: part.of])
-    shards = shards_of(meta, part, args.tokens)
-    write_shards(folder, meta, mine, tokenizer, shards, bad, args.num_proc, part.record)
+    write_shards(folder, meta, part.record, mine, tokenizer, shards_of(meta, part, args.tokens), bad)
     return meta
+
+
+def usual_val_tokens(args: argparse.Namespace, source: Source | None) -> int:
+    """A shard; of files on this machine no more than about a tenth."""
+    if source is None:
+        return args.shard_tokens
+    tokens = sum(map(os.path.getsize, source.files)) // (1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN)
+    return max(1, min(args.shard_tokens, tokens // 10))
 
 
 def earlier_records(folder: Path) -> dict[str, dict[str, Any]]:
@@ -119,33 +135,10 @@ def earlier_records(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: record for name, record in records.items() if record}
 
 
-def identity_of(
-    args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer, records: dict[str, Any]
-) -> dict[str, Any]:
-    """The part of meta.json that must be the same in each start on a folder."""
-    val_tokens = args.val_tokens or next((record["val_tokens"] for record in records.values()), None)
-    if not val_tokens and source:  # a tenth at most: before a text is tokenized, only its size is known
-        size = sum(os.path.getsize(file) for file in source.files)
-        estimate = size // (1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN)
-        val_tokens = max(1, min(args.shard_tokens, estimate // 10))
-    is_text = source is not None and any(format_of(file) == "text" for file in source.files)
-    return {
-        **({"txt_rows": "documents"} if is_text else {}),  # in older versions, pieces of documents
-        "tokenizer": tokenizer.meta(),
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "source": source.name if source else f"{REPO}, {args.subset}",
-        "text_column": args.text_column,
-        "shard_tokens": args.shard_tokens,
-        "val_tokens": val_tokens or args.shard_tokens,
-        "parts": args.part.of,
-    }
-
-
 def check_identity(folder: Path, record: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raises ValueError if the earlier start with this record was to make something else."""
     for key, wanted in identity.items():
-        found: Any = ({"parts": 1} | record).get(key)  # older versions do not say it of a single one
+        found: Any = record.get(key, 1 if key == "parts" else None)  # older versions do not record a single part
         if found != wanted:
             if key == "tokenizer":
                 found, wanted = short_name(found), short_name(wanted)
@@ -173,17 +166,16 @@ def merge(folder: Path, parts: int, tokens: float) -> None:
         made = records.get(part.record, {}).get("files")  # empty for a part whose files hold no text
         if made is None or (made and not is_complete(folder, shards_of(records[part.record], part, tokens), made)):
             missing.append(f"{number}/{parts}")
-        for name, entry in (made or {}).items():
-            entries[name] = without(entry, "end", "last")
-    of_parts = [without(record, "files", CHECKSUM) for record in records.values()]
-    settings = of_parts[0]
-    for other in of_parts:
-        check_identity(folder, other, settings)
+        entries |= {name: without(entry, "end", "last") for name, entry in (made or {}).items()}
     if missing:
         print(f"{folder}: {len(missing)} of {parts} parts are still to be made, --part={missing[0]} among them")
         return
-    write_meta(folder, settings | {"files": entries})
-    finish(folder, settings | {"files": entries})
+    of_parts = [without(record, "files", CHECKSUM) for record in records.values()]
+    for other in of_parts[1:]:
+        check_identity(folder, other, of_parts[0])
+    meta = of_parts[0] | {"files": entries}
+    write_meta(folder, meta)
+    finish(folder, meta)
 
 
 def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -228,14 +220,6 @@ def hub_source(args: argparse.Namespace, revision: str | None) -> Source:
 # ---- command line --------------------------------------------------------------------------------------------
 
 
-def whole_number(text: str) -> int:
-    """A whole number of at least 1, also written as 3e9 or 1_000. Raises ValueError."""
-    number = float(text)
-    if number < 1 or not number.is_integer():
-        raise ValueError
-    return int(number)
-
-
 def i_of_n(text: str) -> Part:
     """Part i of n, from i/n. Raises ValueError."""
     number, _, of = text.partition("/")
@@ -246,29 +230,20 @@ def i_of_n(text: str) -> Part:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """The options, with their defaults. Raises ConfigError if one is wrong or two of them do not go together."""
+    """The options, with their defaults. Raises ConfigError if one is wrong."""
     parser = OneLineParser(str(__doc__))
     add = parser.add_argument
-    add("--subset", help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
-    add("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl, .txt (also packed) or folders")
+    of = parser.add_mutually_exclusive_group().add_argument
+    of("--subset", default=SUBSETS[0], help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
+    of("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl, .txt (also packed) or folders")
     add("--text_column", default="text", help="column, or key of a jsonl line, with the text (default: text)")
-    add(
-        *("--tokenizer", "--encoding"),
-        default="gpt2",
-        help="gpt2 (default), another tiktoken encoding below 65,537 ids, bytes, or the path of a prepared folder, to "
-        "use its tokenizer",
-    )
+    add("--tokenizer", default="gpt2", help="gpt2 or another tiktoken encoding, bytes, or a prepared folder's path")
     add("--tokens", type=whole_number, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
     add("--val_tokens", type=whole_number, help="made first (default: a shard; of --source a tenth at most)")
     add("--shard_tokens", type=whole_number, default=100_000_000, help="per file (default: 1e8)")
-    add("--num_proc", type=whole_number, default=os.cpu_count() or 1, help="threads that tokenize (default: all cores)")
     add("--part", type=i_of_n, default=Part(), metavar="I/N", help="make only source files I, I + N, I + 2N ...")
     add_folder(parser, Path(__file__).resolve().parent)
-    args = parser.parse_args(argv)
-    if args.source and args.subset:
-        raise ConfigError("--subset has no meaning with --source; leave one of them out")
-    args.subset = args.subset or SUBSETS[0]
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -12,25 +12,33 @@ begins with that token.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data import bpe
 from data.prepared import is_prepared, named_tokenizer, write_dataset
 from data.text_files import SEPARATOR, documents_in, expanded, next_document, read_text
-from data.tokenizer import END_OF_TEXT, CharTokenizer, Tokenizer, encoded_document, from_meta, pieces, short_name
+from data.tokenizer import (
+    END_OF_TEXT,
+    MOST_IDS,
+    SMALLEST_BPE,
+    CharTokenizer,
+    Tokenizer,
+    encoded_document,
+    from_meta,
+    short_name,
+)
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.files import sha256
 
 DATA = Path(__file__).resolve().parents[1]
 TRAIN_SHARE = 0.9  # of the characters; the rest is val
 NAMED_FILES = 10  # in the source that meta.json names
+BPE_SIZE = 4096  # ids of a vocabulary of one's own, unless asked otherwise
 
 
 def main(args: argparse.Namespace) -> None:
@@ -39,11 +47,10 @@ def main(args: argparse.Namespace) -> None:
     texts = [read_text(path) for path in paths]
     if len(texts) > 1:
         texts = [text if text.endswith("\n") else text + "\n" for text in texts]
-    vocab_size = bpe.USUAL_SIZE if args.vocab_size is None else args.vocab_size
-    prepare("".join(texts), args.out, args.tokenizer, source, vocab_size)
+    prepare("".join(texts), args.out, args.tokenizer, source, args.vocab_size)
 
 
-def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = bpe.USUAL_SIZE) -> None:
+def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE) -> None:
     """Writes the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
 
     tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
@@ -56,35 +63,35 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
     described = named_tokenizer(tokenizer_name)
     source = f"{source} (sha256 {sha256(text.encode('utf-8', 'surrogatepass'))}), {short_name(described)}"
     if tokenizer_name == "bpe":
-        bpe.check_size(vocab_size)
         source += f" of {vocab_size}"
     if is_prepared(folder, source):
         print(f"{folder.name}: already prepared")
         return
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
-        tokenizer: Tokenizer = bpe.train(bpe.sample(SEPARATOR.sub("", text[:cut])), vocab_size)
+        tokenizer: Tokenizer = bpe.train("".join(documents_in(text[:cut])), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
         tokenizer = from_meta(described)
+    name = tokenizer.meta()["name"]
     documents = documents_in(text)
     separated = SEPARATOR.search(text) is not None
     end_of_text = tokenizer.end_of_text if separated else None
     if separated:
-        unknown = f"the tokenizer {tokenizer.meta()['name']} has no such token, so they are spelt out as text"
-        how = unknown if end_of_text is None else "one token each"
+        how = f"{name} has no such token, so they are spelt out" if end_of_text is None else "one token each"
         print(f"{len(documents):,} documents, separated by {END_OF_TEXT}: {how}")
     within = sum(document.count(END_OF_TEXT) for document in documents)
     if within:
         print(f"note: {within:,} times {END_OF_TEXT} is not alone on its line, and is spelt out as text")
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
-        texts = pieces(part) if end_of_text is None else documents_in(part)
-        encode = tokenizer.encode if end_of_text is None else functools.partial(encoded_document, tokenizer)
-        splits[split] = np.concatenate([encode(t) for t in tqdm(texts, f"tokenizing {split}", disable=None)])
+        if end_of_text is None:
+            splits[split] = tokenizer.encode(part)
+        else:
+            splits[split] = np.concatenate([encoded_document(tokenizer, document) for document in documents_in(part)])
     write_dataset(folder, splits, tokenizer, source, end_of_text=end_of_text)
-    print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, vocab_size {tokenizer.vocab_size:,}")
+    print(f"{folder.name}: tokenizer {name}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
         print(f"{split}.bin has {len(ids):,} tokens")
 
@@ -103,21 +110,27 @@ def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> 
     to.add_argument("--out", type=folder, default=default, metavar="FOLDER", help="any folder, instead of --name")
 
 
+def whole_number(text: str) -> int:
+    """A whole number of at least 1, also written as 3e9 or 1_000. Raises ValueError."""
+    number = float(text)
+    if number < 1 or not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
 def arguments() -> argparse.Namespace:
     parser = OneLineParser(str(__doc__))
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path)
     add_folder(parser)
-    add(
-        *("--tokenizer", "--encoding"),
-        default="char",
-        help="char, bytes, bpe (trained on this text), gpt2 or another tiktoken encoding below 65,537 ids, or the path "
-        "of a prepared folder, to use its tokenizer",
-    )
-    add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {bpe.USUAL_SIZE})")
+    about = "char, bytes, bpe (trained on this text), a tiktoken encoding such as gpt2, or a prepared folder's path"
+    add("--tokenizer", default="char", help=about)
+    add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {BPE_SIZE})")
     args = parser.parse_args()
-    if args.tokenizer != "bpe" and args.vocab_size is not None:
-        raise ConfigError(f"--vocab_size has no meaning with --tokenizer {args.tokenizer}; leave it out")
+    if args.vocab_size is None:
+        args.vocab_size = BPE_SIZE
+    elif args.tokenizer != "bpe" or not SMALLEST_BPE <= args.vocab_size <= MOST_IDS:
+        raise ConfigError(f"--vocab_size={args.vocab_size} is not from 257 to 65,536, or --tokenizer is not bpe")
     return args
 
 
