@@ -130,7 +130,9 @@ def write_folder(trained: Trained, to: Path, name: str) -> Export:
     chat_template = template.JINJA if trained.saw_chat else None
     records = {
         "config.json": hugging_face.config_json(config, tokenizer.end_of_text),
-        "generation_config.json": hugging_face.generation_config_json(config, tokenizer),
+        "generation_config.json": hugging_face.generation_config_json(
+            config, tokenizer.vocab_size, tokenizer.end_of_text
+        ),
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": tokenizer_config_json(tokenizer, config.block_size, chat_template),
     }

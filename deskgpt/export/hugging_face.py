@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
 from deskgpt.kernels.verify import SAME_LOGITS, logits_distance
 from model import GPT, GPTConfig
 
@@ -62,10 +61,10 @@ def config_json(c: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
     }
 
 
-def generation_config_json(c: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What generation_config.json says. Ids beyond the tokenizer's are padding, never to be drawn."""
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_of_text)
-    padding = list(range(tokenizer.vocab_size, c.vocab_size))
+def generation_config_json(c: GPTConfig, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
+    """What generation_config.json says; vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn."""
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    padding = list(range(vocab_size, c.vocab_size))
     found = ids | {"use_cache": not c.token_shift}
     return found | {"suppress_tokens": padding} if padding else found
 

@@ -79,10 +79,10 @@ class Step:
             at = torch.arange(past, past + T, device=position_ids.device)[:, None]  # (T, 1)
             to = torch.arange(past + T, device=position_ids.device)  # (S,)
             self.mask = (to <= at)[None, None]
-        if attention_mask is not None:
-            self.real = attention_mask[:, -T:, None]
-            # Padding sees itself: attention over nothing would be NaN.
-            self.mask = self.mask & attention_mask[:, None, None].bool() | (to == at)
+            if attention_mask is not None:
+                self.real = attention_mask[:, -T:, None]
+                # Padding sees itself: attention over nothing would be NaN.
+                self.mask = self.mask & attention_mask[:, None, None].bool() | (to == at)
 
 
 def token_shift(x: Tensor, step: Step) -> Tensor:
